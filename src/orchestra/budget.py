@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long to train. Budgets are joined with `|`: `Epochs(3) | Seconds(60)` ends with whichever comes first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orchestra.errors import Problem
+
+
+@dataclass(frozen=True)
+class _Part:
+    def __or__(self, other: _Part | FirstOf) -> FirstOf:
+        return FirstOf((self, *parts(other)))
+
+
+@dataclass(frozen=True)
+class Steps(_Part):
+    """So many steps of each worker."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Epochs(_Part):
+    """So many passes over the data, by all workers together."""
+
+    count: float
+
+
+@dataclass(frozen=True)
+class Samples(_Part):
+    """So many samples, of all workers together."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Seconds(_Part):
+    """So many seconds of training, by the run's own clock."""
+
+    count: float
+
+
+@dataclass(frozen=True)
+class Target(_Part):
+    """Until an evaluated figure is reached: `Target("accuracy", 0.9)`. Of losses and errors, lower is better."""
+
+    metric: str
+    value: float
+
+    def reached(self, metrics: dict[str, float]) -> bool:
+        """Whether these figures are good enough."""
+        got = metrics.get(self.metric)
+        return got is not None and (got <= self.value if lower_is_better(self.metric) else got >= self.value)
+
+
+@dataclass(frozen=True)
+class FirstOf:
+    """The first of several budgets to run out."""
+
+    budgets: tuple[_Part, ...]
+
+    def __or__(self, other: _Part | FirstOf) -> FirstOf:
+        return FirstOf((*self.budgets, *parts(other)))
+
+
+Budget = Steps | Epochs | Samples | Seconds | Target | FirstOf
+
+
+def parts(budget: object) -> tuple[_Part, ...]:
+    """The budgets that a budget is made of."""
+    if isinstance(budget, FirstOf):
+        return budget.budgets
+    return (budget,) if isinstance(budget, _Part) else ()
+
+
+def problems_of(budget: object) -> Iterator[Problem]:
+    """What is wrong with a budget."""
+    pieces = parts(budget)
+    if not pieces:
+        yield Problem("budget", budget, "must be Steps, Epochs, Samples, Seconds or Target, joined with |")
+    for piece in pieces:
+        count = getattr(piece, "count", 1)
+        if not isinstance(count, int | float) or isinstance(count, bool) or not math.isfinite(count) or count <= 0:
+            yield Problem(f"budget.{type(piece).__name__.lower()}", count, "must be a number above zero")
+    if pieces and all(isinstance(piece, Target) for piece in pieces):
+        yield Problem("budget", budget, "may never be reached: add an end, such as | Epochs(100)")
+
+
+def last_step(budget: Budget, *, steps_per_epoch: int | None, samples_per_step: int) -> int | None:
+    """The step of each worker at which the budget surely ends; None if only a clock, a score or a stream can tell."""
+    ends = []
+    for part in parts(budget):
+        match part:
+            case Steps(count):
+                ends.append(count)
+            case Epochs(count) if steps_per_epoch is not None:
+                ends.append(math.ceil(count * steps_per_epoch - 1e-9))
+            case Samples(count):
+                ends.append(math.ceil(count / samples_per_step))
+    return min(ends) if ends else None
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a figure improves downwards, by its name.
+
+    >>> lower_is_better("mae"), lower_is_better("accuracy")
+    (True, False)
+    """
+    return any(word in metric.lower() for word in ("loss", "error", "mae", "mse", "rmse", "nats", "perplexity"))

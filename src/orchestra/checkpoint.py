@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that changes, on disk, whole or not at all.
+
+    checkpoints/step-00000120/node-0.safetensors …    one file per node: tensors, and the structure around them as JSON
+                              manifest.json            format, step, fingerprint of the model, SHA-256 of every file
+    checkpoints/latest                                 the name of the newest one
+
+A checkpoint is written as `step-….tmp`, every file synced, the manifest last, and then renamed: a crash at any moment
+leaves the previous one untouched. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from orchestra.errors import CheckpointError
+
+FORMAT = 1
+KEEP = 2
+_MAX_MANIFEST = 16 << 20  # bytes
+
+
+# A tree of plain values and tensors, as one safetensors file.
+
+
+def write_tree(path: Path, tree: Any, *, durable: bool = True) -> None:
+    """Write nested dicts, lists, tuples, numbers, texts and tensors to a file, synced to the disk if `durable`."""
+    tensors: dict[str, Tensor] = {}
+    structure = json.dumps(_outline(tree, tensors))
+    save_file(tensors, path, metadata={"tree": structure, "format": str(FORMAT)})
+    if durable:
+        sync(path)
+
+
+def read_tree(path: Path) -> Any:
+    """Read what `write_tree` wrote."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
+        return _fill(json.loads(metadata["tree"]), tensors)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. It is damaged, or no checkpoint of this program."
+        ) from None
+
+
+def _outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    match tree:
+        case Tensor():
+            key = str(len(tensors))
+            tensors[key] = tree.detach().cpu().contiguous().clone()
+            return {"$": "tensor", "key": key}
+        case dict():
+            return {"$": "dict", "items": [[_outline(k, tensors), _outline(v, tensors)] for k, v in tree.items()]}
+        case tuple():
+            return {"$": "tuple", "items": [_outline(v, tensors) for v in tree]}
+        case list():
+            return [_outline(v, tensors) for v in tree]
+        case bool() | int() | float() | str() | None:
+            return tree
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return _outline({f.name: getattr(tree, f.name) for f in fields(tree)}, tensors)
+    raise CheckpointError(
+        f"a {type(tree).__name__} cannot be saved: state must be numbers, texts, tensors and lists of them."
+    )
+
+
+def _fill(outline: Any, tensors: dict[str, Tensor]) -> Any:
+    match outline:
+        case {"$": "tensor", "key": key}:
+            return tensors[key]
+        case {"$": "dict", "items": items}:
+            return {_fill(k, tensors): _fill(v, tensors) for k, v in items}
+        case {"$": "tuple", "items": items}:
+            return tuple(_fill(v, tensors) for v in items)
+        case list():
+            return [_fill(v, tensors) for v in outline]
+    return outline
+
+
+def restore_into(state: Any, saved: dict[str, Any]) -> None:
+    """Put saved values into a state made by `init`; only what has a place there is taken from the file."""
+    for field in fields(state):
+        value = saved[field.name]
+        current = getattr(state, field.name)
+        if is_dataclass(current) and not isinstance(current, type):
+            restore_into(current, value)
+        elif isinstance(current, Tensor):
+            current.copy_(value)
+        else:
+            setattr(state, field.name, value)
+
+
+# A checkpoint of the whole run.
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was found whole."""
+
+    path: Path
+    step: int
+    manifest: dict[str, Any]
+
+    def node(self, rank: int) -> Any:
+        """What one node wrote."""
+        return read_tree(self.path / part_name(rank))
+
+
+def part_name(rank: int) -> str:
+    """File name of a node's part."""
+    return f"node-{rank}.safetensors"
+
+
+def name_of(step: int) -> str:
+    """Folder name of a checkpoint."""
+    return f"step-{step:08d}"
+
+
+def draft(folder: Path, step: int) -> Path:
+    """The folder that nodes write their parts of a checkpoint into."""
+    path = folder / f"{name_of(step)}.tmp"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def commit(folder: Path, step: int, about: dict[str, Any]) -> Path:
+    """Seal a draft: manifest, sync, rename, point `latest` at it, and drop all but the newest few."""
+    path = draft(folder, step)
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(path.glob("node-*.safetensors"))}
+    manifest = {"format": FORMAT, "step": step, **about, "files": files}
+    write_text(path / "manifest.json", json.dumps(manifest, indent=1))
+    final = folder / name_of(step)
+    if final.exists():
+        shutil.rmtree(final)
+    path.rename(final)
+    sync(folder)
+    write_text(folder / "latest", final.name)
+    for old in sorted(p for p in folder.glob("step-*") if p.suffix != ".tmp")[:-KEEP]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def newest(folder: Path) -> tuple[Saved, list[str]]:
+    """The newest whole checkpoint, and what was wrong with any newer one that had to be passed over."""
+    complaints: list[str] = []
+    for path in sorted((p for p in folder.glob("step-*") if p.suffix != ".tmp"), reverse=True):
+        try:
+            return verify(path), complaints
+        except CheckpointError as error:
+            complaints.append(str(error))
+    detail = "".join(f"\n  {c}" for c in complaints)
+    raise CheckpointError(f"no usable checkpoint in {folder}.{detail or ' The run stopped before it wrote one.'}")
+
+
+def verify(path: Path) -> Saved:
+    """Check a checkpoint against its manifest: all files there, inside it, of the right size and content."""
+    try:
+        source = path / "manifest.json"
+        if source.stat().st_size > _MAX_MANIFEST:
+            raise ValueError("manifest.json is too large")
+        manifest = json.loads(source.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"format {manifest['format']} is not {FORMAT}: written by another version of this program")
+        for name, expected in manifest["files"].items():
+            file = path / name
+            if file.resolve().parent != path.resolve() or file.is_symlink():
+                raise ValueError(f"{name} lies outside the checkpoint")
+            if file.stat().st_size != expected["bytes"]:
+                raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")
+            if digest(file) != expected["sha256"]:
+                raise ValueError(f"{name} was changed: its SHA-256 is not the one in the manifest")
+        return Saved(path, int(manifest["step"]), manifest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not whole: {error}") from None
+
+
+# Files that appear whole.
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Make sure a file or folder is on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fingerprint(shapes: dict[str, tuple[torch.Size, torch.dtype]]) -> str:
+    """A short hash of parameter names, shapes and dtypes, in order."""
+    text = json.dumps([[name, list(shape), str(dtype)] for name, (shape, dtype) in shapes.items()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look at everything that was asked for, before any process starts, and list all that cannot work."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, default_collate
+
+from orchestra.data.feed import Samples, is_tensors
+from orchestra.data.partitions import IID, Dirichlet
+from orchestra.errors import Problem
+from orchestra.inner import elementwise
+from orchestra.replica import trainable
+from orchestra.strategy import Strategy, check_fields
+
+
+def check_numbers(
+    *,
+    batch: object,
+    seed: object,
+    clip: object,
+    accumulate: object,
+    tolerate: object,
+    precision: object,
+    optimizer: object,
+) -> Iterator[Problem]:
+    """Plain arguments: their types and ranges."""
+    for name, value, least in (
+        ("batch", batch, 1),
+        ("accumulate", accumulate, 1),
+        ("tolerate", tolerate, 1),
+        ("seed", seed, 0),
+    ):
+        if not isinstance(value, int) or isinstance(value, bool):
+            yield Problem(name, value, "must be a whole number")
+        elif value < least:
+            yield Problem(name, value, f"must be at least {least}")
+        elif value > 2**48:
+            yield Problem(name, value, "is too large")
+    if clip is not None and not (isinstance(clip, int | float) and math.isfinite(clip) and clip > 0):
+        yield Problem("clip", clip, "must be the largest allowed norm of the gradient, above zero, or None")
+    if precision not in ("float32", "bf16"):
+        yield Problem("precision", precision, 'must be "float32" or "bf16"')
+    if isinstance(batch, int) and isinstance(accumulate, int) and 1 <= batch < accumulate:
+        yield Problem(
+            "accumulate", accumulate, f"cannot cut a batch of {batch} into {accumulate} parts: at most {batch}"
+        )
+    if not callable(optimizer):
+        yield Problem("optimizer", optimizer, "must be a factory, such as functools.partial(torch.optim.SGD, lr=0.1)")
+
+
+def check_optimizer(
+    optimizer: Callable[..., torch.optim.Optimizer], module: nn.Module, strategy: Strategy[Any]
+) -> Iterator[Problem]:
+    """Build the optimizer once to see that it can be built, with a sane learning rate, and fits the strategy."""
+    try:
+        made = optimizer(list(trainable(module).values()))
+        rates = [float(group["lr"]) for group in made.param_groups]
+    except Exception as error:  # user code may raise anything
+        yield Problem("optimizer", optimizer, f"cannot be built: {error}")
+        return
+    for rate in rates:
+        if not math.isfinite(rate) or rate < 0:
+            yield Problem("optimizer.lr", rate, "must be a finite number of at least 0")
+        elif rate > 1e6:
+            yield Problem("optimizer.lr", rate, "is far too large")
+    if strategy.servers and not elementwise(optimizer, list(trainable(module).values())):
+        yield Problem(
+            "optimizer", type(made).__name__,
+            f"looks at whole layers or has several groups, but a server of {type(strategy).__name__} holds a range: "
+            "use SGD, Adam or another that treats every element alike, or a strategy without servers",
+        )  # fmt: skip
+
+
+def check_strategy(strategy: Strategy[Any], workers: int, clip: float | None) -> Iterator[Problem]:
+    """Fields, demands, and what does not go together."""
+    yield from check_fields(strategy, "strategy")
+    if isinstance(workers, int) and workers >= 1:
+        yield from strategy.demands(workers)
+    if clip is not None and strategy.servers > 1:
+        yield Problem(
+            "clip", clip, "needs the norm of the whole gradient, but each server sees only its range: use servers=1"
+        )
+
+
+def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterator[Problem]:
+    """Enough samples, of one length, finite, and divisible as asked."""
+    if isinstance(data, IterableDataset):
+        if partition is not None and not isinstance(partition, IID):
+            yield Problem(
+                "partition", partition, "needs all labels beforehand, which a stream does not have: use IID()"
+            )
+        return
+    if not is_tensors(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        yield Problem("data", type(data).__name__, "must give a tuple of tensors, a Dataset or an IterableDataset")
+        return
+    if is_tensors(data):
+        lengths = [len(t) for t in data]
+        if len(set(lengths)) > 1:
+            yield Problem("data", lengths, "the tensors must have the same number of samples")
+            return
+        yield from _finite(data)
+    count = len(Samples(data))
+    if count == 0:
+        yield Problem("data", 0, "there is no sample")
+    elif count < workers:
+        yield Problem("data", count, f"samples are fewer than the {workers} workers: use fewer workers or more data")
+    elif batch * workers > count:
+        most = count // workers
+        yield Problem("batch", batch, f"is more than each of {workers} workers has of {count} samples: at most {most}")
+    elif partition is not None and not isinstance(partition, IID):
+        yield from _divisible(data, partition, workers)
+
+
+def _finite(data: Any) -> Iterator[Problem]:
+    for i, t in enumerate(data):
+        if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+            bad = int((~torch.isfinite(t.reshape(len(t), -1)).all(1)).nonzero()[0])
+            yield Problem(f"data[{i}][{bad}]", "nan or inf", "samples must be finite: drop or repair this one")
+
+
+def _divisible(data: Any, partition: Any, workers: int) -> Iterator[Problem]:
+    if isinstance(partition, Dirichlet) and not (math.isfinite(partition.alpha) and partition.alpha > 0):
+        yield Problem("partition.alpha", partition.alpha, "must be above zero")
+        return
+    labels = Samples(data).labels()
+    if labels.dim() != 1 or labels.is_floating_point():
+        yield Problem(
+            "partition", partition, "divides by label, but the last entry of a sample is no class number: use IID()"
+        )
+
+
+def rehearse(module: nn.Module, data: Any, loss: Any, batch: int) -> Iterator[Problem]:
+    """Compute one small gradient on a copy of the model: what fails here would fail on every worker.
+
+    Misfits that can be named become problems; an exception out of the user's own code comes through as it is.
+    """
+    few = min(batch, 8)
+    try:
+        if isinstance(data, IterableDataset):
+            stream = iter(data)
+            sample = list(default_collate([next(stream) for _ in range(few)]))
+        else:
+            sample = Samples(data).take(range(min(few, len(Samples(data)))))
+    except StopIteration:
+        yield Problem("data", type(data).__name__, f"the stream ended before {few} samples")
+        return
+    if len(sample) < 2:
+        yield Problem("data", len(sample), "a sample must have at least an input and a target")
+        return
+    module = copy.deepcopy(module).train()
+    output = module(*sample[:-1])
+    value = loss(output, sample[-1])
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        yield Problem("loss", shape, "must give one number (a tensor without dimensions): take its mean")
+        return
+    if not value.requires_grad:
+        yield Problem("loss", value.item(), "does not depend on the trainable parameters")
+        return
+    torch.autograd.backward(value)
+    for name, p in trainable(module).items():
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            yield Problem(f"model.{name}", "sparse gradient", "is not supported: use sparse=False in its layer")
+    yield from _classes(loss, output, data)
+
+
+def _classes(loss: Any, output: Any, data: Any) -> Iterator[Problem]:
+    """Class numbers that the model has no output for, where the loss is known to take class numbers."""
+    takes_classes = loss in (nn.functional.cross_entropy, nn.functional.nll_loss) or isinstance(
+        loss, nn.CrossEntropyLoss | nn.NLLLoss
+    )
+    if not takes_classes or not is_tensors(data) or data[-1].is_floating_point() or output.dim() < 2:
+        return
+    ignored = getattr(loss, "ignore_index", -100)
+    target, classes = data[-1], output.shape[1]
+    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
+    if bool(wrong.any()):
+        index = int(wrong.reshape(len(target), -1).any(1).nonzero()[0])
+        yield Problem(
+            f"data[-1][{index}]",
+            target[index].tolist(),
+            f"is no class of the model, whose {classes} outputs are 0 to {classes - 1}",
+        )

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run takes place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from orchestra.errors import Problem
+
+Device = Literal["cpu", "cuda", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """Processes on this machine, exchanging tensors in shared memory.
+
+    `workers` may exceed the number of cores; each process then has one thread. Servers, if the strategy has any, are
+    further processes beside the workers.
+    """
+
+    workers: int = 2
+    device: Device = "cpu"
+    threads: int | None = None  # of each process; None shares the cores out evenly
+    patience: float = 300.0  # seconds a node waits for another before it gives up
+
+    def problems(self) -> Iterator[Problem]:
+        """What cannot be run on this machine."""
+        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 1:
+            yield Problem("cluster.workers", self.workers, "must be a whole number of at least 1")
+        elif self.workers > 512:
+            yield Problem("cluster.workers", self.workers, "is more than one machine will bear: at most 512")
+        if self.device not in ("cpu", "cuda", "auto"):
+            yield Problem("cluster.device", self.device, 'must be "cpu", "cuda" or "auto"')
+        elif self.device == "cuda" and not torch.cuda.is_available():
+            yield Problem("cluster.device", self.device, 'no CUDA device is visible here: use "cpu" or "auto"')
+        if self.threads is not None and self.threads < 1:
+            yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
+        if not self.patience > 0:
+            yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
+
+    def resolve_device(self) -> str:
+        """`auto` takes CUDA where there is any."""
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.device
+
+    def threads_for(self, nodes: int) -> int:
+        """Threads of each of `nodes` processes."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // nodes)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sample goes to which worker at which step: a pure function of (seed, epoch, rank, size).
+
+Every sample is used once an epoch, uneven ends included. All workers take equally many steps an epoch, so that
+synchronous strategies stay in step; where samples run short a batch is smaller, or empty, and means are weighted by
+samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
+
+from orchestra.data.partitions import IID, Partition
+from orchestra.vectors import split
+
+Batch = tuple[list[Any], int]  # the pieces (inputs..., target), and how many samples they hold
+
+
+class Feed(Protocol):
+    """A worker's endless supply of batches, with a position that can be saved."""
+
+    epoch: int
+    step: int  # within the epoch
+    steps_per_epoch: int | None  # None: not known before the stream ends
+
+    def next(self) -> Batch:
+        """The batch at the current position; moves on."""
+        ...
+
+    def seek(self, epoch: int, step: int) -> None:
+        """Go to a position."""
+        ...
+
+
+class Samples:
+    """A tuple of tensors or a map-style Dataset, by index."""
+
+    def __init__(self, data: Any) -> None:
+        self._tensors = tuple(data) if is_tensors(data) else None
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._tensors[0]) if self._tensors is not None else len(self._data)
+
+    def take(self, indices: Sequence[int]) -> list[Any]:
+        """A batch of the samples with these indices."""
+        if self._tensors is not None:
+            picked = torch.as_tensor(indices, dtype=torch.int64)
+            return [t.index_select(0, picked) for t in self._tensors]
+        return list(default_collate([self._data[i] for i in indices]))
+
+    def labels(self) -> Tensor:
+        """The last entry of every sample, as partitions by label need."""
+        if self._tensors is not None:
+            labels: Tensor = self._tensors[-1]
+            return labels
+        return torch.as_tensor([int(self._data[i][-1]) for i in range(len(self))])
+
+
+class IndexedFeed:
+    """Batches of samples that can be picked by index."""
+
+    def __init__(
+        self, data: Any, *, batch: int, seed: int, rank: int, size: int, partition: Partition | None = None
+    ) -> None:
+        self._samples = Samples(data)
+        self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
+        count = len(self._samples)
+        self._shards: list[Tensor] | None = None
+        if partition is None or isinstance(partition, IID):
+            self.steps_per_epoch: int | None = -(-count // (batch * size))
+        else:
+            self._shards = partition.shards(self._samples.labels(), size, seed)
+            self.steps_per_epoch = max(-(-len(shard) // batch) for shard in self._shards)
+        self.epoch = self.step = 0
+        self._order_of = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def indices(self, epoch: int, step: int) -> list[int]:
+        """The samples of this rank at a step of an epoch."""
+        if self._order_of != epoch:
+            self._order, self._order_of = self._shuffle(epoch), epoch
+        if self._shards is not None:
+            assert self.steps_per_epoch is not None
+            here = split(len(self._order), self.steps_per_epoch)[step]
+        else:
+            start = step * self._batch * self._size
+            together = min(self._batch * self._size, len(self._order) - start)
+            part = split(together, self._size)[self._rank]
+            here = slice(start + part.start, start + part.stop)
+        chosen: list[int] = self._order[here].tolist()
+        return chosen
+
+    def _shuffle(self, epoch: int) -> Tensor:
+        """The order of an epoch: of all samples, or of this rank's shard."""
+        generator = torch.Generator().manual_seed(fold(self._seed, epoch))
+        if self._shards is None:
+            return torch.randperm(len(self._samples), generator=generator)
+        shard = self._shards[self._rank]
+        return shard[torch.randperm(len(shard), generator=generator)]
+
+    def next(self) -> Batch:
+        """The batch at the current position; moves on."""
+        chosen = self.indices(self.epoch, self.step)
+        self.step += 1
+        if self.step == self.steps_per_epoch:
+            self.epoch, self.step = self.epoch + 1, 0
+        return (self._samples.take(chosen) if chosen else []), len(chosen)
+
+    def seek(self, epoch: int, step: int) -> None:
+        """Go to a position."""
+        self.epoch, self.step = epoch, step
+
+
+class StreamFeed:
+    """Batches of an IterableDataset, never held in memory.
+
+    Every rank reads the whole stream and keeps its own part of each group of `batch * size` samples. That is what makes
+    the assignment a pure function of the position, and all ranks see the end at the same step.
+    """
+
+    def __init__(self, data: Any, *, batch: int, rank: int, size: int) -> None:
+        self._data = data
+        self._batch, self._rank, self._size = batch, rank, size
+        self.steps_per_epoch: int | None = None
+        self.epoch = self.step = 0
+        self._stream: Iterator[Any] = iter(data)
+        self._ahead = self._group()
+        if not self._ahead:
+            raise ValueError("the stream is empty: the IterableDataset gave no sample")
+
+    def _group(self) -> list[Any]:
+        return list(islice(self._stream, self._batch * self._size))
+
+    def next(self) -> Batch:
+        """The batch at the current position; moves on, and begins the stream again at its end."""
+        group = self._ahead
+        mine = group[split(len(group), self._size)[self._rank]]
+        self.step += 1
+        self._ahead = self._group()
+        if not self._ahead:
+            self.steps_per_epoch = self.step
+            self.epoch, self.step = self.epoch + 1, 0
+            self._stream = iter(self._data)
+            self._ahead = self._group()
+        return (list(default_collate(mine)) if mine else []), len(mine)
+
+    def seek(self, epoch: int, step: int) -> None:
+        """Go to a position by reading up to it."""
+        self.epoch, self.step = epoch, step
+        self._stream = islice(iter(self._data), step * self._batch * self._size, None)
+        self._ahead = self._group()
+
+
+def is_tensors(data: Any) -> bool:
+    """Whether data is a tuple of tensors."""
+    return isinstance(data, tuple | list) and len(data) > 0 and all(isinstance(t, Tensor) for t in data)
+
+
+def make_feed(data: Any, *, batch: int, seed: int, rank: int, size: int, partition: Partition | None) -> Feed:
+    """The feed for whatever kind of data this is."""
+    if isinstance(data, IterableDataset):
+        return StreamFeed(data, batch=batch, rank=rank, size=size)
+    return IndexedFeed(data, batch=batch, seed=seed, rank=rank, size=size, partition=partition)
+
+
+def fold(seed: int, *more: int) -> int:
+    """A seed for one purpose among many, well mixed, the same on every machine.
+
+    >>> fold(0, 1) != fold(1, 0)
+    True
+    """
+    state = seed & 0xFFFFFFFFFFFFFFFF
+    for value in more:
+        # One round of splitmix64 for each number folded in.
+        state = (state + 0x9E3779B97F4A7C15 * (value + 1)) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & 0x7FFFFFFFFFFFFFFF
+
+
+__all__ = ["Batch", "Feed", "IndexedFeed", "Samples", "StreamFeed", "fold", "is_tensors", "make_feed"]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts, not log lines: what happened on a node, one JSON object a line, one schema for real and virtual runs.
+
+Reports, `compare` and everything else that looks at a run are pure functions of these files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A node is ready. Seconds are those since its process was asked for."""
+
+    t: float
+    node: int
+    role: str
+    setup: float  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A worker finished a step. Seconds, bytes and samples are totals since the start of the run."""
+
+    t: float
+    node: int
+    step: int
+    epoch: float
+    samples: int
+    loss: float | None  # None: the batch was empty or its gradient was not finite
+    lr: float
+    compute: float
+    communicate: float
+    wait: float
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A strategy had something to say: a name and a number."""
+
+    t: float
+    node: int
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A gradient was not finite and was not used."""
+
+    t: float
+    node: int
+    step: int
+    in_a_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapped:
+    """A node set aside its part of snapshot `number`."""
+
+    t: float
+    node: int
+    step: int
+    samples: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A snapshot was evaluated, off the clock; `t` is when it was taken."""
+
+    t: float
+    step: int
+    samples: int
+    number: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A node wrote its part of a checkpoint."""
+
+    t: float
+    node: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A node is done. Totals as in `Stepped`."""
+
+    t: float
+    node: int
+    step: int
+    samples: int
+    compute: float
+    communicate: float
+    wait: float
+    sent: int
+    received: int
+
+
+Event = Began | Stepped | Logged | Skipped | Snapped | Scored | Saved | Ended
+_KINDS: dict[str, type[Any]] = {
+    cls.__name__.lower(): cls for cls in (Began, Stepped, Logged, Skipped, Snapped, Scored, Saved, Ended)
+}
+_FIELDS = {cls: tuple(f.name for f in fields(cls)) for cls in _KINDS.values()}
+_FLUSH = 0.5  # seconds an event may wait in memory
+
+
+class EventLog:
+    """Appends events to a file, a few hundred at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._waiting: list[Event] = []
+        self._flushed = time.monotonic()
+
+    def write(self, event: Event) -> None:
+        """Record an event."""
+        self._waiting.append(event)
+        if len(self._waiting) & 15 == 0 and time.monotonic() - self._flushed > _FLUSH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring everything so far to the file, in whole lines."""
+        if self._waiting:
+            self._file.write("".join(encode(event) for event in self._waiting))
+            self._file.flush()
+            self._waiting.clear()
+        self._flushed = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.flush()
+        self._file.close()
+
+
+def encode(event: Event) -> str:
+    """One line of JSON. What is not finite becomes null, which every JSON reader takes."""
+    cls = type(event)
+    record = {"event": cls.__name__.lower()} | {name: _plain(getattr(event, name)) for name in _FIELDS[cls]}
+    return json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read(path: Path) -> Iterator[Event]:
+    """The events of a file. Lines cut short or of an unknown kind are passed over: a run may be under way, or newer."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                yield _KINDS[record.pop("event")](**record)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue
+
+
+def as_record(event: Event) -> dict[str, Any]:
+    """The event as a plain dictionary."""
+    return {"event": type(event).__name__.lower()} | asdict(event)

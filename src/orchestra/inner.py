@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inner optimizer: any `torch.optim` class, on a flat vector.
+
+Optimizers that treat every element alike (SGD, Adam, ...) see one flat parameter, or one range of it, so a range can
+be updated by whoever owns it. Those that look at whole layers (Muon, anything with several parameter groups) see the
+module's own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+Factory = Callable[..., optim.Optimizer]
+Schedule = Callable[[float], float]
+
+_ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
+
+
+def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
+    """Whether the optimizer a factory makes may be given ranges of a flat vector."""
+    made = factory(list(params))
+    return type(made) in _ELEMENTWISE and len(made.param_groups) == 1
+
+
+class Inner:
+    """An optimizer over a flat vector `x` (`layers` None), or over a module's layers that are views of it."""
+
+    def __init__(
+        self,
+        factory: Factory,
+        x: Tensor,
+        *,
+        layers: Sequence[nn.Parameter] | None = None,
+        schedule: Schedule | None = None,
+        clip: float | None = None,
+    ) -> None:
+        self._flat = None if layers is not None else nn.Parameter(x, requires_grad=True)
+        self.optimizer = factory(list(layers) if layers is not None else [self._flat])
+        self._schedule = schedule
+        self._clip = clip
+        self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.lr = self._base[0]
+
+    def set_progress(self, epochs: float) -> None:
+        """Follow the learning-rate schedule to where the run is."""
+        if self._schedule is None:
+            return
+        factor = self._schedule(epochs)
+        for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
+            group["lr"] = base * factor
+        self.lr = self._base[0] * factor
+
+    def step(self, g: Tensor) -> None:
+        """One update with gradient g, clipped in place if asked for. Layers take theirs from their own `.grad`."""
+        if self._clip is not None:
+            with torch.no_grad():
+                g.mul_(torch.clamp(self._clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0))
+        if self._flat is not None:
+            self._flat.grad = g
+        self.optimizer.step()
+
+    def reset(self) -> None:
+        """Forget all momenta, as if the next step were the first."""
+        self.optimizer.state.clear()
+
+    def vectors(self) -> list[Tensor]:
+        """The optimizer's own vectors (momenta and the like), in a fixed order."""
+        return [
+            value.view(-1)
+            for p in self.optimizer.param_groups[0]["params"]
+            for _, value in sorted(self.optimizer.state.get(p, {}).items())
+            if isinstance(value, Tensor) and value.dim() > 0
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """All that changes, for a checkpoint."""
+        return self.optimizer.state_dict()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state."""
+        self.optimizer.load_state_dict(state)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every process of a run is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from orchestra.data.partitions import Partition
+from orchestra.inner import Factory, Schedule
+from orchestra.replica import Loss
+from orchestra.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run, resolved: no choice is left open."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], Any]
+    loss: Loss
+    optimizer: Factory
+    strategy: Strategy[Any]
+    workers: int
+    batch: int
+    seed: int
+    device: str  # "cpu" or "cuda"
+    run: Path
+    last_step: int | None  # of each worker; None if only a clock, a score or the end of a stream can tell
+    last_epoch: float | None  # for streams, whose length is not known before
+    schedule: Schedule | None
+    partition: Partition | None
+    clip: float | None  # largest norm of the gradient
+    accumulate: int
+    bf16: bool
+    tolerate: int  # gradients in a row that may be not finite
+    snapshot_every: int | None  # steps
+    checkpoint_every: int | None  # steps
+    samples_per_epoch: int | None
+    layerwise: bool  # the optimizer must see whole layers
+    resume: Path | None  # a verified checkpoint
+    threads: int
+    patience: float  # seconds
+
+    @property
+    def servers(self) -> int:
+        """How many servers there are."""
+        return self.strategy.servers
+
+    @property
+    def owns_range(self) -> bool:
+        """Whether each worker updates one range of x for all: replicas always equal, every element treated alike."""
+        return self.strategy.model_at == "everywhere" and not self.layerwise and self.clip is None

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forked process does: take the job, live as one node, tell the coordinator how it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from orchestra.errors import Diverged
+from orchestra.job import Job
+from orchestra.run import live
+from orchestra.transports.local import Aborted
+from orchestra.transports.memory import Arena, Plan
+
+_LONGEST = 48_000  # bytes of a traceback; a datagram must hold it
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the coordinator gives to every process, as one pickle in memory they share."""
+
+    plan: Plan
+    job: bytes  # a pickle of its own: what it needs to be read is set up first
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    asked: float  # when the processes were asked for
+
+
+def node_main(rank: int, fds: Sequence[int]) -> int:
+    """Live as node `rank`; gives the exit code."""
+    arena_fd, handover_fd, control_fd = fds
+    control = socket.socket(fileno=control_fd)
+
+    def tell(news: dict[str, Any]) -> None:
+        control.send(json.dumps(news).encode())
+
+    try:
+        handover = _read(handover_fd)
+        _move_in(handover)
+        job: Job = pickle.loads(handover.job)
+        arena = Arena(arena_fd, handover.plan)
+        live(job, arena, rank, tell, lambda: time.perf_counter() - handover.asked)
+        return 0
+    except Aborted:
+        return 0
+    except Diverged as error:
+        tell({"kind": "diverged", "node": rank, "message": str(error)})
+        return Diverged.exit_code
+    except BaseException:
+        trace = traceback.format_exc()
+        tell({"kind": "failed", "node": rank, "traceback": trace[-_LONGEST:]})
+        return 1
+
+
+def _read(fd: int) -> Handover:
+    """The hand-over comes from the process that forked this one, in memory nobody else can open."""
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        handover: Handover = pickle.load(file)
+    return handover
+
+
+def _move_in(handover: Handover) -> None:
+    """Be where the user's program is: its folder, its import path, its environment."""
+    os.environ.clear()
+    os.environ.update(handover.environment)
+    sys.path[:] = handover.path
+    os.chdir(handover.folder)
+    torch.set_grad_enabled(True)

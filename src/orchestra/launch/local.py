@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator of a run on one machine: starts the nodes, watches them, ends together with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+from torch import Tensor
+
+from orchestra import checkpoint
+from orchestra.errors import ClusterError, Diverged, Interrupted, WorkerFailed, WorkerLost
+from orchestra.job import Job
+from orchestra.launch import forkserver
+from orchestra.launch.child import Handover
+from orchestra.run import BUDGET_SPENT, INTERRUPTED
+from orchestra.transports import memory
+from orchestra.transports.local import name_of
+from orchestra.transports.memory import ABORT, GO, STOP_ASKED, STOP_AT, Arena, Plan, Report
+
+_GRACE = 1.0  # seconds between asking nodes to go and killing them
+_GLANCE = 0.1  # seconds between two looks at the board
+
+
+@dataclass
+class Watch:
+    """What a run looks like from outside, for whoever shows it."""
+
+    job: Job
+    arena: Arena
+    started: float | None = None
+
+    def now(self) -> float:
+        """Seconds of training so far."""
+        return 0.0 if self.started is None else time.perf_counter() - self.arena.clock[0]
+
+    def rows(self) -> list[Report]:
+        """What each node last reported."""
+        return [self.arena.reported(node) for node in range(self.arena.plan.nodes)]
+
+
+@dataclass
+class Coordinator:
+    """One run of one job."""
+
+    job: Job
+    plan: Plan
+    x0: Tensor
+    about: dict[str, Any]  # for the manifest of checkpoints
+    seconds: float | None  # budget by the clock
+    resumed_at: float = 0.0  # seconds of training before this process
+    show: Callable[[Watch], None] = lambda watch: None
+    target_reached: Callable[[], bool] = lambda: False
+    ready: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    saved: dict[int, set[int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    stopped_by: str = "budget"
+    asked_to_stop: int = 0
+    signals: int = 0
+    signal_name: str = ""
+    last_checkpoint: int | None = None
+
+    def run(self) -> None:
+        """Train. Raises what ended the run early; leaves no process and no memory behind."""
+        arena_fd = memory.create(self.plan)
+        handover_fd = os.memfd_create("orchestra-job")
+        told, telling = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        news: socket.socket | None = None
+        try:
+            self.arena = Arena(arena_fd, self.plan)
+            self.arena.tensor(self.plan.start, self.plan.numel, self.plan.dtype).copy_(self.x0)
+            os.write(handover_fd, self._handover())
+            os.lseek(handover_fd, 0, os.SEEK_SET)
+            with self._signals():
+                news = forkserver.warm().spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
+                telling.close()
+                self._watch(told, news)
+        finally:
+            if news is not None:
+                self._end(news)
+            for fd in (arena_fd, handover_fd):
+                os.close(fd)
+            told.close()
+
+    def _handover(self) -> bytes:
+        return pickle.dumps(
+            Handover(
+                plan=self.plan,
+                job=cloudpickle.dumps(self.job),
+                path=list(sys.path),
+                folder=os.getcwd(),
+                environment=dict(os.environ),
+                asked=time.perf_counter(),
+            )
+        )
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Count Ctrl-C and SIGTERM instead of dying of them, while the run lasts."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: object) -> None:
+            self.signals += 1
+            self.signal_name = signal.Signals(number).name
+            if self.signals > 1:
+                raise KeyboardInterrupt
+
+        before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for s, handler in before.items():
+                signal.signal(s, handler)
+
+    def _watch(self, told: socket.socket, news: socket.socket) -> None:
+        watch = Watch(self.job, self.arena)
+        while len(self.gone) < self.plan.nodes:
+            readable, _, _ = select.select([told, news], [], [], _GLANCE)
+            if told in readable:
+                self._hear(json.loads(told.recv(1 << 17)), watch)
+            elif news in readable:
+                # Only when nothing is left to be heard: a node's last words matter more than that it is gone.
+                self._mourn(news)
+            self._consider_stopping(watch)
+            self.show(watch)
+        if self.stopped_by == "interrupt":
+            self._raise_interrupted()
+
+    def _hear(self, said: dict[str, Any], watch: Watch) -> None:
+        node = said["node"]
+        match said["kind"]:
+            case "ready":
+                self.ready.add(node)
+                if len(self.ready) == self.plan.nodes:
+                    self.arena.clock[0] = time.perf_counter() - self.resumed_at
+                    watch.started = time.perf_counter()
+                    self.arena.words.announce(GO, 1)
+            case "done":
+                self.done.add(node)
+            case "saved":
+                self._note_saved(said["step"], node)
+            case "save-failed":
+                self.warnings.append(
+                    f"{self._name(node)} could not save at step {said['step']}: {said['error']}. Training went on; "
+                    "the checkpoint before that is still the newest."
+                )
+                shutil.rmtree(checkpoint.draft(self.job.run / "checkpoints", said["step"]), ignore_errors=True)
+            case "failed":
+                raise WorkerFailed(self._name(node), said["traceback"])
+            case "diverged":
+                raise Diverged(said["message"])
+
+    def _note_saved(self, step: int, node: int) -> None:
+        """Seal a checkpoint once every node has written its part."""
+        here = self.saved.setdefault(step, set())
+        here.add(node)
+        if len(here) == self.plan.nodes:
+            checkpoint.commit(self.job.run / "checkpoints", step, self.about)
+            self.last_checkpoint = step
+
+    def _mourn(self, news: socket.socket) -> None:
+        message = news.recv(1 << 16)
+        if not message:
+            raise ClusterError("the process that starts workers died. Run again; if it stays so, look at dmesg.")
+        said = json.loads(message)
+        if "node" not in said:
+            return
+        node, status = said["node"], said["status"]
+        self.gone.add(node)
+        if node not in self.done:
+            raise WorkerLost(self._name(node), _cause(status))
+
+    def _consider_stopping(self, watch: Watch) -> None:
+        if watch.started is None:
+            if self.signals:
+                self._raise_interrupted()
+            return
+        if self.signals and self.asked_to_stop != INTERRUPTED:
+            self.stopped_by = "interrupt"
+            self._ask_to_stop(INTERRUPTED)
+        elif self.seconds is not None and not self.asked_to_stop and watch.now() >= self.seconds:
+            self.stopped_by = "seconds"
+            self._ask_to_stop(BUDGET_SPENT)
+        elif not self.asked_to_stop and self.target_reached():
+            self.stopped_by = "target"
+            self._ask_to_stop(BUDGET_SPENT)
+
+    def _ask_to_stop(self, why: int) -> None:
+        """Agree on a last step: past every step begun, so that nobody has to go back.
+
+        From the moment the wish is visible no worker begins another step before it knows the last one. A worker may
+        just have looked, so one step more than any begun is safe.
+        """
+        words = self.arena.words
+        words.set(STOP_ASKED, why)
+        if not self.asked_to_stop:
+            begun = max(words[self.plan.word("begun", w)] for w in range(self.plan.workers))
+            words.announce(STOP_AT, begun + 1)
+        self.asked_to_stop = why
+
+    def _raise_interrupted(self) -> None:
+        run = self.job.run
+        where = (
+            f"A checkpoint of step {self.last_checkpoint} is in {run}; go on with: orchestra resume {run}"
+            if self.last_checkpoint is not None
+            else "No checkpoint was written."
+        )
+        error = Interrupted(f"stopped by {self.signal_name or 'SIGINT'}. {where}")
+        error.exit_code = 143 if self.signal_name == "SIGTERM" else 130  # type: ignore[misc]
+        raise error
+
+    def _end(self, news: socket.socket) -> None:
+        """Give everyone a moment to go, then see that they do."""
+        self.arena.words.announce(ABORT, 1)
+        deadline = time.monotonic() + (_GRACE if self.signals < 2 else 0.0)
+        killed = False
+        news.settimeout(0.05)
+        while len(self.gone) < self.plan.nodes:
+            try:
+                message = news.recv(1 << 16)
+                if not message:
+                    break
+                said = json.loads(message)
+                if "node" in said:
+                    self.gone.add(said["node"])
+            except TimeoutError:
+                if time.monotonic() > deadline and not killed:
+                    killed = True
+                    news.send(b"k")
+        news.close()
+
+    def _name(self, node: int) -> str:
+        return name_of(node, self.job.workers)
+
+
+def _cause(status: int) -> str:
+    if status >= 0:
+        return f"it exited with code {status} without a word"
+    name = signal.Signals(-status).name
+    hint = " (possibly out of memory: see dmesg, or use a smaller batch or fewer workers)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a strategy sees: the node it runs on and, through it, the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from orchestra.data.feed import Feed
+from orchestra.errors import Diverged
+from orchestra.events import Event, Logged, Skipped
+from orchestra.inner import Inner
+from orchestra.ops import (
+    Broadcast,
+    Compute,
+    Gather,
+    Group,
+    Handle,
+    Leave,
+    Mean,
+    MeanUpdate,
+    Message,
+    Recv,
+    Send,
+    Transport,
+)
+from orchestra.replica import Replica
+
+
+class Log(Protocol):
+    """Somewhere to put events."""
+
+    def write(self, event: Event) -> None:
+        """Record an event."""
+        ...
+
+
+class Comm:
+    """The other nodes: workers in one group, servers in another."""
+
+    def __init__(self, transport: Transport, workers: Group, servers: Group) -> None:
+        self.transport = transport
+        self.workers = workers
+        self.servers = servers
+
+    def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
+        """The weighted mean of x over the workers, as a new tensor."""
+        mean = x.clone()
+        self.mean_(mean, weight=weight)
+        return mean
+
+    def mean_(self, x: Tensor, *, weight: float = 1.0) -> float:
+        """x ← the weighted mean of x over the workers, in place. Gives the sum of the weights; if 0, x stays."""
+        return self.transport.start(Mean(x, self.workers, weight)).wait()
+
+    def broadcast_(self, x: Tensor, *, root: int = 0) -> None:
+        """x ← x of worker `root`, in place."""
+        self.transport.start(Broadcast(x, root, self.workers)).wait()
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The x of every worker, in rank order."""
+        return self.transport.start(Gather(x, self.workers)).wait()
+
+    def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> None:
+        """Send x; it may be changed as soon as this returns."""
+        self.transport.start(Send(to, x, version, weight)).wait()
+
+    def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
+        """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
+        return self.transport.start(Send(to, x, version, weight, lend=True))
+
+    def recv(self, source: int) -> Message:
+        """The next message from one node."""
+        message = self.transport.start(Recv(source, self.workers)).wait()
+        if message is None:
+            raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
+        return message
+
+    def inbox(self) -> Iterator[Message]:
+        """Messages from the workers as they come, until every worker has left."""
+        while (message := self.transport.start(Recv(None, self.workers)).wait()) is not None:
+            yield message
+
+    def rounds(self) -> Iterator[list[Message]]:
+        """One message from each worker that has not left, in rank order, again and again."""
+        while pushed := [m for w in self.workers.members if (m := self._next(w)) is not None]:
+            yield pushed
+
+    def _next(self, source: int) -> Message | None:
+        return self.transport.start(Recv(source, self.workers)).wait()
+
+    def leave(self) -> None:
+        """Tell the servers that this worker sends nothing more."""
+        self.transport.start(Leave(self.servers)).wait()
+
+
+class Node:
+    """A participant. `x` and `g` are the paper's: parameters and gradient as flat vectors.
+
+    A worker holds the whole of x and a mini-batch at a time; a server holds its range of x and no data.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        inner: Inner,
+        x: Tensor,
+        *,
+        log: Log,
+        seed: int,
+        replica: Replica | None = None,
+        feed: Feed | None = None,
+        owns_range: bool = False,
+        samples_per_epoch: int | None = None,
+        tolerate: int = 10,
+    ) -> None:
+        self.comm = comm
+        self.x = x
+        self.g = replica.g if replica is not None else torch.empty_like(x)
+        self.rng = torch.Generator().manual_seed(seed)
+        self.steps = 0  # a worker's mini-batches, a server's updates
+        self.samples = 0  # samples behind x: a worker's own, a server's of all workers
+        self.weight = 0.0  # samples behind g; zero if g must not be used
+        self.loss = math.nan  # of the last mini-batch
+        self.skipped = 0  # gradients that were not finite
+        self.replica = replica
+        self.feed = feed
+        self.inner = inner
+        self._log = log
+        self._owns_range = owns_range
+        self._samples_per_epoch = samples_per_epoch
+        self._tolerate = tolerate
+        self._in_a_row = 0
+        # A sum in half precision may overflow although every element is finite.
+        self._wide = torch.float32 if x.element_size() < 4 else None
+
+    @property
+    def rank(self) -> int:
+        """Id of this node; workers come first."""
+        return self.comm.transport.rank
+
+    @property
+    def lr(self) -> float:
+        """γ: the learning rate in force."""
+        return self.inner.lr
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data so far, as a fraction."""
+        if self.feed is not None and self.feed.steps_per_epoch:
+            return self.feed.epoch + self.feed.step / self.feed.steps_per_epoch
+        if self._samples_per_epoch:
+            return self.samples / self._samples_per_epoch
+        return float(self.feed.epoch) if self.feed is not None else 0.0
+
+    def gradient(self) -> Tensor:
+        """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.
+
+        A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else.
+        """
+        assert self.replica is not None
+        assert self.feed is not None
+        self.inner.set_progress(self.epochs)
+        batch, size = self.feed.next()
+        self.steps += 1
+        if size == 0:
+            self.g.zero_()
+            self.weight, self.loss = 0.0, math.nan
+            return self.g
+        replica = self.replica
+        self.loss = self.comm.transport.start(Compute(lambda: replica.gradient(batch, size), size)).wait()
+        if math.isfinite(self.loss) and math.isfinite(float(self.g.sum(dtype=self._wide))):
+            self.weight = float(size)
+            self.samples += size
+            self._in_a_row = 0
+        else:
+            self._skip()
+        return self.g
+
+    def _skip(self) -> None:
+        self.skipped += 1
+        self._in_a_row += 1
+        self.g.zero_()
+        self.weight, self.loss = 0.0, math.nan
+        self._log.write(Skipped(self.now(), self.rank, self.steps, self._in_a_row))
+        if self._in_a_row >= self._tolerate:
+            raise Diverged(
+                f"worker {self.rank}: the gradient was NaN or infinite {self._in_a_row} times in a row, last at step "
+                f"{self.steps} with learning rate {self.lr:g}. Lower the learning rate, clip the gradient "
+                "(clip=1.0), or look for bad samples."
+            )
+
+    def update(self, g: Tensor) -> None:
+        """x ← the inner optimizer's step with gradient g."""
+        if self.feed is None:
+            self.steps += 1
+            self.inner.set_progress(self.epochs)
+        self.inner.step(g)
+
+    def local_step(self) -> None:
+        """One step of the inner optimizer on this worker's own gradient; none if that gradient cannot be used."""
+        g = self.gradient()
+        if self.weight:
+            self.update(g)
+
+    def mean_update(self, g: Tensor) -> None:
+        """x ← the inner optimizer's step with the mean of g over the workers; x is then equal everywhere.
+
+        The same as `mean_` and `update`, but where optimizer and world allow each worker does it for one range only.
+        """
+        if self._owns_range:
+            op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self.inner.step)
+            self.comm.transport.start(op).wait()
+            return
+        if self.comm.mean_(g, weight=self.weight):
+            self.update(g)
+
+    def now(self) -> float:
+        """Seconds since training began, by this world's clock."""
+        return self.comm.transport.now()
+
+    def log(self, name: str, value: float) -> None:
+        """Record a figure."""
+        self._log.write(Logged(self.now(), self.rank, self.steps, name, value))

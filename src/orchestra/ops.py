@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a node may ask of the world outside: a closed list.
+
+A transport has one rule per op and one entrance, `start`, so metering, tracing and fault injection each wrap one
+method. Strategies never build ops themselves; they speak through `Node` and `Comm`, which do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes that act together, by id, in ascending order."""
+
+    members: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def index(self, node: int) -> int:
+        """Position of a node within the group."""
+        return self.members.index(node)
+
+
+class Op(Generic[T]):
+    """A request whose answer is a `T`."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True)
+class Compute(Op[T]):
+    """Run `fn` on this node. `work` is the number of samples, for worlds that model how long that takes."""
+
+    fn: Callable[[], T]
+    work: int
+
+
+@dataclass(slots=True)
+class Mean(Op[float]):
+    """x ← Σ wᵢ xᵢ / Σ wᵢ over the group, on every member, in place. Answers Σ wᵢ; if that is zero, x stays as it is."""
+
+    x: Tensor
+    group: Group
+    weight: float
+
+
+@dataclass(slots=True)
+class MeanUpdate(Op[None]):
+    """The mean of g over the group, then the optimizer, once per range, visible everywhere.
+
+    Each member takes one range of the vector: it averages that range of g, calls `apply(mean)` to update the same range
+    of x, and every member ends with the whole new x. All weights zero change nothing.
+    """
+
+    x: Tensor
+    g: Tensor
+    group: Group
+    weight: float
+    apply: Callable[[Tensor], None]
+
+
+@dataclass(slots=True)
+class Broadcast(Op[None]):
+    """x ← x of `root` on every member of the group, in place."""
+
+    x: Tensor
+    root: int
+    group: Group
+
+
+@dataclass(slots=True)
+class Gather(Op[list[Tensor]]):
+    """Every member's x (all of one length), in the group's order, on every member."""
+
+    x: Tensor
+    group: Group
+
+
+@dataclass(slots=True)
+class Send(Op[None]):
+    """A message to one node. `lend`: x is read in place and must not change until the handle's `wait` returns."""
+
+    to: int
+    x: Tensor
+    version: int = 0
+    weight: float = 1.0
+    lend: bool = False
+
+
+@dataclass(slots=True)
+class Recv(Op["Message | None"]):
+    """The next message from `source`, or from whoever comes first; None when those asked have all left."""
+
+    source: int | None
+    group: Group
+
+
+@dataclass(slots=True)
+class Sleep(Op[None]):
+    """Do nothing for a while."""
+
+    seconds: float
+
+
+@dataclass(slots=True)
+class Leave(Op[None]):
+    """Tell the group that this node sends nothing more."""
+
+    group: Group
+
+
+@dataclass(slots=True)
+class Message:
+    """What came from another node. `x` is read in place: valid until the next receive from, or send to, `source`."""
+
+    source: int
+    x: Tensor
+    version: int
+    weight: float
+
+
+class Handle(Protocol[T_co]):
+    """An op under way."""
+
+    def wait(self) -> T_co:
+        """Block until it is done and give its answer."""
+        ...
+
+
+@dataclass(slots=True)
+class Done(Generic[T]):
+    """The handle of an op that is already finished."""
+
+    value: T
+
+    def wait(self) -> T:
+        """Give the answer at once."""
+        return self.value
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a node's ops cost so far.
+
+    Bytes are those the op puts on a wire between machines (a mean as reduce-scatter and all-gather), so they are the
+    same in every world, also where shared memory moves less.
+    """
+
+    sent: int = 0  # bytes
+    received: int = 0  # bytes
+    waited: float = 0.0  # seconds blocked on other nodes
+
+
+class Transport(Protocol):
+    """A world that carries out ops for one node."""
+
+    rank: int
+    size: int
+    traffic: Traffic
+
+    def now(self) -> float:
+        """Seconds since training began, by this world's clock."""
+        ...
+
+    def start(self, op: Op[T]) -> Handle[T]:
+        """Begin an op."""
+        ...
+
+    def proceed(self, step: int) -> bool:
+        """Whether this worker may begin `step`; False once all have agreed to stop before it."""
+        ...

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recipe is: a workload with a name, complete but for the strategy and the cluster.
+
+The recipes that come with the package are in `orchestra.recipes`; your own is one `Recipe(...)` in your own file. The
+callables should be module-level functions or `functools.partial` of such, so that worker processes can be given them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A named workload: everything `orchestra.train` needs but the strategy and the cluster."""
+
+    name: str
+    about: str  # one line
+    model: Callable[[], nn.Module]  # built after the seed is set: its initial values come from torch's generator
+    data: Callable[[], Any]  # training data: a tuple of tensors, a Dataset, ...
+    loss: Callable[..., Tensor]  # loss(model(inputs), targets), a mean over the samples of the batch
+    optimizer: Callable[..., torch.optim.Optimizer]  # of the parameters: functools.partial(torch.optim.SGD, lr=0.1)
+    batch: int  # samples per worker and step
+    epochs: float
+    evaluate: Callable[[nn.Module, Any], Mapping[str, float]]
+    evaluation_data: Callable[[], Any]
+    target: str  # NAME=VALUE, a score of `evaluate` of which more is better: what `compare` races to by default
+    schedule: Callable[[float], float] | None = None  # factor on the learning rate, by epochs done

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One node's copy of the model, as two flat vectors.
+
+`x` holds every trainable parameter and `g` its gradient; the module's parameters and their `.grad` are views of them,
+so every algorithm is one line of vector arithmetic, and sharding, transport and checkpoints are ranges of a buffer.
+
+- A parameter used in several places (tied weights) stands once.
+- Frozen parameters are not in x: they never change. A parameter without a gradient in some step has gradient zero.
+- x has one dtype, the widest among the parameters. A parameter of another dtype is a rounded copy, refreshed
+  before every forward pass: x is its master copy.
+- Buffers (BatchNorm's running statistics) stay with the module. Each is a linear function of what its worker saw, so
+  the mean over the workers, taken when a model is evaluated or saved, is the same as averaging all along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from orchestra.errors import Problem
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def problems_of(module: nn.Module) -> Iterator[Problem]:
+    """Name everything about a model that cannot be trained here."""
+    if not isinstance(module, nn.Module):
+        yield Problem("model", module, "must be a function that returns an nn.Module")
+        return
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+    for name in lazy:
+        yield Problem(f"model.{name}", "lazy", "is not built yet: run one batch through the model inside its factory")
+    if lazy:
+        return
+    if not any(p.requires_grad for p in module.parameters()):
+        yield Problem("model", type(module).__name__, "has no trainable parameter, so there is nothing to train")
+    for name, p in module.named_parameters():
+        if p.requires_grad and not p.is_floating_point():
+            yield Problem(f"model.{name}", str(p.dtype), "only real floating-point parameters can be trained")
+        if p.layout is not torch.strided:
+            yield Problem(f"model.{name}", str(p.layout), "only dense parameters can be trained")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            yield Problem(
+                f"model.{name or type(part).__name__}.sparse",
+                True,
+                "sparse gradients are not supported: use sparse=False",
+            )
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that make up x, by name, each once."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def vector_dtype(module: nn.Module) -> torch.dtype:
+    """The widest dtype among the trainable parameters."""
+    dtype: torch.dtype | None = None
+    for p in trainable(module).values():
+        dtype = p.dtype if dtype is None else torch.promote_types(dtype, p.dtype)
+    assert dtype is not None
+    return dtype
+
+
+def flatten(module: nn.Module) -> Tensor:
+    """A new flat vector with the values of the trainable parameters."""
+    dtype = vector_dtype(module)
+    return torch.cat([p.detach().reshape(-1).to(dtype) for p in trainable(module).values()])
+
+
+class Replica:
+    """A module whose parameters and gradients live in two given flat vectors."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        g: Tensor,
+        *,
+        loss: Loss,
+        bf16: bool = False,
+        accumulate: int = 1,
+    ) -> None:
+        self.module = module
+        self.x = x
+        self.g = g
+        self._loss = loss
+        self._bf16 = bf16
+        self._accumulate = accumulate
+        self._names = list(trainable(module))
+        self.parameters = list(trainable(module).values())
+        self._slots: list[Tensor] = []
+        self._masters: list[tuple[nn.Parameter, Tensor]] = []
+        start = 0
+        for p in self.parameters:
+            stop = start + p.numel()
+            self._slots.append(g[start:stop].view(p.shape))
+            here = x[start:stop].view(p.shape)
+            if p.dtype == x.dtype:
+                p.data = here
+            else:
+                p.data = p.data.to(x.device)
+                self._masters.append((p, here))
+            start = stop
+
+    def gradient(self, batch: Sequence[Any], size: int) -> float:
+        """Fill g with the mean gradient over a batch of `size` samples and give the mean loss."""
+        self.refresh()
+        self.module.train()
+        if self.x.device.type != "cpu":
+            batch = [piece.to(self.x.device, non_blocking=True) for piece in batch]
+        for p in self.parameters:
+            p.grad = None
+        total: Tensor | float = 0.0
+        for part, share in _parts(batch, size, self._accumulate):
+            with self._autocast():
+                *inputs, target = part
+                loss = self._loss(self.module(*inputs), target)
+            scaled = loss if share == 1 else loss * share
+            torch.autograd.backward(scaled)
+            total = total + scaled.detach()
+        self._collect()
+        return float(total)
+
+    def refresh(self) -> None:
+        """Bring parameters of another dtype than x up to date with it."""
+        with torch.no_grad():
+            for p, master in self._masters:
+                p.copy_(master)
+
+    def _collect(self) -> None:
+        """Move what backward left into g.
+
+        Backward may leave a new tensor, one of the module's own choosing, or none at all; copying afterwards takes them
+        all, and costs no more than clearing g first and adding into it.
+        """
+        grads, slots = [], []
+        for name, p, slot in zip(self._names, self.parameters, self._slots, strict=True):
+            grad = p.grad
+            if grad is None:
+                slot.zero_()
+            else:
+                if grad.layout is not torch.strided:
+                    raise TypeError(
+                        f"the gradient of {name} is sparse, which is not supported. Use sparse=False in its layer."
+                    )
+                grads.append(grad)
+                slots.append(slot)
+            p.grad = slot if slot.dtype == p.dtype else None
+        torch._foreach_copy_(slots, grads)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.x.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's persistent buffers, by name."""
+        persistent = set(self.module.state_dict(keep_vars=True))
+        return {name: b for name, b in self.module.named_buffers() if name in persistent}
+
+
+def _parts(batch: Sequence[Any], size: int, count: int) -> Iterator[tuple[Sequence[Any], float]]:
+    """Cut a batch into micro-batches, each with its share of the samples."""
+    if count == 1:
+        yield batch, 1.0
+        return
+    small, larger = divmod(size, count)
+    start = 0
+    for i in range(count):
+        stop = start + small + (i < larger)
+        if stop > start:
+            yield [piece[start:stop] for piece in batch], (stop - start) / size
+        start = stop

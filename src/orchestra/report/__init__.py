@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's files say: pure functions of a run folder."""

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of one run, from its event files alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestra.budget import Target
+from orchestra.events import Began, Ended, Event, Logged, Scored, Skipped, Stepped, read
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a node spent its time: fractions of the run."""
+
+    node: int
+    role: str
+    compute: float
+    communicate: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What happened in a run."""
+
+    strategy: str
+    workers: int
+    servers: int
+    seed: int
+    steps: int  # of the slowest worker
+    samples: int  # of all workers
+    seconds: float  # of training, setting up and evaluation excluded
+    setup: float  # seconds until the last node was ready
+    samples_per_second: float
+    loss: float | None  # mean over the workers' last steps
+    metrics: dict[str, float]  # of the final model
+    sent_per_worker: float  # bytes
+    received_per_worker: float  # bytes
+    shares: list[Share]
+    staleness_mean: float | None
+    staleness_max: int | None
+    staleness_counts: dict[int, int]
+    skipped: int
+    stopped_by: str
+    parameters: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def share(self, kind: str) -> float:
+        """The workers' mean share of time in `compute`, `communicate` or `wait`."""
+        shares: list[float] = [getattr(s, kind) for s in self.shares if s.role == "worker"]
+        return sum(shares) / len(shares) if shares else 0.0
+
+
+def events_of(run: Path) -> list[Event]:
+    """All events of a run, by node."""
+    return [event for path in sorted(run.glob("events-*.jsonl")) for event in read(path)]
+
+
+def scores_of(run: Path) -> list[Scored]:
+    """The evaluated snapshots of a run, in order."""
+    scored = [event for event in read(run / "scores.jsonl") if isinstance(event, Scored)]
+    return sorted(scored, key=lambda s: s.number)
+
+
+def facts_of(run: Path) -> Facts:
+    """Read a run folder."""
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    ending = json.loads(p.read_text(encoding="utf-8")) if (p := run / "ending.json").exists() else {}
+    events = events_of(run)
+    began = [e for e in events if isinstance(e, Began)]
+    stepped = [e for e in events if isinstance(e, Stepped)]
+    ended = {e.node: e for e in events if isinstance(e, Ended)}
+    roles = {e.node: e.role for e in began}
+    workers = [e for node, e in ended.items() if roles.get(node) == "worker"]
+    seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
+    samples = sum(e.samples for e in workers)
+    stale = [int(e.value) for e in events if isinstance(e, Logged) and e.name == "staleness"]
+    scores = scores_of(run)
+    return Facts(
+        strategy=config["strategy"],
+        workers=config["workers"],
+        servers=config["servers"],
+        seed=config["seed"],
+        steps=min((e.step for e in workers), default=max((e.step for e in stepped), default=0)),
+        samples=samples,
+        seconds=seconds,
+        setup=max((e.setup for e in began), default=0.0),
+        samples_per_second=samples / seconds if seconds else 0.0,
+        loss=final_loss(stepped),
+        metrics=scores[-1].metrics if scores else {},
+        sent_per_worker=_mean([e.sent for e in workers]),
+        received_per_worker=_mean([e.received for e in workers]),
+        shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(ended.items())],
+        staleness_mean=_mean(stale) if stale else None,
+        staleness_max=max(stale) if stale else None,
+        staleness_counts=dict(sorted(Counter(stale).items())),
+        skipped=sum(isinstance(e, Skipped) for e in events),
+        stopped_by=ending.get("stopped_by", "unknown"),
+        parameters=config["parameters"],
+    )
+
+
+def time_to(run: Path, target: Target) -> Scored | None:
+    """The first snapshot that reached a target, or None."""
+    return next((s for s in scores_of(run) if target.reached(s.metrics)), None)
+
+
+def final_loss(stepped: Sequence[Stepped]) -> float | None:
+    """Mean training loss over the last tenth of each worker's steps, which one noisy batch does not sway."""
+    by_node: dict[int, list[Stepped]] = {}
+    for e in stepped:
+        by_node.setdefault(e.node, []).append(e)
+    last = [e.loss for es in by_node.values() for e in es[-max(1, len(es) // 10) :] if e.loss is not None]
+    return _mean(last) if last else None
+
+
+def _share(e: Ended, role: str) -> Share:
+    whole = e.t or math.inf
+    return Share(e.node, role, e.compute / whole, e.communicate / whole, e.wait / whole)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of one node: set up, train or serve, set aside what was learned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orchestra import checkpoint, snapshot
+from orchestra.data.feed import fold, make_feed
+from orchestra.events import Began, Ended, EventLog, Saved, Snapped, Stepped
+from orchestra.inner import Inner
+from orchestra.job import Job
+from orchestra.node import Comm, Node
+from orchestra.ops import Group
+from orchestra.replica import Replica
+from orchestra.transports.local import LocalTransport
+from orchestra.transports.memory import STOP_ASKED, STOP_AT, Arena, Report
+from orchestra.transports.middleware import Metered
+from orchestra.vectors import split
+
+# Values of STOP_ASKED.
+BUDGET_SPENT, INTERRUPTED = 1, 2
+
+
+@dataclass
+class Life:
+    """One node and everything around it that its strategy does not see."""
+
+    job: Job
+    arena: Arena
+    rank: int
+    tell: Callable[[dict[str, Any]], None]  # to the coordinator
+    log: EventLog
+    transport: LocalTransport
+    meter: Metered
+    node: Node
+    state: Any = None
+    snapshots: int = 0
+    saved_step: int = 0
+
+    @property
+    def is_server(self) -> bool:
+        """Servers come after the workers."""
+        return self.rank >= self.job.workers
+
+
+def live(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], None], setup: Callable[[], float]) -> None:
+    """Everything a process does for its node."""
+    torch.set_num_threads(job.threads)
+    with EventLog(job.run / f"events-{rank}.jsonl") as log:
+        life = prepare(job, arena, rank, tell, log)
+        tell({"kind": "ready", "node": rank})
+        waited = life.transport.traffic.waited
+        life.transport.await_go()
+        life.transport.traffic.waited = waited  # the clock starts now
+        log.write(Began(life.node.now(), rank, "server" if life.is_server else "worker", setup()))
+        if life.is_server:
+            serve(life)
+        else:
+            work(life)
+        report(life)
+        end(life)
+    tell({"kind": "done", "node": rank, "step": life.node.steps, "skipped": life.node.skipped})
+
+
+# Set up.
+
+
+def prepare(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], None], log: EventLog) -> Life:
+    """Build the node: model, data, optimizer, transport, and the state of a checkpoint if there is one."""
+    transport = LocalTransport(arena, rank, patience=job.patience)
+    meter = Metered(transport)
+    comm = Comm(meter, Group(tuple(range(job.workers))), Group(tuple(range(job.workers, job.workers + job.servers))))
+    make = _server if rank >= job.workers else _worker
+    node = make(job, arena, rank, comm, log)
+    life = Life(job, arena, rank, tell, log, transport, meter, node)
+    life.state = job.strategy.init(node)
+    if job.resume is not None:
+        restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
+    return life
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that user code may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def _worker(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
+    seed_everything(job.seed)
+    module = job.model()
+    data = job.data()
+    seed_everything(fold(job.seed, rank + 1))
+    x, g = arena.vector("x", rank), arena.vector("g", rank)
+    if not arena.plan.shared_x or rank == 0:
+        x.copy_(arena.tensor(arena.plan.start, arena.plan.numel, arena.plan.dtype))
+    if job.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        module, x, g = module.to(device), x.to(device), g.to(device)
+    replica = Replica(module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate)
+    mine = x[split(x.numel(), job.workers)[rank]] if job.owns_range else x
+    layers = list(replica.parameters) if job.layerwise else None
+    return Node(
+        comm,
+        Inner(job.optimizer, mine, layers=layers, schedule=job.schedule, clip=job.clip),
+        x,
+        log=log,
+        seed=fold(job.seed, rank, 1),
+        replica=replica,
+        feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
+        owns_range=job.owns_range,
+        tolerate=job.tolerate,
+    )
+
+
+def _server(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
+    part = split(arena.plan.numel, job.servers)[rank - job.workers]
+    x = arena.vector("x", rank, part.stop - part.start)
+    x.copy_(arena.tensor(arena.plan.start, arena.plan.numel, arena.plan.dtype)[part])
+    inner = Inner(job.optimizer, x, schedule=job.schedule, clip=job.clip)
+    return Node(comm, inner, x, log=log, seed=fold(job.seed, rank, 1), samples_per_epoch=job.samples_per_epoch)
+
+
+# Train, serve.
+
+
+def work(life: Life) -> None:
+    """A worker's steps, then what its strategy still has to do."""
+    job, node = life.job, life.node
+    interrupted = False
+    while not _spent(life):
+        if not life.transport.proceed(node.steps):
+            interrupted = life.arena.words[STOP_ASKED] == INTERRUPTED
+            break
+        before = node.steps
+        job.strategy.step(node, life.state)
+        report(life)
+        if _crossed(before, node.steps, job.snapshot_every):
+            take_snapshot(life)
+        if _crossed(before, node.steps, job.checkpoint_every) and not _spent(life):
+            save(life, node.steps)
+            _await_servers(life)
+    if interrupted:
+        save(life, node.steps)
+        node.comm.leave()
+        return
+    job.strategy.finish(node, life.state)
+    node.comm.leave()
+    set_aside(life, job.run / snapshot.FINAL)
+
+
+def serve(life: Life) -> None:
+    """A server's life; what concerns the run as a whole happens between two messages."""
+    job, node = life.job, life.node
+    per_snapshot = None if job.snapshot_every is None else job.snapshot_every * job.batch * job.workers
+    last = node.samples
+
+    def between() -> None:
+        nonlocal last
+        if _crossed(last, node.samples, per_snapshot):
+            take_snapshot(life)
+        last = node.samples
+        _save_with_workers(life)
+
+    life.transport.on_idle = between
+    job.strategy.serve(node, life.state)
+    _save_with_workers(life)
+    words = life.arena.words
+    if words[STOP_ASKED] != INTERRUPTED or life.saved_step != words[STOP_AT]:
+        set_aside(life, job.run / snapshot.FINAL)
+
+
+def _spent(life: Life) -> bool:
+    job, node = life.job, life.node
+    if job.last_step is not None and node.steps >= job.last_step:
+        return True
+    return job.last_epoch is not None and node.feed is not None and node.feed.epoch >= job.last_epoch
+
+
+def _crossed(before: int, after: int, every: int | None) -> bool:
+    return every is not None and after // every > before // every
+
+
+# Tell.
+
+
+def report(life: Life) -> None:
+    """Write what the step cost, to the log and to the board."""
+    node, meter, traffic = life.node, life.meter, life.transport.traffic
+    t = node.now()
+    if not life.is_server:
+        loss = node.loss if node.weight else None
+        life.log.write(
+            Stepped(
+                t, life.rank, node.steps, round(node.epochs, 4), node.samples, loss, node.lr, round(meter.compute, 6),
+                round(meter.communicate, 6), round(meter.wait, 6), traffic.sent, traffic.received,
+            )
+        )  # fmt: skip
+    life.arena.report(
+        life.rank,
+        Report(
+            node.steps, node.samples, node.loss, meter.compute, meter.communicate, meter.wait,
+            traffic.sent, traffic.received, t,
+        ),
+    )  # fmt: skip
+
+
+def end(life: Life) -> None:
+    """Write the totals."""
+    node, meter, traffic = life.node, life.meter, life.transport.traffic
+    totals = (meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received)
+    life.log.write(Ended(node.now(), life.rank, node.steps, node.samples, *totals))
+
+
+# Set aside.
+
+
+def take_snapshot(life: Life) -> None:
+    """Set aside this node's part of the next snapshot, if snapshots are wanted and it holds anything."""
+    if life.job.snapshot_every is None:
+        return
+    life.snapshots += 1  # number 0 is the initial model, scored before anything runs
+    number = life.snapshots
+    node = life.node
+    if set_aside(life, life.job.run / "snapshots" / f"{number:05d}"):
+        life.log.write(Snapped(node.now(), life.rank, node.steps, node.samples, number))
+
+
+def set_aside(life: Life, folder: Path) -> bool:
+    """Write this node's part of the model; False if it holds none."""
+    node, where = life.node, life.job.strategy.model_at
+    holds = life.is_server or where == "apart" or (where == "everywhere" and life.rank == 0)
+    buffers = node.replica.buffers() if node.replica is not None else {}
+    if not holds and not buffers:
+        return False
+    start = split(life.arena.plan.numel, life.job.servers)[life.rank - life.job.workers].start if life.is_server else 0
+    x: Tensor | None = node.x if holds else None
+    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, node.samples, start, x, buffers))
+    return True
+
+
+# Checkpoint.
+
+
+def save(life: Life, step: int) -> None:
+    """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator is told."""
+    life.saved_step = step
+    try:
+        folder = checkpoint.draft(life.job.run / "checkpoints", step)
+        checkpoint.write_tree(folder / checkpoint.part_name(life.rank), everything(life))
+    except OSError as error:
+        life.tell({"kind": "save-failed", "node": life.rank, "step": step, "error": str(error)})
+    else:
+        life.log.write(Saved(life.node.now(), life.rank, step))
+        life.tell({"kind": "saved", "node": life.rank, "step": step})
+    life.arena.words.announce(life.arena.plan.word("saved", life.rank), step)
+
+
+def everything(life: Life) -> dict[str, Any]:
+    """All that changes during a run, on this node."""
+    node, meter, traffic = life.node, life.meter, life.transport.traffic
+    shared = life.arena.plan.shared_x and life.rank != 0
+    python_rng = random.getstate()
+    numpy_rng: Any = np.random.get_state()
+    return {
+        "x": None if shared else node.x,
+        "buffers": node.replica.buffers() if node.replica is not None else {},
+        "inner": node.inner.state(),
+        "strategy": life.state,
+        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step],
+        "counts": [node.steps, node.samples, node.skipped, life.snapshots],
+        "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
+        "rng": {
+            "node": node.rng.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if life.job.device == "cuda" and not life.is_server else None,
+            "python": [python_rng[0], list(python_rng[1]), python_rng[2]],
+            "numpy": [numpy_rng[0], numpy_rng[1].tolist(), *numpy_rng[2:]],
+        },
+    }
+
+
+def restore(life: Life, saved: dict[str, Any]) -> None:
+    """Go back to what `everything` wrote."""
+    node, meter, traffic = life.node, life.meter, life.transport.traffic
+    if saved["x"] is not None:
+        node.x.copy_(saved["x"])
+    if node.replica is not None:
+        for name, buffer in node.replica.buffers().items():
+            buffer.copy_(saved["buffers"][name])
+    node.inner.restore(saved["inner"])
+    if life.state is not None:
+        checkpoint.restore_into(life.state, saved["strategy"])
+    if node.feed is not None:
+        node.feed.seek(*saved["feed"])
+    node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]
+    _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]
+    rng = saved["rng"]
+    node.rng.set_state(rng["node"])
+    torch.set_rng_state(rng["torch"])
+    if rng["cuda"] is not None:
+        torch.cuda.set_rng_state(rng["cuda"])
+    version, numbers, gauss = rng["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = rng["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _await_servers(life: Life) -> None:
+    """Wait until the servers have saved as well: with every worker here, nothing is in flight."""
+    for server in life.node.comm.servers.members:
+        life.transport.ring(server)
+        life.transport.await_word(life.arena.plan.word("saved", server), life.saved_step, server)
+
+
+def _save_with_workers(life: Life) -> None:
+    """Save when every worker has saved at the same step, and so waits or has left."""
+    words, plan = life.arena.words, life.arena.plan
+    steps = {words[plan.word("saved", w)] for w in range(plan.workers)}
+    step = min(steps)
+    if len(steps) == 1 and step > life.saved_step:
+        save(life, step)

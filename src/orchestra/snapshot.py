@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model at a moment of the run, set aside by the nodes and put together afterwards, off the clock.
+
+Each node that holds something writes its part: a server its range, workers their x and their buffers. What is scored
+is the servers' model put together, or the mean of the workers' models; BatchNorm statistics are averaged over all
+workers in either case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from orchestra import checkpoint
+from orchestra.replica import trainable
+
+FINAL = "final"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one node set aside."""
+
+    t: float  # seconds
+    step: int
+    samples: int
+    start: int  # the range of x that this part holds
+    x: Tensor | None
+    buffers: dict[str, Tensor]
+
+
+def write(folder: Path, rank: int, part: Part) -> None:
+    """Add a node's part to a snapshot; it appears whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{rank}.tmp"
+    checkpoint.write_tree(temporary, part, durable=False)
+    temporary.replace(folder / checkpoint.part_name(rank))
+
+
+def parts(folder: Path) -> list[Part]:
+    """All parts of a snapshot, by node."""
+    files = sorted(folder.glob("node-*.safetensors"), key=lambda p: int(p.stem.removeprefix("node-")))
+    return [Part(**checkpoint.read_tree(p)) for p in files]
+
+
+def parts_present(folder: Path) -> set[int]:
+    """The nodes whose parts are there."""
+    return {int(p.stem.removeprefix("node-")) for p in folder.glob("node-*.safetensors")}
+
+
+def numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The snapshots of a run in order."""
+    for path in sorted(folder.glob("[0-9]*")):
+        yield int(path.name), path
+
+
+def load_into(module: nn.Module, found: list[Part]) -> None:
+    """Give a module the parameters and buffers of a snapshot."""
+    holders = [part for part in found if part.x is not None]
+    spread: dict[int, list[Tensor]] = {}
+    for part in holders:
+        assert part.x is not None
+        spread.setdefault(part.start, []).append(part.x)
+    x = torch.cat([_mean(vectors) for _, vectors in sorted(spread.items())])
+    with torch.no_grad():
+        start = 0
+        for p in trainable(module).values():
+            p.copy_(x[start : start + p.numel()].view(p.shape))
+            start += p.numel()
+        given = [part.buffers for part in found if part.buffers]
+        for name, buffer in module.named_buffers():
+            values = [buffers[name] for buffers in given if name in buffers]
+            if values:
+                buffer.copy_(_mean(values))
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    """The mean of equal-shaped tensors; of whole numbers (BatchNorm's counter) the first."""
+    if len(values) == 1 or not values[0].is_floating_point():
+        return values[0]
+    return torch.stack([v.double() for v in values]).mean(0).to(values[0].dtype)
+
+
+def export(module: nn.Module, path: Path) -> None:
+    """Write weights that plain PyTorch loads: `module.load_state_dict(safetensors.torch.load_file(path))`."""
+    state: dict[str, Any] = {name: t.detach().cpu().contiguous().clone() for name, t in module.state_dict().items()}
+    temporary = path.with_name(path.name + ".tmp")
+    save_file(state, temporary, metadata={"format": "pt"})
+    checkpoint.sync(temporary)
+    temporary.replace(path)

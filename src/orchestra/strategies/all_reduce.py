@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce: synchronous data-parallel SGD without a centre.
+
+Goyal et al. "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017. https://arxiv.org/abs/1706.02677
+Patarasuk, Yuan. "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+
+    repeat
+        g ← ∇f(x) over the worker's own mini-batch
+        ḡ ← Σ bᵢ gᵢ / Σ bᵢ over the workers            bᵢ: samples behind gᵢ
+        x ← x − γ d(ḡ)                                 the same on every worker
+
+N workers with batch b follow the path of one process with batch N·b. One worker is plain SGD.
+
+Bytes sent per worker and step, for a model of S bytes: 2 (N−1)/N · S on average over the workers, 2 (N−1) S in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestra.node import Node
+from orchestra.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Strategy[None]):
+    """Every step uses the mean gradient of all workers."""
+
+    @property
+    def model_at(self) -> Literal["everywhere"]:
+        """All replicas are equal after every step."""
+        return "everywhere"
+
+    def init(self, node: Node) -> None:
+        """Nothing to remember."""
+
+    def step(self, node: Node, s: None) -> None:
+        """Average, then update: the same everywhere."""
+        node.mean_update(node.gradient())

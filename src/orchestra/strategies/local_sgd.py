@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD: several steps alone, then the mean of the models.
+
+Stich. "Local SGD Converges Fast and Communicates Little", ICLR 2019. https://arxiv.org/abs/1805.09767
+
+    repeat
+        τ times:   x ← x − γ d              every worker on its own
+        x ← Σ bᵢ xᵢ / Σ bᵢ                  bᵢ: samples the worker used since the last mean
+
+τ=1 with plain SGD is synchronous SGD. The inner optimizer's momenta stay with their worker.
+
+Bytes sent per worker and round of τ steps: 2 (N−1)/N · S on average over the workers, 1/τ of all-reduce.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestra.node import Node
+from orchestra.strategy import Strategy, knob
+
+
+@dataclass
+class LocalSGDState:
+    """Where the round began."""
+
+    steps: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Strategy[LocalSGDState]):
+    """Average the models every `tau` steps."""
+
+    tau: int = knob(8, "τ: local steps between two means; more means less traffic and more drift", least=1)
+
+    def init(self, node: Node) -> LocalSGDState:
+        """A round begins."""
+        return LocalSGDState(node.steps, node.samples)
+
+    def step(self, node: Node, s: LocalSGDState) -> None:
+        """A local step, and the mean when the round is over."""
+        node.local_step()
+        if node.steps - s.steps >= self.tau:
+            self._meet(node, s)
+
+    def finish(self, node: Node, s: LocalSGDState) -> None:
+        """End with one model, also in the middle of a round."""
+        if node.steps > s.steps:
+            self._meet(node, s)
+
+    def _meet(self, node: Node, s: LocalSGDState) -> None:
+        node.comm.mean_(node.x, weight=node.samples - s.samples)
+        s.steps, s.samples = node.steps, node.samples

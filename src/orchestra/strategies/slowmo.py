@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SlowMo: slow momentum around any local optimizer.
+
+Wang, Tantia, Ballas, Rabbat. "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum",
+ICLR 2020. https://arxiv.org/abs/1910.00643  (Algorithm 1)
+
+    repeat
+        reset, maintain or average the buffers of the base optimizer
+        τ times:   x ← x − γ d                  the base strategy; by default every worker on its own
+        x̄  ← Σ bᵢ xᵢ / Σ bᵢ                     exact mean; bᵢ: samples the worker used in this round
+        u  ← β u + (x₀ − x̄) / γ                 slow momentum; γ: mean learning rate of the round
+        x₀ ← x₀ − α γ u;   x ← x₀               slow step, and start again from there
+
+α=1, β=0 is Local SGD; τ=1 on top of that is synchronous SGD. β>0 is BMUF with block momentum β.
+One worker, β=0, α<1 is Lookahead. A round in which γ was zero has no direction: it ends in the plain mean.
+
+Bytes sent per worker and round of τ steps: 2 (N−1)/N · S on average, as much again for each buffer that is averaged,
+and what the base strategy sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from orchestra.node import Node
+from orchestra.strategies.solo import Solo
+from orchestra.strategy import Strategy, knob
+
+
+@dataclass
+class SlowMoState:
+    """The slow model, its momentum, and what the round has seen so far."""
+
+    x0: Tensor  # where this round started; equal on every worker
+    u: Tensor  # slow momentum; equal on every worker
+    base: Any
+    steps: int = 0  # of the run, when the round began
+    samples: int = 0  # likewise
+    gamma: float = 0.0  # sum of the learning rates of the round
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowMo(Strategy[SlowMoState]):
+    """Momentum on the movement of the averaged model."""
+
+    tau: int = knob(12, "τ: steps of the base strategy in a round", least=1)
+    alpha: float = knob(1.0, "α: slow learning rate; 1 was best in the paper", least=0)
+    beta: float = knob(0.7, "β: slow momentum; 0.4-0.8, larger with more workers", least=0, most=0.999)
+    buffers: Literal["reset", "maintain", "average"] = knob(
+        "reset", "the base optimizer's momenta at the start of a round: reset suits SGD, maintain Adam"
+    )
+    base: Strategy[Any] = field(default_factory=Solo, metadata={"about": "what happens within a round"})
+
+    def init(self, node: Node) -> SlowMoState:
+        """The first round begins."""
+        return SlowMoState(node.x.clone(), torch.zeros_like(node.x), self.base.init(node), node.steps, node.samples)
+
+    def step(self, node: Node, s: SlowMoState) -> None:
+        """A step of the base, and the slow step when the round is over."""
+        self.base.step(node, s.base)
+        s.gamma += node.lr
+        if node.steps - s.steps >= self.tau:
+            self._slow_step(node, s)
+
+    def finish(self, node: Node, s: SlowMoState) -> None:
+        """End with one model, also in the middle of a round."""
+        if node.steps > s.steps:
+            self._slow_step(node, s)
+
+    @torch.no_grad()
+    def _slow_step(self, node: Node, s: SlowMoState) -> None:
+        node.comm.mean_(node.x, weight=node.samples - s.samples)
+        gamma = s.gamma / (node.steps - s.steps)
+        if gamma > 0:
+            s.u.mul_(self.beta).add_((s.x0 - node.x) / gamma)
+            s.x0.sub_(s.u, alpha=self.alpha * gamma)
+            node.x.copy_(s.x0)
+        else:
+            s.x0.copy_(node.x)
+        if self.buffers == "reset":
+            node.inner.reset()
+        elif self.buffers == "average":
+            for buffer in node.inner.vectors():
+                node.comm.mean_(buffer)
+        s.steps, s.samples, s.gamma = node.steps, node.samples, 0.0

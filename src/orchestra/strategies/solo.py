@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Solo: a worker on its own. The baseline, and the inner loop of strategies that meet only now and then.
+
+    repeat   x ← x − γ d        d from the inner optimizer at the next mini-batch
+
+Bytes per worker and step: 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orchestra.errors import Problem
+from orchestra.node import Node
+from orchestra.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solo(Strategy[None]):
+    """One process, no communication: plain PyTorch training."""
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """Refuse to let several workers train apart without ever meeting."""
+        if workers != 1:
+            yield Problem("cluster.workers", workers, "Solo is one process: use workers=1, or a strategy that averages")
+
+    def init(self, node: Node) -> None:
+        """Nothing to remember."""
+
+    def step(self, node: Node, s: None) -> None:
+        """One step of the inner optimizer."""
+        node.local_step()

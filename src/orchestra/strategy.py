@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a strategy is: frozen hyper-parameters, a state apart, and one iteration of one worker.
+
+    state = strategy.init(node)
+    worker:  until the budget is spent:  strategy.step(node, state);   then  strategy.finish(node, state)
+    server:  strategy.serve(node, state)      its whole life, ending when every worker has left
+
+A strategy never knows where it runs. It has no clock, no global randomness and no process group: only the node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from orchestra.errors import Problem
+
+if TYPE_CHECKING:
+    from orchestra.node import Node
+
+S = TypeVar("S")
+
+Where = Literal["everywhere", "servers", "apart"]
+
+
+def knob(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
+    """A hyper-parameter: its default, what it means in a few words, and its range."""
+    return dataclasses.field(default=default, metadata={"about": about, "least": least, "most": most})
+
+
+class Strategy(ABC, Generic[S]):
+    """How the workers agree. Subclasses are frozen, keyword-only dataclasses; `S` is all that changes."""
+
+    short: ClassVar[str | None] = None
+    """A second, shorter name on the command line."""
+
+    servers: int = 0
+    """How many server nodes this strategy needs beside the workers."""
+
+    @property
+    def model_at(self) -> Where:
+        """Where the model is between two steps.
+
+        `everywhere`: all replicas are always equal, so one x may serve them all; x changes only by `mean_update`.
+        `servers`: each server holds a range. `apart`: each worker holds its own; the model is their mean.
+        """
+        return "apart"
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the result is independent of who comes first."""
+        return True
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """What this strategy cannot work with, beyond the ranges of its fields."""
+        return iter(())
+
+    @abstractmethod
+    def init(self, node: Node) -> S:
+        """The state at the start, on every node."""
+
+    @abstractmethod
+    def step(self, node: Node, s: S) -> None:
+        """One iteration of one worker."""
+
+    def serve(self, node: Node, s: S) -> None:
+        """A server's whole life."""
+        raise NotImplementedError(f"{type(self).__name__} has no servers")
+
+    def finish(self, node: Node, s: S) -> None:
+        """What remains to be done after a worker's last step."""
+
+
+def check_fields(part: Any, where: str) -> Iterator[Problem]:
+    """Every field whose type or range is wrong, nested parts included."""
+    hints = get_type_hints(type(part))
+    for field in dataclasses.fields(part):
+        value, name = getattr(part, field.name), f"{where}.{field.name}"
+        message = _misfit(value, hints[field.name])
+        least, most = field.metadata.get("least"), field.metadata.get("most")
+        if message:
+            yield Problem(name, value, message)
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield Problem(name, value, "must be a finite number")
+        elif least is not None and value < least:
+            yield Problem(name, value, f"must be at least {least:g}")
+        elif most is not None and value > most:
+            yield Problem(name, value, f"must be at most {most:g}")
+        elif dataclasses.is_dataclass(value):
+            yield from check_fields(value, name)
+
+
+def _misfit(value: Any, hint: Any) -> str | None:
+    """Why a value does not fit an annotation, or None."""
+    if get_origin(hint) is Literal:
+        allowed = get_args(hint)
+        return None if value in allowed else f"must be one of {', '.join(map(str, allowed))}"
+    expected = get_origin(hint) or hint
+    if expected is float:
+        return None if isinstance(value, int | float) and not isinstance(value, bool) else "must be a number"
+    if expected is int:
+        return None if isinstance(value, int) and not isinstance(value, bool) else "must be a whole number"
+    if isinstance(expected, type) and not isinstance(value, expected):
+        return f"must be {_article(expected.__name__)}"
+    return None
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"

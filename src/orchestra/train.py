@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one call."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import orchestra.budget as budgets
+from orchestra import checkpoint, checks, expression
+from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
+from orchestra.cluster import Local
+from orchestra.data.feed import Samples, make_feed
+from orchestra.data.partitions import Partition
+from orchestra.errors import CheckpointError, ConfigError, Problem
+from orchestra.events import encode, read
+from orchestra.inner import Factory, Schedule, elementwise
+from orchestra.job import Job
+from orchestra.launch.local import Coordinator, Watch
+from orchestra.replica import Loss, flatten, problems_of, trainable, vector_dtype
+from orchestra.report.facts import Facts, facts_of
+from orchestra.run import seed_everything
+from orchestra.scoring import Evaluate, Scorer
+from orchestra.snapshot import FINAL, export
+from orchestra.strategy import Strategy
+from orchestra.transports.memory import Plan
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves: the trained model, its figures, the facts of the run, and the folder with everything."""
+
+    model: nn.Module
+    metrics: dict[str, float]
+    summary: Facts
+    run: Path
+
+
+def train(
+    *,
+    model: Callable[[], nn.Module],
+    data: Callable[[], Any],
+    loss: Loss,
+    optimizer: Factory,
+    strategy: Strategy[Any] | str = "allreduce",
+    cluster: Local | None = None,
+    batch: int = 32,
+    budget: Budget | None = None,
+    evaluate: Evaluate | None = None,
+    evaluation_data: Callable[[], Any] | None = None,
+    evaluate_every: Steps | Epochs | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    schedule: Schedule | None = None,
+    clip: float | None = None,
+    accumulate: int = 1,
+    precision: str = "float32",
+    partition: Partition | None = None,
+    checkpoint_every: Steps | Epochs | None = None,
+    resume: bool = False,
+    tolerate: int = 10,
+    keep_snapshots: bool = False,
+    progress: Callable[[Watch], None] | None = None,
+    note: dict[str, Any] | None = None,
+) -> Result:
+    """Train a model on several processes with a strategy, and block until it is done.
+
+    Args:
+        model: makes the module. Every process calls it, with the same seed.
+        data: makes the training data: a tuple of tensors, a Dataset or an IterableDataset; the last entry of a
+            sample is the target.
+        loss: `loss(output, target)`, the mean over the batch.
+        optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.
+        strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
+        cluster: where; `Local(workers=2)` by default.
+        batch: samples of each worker and step.
+        budget: how long: `Epochs(3)`, `Steps(1000) | Seconds(60)`, ...
+        evaluate: `evaluate(model, evaluation_data)` gives a number or a dict of them; called off the clock.
+        evaluation_data: makes the data for `evaluate`.
+        evaluate_every: how often to set the model aside for scoring.
+        seed: of everything random.
+        out: the run folder; a new one under `runs/` by default.
+        schedule: factor on the learning rate as a function of epochs done.
+        clip: largest norm of the gradient.
+        accumulate: parts in which a batch is computed, to save memory.
+        precision: `"bf16"` computes forward and backward in mixed precision.
+        partition: how samples are divided among workers: `IID()`, `LabelSorted()`, `Dirichlet(alpha=0.5)`.
+        checkpoint_every: how often to save everything, beside on Ctrl-C.
+        resume: go on from the newest checkpoint in `out`.
+        tolerate: gradients in a row that may be not finite before the run is given up.
+        keep_snapshots: keep the models that were scored.
+        progress: called several times a second with the state of the run.
+        note: anything more to be kept in the run's configuration.
+
+    """
+    given = Request(
+        model, data, loss, optimizer, strategy, cluster or Local(), batch, budget or Epochs(1), evaluate,
+        evaluation_data, evaluate_every or Epochs(1), seed, out, schedule, clip, accumulate, precision, partition,
+        checkpoint_every, resume, tolerate, keep_snapshots, progress, note or {},
+    )  # fmt: skip
+    return _Training(given).run()
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `train`."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], Any]
+    loss: Loss
+    optimizer: Factory
+    strategy: Strategy[Any] | str
+    cluster: Local
+    batch: int
+    budget: Budget
+    evaluate: Evaluate | None
+    evaluation_data: Callable[[], Any] | None
+    evaluate_every: Steps | Epochs
+    seed: int
+    out: str | Path | None
+    schedule: Schedule | None
+    clip: float | None
+    accumulate: int
+    precision: str
+    partition: Partition | None
+    checkpoint_every: Steps | Epochs | None
+    resume: bool
+    tolerate: int
+    keep_snapshots: bool
+    progress: Callable[[Watch], None] | None
+    note: dict[str, Any]
+
+
+class _Training:
+    """One call of `train`, from the arguments to the result."""
+
+    def __init__(self, given: Request) -> None:
+        self.given = given
+        self.strategy = self._strategy()
+        self._refuse([*self._first_look()])
+        seed_everything(given.seed)
+        self.module = given.model()
+        self._refuse([*problems_of(self.module)])
+        self.data = given.data()
+        self._refuse([*self._second_look()])
+        self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
+        self.folder = Path(given.out) if given.out is not None else _new_folder(expression.show(self.strategy))
+        self.saved: checkpoint.Saved | None = None
+
+    # Everything is looked at before anything is started.
+
+    def _strategy(self) -> Strategy[Any]:
+        if isinstance(self.given.strategy, str):
+            return expression.parse(self.given.strategy)
+        if not isinstance(self.given.strategy, Strategy):
+            self._refuse(
+                [
+                    Problem(
+                        "strategy",
+                        self.given.strategy,
+                        'must be a strategy such as AllReduce(), or its text "allreduce"',
+                    )
+                ]
+            )
+        return self.given.strategy
+
+    def _first_look(self) -> Iterator[Problem]:
+        """What can be judged without calling anything of the user's."""
+        given = self.given
+        for name in ("model", "data", "loss", "evaluate", "evaluation_data", "schedule"):
+            value = getattr(given, name)
+            optional = name in ("evaluate", "evaluation_data", "schedule")
+            if not callable(value) and not (optional and value is None):
+                yield Problem(
+                    name, type(value).__name__, "must be a function (a factory), so that every process can make its own"
+                )
+            elif isinstance(value, nn.Module) and name == "model":
+                yield Problem(
+                    name, type(value).__name__, "is a module: give the function that makes it, e.g. model=lambda: Net()"
+                )
+        yield from given.cluster.problems()
+        yield from budgets.problems_of(given.budget)
+        yield from checks.check_strategy(self.strategy, given.cluster.workers, given.clip)
+        yield from checks.check_numbers(
+            batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
+            precision=given.precision, optimizer=given.optimizer,
+        )  # fmt: skip
+        if given.evaluate is not None and given.evaluation_data is None:
+            yield Problem(
+                "evaluation_data", None, "must be given with evaluate: a function that makes the data to score on"
+            )
+        if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
+            yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
+        yield from self._look_at_folder()
+
+    def _look_at_folder(self) -> Iterator[Problem]:
+        out = self.given.out
+        if self.given.resume and (out is None or not (Path(out) / "config.json").exists()):
+            yield Problem("out", out, "must name the run folder to resume")
+        if out is not None and not self.given.resume and Path(out).exists() and any(Path(out).iterdir()):
+            yield Problem(
+                "out", str(out), "is not empty: choose a new folder, or pass resume=True to go on from its checkpoint"
+            )
+
+    def _second_look(self) -> Iterator[Problem]:
+        """What shows only once model and data exist."""
+        given = self.given
+        yield from checks.check_optimizer(given.optimizer, self.module, self.strategy)
+        found = [
+            *checks.check_data(self.data, batch=given.batch, workers=given.cluster.workers, partition=given.partition)
+        ]
+        yield from found
+        if not found:
+            yield from checks.rehearse(self.module, self.data, given.loss, given.batch)
+
+    def _refuse(self, problems: list[Problem]) -> None:
+        if problems:
+            raise ConfigError(problems)
+
+    # The run.
+
+    def run(self) -> Result:
+        """Open the folder, train, put the result together."""
+        given = self.given
+        if given.resume:
+            self.saved = self._find_checkpoint()
+        job = self._job()
+        plan = Plan(
+            workers=job.workers,
+            servers=job.servers,
+            numel=sum(p.numel() for p in trainable(self.module).values()),
+            dtype=vector_dtype(self.module),
+            shared_x=job.owns_range and job.device == "cpu",
+        )
+        scorer = self._scorer()
+        if self.saved is None:
+            self._open_folder(job, plan)
+            scorer.first()
+        else:
+            _forget_after(self.folder, self.saved)
+        coordinator = Coordinator(
+            job,
+            plan,
+            flatten(self.module),
+            about=self._about(job),
+            seconds=next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None),
+            resumed_at=0.0 if self.saved is None else float(self.saved.node(0)["cost"][0]),
+            show=given.progress or (lambda watch: None),
+            target_reached=lambda: scorer.reached,
+        )
+        if self.targets:
+            scorer.start()
+        try:
+            coordinator.run()
+        finally:
+            scorer.stop()
+        return self._conclude(scorer, coordinator)
+
+    def _job(self) -> Job:
+        given, cluster = self.given, self.given.cluster
+        feed = make_feed(
+            self.data, batch=given.batch, seed=given.seed, rank=0, size=cluster.workers, partition=given.partition
+        )
+        per_epoch = feed.steps_per_epoch
+        streamed = isinstance(self.data, IterableDataset)
+        epochs = [p.count for p in budgets.parts(given.budget) if isinstance(p, Epochs)]
+        last = budgets.last_step(
+            given.budget, steps_per_epoch=per_epoch, samples_per_step=given.batch * cluster.workers
+        )
+
+        def steps(every: Steps | Epochs | None) -> int | None:
+            if every is None:
+                return None
+            if isinstance(every, Steps):
+                return every.count
+            return max(1, round(every.count * per_epoch)) if per_epoch else 100
+
+        return Job(
+            model=given.model,
+            data=given.data,
+            loss=given.loss,
+            optimizer=given.optimizer,
+            strategy=self.strategy,
+            workers=cluster.workers,
+            batch=given.batch,
+            seed=given.seed,
+            device=cluster.resolve_device(),
+            run=self.folder.absolute(),
+            last_step=last,
+            last_epoch=min(epochs) if epochs and streamed else None,
+            schedule=given.schedule,
+            partition=given.partition,
+            clip=given.clip,
+            accumulate=given.accumulate,
+            bf16=given.precision == "bf16",
+            tolerate=given.tolerate,
+            snapshot_every=steps(given.evaluate_every) if given.evaluate is not None else None,
+            checkpoint_every=steps(given.checkpoint_every),
+            samples_per_epoch=None if streamed else len(Samples(self.data)),
+            layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
+            resume=None if self.saved is None else self.saved.path.absolute(),
+            threads=cluster.threads_for(cluster.workers + self.strategy.servers),
+            patience=cluster.patience,
+        )
+
+    def _scorer(self) -> Scorer:
+        given = self.given
+        data = given.evaluation_data() if given.evaluate is not None and given.evaluation_data is not None else None
+        return Scorer(
+            self.folder,
+            self.module,
+            given.evaluate,
+            data,
+            self.strategy,
+            given.cluster.workers,
+            self.targets,
+            given.keep_snapshots,
+        )
+
+    def _about(self, job: Job) -> dict[str, Any]:
+        shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.module).items()}
+        return {
+            "strategy": expression.show(self.strategy),
+            "workers": job.workers,
+            "servers": job.servers,
+            "batch": job.batch,
+            "seed": job.seed,
+            "model": checkpoint.fingerprint(shapes),
+        }
+
+    def _open_folder(self, job: Job, plan: Plan) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self._about(job) | {
+            "parameters": plan.numel,
+            "budget": [f"{type(p).__name__.lower()}={_value(p)}" for p in budgets.parts(self.given.budget)],
+            "device": job.device,
+            "threads": job.threads,
+            "optimizer": repr(self.given.optimizer),
+            "precision": self.given.precision,
+            "clip": job.clip,
+            "accumulate": job.accumulate,
+            "partition": repr(self.given.partition) if self.given.partition is not None else "IID()",
+            "snapshot_every": job.snapshot_every,
+            "checkpoint_every": job.checkpoint_every,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "note": self.given.note,
+        }
+        checkpoint.write_text(self.folder / "config.json", json.dumps(config, indent=1))
+
+    def _find_checkpoint(self) -> checkpoint.Saved:
+        saved, complaints = checkpoint.newest(self.folder / "checkpoints")
+        for complaint in complaints:
+            print(f"warning: {complaint}; going on from {saved.path.name}")
+        job_about = self._about(self._job())
+        for key, value in job_about.items():
+            if saved.manifest.get(key) != value:
+                raise CheckpointError(
+                    f"{saved.path} was written with {key} = {saved.manifest.get(key)!r}, now it is {value!r}. "
+                    "Resume with the same model, data, strategy and cluster."
+                )
+        return saved
+
+    def _conclude(self, scorer: Scorer, coordinator: Coordinator) -> Result:
+        scorer.rest()
+        number = max(scorer.done, default=0) + 1
+        final = scorer.last(number)
+        self.module.load_state_dict(scorer.module.state_dict())
+        export(self.module, self.folder / "model.safetensors")
+        shutil.rmtree(self.folder / FINAL)
+        shutil.rmtree(self.folder / "snapshots", ignore_errors=True) if not self.given.keep_snapshots else None
+        ending = {"stopped_by": coordinator.stopped_by, "warnings": coordinator.warnings}
+        checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
+        facts = facts_of(self.folder)
+        checkpoint.write_text(self.folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
+        return Result(self.module, final.metrics, facts, self.folder)
+
+
+def _value(part: Any) -> Any:
+    return f"{part.metric}:{part.value}" if isinstance(part, Target) else part.count
+
+
+def _new_folder(name: str) -> Path:
+    """A run folder of today that does not exist yet."""
+    slug = "".join(c if c.isalnum() else "-" for c in name).strip("-")
+    stem = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{slug}"
+    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+        path = Path("runs") / (stem + suffix)
+        if not path.exists():
+            return path
+    raise ConfigError([Problem("out", stem, "all such run folders exist: name one with out=")])
+
+
+def _forget_after(run: Path, saved: checkpoint.Saved) -> None:
+    """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
+    for path in run.glob("events-*.jsonl"):
+        rank = int(path.stem.removeprefix("events-"))
+        until = saved.node(rank)["cost"][0]
+        kept = [event for event in read(path) if event.t <= until]
+        checkpoint.write_text(path, "".join(encode(event) for event in kept))
+    until = saved.node(0)["cost"][0]
+    kept_scores = [event for event in read(run / "scores.jsonl") if event.t <= until]
+    checkpoint.write_text(run / "scores.jsonl", "".join(encode(event) for event in kept_scores))

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that all processes of a run map: one anonymous file, laid out by a plan.
+
+    words      futex words: go, abort, stop, per node and per pair of nodes
+    board      what each node last reported (step, loss, seconds by kind, bytes), for whoever watches
+    headers    two message headers per ordered pair of nodes
+    start      the initial parameters
+    x, g       every node's two flat vectors (one x for all where the replicas are always equal)
+    scratch    for vectors that do not live here
+    mean       two alternating results of means
+    slots      two alternating message bodies per ordered pair of nodes
+
+The file has no name, so nothing can be left behind in /dev/shm; its pages exist only once they are touched, so the
+room for pairs that never talk costs nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from orchestra.transports.futex import Words
+
+_PAGE = 4096
+HEADER = 64  # bytes of a message header
+SLACK = _PAGE  # a message may be a little longer than the model: a vector and its weight travel together
+
+# Words that concern the whole run.
+GO, ABORT, STOP_ASKED, STOP_AT, BARRIER = range(5)
+_GLOBAL_WORDS = 16
+
+
+class Report(NamedTuple):
+    """One row of the board."""
+
+    step: float
+    samples: float
+    loss: float
+    compute: float  # seconds
+    communicate: float  # seconds, waiting excluded
+    wait: float  # seconds
+    sent: float  # bytes
+    received: float  # bytes
+    t: float  # seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything lies. A pure function of the run's shape, so every process computes the same."""
+
+    workers: int
+    servers: int
+    numel: int
+    dtype: torch.dtype
+    shared_x: bool
+
+    @property
+    def nodes(self) -> int:
+        """Workers and servers."""
+        return self.workers + self.servers
+
+    @property
+    def vector(self) -> int:
+        """Bytes set aside for one flat vector."""
+        return _round(self.numel * self.dtype.itemsize + SLACK)
+
+    def word(self, kind: str, node: int, other: int = 0) -> int:
+        """Index of a per-node word (`arrived`, `bell`, `begun`, `saved`) or per-pair word (`posted`, `released`)."""
+        kinds = ("arrived", "bell", "begun", "saved")
+        if kind in kinds:
+            return _GLOBAL_WORDS + kinds.index(kind) * self.nodes + node
+        pairs = _GLOBAL_WORDS + len(kinds) * self.nodes
+        return pairs + ("posted", "released").index(kind) * self.nodes**2 + node * self.nodes + other
+
+    @property
+    def words(self) -> int:
+        """How many futex words there are."""
+        return self.word("released", self.nodes - 1, self.nodes - 1) + 1
+
+    @property
+    def board(self) -> int:
+        """Offset of the board."""
+        return _round(4 * self.words)
+
+    @property
+    def facts(self) -> int:
+        """Offset of what nodes publish for a collective: a row each of weight (f64) and place of the vector (u64)."""
+        return self.board + _round(self.nodes * 8 * len(Report._fields))
+
+    def header(self, source: int, to: int, parity: int) -> int:
+        """Offset of a message header."""
+        pair = source * self.nodes + to
+        return self.facts + _round((self.nodes + 1) * 16) + (2 * pair + parity) * HEADER
+
+    @property
+    def start(self) -> int:
+        """Offset of the initial parameters."""
+        return _round(self.header(self.nodes - 1, self.nodes - 1, 1) + HEADER)
+
+    def place(self, kind: str, node: int) -> int:
+        """Offset of a node's `x`, `g` or `scratch`, or of the `mean` of parity `node`."""
+        kinds = ("x", "g", "scratch")
+        base = self.start + self.vector
+        if kind == "mean":
+            return base + (len(kinds) * self.nodes + node) * self.vector
+        if kind == "x" and self.shared_x:
+            node = 0
+        return base + (kinds.index(kind) * self.nodes + node) * self.vector
+
+    def slot(self, source: int, to: int, parity: int) -> int:
+        """Offset of a message body."""
+        return self.place("mean", 2) + (2 * (source * self.nodes + to) + parity) * self.vector
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the whole file; most of it is never touched."""
+        return self.slot(self.nodes - 1, self.nodes - 1, 1) + self.vector
+
+
+def _round(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def create(plan: Plan) -> int:
+    """Make the anonymous file and give its descriptor."""
+    fd = os.memfd_create("orchestra")
+    os.ftruncate(fd, plan.nbytes)
+    return fd
+
+
+class Arena:
+    """The mapped file."""
+
+    def __init__(self, fd: int, plan: Plan) -> None:
+        self.plan = plan
+        self.memory = mmap.mmap(fd, plan.nbytes)
+        self.words = Words(self.memory, plan.words)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.base = self.bytes.data_ptr()
+        rows = plan.nodes * len(Report._fields)
+        self._board = memoryview(self.memory)[plan.board : plan.board + 8 * rows].cast("d")
+        self.clock = memoryview(self.memory)[plan.facts : plan.facts + 8].cast("d")  # when training began
+        facts = memoryview(self.memory)[plan.facts + 16 : plan.facts + 16 * (plan.nodes + 1)]
+        self.weights = facts.cast("d")  # row r: [2 * r]
+        self.places = facts.cast("Q")  # row r: [2 * r + 1]
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor at an offset."""
+        return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+
+    def vector(self, kind: str, node: int, numel: int | None = None) -> Tensor:
+        """A node's x, g or scratch, as the model's dtype."""
+        return self.tensor(self.plan.place(kind, node), self.plan.numel if numel is None else numel, self.plan.dtype)
+
+    def offset(self, x: Tensor) -> int | None:
+        """Where a tensor lies in the arena, or None if it lies elsewhere or is not contiguous."""
+        offset = x.data_ptr() - self.base
+        inside = 0 <= offset < self.plan.nbytes and x.is_contiguous() and x.device.type == "cpu"
+        return offset if inside else None
+
+    def report(self, node: int, row: Report) -> None:
+        """Put a node's row on the board."""
+        at = node * len(row)
+        for i, value in enumerate(row):
+            self._board[at + i] = value
+
+    def reported(self, node: int) -> Report:
+        """Read a node's row from the board."""
+        width = len(Report._fields)
+        return Report(*self._board[node * width : (node + 1) * width])

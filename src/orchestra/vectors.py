@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic on flat vectors that several places must do in exactly the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# A block of every operand fits the second-level cache, so that summing N vectors costs one trip to memory, not N.
+BLOCK = 1 << 16
+
+
+def split(length: int, parts: int) -> list[slice]:
+    """Cut `range(length)` into `parts` consecutive slices whose sizes differ by at most one.
+
+    >>> split(10, 3)
+    [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]
+    """
+    small, larger = divmod(length, parts)
+    ends = [(i + 1) * small + min(i + 1, larger) for i in range(parts)]
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def weighted_mean(out: Tensor, vectors: Sequence[Tensor], weights: Sequence[float]) -> None:
+    """Write Σ wᵢ vᵢ / Σ wᵢ into `out`, which may be one of the vectors.
+
+    In the order given, not in order of arrival: who was slow must not change the sum. A vector of weight zero is not
+    read at all, so a gradient that is not finite never reaches its peers. Each share is divided before it is added,
+    which keeps low precision from overflowing.
+    """
+    total = sum(weights)
+    shares = [(v, w / total) for v, w in zip(vectors, weights, strict=True) if w]
+    with torch.no_grad():
+        if len(shares) == 1:
+            out.copy_(shares[0][0])
+            return
+        aliased = any(v.data_ptr() == out.data_ptr() for v, _ in shares[1:])
+        for start in range(0, out.numel(), BLOCK):
+            stop = start + BLOCK
+            block = out.new_empty(min(BLOCK, out.numel() - start)) if aliased else out[start:stop]
+            (first, share), *rest = shares
+            torch.mul(first[start:stop], share, out=block)
+            for v, share in rest:
+                block.add_(v[start:stop], alpha=share)
+            if aliased:
+                out[start:stop] = block
