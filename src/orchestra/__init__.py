@@ -6,6 +6,7 @@ from orchestra.cluster import Local
 from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 from orchestra.errors import ConfigError, OrchestraError
 from orchestra.node import Node
+from orchestra.recipe import Recipe
 from orchestra.strategies import ASP, BSP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
 from orchestra.strategy import Strategy, knob
 from orchestra.train import Result, train
@@ -27,6 +28,7 @@ __all__ = [
     "Node",
     "OrchestraError",
     "ParameterServer",
+    "Recipe",
     "Result",
     "Samples",
     "Seconds",

@@ -111,6 +111,13 @@ class Interrupted(OrchestraError):
     exit_code = 130
 
 
+def by_name(name: str) -> type[OrchestraError]:
+    """The error class that another process named."""
+    return {cls.__name__: cls for cls in (EnvironmentProblem, Stalled, Diverged, CheckpointError)}.get(
+        name, OrchestraError
+    )
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean ...?` for a misspelt name, or the list of known ones."""
     names = sorted(known)

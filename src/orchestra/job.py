@@ -29,6 +29,7 @@ class Job:
     batch: int
     seed: int
     device: str  # "cpu" or "cuda"
+    own_gpu: bool  # every worker has a GPU of its own, so means go over NCCL
     run: Path
     last_step: int | None  # of each worker; None if only a clock, a score or the end of a stream can tell
     last_epoch: float | None  # for streams, whose length is not known before
@@ -54,4 +55,4 @@ class Job:
     @property
     def owns_range(self) -> bool:
         """Whether each worker updates one range of x for all: replicas always equal, every element treated alike."""
-        return self.strategy.model_at == "everywhere" and not self.layerwise and self.clip is None
+        return self.strategy.model_at == "everywhere" and not (self.layerwise or self.own_gpu or self.clip is not None)

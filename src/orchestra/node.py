@@ -151,11 +151,9 @@ class Node:
     @property
     def epochs(self) -> float:
         """Passes over the data so far, as a fraction."""
-        if self.feed is not None and self.feed.steps_per_epoch:
-            return self.feed.epoch + self.feed.step / self.feed.steps_per_epoch
-        if self._samples_per_epoch:
-            return self.samples / self._samples_per_epoch
-        return float(self.feed.epoch) if self.feed is not None else 0.0
+        if self.feed is not None:
+            return self.feed.epochs
+        return self.samples / self._samples_per_epoch if self._samples_per_epoch else 0.0
 
     def gradient(self) -> Tensor:
         """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.

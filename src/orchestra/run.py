@@ -81,6 +81,10 @@ def prepare(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], 
     comm = Comm(meter, Group(tuple(range(job.workers))), Group(tuple(range(job.workers, job.workers + job.servers))))
     make = _server if rank >= job.workers else _worker
     node = make(job, arena, rank, comm, log)
+    if job.own_gpu and rank < job.workers:
+        from orchestra.transports.nccl import NcclMeans  # torch.distributed is not needed otherwise
+
+        transport.gpu_means = NcclMeans(job.run / "nccl", rank, job.workers, node.x.device).mean
     life = Life(job, arena, rank, tell, log, transport, meter, node)
     life.state = job.strategy.init(node)
     if job.resume is not None:
@@ -107,6 +111,7 @@ def _worker(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Nod
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         module, x, g = module.to(device), x.to(device), g.to(device)
+        arena.pin(rank)
     replica = Replica(module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate)
     mine = x[split(x.numel(), job.workers)[rank]] if job.owns_range else x
     layers = list(replica.parameters) if job.layerwise else None
@@ -255,6 +260,7 @@ def set_aside(life: Life, folder: Path) -> bool:
 def save(life: Life, step: int) -> None:
     """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator is told."""
     life.saved_step = step
+    life.log.flush()  # what a resumed run remembers must not be less than what it has done
     try:
         folder = checkpoint.draft(life.job.run / "checkpoints", step)
         checkpoint.write_tree(folder / checkpoint.part_name(life.rank), everything(life))

@@ -19,6 +19,7 @@ from orchestra import snapshot
 from orchestra.budget import Target
 from orchestra.errors import ConfigError, Problem
 from orchestra.events import Scored, encode
+from orchestra.report.facts import scores_of
 from orchestra.strategy import Strategy
 
 Evaluate = Callable[[nn.Module, Any], Any]
@@ -42,6 +43,7 @@ class Scorer:
 
     def __post_init__(self) -> None:
         self.module = copy.deepcopy(self.module)
+        self.done |= {s.number for s in scores_of(self.run)}
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
-from orchestra import checkpoint, checks, expression
+from orchestra import checkpoint, checks, expression, overrides
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Local
 from orchestra.data.feed import Samples, make_feed
@@ -108,7 +108,7 @@ def train(
         evaluation_data, evaluate_every or Epochs(1), seed, out, schedule, clip, accumulate, precision, partition,
         checkpoint_every, resume, tolerate, keep_snapshots, progress, note or {},
     )  # fmt: skip
-    return _Training(given).run()
+    return _Training(overrides.apply(given)).run()
 
 
 @dataclass(frozen=True)
@@ -242,12 +242,13 @@ class _Training:
             dtype=vector_dtype(self.module),
             shared_x=job.owns_range and job.device == "cpu",
         )
-        scorer = self._scorer()
         if self.saved is None:
             self._open_folder(job, plan)
-            scorer.first()
         else:
             _forget_after(self.folder, self.saved)
+        scorer = self._scorer()
+        if self.saved is None:
+            scorer.first()
         coordinator = Coordinator(
             job,
             plan,
@@ -295,6 +296,7 @@ class _Training:
             batch=given.batch,
             seed=given.seed,
             device=cluster.resolve_device(),
+            own_gpu=cluster.resolve_device() == "cuda" and torch.cuda.device_count() >= cluster.workers > 1,
             run=self.folder.absolute(),
             last_step=last,
             last_epoch=min(epochs) if epochs and streamed else None,

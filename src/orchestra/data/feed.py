@@ -29,6 +29,11 @@ class Feed(Protocol):
     step: int  # within the epoch
     steps_per_epoch: int | None  # None: not known before the stream ends
 
+    @property
+    def epochs(self) -> float:
+        """Passes over the data so far, as samples of all workers up to here by samples of a pass."""
+        ...
+
     def next(self) -> Batch:
         """The batch at the current position; moves on."""
         ...
@@ -92,7 +97,7 @@ class IndexedFeed:
         else:
             start = step * self._batch * self._size
             together = min(self._batch * self._size, len(self._order) - start)
-            part = split(together, self._size)[self._rank]
+            part = deal(together, self._size, self._batch)[self._rank]
             here = slice(start + part.start, start + part.stop)
         chosen: list[int] = self._order[here].tolist()
         return chosen
@@ -104,6 +109,18 @@ class IndexedFeed:
             return torch.randperm(len(self._samples), generator=generator)
         shard = self._shards[self._rank]
         return shard[torch.randperm(len(shard), generator=generator)]
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data so far."""
+        count = len(self._samples)
+        if self._shards is None:
+            within = min(self.step * self._batch * self._size, count)
+        else:
+            assert self.steps_per_epoch is not None
+            within = sum(split(len(shard), self.steps_per_epoch)[self.step].start for shard in self._shards)
+        # A server counts samples, not steps: the same division gives it the same learning rate.
+        return (self.epoch * count + within) / count
 
     def next(self) -> Batch:
         """The batch at the current position; moves on."""
@@ -135,13 +152,18 @@ class StreamFeed:
         if not self._ahead:
             raise ValueError("the stream is empty: the IterableDataset gave no sample")
 
+    @property
+    def epochs(self) -> float:
+        """Whole passes over the stream: its length is not known before it ends."""
+        return float(self.epoch)
+
     def _group(self) -> list[Any]:
         return list(islice(self._stream, self._batch * self._size))
 
     def next(self) -> Batch:
         """The batch at the current position; moves on, and begins the stream again at its end."""
         group = self._ahead
-        mine = group[split(len(group), self._size)[self._rank]]
+        mine = group[deal(len(group), self._size, self._batch)[self._rank]]
         self.step += 1
         self._ahead = self._group()
         if not self._ahead:
@@ -156,6 +178,19 @@ class StreamFeed:
         self.epoch, self.step = epoch, step
         self._stream = islice(iter(self._data), step * self._batch * self._size, None)
         self._ahead = self._group()
+
+
+def deal(count: int, size: int, batch: int) -> list[slice]:
+    """Divide the samples of one step among the workers.
+
+    Nobody gets a single sample when batches are larger and it can be helped: BatchNorm cannot train on one. Then some
+    workers have none.
+
+    >>> deal(5, size=4, batch=8)
+    [slice(0, 3, None), slice(3, 5, None), slice(5, 5, None), slice(5, 5, None)]
+    """
+    busy = size if batch == 1 else max(1, min(size, count // 2))
+    return split(count, busy) + [slice(count, count)] * (size - busy)
 
 
 def is_tensors(data: Any) -> bool:
@@ -186,4 +221,4 @@ def fold(seed: int, *more: int) -> int:
     return state & 0x7FFFFFFFFFFFFFFF
 
 
-__all__ = ["Batch", "Feed", "IndexedFeed", "Samples", "StreamFeed", "fold", "is_tensors", "make_feed"]
+__all__ = ["Batch", "Feed", "IndexedFeed", "Samples", "StreamFeed", "deal", "fold", "is_tensors", "make_feed"]

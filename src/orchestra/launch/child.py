@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import pickle
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from orchestra.errors import Diverged
+from orchestra.errors import OrchestraError
 from orchestra.job import Job
 from orchestra.run import live
 from orchestra.transports.local import Aborted
@@ -54,9 +55,9 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         return 0
     except Aborted:
         return 0
-    except Diverged as error:
-        tell({"kind": "diverged", "node": rank, "message": str(error)})
-        return Diverged.exit_code
+    except OrchestraError as error:
+        tell({"kind": "refused", "node": rank, "error": type(error).__name__, "message": str(error)})
+        return 1
     except BaseException:
         trace = traceback.format_exc()
         tell({"kind": "failed", "node": rank, "traceback": trace[-_LONGEST:]})
@@ -65,9 +66,9 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
 
 def _read(fd: int) -> Handover:
     """The hand-over comes from the process that forked this one, in memory nobody else can open."""
-    with os.fdopen(os.dup(fd), "rb") as file:
-        file.seek(0)
-        handover: Handover = pickle.load(file)
+    # Mapped, not read: all nodes share one file position.
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+        handover: Handover = pickle.loads(memory)
     return handover
 
 

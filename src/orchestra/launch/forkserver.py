@@ -53,10 +53,11 @@ class ForkServer:
         theirs.close()
         self._socket = mine
         self._lock = threading.Lock()
+        self._owner = os.getpid()
 
     def alive(self) -> bool:
-        """Whether the server still runs."""
-        return self._process.poll() is None
+        """Whether the server still runs, and is this process's own: a fork of the client must not use its socket."""
+        return self._owner == os.getpid() and self._process.poll() is None
 
     def spawn(self, nodes: int, fds: Sequence[int]) -> socket.socket:
         """Fork `nodes` processes, each with these descriptors; news of them comes on the socket returned."""

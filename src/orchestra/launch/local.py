@@ -22,7 +22,7 @@ import cloudpickle
 from torch import Tensor
 
 from orchestra import checkpoint
-from orchestra.errors import ClusterError, Diverged, Interrupted, WorkerFailed, WorkerLost
+from orchestra.errors import ClusterError, Interrupted, WorkerFailed, WorkerLost, by_name
 from orchestra.job import Job
 from orchestra.launch import forkserver
 from orchestra.launch.child import Handover
@@ -85,7 +85,6 @@ class Coordinator:
             self.arena = Arena(arena_fd, self.plan)
             self.arena.tensor(self.plan.start, self.plan.numel, self.plan.dtype).copy_(self.x0)
             os.write(handover_fd, self._handover())
-            os.lseek(handover_fd, 0, os.SEEK_SET)
             with self._signals():
                 news = forkserver.warm().spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
                 telling.close()
@@ -164,8 +163,8 @@ class Coordinator:
                 shutil.rmtree(checkpoint.draft(self.job.run / "checkpoints", said["step"]), ignore_errors=True)
             case "failed":
                 raise WorkerFailed(self._name(node), said["traceback"])
-            case "diverged":
-                raise Diverged(said["message"])
+            case "refused":
+                raise by_name(said["error"])(said["message"])
 
     def _note_saved(self, step: int, node: int) -> None:
         """Seal a checkpoint once every node has written its part."""

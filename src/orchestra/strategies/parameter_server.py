@@ -59,8 +59,8 @@ class BSP(Consistency):
             weights = [push.weight for push in pushes]
             if any(weights):
                 weighted_mean(node.g, [push.x for push in pushes], weights)
-                node.samples += int(sum(weights))
                 node.update(node.g)
+                node.samples += int(sum(weights))
             s.versions[0] += 1
             for push in pushes:
                 # Lent, not copied: every worker has read x before it pushes again, and only then does x change.
@@ -75,8 +75,8 @@ class ASP(Consistency):
         """Apply every push."""
         for push in node.comm.inbox():
             if push.weight:
-                node.samples += int(push.weight)
                 node.update(push.x)
+                node.samples += int(push.weight)
             node.log("staleness", s.versions[0] - push.version)
             s.versions[0] += 1
             node.comm.send(push.source, node.x, version=s.versions[0])

@@ -77,6 +77,7 @@ class LocalTransport:
         self.traffic = Traffic()
         self.patience = patience  # seconds
         self.on_idle: Callable[[], None] = _nothing
+        self.gpu_means: Callable[[Tensor, float], float] | None = None  # where every worker has a GPU of its own
         self._arena = arena
         self._words = arena.words
         self._means = 0
@@ -139,7 +140,7 @@ class LocalTransport:
                 raise Aborted
             if time.perf_counter() - began > self.patience:
                 raise Stalled(
-                    f"node {self.rank} waited {self.patience:g} s for {whom()}. If a step may take that long, "
+                    f"{self._name(self.rank)} waited {self.patience:g} s for {whom()}. If a step may take that long, "
                     "give Local(patience=...) more seconds."
                 )
             words.wait(word, seen, _SLICE)
@@ -207,6 +208,9 @@ class LocalTransport:
     def _mean(self, op: Mean) -> Handle[float]:
         if len(op.group) == 1:
             return Done(op.weight)
+        if self.gpu_means is not None and op.x.is_cuda:
+            self._count(op.x, op.group, split(op.x.numel(), len(op.group))[op.group.index(self.rank)])
+            return Done(self.gpu_means(op.x, op.weight))
         mine = split(op.x.numel(), len(op.group))[op.group.index(self.rank)]
         result = self._result(op.x)
         self._publish(op.x, op.weight)

@@ -19,11 +19,12 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from orchestra.errors import EnvironmentProblem
 from orchestra.transports.futex import Words
 
 _PAGE = 4096
@@ -156,6 +157,21 @@ class Arena:
     def vector(self, kind: str, node: int, numel: int | None = None) -> Tensor:
         """A node's x, g or scratch, as the model's dtype."""
         return self.tensor(self.plan.place(kind, node), self.plan.numel if numel is None else numel, self.plan.dtype)
+
+    def pin(self, node: int) -> None:
+        """Let the GPU copy straight from and to what this node uses; needs a CUDA context.
+
+        Only what the node will surely touch: pinned pages exist, whether used or not.
+        """
+        plan = self.plan
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        places = [plan.place("scratch", node), plan.place("mean", 0), plan.place("mean", 1)]
+        for other in range(plan.workers, plan.nodes):
+            places += [plan.slot(a, b, parity) for a, b in ((node, other), (other, node)) for parity in (0, 1)]
+        for place in places:
+            code = int(cudart.cudaHostRegister(self.base + place, plan.vector, 0))
+            if code:
+                raise EnvironmentProblem(f"CUDA could not pin {plan.vector} bytes of shared memory (error {code}).")
 
     def offset(self, x: Tensor) -> int | None:
         """Where a tensor lies in the arena, or None if it lies elsewhere or is not contiguous."""

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes that the command line makes to a script's own call of `train`.
+
+`orchestra run script.py --strategy slowmo` runs the script as it is; what was said on the command line reaches its
+`train(...)` here. A change is a function from the argument's old value to its new one, because some options replace only
+a part of an argument: `--workers 4` keeps the rest of the script's `Local(...)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    R = TypeVar("R", bound=DataclassInstance)
+
+Change = Callable[[Any], Any]
+
+_changes: ContextVar[Mapping[str, Change] | None] = ContextVar("orchestra-overrides", default=None)
+
+
+def current() -> dict[str, Change]:
+    """The changes in force, by the name of the argument of `train`."""
+    return dict(_changes.get() or {})
+
+
+@contextmanager
+def using(changes: Mapping[str, Change]) -> Iterator[None]:
+    """Put changes in force for every `train` called inside."""
+    token = _changes.set(changes)
+    try:
+        yield
+    finally:
+        _changes.reset(token)
+
+
+def apply(request: R) -> R:
+    """The arguments of a call of `train`, with the changes in force made to them."""
+    changes = current()
+    if not changes:
+        return request
+    return dataclasses.replace(request, **changed(vars(request), changes))
+
+
+def changed(arguments: Mapping[str, Any], changes: Mapping[str, Change]) -> dict[str, Any]:
+    """The new values of those arguments that are to change.
+
+    >>> changed({"batch": 32, "seed": 0}, {"batch": lambda old: 2 * old})
+    {'batch': 64}
+    """
+    return {name: change(arguments.get(name)) for name, change in changes.items()}

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers on a GPU: alone or sharing one, they follow the path of workers on the processor."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import orchestra
+from orchestra.cluster import Device
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def make_data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(515, 20, generator=generator)
+    return x, (x @ torch.randn(20, 3, generator=generator)).argmax(1)
+
+
+def accuracy(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
+    return float((model.eval()(data[0]).argmax(1) == data[1]).float().mean())
+
+
+def run(strategy: str, device: Device, out: Path, workers: int = 2) -> orchestra.Result:
+    return orchestra.train(
+        model=make_model,
+        data=make_data,
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        strategy=strategy,
+        cluster=orchestra.Local(workers=workers, device=device),
+        batch=16,
+        budget=orchestra.Epochs(3),
+        evaluate=accuracy,
+        evaluation_data=make_data,
+        out=out,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=2)", "localsgd(tau=4)", "slowmo(tau=4)"])
+def test_a_shared_gpu_follows_the_processor(strategy: str, tmp_path: Path) -> None:
+    on_cpu = run(strategy, "cpu", tmp_path / "cpu")
+    on_gpu = run(strategy, "cuda", tmp_path / "gpu")
+    assert on_gpu.summary.sent_per_worker == on_cpu.summary.sent_per_worker
+    for name, value in on_cpu.model.state_dict().items():
+        torch.testing.assert_close(on_gpu.model.state_dict()[name], value, rtol=2e-3, atol=2e-3)
+
+
+def test_an_asynchronous_server_trains_gpu_workers(tmp_path: Path) -> None:
+    assert run("ps(consistency=asp())", "cuda", tmp_path / "gpu", workers=3).metrics["accuracy"] > 0.8
+
+
+def test_one_worker_on_a_gpu_is_plain_torch(tmp_path: Path) -> None:
+    assert run("solo", "auto", tmp_path / "gpu", workers=1).metrics["accuracy"] > 0.8
