@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Neural Orchestra: every way of training one model on many machines, one argument apart."""
 
-from orchestra.budget import Budget, Epochs, Samples, Seconds, Steps, Target
-from orchestra.cluster import Local
-from orchestra.data.partitions import IID, Dirichlet, LabelSorted
-from orchestra.errors import ConfigError, OrchestraError
-from orchestra.node import Node
-from orchestra.recipe import Recipe
-from orchestra.strategies import ASP, BSP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
-from orchestra.strategy import Strategy, knob
-from orchestra.train import Result, train
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orchestra.budget import Budget, Epochs, Samples, Seconds, Steps, Target
+    from orchestra.cluster import Local
+    from orchestra.data.partitions import IID, Dirichlet, LabelSorted
+    from orchestra.errors import ConfigError, OrchestraError
+    from orchestra.node import Node
+    from orchestra.recipe import Recipe
+    from orchestra.strategies import ASP, BSP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
+    from orchestra.strategy import Strategy, knob
+    from orchestra.training import Result, train
 
 __version__ = "0.1.0"
 
@@ -40,3 +46,29 @@ __all__ = [
     "knob",
     "train",
 ]
+
+# Names are imported when they are first used: `orchestra --help` must not wait for torch.
+_HOMES = {
+    "budget": ("Budget", "Epochs", "Samples", "Seconds", "Steps", "Target"),
+    "cluster": ("Local",),
+    "data.partitions": ("IID", "Dirichlet", "LabelSorted"),
+    "errors": ("ConfigError", "OrchestraError"),
+    "node": ("Node",),
+    "recipe": ("Recipe",),
+    "strategies": ("ASP", "BSP", "AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"),
+    "strategy": ("Strategy", "knob"),
+    "training": ("Result", "train"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'orchestra' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"orchestra.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,8 +2,8 @@
 """Changes that the command line makes to a script's own call of `train`.
 
 `orchestra run script.py --strategy slowmo` runs the script as it is; what was said on the command line reaches its
-`train(...)` here. A change is a function from the argument's old value to its new one, because some options replace only
-a part of an argument: `--workers 4` keeps the rest of the script's `Local(...)`.
+`train(...)` here. A change is a function from the argument's old value to its new one, because some options replace
+only a part of an argument: `--workers 4` keeps the rest of the script's `Local(...)`.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Life:
     state: Any = None
     snapshots: int = 0
     saved_step: int = 0
+    interrupted: bool = False
 
     @property
     def is_server(self) -> bool:
@@ -68,7 +69,7 @@ def live(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], Non
             work(life)
         report(life)
         end(life)
-    tell({"kind": "done", "node": rank, "step": life.node.steps, "skipped": life.node.skipped})
+    tell({"kind": "done", "node": rank, "interrupted": life.interrupted})
 
 
 # Set up.
@@ -142,10 +143,9 @@ def _server(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Nod
 def work(life: Life) -> None:
     """A worker's steps, then what its strategy still has to do."""
     job, node = life.job, life.node
-    interrupted = False
     while not _spent(life):
         if not life.transport.proceed(node.steps):
-            interrupted = life.arena.words[STOP_ASKED] == INTERRUPTED
+            life.interrupted = life.arena.words[STOP_ASKED] == INTERRUPTED
             break
         before = node.steps
         job.strategy.step(node, life.state)
@@ -155,8 +155,9 @@ def work(life: Life) -> None:
         if _crossed(before, node.steps, job.checkpoint_every) and not _spent(life):
             save(life, node.steps)
             _await_servers(life)
-    if interrupted:
-        save(life, node.steps)
+    if life.interrupted:
+        if life.saved_step != node.steps:
+            save(life, node.steps)
         node.comm.leave()
         return
     job.strategy.finish(node, life.state)
@@ -177,7 +178,7 @@ def serve(life: Life) -> None:
         last = node.samples
         _save_with_workers(life)
 
-    life.transport.on_idle = between
+    life.transport.mailbox.on_idle = between
     job.strategy.serve(node, life.state)
     _save_with_workers(life)
     words = life.arena.words
@@ -325,7 +326,7 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
 def _await_servers(life: Life) -> None:
     """Wait until the servers have saved as well: with every worker here, nothing is in flight."""
     for server in life.node.comm.servers.members:
-        life.transport.ring(server)
+        life.transport.mailbox.ring(server)
         life.transport.await_word(life.arena.plan.word("saved", server), life.saved_step, server)
 
 

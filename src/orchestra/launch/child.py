@@ -20,10 +20,10 @@ import torch
 from orchestra.errors import OrchestraError
 from orchestra.job import Job
 from orchestra.run import live
-from orchestra.transports.local import Aborted
 from orchestra.transports.memory import Arena, Plan
+from orchestra.transports.waiting import Aborted
 
-_LONGEST = 48_000  # bytes of a traceback; a datagram must hold it
+_LONGEST = 10_000  # characters of a traceback; a datagram must hold them, at up to twelve bytes each as JSON
 
 
 @dataclass(frozen=True)

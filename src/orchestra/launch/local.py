@@ -28,8 +28,8 @@ from orchestra.launch import forkserver
 from orchestra.launch.child import Handover
 from orchestra.run import BUDGET_SPENT, INTERRUPTED
 from orchestra.transports import memory
-from orchestra.transports.local import name_of
 from orchestra.transports.memory import ABORT, GO, STOP_ASKED, STOP_AT, Arena, Plan, Report
+from orchestra.transports.waiting import name_of
 
 _GRACE = 1.0  # seconds between asking nodes to go and killing them
 _GLANCE = 0.1  # seconds between two looks at the board
@@ -71,6 +71,7 @@ class Coordinator:
     warnings: list[str] = field(default_factory=list)
     stopped_by: str = "budget"
     asked_to_stop: int = 0
+    interrupted: bool = False  # with steps left to do
     signals: int = 0
     signal_name: str = ""
     last_checkpoint: int | None = None
@@ -139,8 +140,10 @@ class Coordinator:
                 self._mourn(news)
             self._consider_stopping(watch)
             self.show(watch)
-        if self.stopped_by == "interrupt":
+        if self.interrupted:
             self._raise_interrupted()
+        if self.stopped_by == "interrupt":  # too late: the last step was under way
+            self.stopped_by = "budget"
 
     def _hear(self, said: dict[str, Any], watch: Watch) -> None:
         node = said["node"]
@@ -153,6 +156,7 @@ class Coordinator:
                     self.arena.words.announce(GO, 1)
             case "done":
                 self.done.add(node)
+                self.interrupted |= said["interrupted"]
             case "saved":
                 self._note_saved(said["step"], node)
             case "save-failed":

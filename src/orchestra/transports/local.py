@@ -3,7 +3,7 @@
 
     mean      everyone announces its vector; everyone averages its own range over all vectors, in rank order, into a
               result that all map; everyone announces that; everyone reads the result
-    message   a header and the place of a body: the sender's own vector if it is lent, else one of two alternating slots
+    message   a header and the place of a body (mailbox.py)
 
 No thread stands between two processes, no tensor is serialised, and who has to wait sleeps in the kernel, with a
 deadline, knowing whom it waits for.
@@ -11,16 +11,12 @@ deadline, knowing whom it waits for.
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from orchestra.errors import Stalled
 from orchestra.ops import (
     Broadcast,
     Compute,
@@ -31,72 +27,44 @@ from orchestra.ops import (
     Leave,
     Mean,
     MeanUpdate,
-    Message,
     Op,
     Recv,
     Send,
     Sleep,
     Traffic,
 )
-from orchestra.transports.memory import ABORT, BARRIER, GO, STOP_ASKED, STOP_AT, Arena
+from orchestra.transports.mailbox import Mailbox
+from orchestra.transports.memory import BARRIER, GO, STOP_ASKED, STOP_AT, Arena
+from orchestra.transports.waiting import Waiter
 from orchestra.vectors import split, weighted_mean
 
 T = TypeVar("T")
-
-_HEADER = struct.Struct("=IIQQqd")  # kind, dtype, place, numel, version, weight
-_BODY, _FAREWELL = 1, 2
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
-_SLICE = 0.2  # seconds between two looks at the deadline and at whether the run is being given up
-_LEND_FROM = 1 << 18  # bytes; copying less than this costs less than making the sender wait for its vector
-
-
-class Aborted(BaseException):
-    """The run is being given up; unwinds a node without a word, since another one has already said why."""
-
-
-@dataclass(slots=True)
-class _Lent:
-    """A message read in the sender's own memory."""
-
-    transport: LocalTransport
-    to: int
-    number: int
-
-    def wait(self) -> None:
-        """Block until the receiver is done with the vector."""
-        self.transport.await_release(self.to, self.number)
 
 
 class LocalTransport:
     """One node's end of the shared memory."""
 
     def __init__(self, arena: Arena, rank: int, *, patience: float) -> None:
-        plan = arena.plan
         self.rank = rank
-        self.size = plan.nodes
+        self.size = arena.plan.nodes
         self.traffic = Traffic()
-        self.patience = patience  # seconds
-        self.on_idle: Callable[[], None] = _nothing
         self.gpu_means: Callable[[Tensor, float], float] | None = None  # where every worker has a GPU of its own
         self._arena = arena
         self._words = arena.words
+        self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic)
+        self.mailbox = Mailbox(arena, rank, self._waiter, self.traffic)
         self._means = 0
         self._barriers = 0
-        self._sent = [0] * plan.nodes  # messages posted to each node
-        self._taken = [0] * plan.nodes  # messages received from each node
-        self._left = [False] * plan.nodes
-        self._rings = 0
-        self._turn = 0
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
             Compute: lambda op: Done(op.fn()),
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,
             Gather: self._gather,
-            Send: self._send,
-            Recv: self._recv,
+            Send: self.mailbox.send,
+            Recv: self.mailbox.recv,
             Sleep: self._sleep,
-            Leave: self._leave,
+            Leave: self.mailbox.leave,
         }
 
     def now(self) -> float:
@@ -111,7 +79,11 @@ class LocalTransport:
 
     def await_go(self) -> None:
         """Block until every node is ready."""
-        self._wait(GO, lambda: self._words[GO] != 0, lambda: "the other nodes to be ready")
+        self._waiter.wait(GO, lambda: self._words[GO] != 0, lambda: "the other nodes to be ready")
+
+    def await_word(self, word: int, number: int, node: int) -> None:
+        """Block until a node has brought one of its words to `number`."""
+        self._waiter.wait(word, lambda: self._words[word] >= number, lambda: self._waiter.names([node]))
 
     def proceed(self, step: int) -> bool:
         """Whether to begin `step`.
@@ -123,28 +95,12 @@ class LocalTransport:
         words.set(self._arena.plan.word("begun", self.rank), step)
         if not words[STOP_ASKED]:
             return True
-        self._wait(STOP_AT, lambda: words[STOP_AT] != 0, lambda: "the coordinator to say after which step to stop")
+        self._waiter.wait(
+            STOP_AT, lambda: words[STOP_AT] != 0, lambda: "the coordinator to say after which step to stop"
+        )
         return step < words[STOP_AT]
 
-    # Waiting.
-
-    def _wait(self, word: int, ready: Callable[[], bool], whom: Callable[[], str]) -> None:
-        """Sleep on a word until `ready()`."""
-        words = self._words
-        began = time.perf_counter()
-        while True:
-            seen = words[word]
-            if ready():
-                break
-            if words[ABORT]:
-                raise Aborted
-            if time.perf_counter() - began > self.patience:
-                raise Stalled(
-                    f"{self._name(self.rank)} waited {self.patience:g} s for {whom()}. If a step may take that long, "
-                    "give Local(patience=...) more seconds."
-                )
-            words.wait(word, seen, _SLICE)
-        self.traffic.waited += time.perf_counter() - began
+    # Collectives.
 
     def _barrier(self, group: Group) -> None:
         """Wait until every member has come here as often as this node.
@@ -165,11 +121,9 @@ class LocalTransport:
             return
 
         def missing() -> str:
-            return _names([m for m, w in zip(group.members, arrived, strict=True) if words[w] < number], plan.workers)
+            return self._waiter.names([m for m, w in zip(group.members, arrived, strict=True) if words[w] < number])
 
-        self._wait(BARRIER, lambda: words[BARRIER] >= number or complete(), missing)
-
-    # Collectives.
+        self._waiter.wait(BARRIER, lambda: words[BARRIER] >= number or complete(), missing)
 
     def _publish(self, x: Tensor, weight: float) -> None:
         """Show the others where this node's vector lies, moving it to shared memory if it is elsewhere."""
@@ -177,7 +131,7 @@ class LocalTransport:
         place = arena.offset(x)
         if place is None:
             place = arena.plan.place("scratch", self.rank)
-            self._fits(x)
+            self._arena.require_room(x)
             arena.tensor(place, x.numel(), x.dtype).copy_(x)
         arena.weights[2 * self.rank] = weight
         arena.places[2 * self.rank + 1] = place
@@ -255,7 +209,7 @@ class LocalTransport:
         peers = len(op.group) - 1
         nbytes = op.x.numel() * op.x.element_size()
         if self.rank == op.root:
-            self._fits(op.x)
+            self._arena.require_room(op.x)
             result.copy_(op.x)
             self.traffic.sent += peers * nbytes
         self._barrier(op.group)
@@ -277,136 +231,6 @@ class LocalTransport:
         self.traffic.received += (len(op.group) - 1) * nbytes
         return Done(copies)
 
-    def _fits(self, x: Tensor) -> None:
-        if x.numel() * x.element_size() > self._arena.plan.vector:
-            raise ValueError(
-                f"a message of {x.numel() * x.element_size()} bytes is larger than the model with its margin "
-                f"({self._arena.plan.vector} bytes). Send it in pieces."
-            )
-
     def _sleep(self, op: Sleep) -> Handle[None]:
         time.sleep(op.seconds)
         return Done(None)
-
-    # Messages.
-
-    def _send(self, op: Send) -> Handle[None]:
-        arena, to, x = self._arena, op.to, op.x
-        self._release(to)
-        number = self._sent[to]
-        self.await_release(to, number - 1)  # two messages may be under way
-        nbytes = x.numel() * x.element_size()
-        place = arena.offset(x) if op.lend and nbytes >= _LEND_FROM else None
-        lent = place is not None
-        if place is None:
-            self._fits(x)
-            place = arena.plan.slot(self.rank, to, number % 2)
-            arena.tensor(place, x.numel(), x.dtype).copy_(x.reshape(-1))
-        self._post(to, _BODY, _DTYPES.index(x.dtype), place, x.numel(), op.version, op.weight)
-        self.traffic.sent += nbytes
-        return _Lent(self, to, number + 1) if lent else Done(None)
-
-    def _leave(self, op: Leave) -> Handle[None]:
-        for to in op.group.members:
-            self._release(to)
-            self.await_release(to, self._sent[to] - 1)
-            self._post(to, _FAREWELL, 0, 0, 0, 0, 0.0)
-        return Done(None)
-
-    def _post(self, to: int, *header: float) -> None:
-        plan = self._arena.plan
-        number = self._sent[to]
-        _HEADER.pack_into(self._arena.memory, plan.header(self.rank, to, number % 2), *header)
-        self._sent[to] = number + 1
-        self._words.set(plan.word("posted", self.rank, to), number + 1)
-        self.ring(to)
-
-    def ring(self, node: int) -> None:
-        """Wake a node that waits for messages, so that it looks around.
-
-        Every ring has a value of its own, so whoever looked at the bell before it rang sees that it did.
-        """
-        self._rings += 1
-        self._words.announce(self._arena.plan.word("bell", node), (self._rings * self.size + self.rank) % 2**32)
-
-    def await_word(self, word: int, number: int, node: int) -> None:
-        """Block until a node has brought one of its words to `number`."""
-        self._wait(word, lambda: self._words[word] >= number, lambda: self._name(node))
-
-    def await_release(self, to: int, number: int) -> None:
-        """Block until `to` is done with the first `number` messages of this node."""
-        word = self._arena.plan.word("released", self.rank, to)
-        self._wait(word, lambda: self._words[word] >= number, lambda: f"{self._name(to)} to take a message")
-
-    def _release(self, source: int) -> None:
-        """Tell a sender that what came from it so far is no longer looked at."""
-        word = self._arena.plan.word("released", source, self.rank)
-        if self._words[word] != self._taken[source]:
-            self._words.announce(word, self._taken[source])
-
-    def _recv(self, op: Recv) -> Handle[Message | None]:
-        sources = op.group.members if op.source is None else (op.source,)
-        for source in sources:
-            self._release(source)
-        bell = self._arena.plan.word("bell", self.rank)
-
-        def ready() -> bool:
-            self.on_idle()
-            return self._arrived(sources) is not None or all(self._left[s] for s in sources)
-
-        while True:
-            self._wait(bell, ready, lambda: "a message from " + self._names([s for s in sources if not self._left[s]]))
-            arrived = self._arrived(sources)
-            if arrived is None:
-                return Done(None)
-            message = self._take(arrived)
-            if message is not None:
-                return Done(message)
-
-    def _arrived(self, sources: Sequence[int]) -> int | None:
-        """A source with a message waiting; the one served last comes last, so that nobody is passed over."""
-        words, plan = self._words, self._arena.plan
-        for i in range(len(sources)):
-            source = sources[(self._turn + i) % len(sources)]
-            if words[plan.word("posted", source, self.rank)] != self._taken[source]:
-                return source
-        return None
-
-    def _take(self, source: int) -> Message | None:
-        plan = self._arena.plan
-        number = self._taken[source]
-        self._taken[source] = number + 1
-        self._turn = source + 1
-        kind, dtype, place, numel, version, weight = _HEADER.unpack_from(
-            self._arena.memory, plan.header(source, self.rank, number % 2)
-        )
-        if kind == _FAREWELL:
-            self._left[source] = True
-            self._release(source)
-            return None
-        x = self._arena.tensor(place, numel, _DTYPES[dtype])
-        self.traffic.received += x.numel() * x.element_size()
-        return Message(source, x, version, weight)
-
-    def _name(self, node: int) -> str:
-        return self._names([node])
-
-    def _names(self, nodes: Sequence[int]) -> str:
-        return _names(nodes, self._arena.plan.workers)
-
-
-def _names(nodes: Sequence[int], workers: int) -> str:
-    return ", ".join(name_of(node, workers) for node in nodes) or "nobody"
-
-
-def name_of(node: int, workers: int) -> str:
-    """How people are told of a node.
-
-    >>> name_of(5, workers=4)
-    'server 1'
-    """
-    return f"worker {node}" if node < workers else f"server {node - workers}"
-
-
-def _nothing() -> None:
-    pass

@@ -158,6 +158,15 @@ class Arena:
         """A node's x, g or scratch, as the model's dtype."""
         return self.tensor(self.plan.place(kind, node), self.plan.numel if numel is None else numel, self.plan.dtype)
 
+    def require_room(self, x: Tensor) -> None:
+        """Refuse what does not fit the room for one vector."""
+        nbytes = x.numel() * x.element_size()
+        if nbytes > self.plan.vector:
+            raise ValueError(
+                f"a vector of {nbytes} bytes is larger than the model with its margin ({self.plan.vector} bytes). "
+                "Send it in pieces."
+            )
+
     def pin(self, node: int) -> None:
         """Let the GPU copy straight from and to what this node uses; needs a CUDA context.
 

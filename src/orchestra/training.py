@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
-from orchestra import checkpoint, checks, expression, overrides
+from orchestra import checkpoint, expression, overrides
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Local
 from orchestra.data.feed import Samples, make_feed
@@ -29,6 +29,7 @@ from orchestra.job import Job
 from orchestra.launch.local import Coordinator, Watch
 from orchestra.replica import Loss, flatten, problems_of, trainable, vector_dtype
 from orchestra.report.facts import Facts, facts_of
+from orchestra.request import Request, first_look, read_strategy, refuse, second_look
 from orchestra.run import seed_everything
 from orchestra.scoring import Evaluate, Scorer
 from orchestra.snapshot import FINAL, export
@@ -111,121 +112,23 @@ def train(
     return _Training(overrides.apply(given)).run()
 
 
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `train`."""
-
-    model: Callable[[], nn.Module]
-    data: Callable[[], Any]
-    loss: Loss
-    optimizer: Factory
-    strategy: Strategy[Any] | str
-    cluster: Local
-    batch: int
-    budget: Budget
-    evaluate: Evaluate | None
-    evaluation_data: Callable[[], Any] | None
-    evaluate_every: Steps | Epochs
-    seed: int
-    out: str | Path | None
-    schedule: Schedule | None
-    clip: float | None
-    accumulate: int
-    precision: str
-    partition: Partition | None
-    checkpoint_every: Steps | Epochs | None
-    resume: bool
-    tolerate: int
-    keep_snapshots: bool
-    progress: Callable[[Watch], None] | None
-    note: dict[str, Any]
-
-
 class _Training:
     """One call of `train`, from the arguments to the result."""
 
     def __init__(self, given: Request) -> None:
         self.given = given
-        self.strategy = self._strategy()
-        self._refuse([*self._first_look()])
+        strategy, problems = read_strategy(given)
+        refuse([*problems, *first_look(given, strategy)])
+        assert strategy is not None
+        self.strategy = strategy
         seed_everything(given.seed)
         self.module = given.model()
-        self._refuse([*problems_of(self.module)])
+        refuse(problems_of(self.module))
         self.data = given.data()
-        self._refuse([*self._second_look()])
+        refuse(second_look(given, self.strategy, self.module, self.data))
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
         self.folder = Path(given.out) if given.out is not None else _new_folder(expression.show(self.strategy))
         self.saved: checkpoint.Saved | None = None
-
-    # Everything is looked at before anything is started.
-
-    def _strategy(self) -> Strategy[Any]:
-        if isinstance(self.given.strategy, str):
-            return expression.parse(self.given.strategy)
-        if not isinstance(self.given.strategy, Strategy):
-            self._refuse(
-                [
-                    Problem(
-                        "strategy",
-                        self.given.strategy,
-                        'must be a strategy such as AllReduce(), or its text "allreduce"',
-                    )
-                ]
-            )
-        return self.given.strategy
-
-    def _first_look(self) -> Iterator[Problem]:
-        """What can be judged without calling anything of the user's."""
-        given = self.given
-        for name in ("model", "data", "loss", "evaluate", "evaluation_data", "schedule"):
-            value = getattr(given, name)
-            optional = name in ("evaluate", "evaluation_data", "schedule")
-            if not callable(value) and not (optional and value is None):
-                yield Problem(
-                    name, type(value).__name__, "must be a function (a factory), so that every process can make its own"
-                )
-            elif isinstance(value, nn.Module) and name == "model":
-                yield Problem(
-                    name, type(value).__name__, "is a module: give the function that makes it, e.g. model=lambda: Net()"
-                )
-        yield from given.cluster.problems()
-        yield from budgets.problems_of(given.budget)
-        yield from checks.check_strategy(self.strategy, given.cluster.workers, given.clip)
-        yield from checks.check_numbers(
-            batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
-            precision=given.precision, optimizer=given.optimizer,
-        )  # fmt: skip
-        if given.evaluate is not None and given.evaluation_data is None:
-            yield Problem(
-                "evaluation_data", None, "must be given with evaluate: a function that makes the data to score on"
-            )
-        if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
-            yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
-        yield from self._look_at_folder()
-
-    def _look_at_folder(self) -> Iterator[Problem]:
-        out = self.given.out
-        if self.given.resume and (out is None or not (Path(out) / "config.json").exists()):
-            yield Problem("out", out, "must name the run folder to resume")
-        if out is not None and not self.given.resume and Path(out).exists() and any(Path(out).iterdir()):
-            yield Problem(
-                "out", str(out), "is not empty: choose a new folder, or pass resume=True to go on from its checkpoint"
-            )
-
-    def _second_look(self) -> Iterator[Problem]:
-        """What shows only once model and data exist."""
-        given = self.given
-        yield from checks.check_optimizer(given.optimizer, self.module, self.strategy)
-        found = [
-            *checks.check_data(self.data, batch=given.batch, workers=given.cluster.workers, partition=given.partition)
-        ]
-        yield from found
-        if not found:
-            yield from checks.rehearse(self.module, self.data, given.loss, given.batch)
-
-    def _refuse(self, problems: list[Problem]) -> None:
-        if problems:
-            raise ConfigError(problems)
 
     # The run.
 
@@ -268,24 +171,12 @@ class _Training:
         return self._conclude(scorer, coordinator)
 
     def _job(self) -> Job:
-        given, cluster = self.given, self.given.cluster
-        feed = make_feed(
+        given, cluster, device = self.given, self.given.cluster, self.given.cluster.resolve_device()
+        per_epoch = make_feed(
             self.data, batch=given.batch, seed=given.seed, rank=0, size=cluster.workers, partition=given.partition
-        )
-        per_epoch = feed.steps_per_epoch
+        ).steps_per_epoch
         streamed = isinstance(self.data, IterableDataset)
         epochs = [p.count for p in budgets.parts(given.budget) if isinstance(p, Epochs)]
-        last = budgets.last_step(
-            given.budget, steps_per_epoch=per_epoch, samples_per_step=given.batch * cluster.workers
-        )
-
-        def steps(every: Steps | Epochs | None) -> int | None:
-            if every is None:
-                return None
-            if isinstance(every, Steps):
-                return every.count
-            return max(1, round(every.count * per_epoch)) if per_epoch else 100
-
         return Job(
             model=given.model,
             data=given.data,
@@ -295,10 +186,12 @@ class _Training:
             workers=cluster.workers,
             batch=given.batch,
             seed=given.seed,
-            device=cluster.resolve_device(),
-            own_gpu=cluster.resolve_device() == "cuda" and torch.cuda.device_count() >= cluster.workers > 1,
+            device=device,
+            own_gpu=device == "cuda" and torch.cuda.device_count() >= cluster.workers > 1,
             run=self.folder.absolute(),
-            last_step=last,
+            last_step=budgets.last_step(
+                given.budget, steps_per_epoch=per_epoch, samples_per_step=given.batch * cluster.workers
+            ),
             last_epoch=min(epochs) if epochs and streamed else None,
             schedule=given.schedule,
             partition=given.partition,
@@ -306,8 +199,8 @@ class _Training:
             accumulate=given.accumulate,
             bf16=given.precision == "bf16",
             tolerate=given.tolerate,
-            snapshot_every=steps(given.evaluate_every) if given.evaluate is not None else None,
-            checkpoint_every=steps(given.checkpoint_every),
+            snapshot_every=_steps(given.evaluate_every, per_epoch) if given.evaluate is not None else None,
+            checkpoint_every=_steps(given.checkpoint_every, per_epoch),
             samples_per_epoch=None if streamed else len(Samples(self.data)),
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
             resume=None if self.saved is None else self.saved.path.absolute(),
@@ -385,6 +278,15 @@ class _Training:
         facts = facts_of(self.folder)
         checkpoint.write_text(self.folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
         return Result(self.module, final.metrics, facts, self.folder)
+
+
+def _steps(every: Steps | Epochs | None, per_epoch: int | None) -> int | None:
+    """An interval in steps; of a stream, whose length nobody knows, every hundred."""
+    if every is None:
+        return None
+    if isinstance(every, Steps):
+        return every.count
+    return max(1, round(every.count * per_epoch)) if per_epoch else 100
 
 
 def _value(part: Any) -> Any:

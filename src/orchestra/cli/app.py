@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs, put together."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated
+
+import typer
+
+from orchestra.cli import data
+from orchestra.cli.compare import compare
+from orchestra.cli.demo import demo
+from orchestra.cli.explain import explain
+from orchestra.cli.resume import resume
+from orchestra.cli.run import run
+from orchestra.cli.strategies import strategies
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+
+
+def flowing(text: str) -> str:
+    """A docstring as the terminal should fill it: prose in one line a paragraph, indented lines as they are."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else " ".join(p.split()) for p in paragraphs)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from orchestra import __version__
+
+        typer.echo(f"orchestra {__version__}")
+        raise typer.Exit
+
+
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train one model on several processes with any strategy, and see which one wins for you.
+
+    Start here:
+
+      orchestra demo                            five strategies race on real data
+      orchestra run digits --strategy slowmo    one run
+      orchestra strategies                      which there are
+      orchestra explain slowmo                  how one works
+
+    Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
+    come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 130 stopped by Ctrl-C.
+    """
+
+
+app.callback(help=flowing(top.__doc__ or ""))(top)
+for _verb in (demo, run, resume, compare, strategies, explain):
+    app.command(help=flowing(_verb.__doc__ or ""))(_verb)
+app.add_typer(data.app)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra explain`: one strategy, as its paper has it, with its knobs."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from orchestra.cli.catalogue import Knob
+
+
+def explain(
+    name: Annotated[str, typer.Argument(help="A strategy or a part of one, such as slowmo, ps, asp.", metavar="NAME")],
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")] = False,
+) -> None:
+    """Explain a strategy: paper, pseudo-code, bytes on the wire, knobs with their ranges, expressions to try.
+
+    For example:
+
+      orchestra explain slowmo
+      orchestra explain asp
+    """
+    from orchestra.cli import catalogue, summary
+    from orchestra.strategies import PARTS
+
+    cls = catalogue.find(name)
+    if json_:
+        summary.print_json(_as_record(cls))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
+    short = catalogue.short_of(cls)
+    title = catalogue.name_of(cls) + (f" (short: {short})" if short else "")
+    console.print(f"{title}: {catalogue.one_line(cls)}\n", style="bold")
+    if cls in PARTS:
+        hosts = ", ".join(example.split("(")[0] for example in catalogue.examples(cls))
+        console.print(f"A part of {hosts}, whose page follows.\n")
+    console.print(catalogue.page(cls))
+    _print_knobs(console, catalogue.knobs(cls))
+    console.print("\nExamples", style="bold")
+    for example in catalogue.examples(cls):
+        quoted = f'"{example}"' if "(" in example else example
+        console.print(f"  orchestra run digits --workers {1 if example == 'solo' else 4} --strategy {quoted}")
+
+
+def _print_knobs(console: Console, knobs: list[Knob]) -> None:
+    if not knobs:
+        console.print("\nNo knobs.")
+        return
+    console.print("\nKnobs", style="bold")
+    left = max(len(f"{knob.name} = {knob.default}") for knob in knobs)
+    for knob in knobs:
+        given = f"{knob.name} = {knob.default}"
+        about = knob.about + (f"  [{knob.range}]" if knob.range else "")
+        lines = textwrap.wrap(about, max(30, 100 - left)) or [""]
+        console.print(f"  {given:<{left}}   {lines[0]}")
+        for line in lines[1:]:
+            console.print(f"  {'':<{left}}   {line}")
+
+
+def _as_record(cls: type[Any]) -> dict[str, Any]:
+    from orchestra.cli import catalogue
+    from orchestra.cli.strategies import as_record
+    from orchestra.strategies import STRATEGIES
+
+    page = {"page": catalogue.page(cls)}
+    if cls in STRATEGIES:
+        return as_record(cls) | page
+    return {
+        "name": catalogue.name_of(cls),
+        "about": catalogue.one_line(cls),
+        "knobs": [vars(knob) for knob in catalogue.knobs(cls)],
+        "examples": catalogue.examples(cls),
+    } | page

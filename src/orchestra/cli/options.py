@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be said about a run on the command line, and what it changes in a call of `train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestra.errors import ConfigError, Problem, nearest
+from orchestra.overrides import Change
+
+if TYPE_CHECKING:
+    from orchestra.budget import Target
+    from orchestra.data.partitions import Partition
+
+Workers = Annotated[int | None, typer.Option("--workers", "-n", help="Worker processes. Default: 2.", metavar="N")]
+Epochs = Annotated[float | None, typer.Option(help="Passes over the data, by all workers together.", metavar="E")]
+Seconds = Annotated[float | None, typer.Option(help="Seconds of training, set-up not counted.", metavar="T")]
+Steps = Annotated[int | None, typer.Option(help="Steps of each worker.", metavar="K")]
+Batch = Annotated[int | None, typer.Option(help="Samples of each worker and step.", metavar="B")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate of the inner optimizer.", metavar="RATE")]
+Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient.", metavar="NORM")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or auto. Default: cpu.", metavar="DEVICE")]
+Precision = Annotated[str | None, typer.Option(help="float32 or bf16 (mixed). Default: float32.", metavar="TYPE")]
+Spread = Annotated[
+    str | None,
+    typer.Option(
+        "--partition",
+        help="How samples are divided among workers: iid, label-sorted, dirichlet:0.5. Default: iid.",
+        metavar="HOW",
+    ),
+]
+CheckpointEvery = Annotated[
+    int | None, typer.Option(help="Save everything every so many steps. Ctrl-C always does.", metavar="K")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options as they were given; None leaves the recipe's or the script's own value."""
+
+    strategy: str | None = None
+    workers: int | None = None
+    servers: int | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    target: str | None = None
+    seed: int | None = None
+    batch: int | None = None
+    lr: float | None = None
+    out: str | None = None
+    device: str | None = None
+    checkpoint_every: int | None = None
+    partition: str | None = None
+    precision: str | None = None
+    clip: float | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that were given, as JSON takes them."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+    def changes(self) -> dict[str, Change]:
+        """What they change in a call of `train`. Raises a `ConfigError` with all that cannot be understood."""
+        problems: list[Problem] = []
+        found: dict[str, Change] = {}
+        for read in (_plain, _strategy, _cluster, _budget, _optimizer, _partition):
+            try:
+                found |= read(self)
+            except ConfigError as error:
+                problems.extend(error.problems)
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+
+def read_target(text: str) -> Target:
+    """`accuracy=0.95` as a `Target`."""
+    from orchestra.budget import Target
+
+    name, equals, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not name.strip() or not equals or not math.isfinite(number):
+        raise ConfigError([Problem("target", text, "must be a score and a number, e.g. accuracy=0.95")])
+    return Target(name.strip(), number)
+
+
+def read_partition(text: str) -> Partition:
+    """`iid`, `label-sorted` or `dirichlet:ALPHA` as a partition."""
+    from orchestra.data.partitions import IID, Dirichlet, LabelSorted
+
+    name, colon, value = text.partition(":")
+    match name:
+        case "iid" if not colon:
+            return IID()
+        case "label-sorted" if not colon:
+            return LabelSorted()
+        case "dirichlet":
+            try:
+                return Dirichlet(alpha=float(value)) if colon else Dirichlet()
+            except ValueError:
+                raise ConfigError([Problem("partition", text, "needs a number, e.g. dirichlet:0.5")]) from None
+    known = ("iid", "label-sorted", "dirichlet")
+    message = f"takes no number: {name}" if name in known else f"is no way to divide samples; {nearest(name, known)}"
+    raise ConfigError([Problem("partition", text, message)])
+
+
+def split_strategies(text: str) -> list[str]:
+    """The strategies in a list, cut at commas outside parentheses.
+
+    >>> split_strategies("ps, slowmo(tau=4, beta=0.5),solo")
+    ['ps', 'slowmo(tau=4, beta=0.5)', 'solo']
+    """
+    depth, pieces = 0, [""]
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+# One function for each argument of `train`.
+
+
+def _set(value: Any) -> Change:
+    return lambda old: value
+
+
+def _plain(o: Options) -> dict[str, Change]:
+    """Arguments that take the option's value as it is."""
+    from orchestra.budget import Steps
+
+    every = None if o.checkpoint_every is None else Steps(o.checkpoint_every)
+    if o.checkpoint_every is not None and o.checkpoint_every < 1:
+        raise ConfigError([Problem("checkpoint-every", o.checkpoint_every, "must be at least 1 step")])
+    values = {
+        "seed": o.seed, "batch": o.batch, "clip": o.clip, "precision": o.precision, "out": o.out,
+        "checkpoint_every": every,
+    }  # fmt: skip
+    return {name: _set(value) for name, value in values.items() if value is not None}
+
+
+def _strategy(o: Options) -> dict[str, Change]:
+    from orchestra import expression
+
+    if o.strategy is None and o.servers is None:
+        return {}
+    chosen = None if o.strategy is None else expression.parse(o.strategy)
+
+    def change(old: Any) -> Any:
+        strategy = chosen or (expression.parse(old) if isinstance(old, str) else old)
+        return strategy if o.servers is None else _with_servers(strategy, o.servers)
+
+    if chosen is not None:
+        change(None)  # whether it has servers shows now, beside the other problems
+    return {"strategy": change}
+
+
+def _with_servers(strategy: Any, servers: int) -> Any:
+    from orchestra import expression
+
+    if "servers" not in {field.name for field in dataclasses.fields(strategy)}:
+        name = expression.show(strategy)
+        raise ConfigError([Problem("servers", servers, f"{name} has no servers: leave it out, or use ps")])
+    return dataclasses.replace(strategy, servers=servers)
+
+
+def _cluster(o: Options) -> dict[str, Change]:
+    given: dict[str, Any] = {"workers": o.workers, "device": o.device}
+    given = {name: value for name, value in given.items() if value is not None}
+    if o.workers is None and o.strategy is not None and is_solo(o.strategy):
+        given["workers"] = 1
+    if not given:
+        return {}
+
+    def change(old: Any) -> Any:
+        from orchestra.cluster import Local
+
+        return dataclasses.replace(old or Local(), **given)
+
+    return {"cluster": change}
+
+
+def is_solo(text: str) -> bool:
+    """Whether a strategy is the one that runs alone. Misspelt ones are not: they are refused elsewhere."""
+    from orchestra import expression
+    from orchestra.strategies import Solo
+
+    try:
+        return isinstance(expression.parse(text), Solo)
+    except ConfigError:
+        return False
+
+
+def _budget(o: Options) -> dict[str, Change]:
+    """Ends given replace the ends there were, a target given replaces the target there was."""
+    from orchestra import budget as budgets
+
+    kinds: tuple[tuple[Any, Any], ...] = (
+        (budgets.Epochs, o.epochs),
+        (budgets.Steps, o.steps),
+        (budgets.Seconds, o.seconds),
+    )
+    ends: list[Any] = [kind(count) for kind, count in kinds if count is not None]
+    targets: list[Any] = [] if o.target is None else [read_target(o.target)]
+    if not ends and not targets:
+        return {}
+
+    def change(old: Any) -> Any:
+        before = budgets.parts(old)
+        old_targets = [part for part in before if isinstance(part, budgets.Target)]
+        old_ends = [part for part in before if not isinstance(part, budgets.Target)]
+        return functools.reduce(lambda a, b: a | b, [*(ends or old_ends), *(targets or old_targets)])
+
+    return {"budget": change}
+
+
+def _optimizer(o: Options) -> dict[str, Change]:
+    if o.lr is None:
+        return {}
+    return {"optimizer": lambda old: functools.partial(old, lr=o.lr)}
+
+
+def _partition(o: Options) -> dict[str, Change]:
+    return {} if o.partition is None else {"partition": _set(read_partition(o.partition))}

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra run`: train once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from orchestra import recipes
+from orchestra.cli import options as o
+from orchestra.cli import progress, sources, summary
+from orchestra.cli.options import Options
+from orchestra.cli.sources import Source
+from orchestra.overrides import Change
+
+_WHAT = f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train."
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help=_WHAT, show_default=False)],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments for the script.", show_default=False)
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option("--strategy", "-s", metavar="EXPR", help='Such as "slowmo(tau=8)". Default: allreduce.'),
+    ] = None,
+    workers: o.Workers = None,
+    servers: Annotated[
+        int | None, typer.Option(metavar="M", help="Server processes, for strategies that have them. Default: 1.")
+    ] = None,
+    epochs: o.Epochs = None,
+    steps: o.Steps = None,
+    seconds: o.Seconds = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="SCORE=VALUE", help="Stop once a test score is reached, e.g. accuracy=0.95."),
+    ] = None,
+    batch: o.Batch = None,
+    lr: o.Lr = None,
+    clip: o.Clip = None,
+    seed: Annotated[int | None, typer.Option(metavar="S", help="Of everything random. Default: 0.")] = None,
+    partition: o.Spread = None,
+    precision: o.Precision = None,
+    device: o.Device = None,
+    checkpoint_every: o.CheckpointEvery = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The run folder. Default: a new one under runs/.")
+    ] = None,
+    json_: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Train once: a recipe by name, or your own script.
+
+    What is not given stays as the recipe or the script has it. Of several budgets (epochs, steps, seconds, target), the
+    first to be spent ends the run. Ctrl-C stops at a step boundary with a checkpoint; `orchestra resume` goes on.
+
+    For example:
+
+      orchestra run digits
+      orchestra run digits --strategy "ps(consistency=asp())" --workers 4
+      orchestra run fashion-lenet -s slowmo --target accuracy=0.88 --seconds 90
+      orchestra run train.py -s "localsgd(tau=16)" -n 4 -- --your arguments
+    """
+    source = sources.find(recipe)
+    chosen = Options(
+        strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
+        target=target, seed=seed, batch=batch, lr=lr, out=out, device=device, checkpoint_every=checkpoint_every,
+        partition=partition, precision=precision, clip=clip,
+    )  # fmt: skip
+    runs = carry_out(source, chosen, args or [], quiet=quiet)
+    conclude(source, chosen, runs, as_json=json_, quiet=quiet)
+
+
+def carry_out(
+    source: Source, chosen: Options, args: Sequence[str], *, quiet: bool, more: dict[str, Change] | None = None
+) -> list[Path]:
+    """Train as asked, with a display; gives the run folders, of which a script may have made several."""
+    from orchestra.launch import forkserver
+
+    forkserver.warm()  # imports torch in another process while this one does the same
+    changes = chosen.changes()
+    note = {"recipe": source.name, "args": list(args), "options": chosen.given()}
+    with progress.choose(quiet=quiet, seconds=chosen.seconds) as display:
+
+        def show(old: Any) -> Any:
+            def both(watch: Any) -> None:
+                display(watch)
+                old(watch)
+
+            return display if old is None else both
+
+        changes |= {"progress": show, "note": lambda old: {**(old or {}), **note}} | (more or {})
+        sources.perform(source, changes, args, display)
+    return display.runs
+
+
+def conclude(source: Source, chosen: Options, runs: list[Path], *, as_json: bool, quiet: bool) -> None:
+    """Say how it went and what to try next."""
+    from orchestra.report.facts import facts_of
+
+    found = [(path, facts_of(path)) for path in runs]
+    if not quiet:
+        for warning in [warning for path in runs for warning in summary.warnings_of(path)]:
+            summary.say(f"warning: {warning}")
+    if as_json:
+        records = [summary.as_record(path, facts) for path, facts in found]
+        summary.print_json(records[0] if len(records) == 1 else {"runs": records})
+        return
+    print("\n\n".join(summary.describe(path, facts) for path, facts in found), flush=True)
+    if not quiet:
+        facts = found[-1][1]
+        summary.say(f"\nnext: {next_command(source, facts.strategy, facts.workers)}")
+
+
+def next_command(source: Source, strategy: str, workers: int) -> str:
+    """Something worth trying after a run."""
+    what = source.name if source.path is None else summary.nearby(source.path)
+    if not source.holds_recipe:
+        other = "slowmo" if strategy != "slowmo" else "localsgd"
+        return f"orchestra run {what} --strategy {other}"
+    rivals = ["allreduce", "localsgd" if strategy.startswith("slowmo") else "slowmo"]
+    rivals = [strategy, *(rival for rival in rivals if rival != strategy)]
+    return f'orchestra compare {what} --strategies "{",".join(rivals)}" --workers {max(2, workers)}'

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be trained: a recipe by name, a file with a recipe in it, or a script that calls `train` itself."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from orchestra import overrides, recipes
+from orchestra.errors import ConfigError, Problem, nearest
+from orchestra.overrides import Change
+
+if TYPE_CHECKING:
+    from orchestra.cli.progress import Display
+    from orchestra.recipe import Recipe
+
+_NAMES = ("RECIPE", "recipe")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Found, but not imported yet."""
+
+    name: str  # of a recipe, or the absolute path of a file
+    path: Path | None
+
+    @property
+    def label(self) -> str:
+        """In one word."""
+        return self.name if self.path is None else self.path.stem
+
+    @property
+    def holds_recipe(self) -> bool:
+        """Whether it is a recipe or a file that defines one; a script that trains by itself is neither."""
+        return self.path is None or _defines_recipe(self.path)
+
+
+def find(text: str) -> Source:
+    """What the user means. Looks at names and files only: a misspelt word is refused before torch is imported."""
+    if text in recipes.names():
+        return Source(text, None)
+    path = Path(text)
+    if path.is_file() and path.suffix == ".py":
+        return Source(str(path.resolve()), path.resolve())
+    if path.suffix == ".py" or path.exists() or len(path.parts) > 1:
+        why = "is not a Python file: name a recipe or a .py file" if path.exists() else "there is no such file"
+        raise ConfigError([Problem("recipe", text, why)])
+    known = ", ".join(recipes.names())
+    hint = nearest(text, recipes.names())
+    hint = hint if hint.startswith("known") else f"{hint} Known: {known}"
+    raise ConfigError([Problem("recipe", text, f"there is no recipe of this name, nor such a .py file; {hint}")])
+
+
+def load(source: Source) -> Recipe:
+    """The recipe of a source that holds one."""
+    if source.path is None:
+        return recipes.get(source.name)
+    with _at_home(source.path, ()):
+        module = _import(source.path)
+    return _recipe_in(module, source.path)
+
+
+def arguments(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as arguments of `train`."""
+    from orchestra.budget import Epochs
+
+    return {
+        "model": recipe.model,
+        "data": recipe.data,
+        "loss": recipe.loss,
+        "optimizer": recipe.optimizer,
+        "batch": recipe.batch,
+        "budget": Epochs(recipe.epochs),
+        "evaluate": recipe.evaluate,
+        "evaluation_data": recipe.evaluation_data,
+        "schedule": recipe.schedule,
+    }
+
+
+def train_recipe(recipe: Recipe, changes: Mapping[str, Change], **more: Any) -> Any:
+    """Train a recipe with changes; gives the `Result`."""
+    from orchestra.training import train
+
+    given = arguments(recipe) | more
+    return train(**given | overrides.changed(given, changes))
+
+
+def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], display: Display) -> None:
+    """Train whatever it is. The display knows the run folders afterwards."""
+    if source.path is None:
+        if args:
+            raise ConfigError([Problem("arguments", " ".join(args), "are for scripts; a recipe takes none")])
+        train_recipe(load(source), changes)
+        return
+    with _at_home(source.path, args), overrides.using(changes):
+        if not source.holds_recipe:
+            runpy.run_path(str(source.path), run_name="__main__")
+        else:
+            module = _import(source.path)
+            # A script may keep a recipe in a variable and train with it: then all is done.
+            if not display.runs:
+                with overrides.using({}):
+                    train_recipe(_recipe_in(module, source.path), changes)
+    if not display.runs:
+        why = "neither called orchestra.train(...) nor defined a RECIPE = orchestra.recipe.Recipe(...)"
+        raise ConfigError([Problem("script", str(source.path), why)])
+
+
+def _defines_recipe(path: Path) -> bool:
+    """Whether a file names a recipe at its top level. Read, not run: running a script means training."""
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError([Problem("script", str(path), f"cannot be read as Python: {error}")]) from None
+    return any(name in _NAMES for statement in tree.body for name in _bound(statement))
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    match statement:
+        case ast.Assign(targets=targets):
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            yield name
+        case ast.ImportFrom(names=names):
+            yield from (alias.asname or alias.name for alias in names)
+
+
+def _import(path: Path) -> ModuleType:
+    """Import a file as a module whose functions travel to the workers by value: they could not import it by name."""
+    import cloudpickle
+
+    name = f"_orchestra_script_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    cloudpickle.register_pickle_by_value(module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _recipe_in(module: ModuleType, path: Path) -> Recipe:
+    from orchestra.recipe import Recipe
+
+    found = next((getattr(module, name) for name in _NAMES if hasattr(module, name)), None)
+    if not isinstance(found, Recipe):
+        why = f"its RECIPE is a {type(found).__name__}, not an orchestra.recipe.Recipe"
+        raise ConfigError([Problem("script", str(path), why)])
+    return found
+
+
+@contextmanager
+def _at_home(path: Path, args: Sequence[str]) -> Iterator[None]:
+    """Let a script find what it would find when run by Python: its neighbours and its arguments."""
+    before = sys.argv
+    sys.argv = [str(path), *args]
+    sys.path.insert(0, str(path.parent))
+    try:
+        yield
+    finally:
+        # The path stays: what the script imported may still be needed when its functions are called later.
+        sys.argv = before

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a run: for people, and for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchestra.report.facts import Facts
+
+_MOST_NODES = 16  # lines of the table of nodes
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them.
+
+    >>> size(950), size(12_300), size(7_900_000)
+    ('950 B', '12.3 kB', '7.9 MB')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> plural(1, "worker"), plural(4, "worker")
+    ('1 worker', '4 workers')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON. What is not finite becomes null, which every reader takes."""
+    print(json.dumps(_finite(value), ensure_ascii=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _finite(v) for key, v in value.items()}
+        case list() | tuple():
+            return [_finite(v) for v in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
+def as_record(run: Path, facts: Facts) -> dict[str, Any]:
+    """The figures of a run and where its files are."""
+    note = json.loads((run / "config.json").read_text(encoding="utf-8")).get("note") or {}
+    return {"recipe": note.get("recipe"), **facts.as_dict(), "run": str(run), "model": str(run / "model.safetensors")}
+
+
+def describe(run: Path, facts: Facts) -> str:
+    """The figures of a run, in a few lines."""
+    servers = f" + {plural(facts.servers, 'server')}" if facts.servers else ""
+    metrics = "".join(f" · test {name} {value:.4g}" for name, value in facts.metrics.items())
+    loss = "unknown" if facts.loss is None else f"{facts.loss:.4g}"
+    ended = {"budget": "", "target": "; the target was reached", "seconds": "; the time was up"}
+    lines = [
+        f"{facts.strategy} · {plural(facts.workers, 'worker')}{servers} · {facts.parameters:,} parameters",
+        f"  {plural(facts.steps, 'step')} of each worker in {facts.seconds:.2f} s"
+        f" ({facts.samples_per_second:,.0f} samples/s; set up in {facts.setup:.1f} s){ended.get(facts.stopped_by, '')}",
+        f"  training loss {loss}{metrics}",
+        f"  each worker sent {size(facts.sent_per_worker)} and received {size(facts.received_per_worker)}",
+    ]
+    if facts.staleness_mean is not None:
+        lines.append(f"  staleness {facts.staleness_mean:.1f} on average, {facts.staleness_max} at most")
+    if facts.skipped:
+        lines.append(f"  {plural(facts.skipped, 'gradient')} not finite, not used")
+    lines += ["", *_nodes(facts), "", f"  run    {nearby(run)}", f"  model  {nearby(run / 'model.safetensors')}"]
+    return "\n".join(lines)
+
+
+def _nodes(facts: Facts) -> list[str]:
+    lines = ["  time of     compute  communicate  wait"]
+    for share in facts.shares[:_MOST_NODES]:
+        name = f"worker {share.node}" if share.role == "worker" else f"server {share.node - facts.workers}"
+        lines.append(f"  {name:<10} {share.compute:8.0%} {share.communicate:12.0%} {share.wait:5.0%}")
+    if len(facts.shares) > _MOST_NODES:
+        lines.append(f"  … and {len(facts.shares) - _MOST_NODES} more nodes")
+    return lines
+
+
+def nearby(path: Path) -> str:
+    """A path as short as it can be written from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def warnings_of(run: Path) -> list[str]:
+    """What the run complained about."""
+    path = run / "ending.json"
+    return list(json.loads(path.read_text(encoding="utf-8")).get("warnings", [])) if path.exists() else []
+
+
+def say(message: str) -> None:
+    """Messages go to standard error: standard output is for what was asked for."""
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table that `compare` ends with, and what it says in words: pure functions of the runs' figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from orchestra.budget import Target, lower_is_better
+from orchestra.cli.summary import plural, size
+from orchestra.report.facts import Facts, facts_of, scores_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run, or why there is none."""
+
+    seed: int
+    run: Path
+    seconds: float | None = None  # to the target
+    since: float = 0.0  # the target was missed at this time yet: the truth lies between
+    best: float | None = None
+    final: float | None = None
+    facts: Facts | None = None
+    failed: str | None = None
+
+
+def judge(run: Path, seed: int, target: Target) -> Outcome:
+    """Read a run that is over."""
+    scores = scores_of(run)
+    values = [s.metrics[target.metric] for s in scores if s.metrics.get(target.metric) is not None]
+    first = next((i for i, s in enumerate(scores) if target.reached(s.metrics)), None)
+    best = min if lower_is_better(target.metric) else max
+    return Outcome(
+        seed=seed,
+        run=run,
+        seconds=None if first is None else scores[first].t,
+        since=scores[first - 1].t if first else 0.0,
+        best=best(values) if values else None,
+        final=values[-1] if values else None,
+        facts=facts_of(run),
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """All runs of one strategy."""
+
+    strategy: str
+    workers: int
+    servers: int
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def done(self) -> list[Facts]:
+        """The figures of the runs that came to their end."""
+        return [o.facts for o in self.outcomes if o.facts is not None]
+
+    @property
+    def failures(self) -> list[Outcome]:
+        """The runs that did not."""
+        return [o for o in self.outcomes if o.failed is not None]
+
+    @cached_property
+    def times(self) -> list[float]:
+        """Seconds to the target, of the runs that reached it, in order of size."""
+        return sorted(o.seconds for o in self.outcomes if o.seconds is not None)
+
+    @property
+    def always(self) -> bool:
+        """Whether every run reached the target: only then is there a time to rank by."""
+        return bool(self.outcomes) and len(self.times) == len(self.outcomes)
+
+    @property
+    def time(self) -> float:
+        """Median seconds to the target."""
+        return statistics.median(self.times) if self.times else math.inf
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the median by order of size; from less than six runs that is all there is to show."""
+        n = len(self.times)
+        cut = 0
+        while n >= 6 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
+            cut += 1
+        return self.times[cut], self.times[n - 1 - cut]
+
+    @property
+    def since(self) -> float:
+        """Median time up to which the target was missed yet."""
+        return statistics.median([o.since for o in self.outcomes if o.seconds is not None] or [math.inf])
+
+    def mean(self, figure: str) -> float | None:
+        """Mean of a figure over the runs."""
+        found = [getattr(facts, figure) for facts in self.done]
+        found = [value for value in found if value is not None]
+        return statistics.fmean(found) if found else None
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that a worker sent and received."""
+        return (self.mean("sent_per_worker") or 0.0) + (self.mean("received_per_worker") or 0.0)
+
+    @property
+    def wait(self) -> float:
+        """The workers' share of time spent waiting."""
+        return statistics.fmean([facts.share("wait") for facts in self.done] or [math.nan])
+
+    @property
+    def final(self) -> float:
+        """Mean score at the end."""
+        return statistics.fmean([o.final for o in self.outcomes if o.final is not None] or [math.nan])
+
+
+@dataclass(frozen=True)
+class Table:
+    """The outcome of a race."""
+
+    recipe: str
+    target: Target
+    workers: int
+    seeds: int
+    epochs: float
+    baseline: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ranked(self) -> list[Row]:
+        """By time; then those that did not always reach the target, by how near they came; failures last."""
+        sign = 1 if lower_is_better(self.target.metric) else -1
+
+        def key(row: Row) -> tuple[Any, ...]:
+            best = [o.best for o in row.outcomes if o.best is not None]
+            near = min(sign * value for value in best) if best else math.inf
+            return (not row.always, bool(row.failures), -len(row.times), row.time, near)
+
+        return sorted(self.rows, key=key)
+
+    def row(self, strategy: str) -> Row | None:
+        """The row of a strategy."""
+        return next((row for row in self.rows if row.strategy == strategy), None)
+
+    def best(self, row: Row) -> float:
+        """The best score of any run of a strategy."""
+        values = [o.best for o in row.outcomes if o.best is not None]
+        return (min if lower_is_better(self.target.metric) else max)(values, default=math.nan)
+
+    @property
+    def goal(self) -> str:
+        """The target in words."""
+        return f"{self.target.metric} {'≤' if lower_is_better(self.target.metric) else '≥'} {self.target.value:g}"
+
+    # For people.
+
+    @property
+    def heading(self) -> str:
+        """What was done."""
+        spread = "" if self.seeds == 1 else ", median [95 % interval]" if self.seeds > 5 else ", median [least, most]"
+        return (
+            f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
+            f"{plural(self.seeds, 'seed')}{spread} · {self.epochs:g} epochs"
+        )
+
+    @property
+    def columns(self) -> list[str]:
+        """Headings of the columns."""
+        metric = f"final {self.target.metric}"
+        against = f"vs {self.baseline}"
+        return ["strategy", "nodes", "reached", "time to target", against, "MB/worker", "wait", "staleness", metric]
+
+    def cells(self, row: Row) -> list[str]:
+        """One line of the table."""
+        base = self.row(self.baseline)
+        ratio = f"{base.time / row.time:.2f}x" if base is not None and base.always and row.always else "-"
+        stale = row.mean("staleness_mean")
+        most = max((facts.staleness_max or 0 for facts in row.done), default=0)
+        return [
+            row.strategy + (" (alone)" if row.workers == 1 and self.workers > 1 else ""),
+            str(row.workers + row.servers),
+            f"{len(row.times)}/{len(row.outcomes)}",
+            self._time(row),
+            ratio,
+            f"{row.traffic / 1e6:.1f}" if row.done else "-",
+            f"{row.wait:.0%}" if row.done else "-",
+            f"{stale:.1f} (max {most})" if stale is not None else "-",
+            f"{row.final:.4g}" if row.done else "-",
+        ]
+
+    def _time(self, row: Row) -> str:
+        if not row.times:
+            return "failed" if not row.done else f"not reached (best {self.best(row):.4g})"
+        text = f"{row.time:.2f} s"
+        if len(row.times) > 1:
+            low, high = row.interval
+            text += f" [{low:.2f}, {high:.2f}]"
+        return text if row.always else f"{text} *"
+
+    def markdown(self) -> str:
+        """The table as it goes into a document."""
+        lines = [self.columns, ["---"] * len(self.columns), *(self.cells(row) for row in self.ranked)]
+        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return "\n\n".join([self.heading, body, *self.notes()]) + "\n"
+
+    def notes(self) -> list[str]:
+        """What the table cannot hold: runs that missed the target or failed."""
+        found = []
+        for row in self.ranked:
+            if row.times and not row.always:
+                missed = len(row.outcomes) - len(row.times)
+                found.append(
+                    f"* {row.strategy} did not reach the target in {missed} of {len(row.outcomes)} runs: not ranked."
+                )
+            found += [f"{row.strategy}, seed {o.seed}, failed: {o.failed}" for o in row.failures]
+        return found
+
+    # For programs.
+
+    def as_record(self) -> dict[str, Any]:
+        """Everything, down to the single runs."""
+        return {
+            "recipe": self.recipe,
+            "target": {"metric": self.target.metric, "value": self.target.value},
+            "workers": self.workers,
+            "seeds": self.seeds,
+            "epochs": self.epochs,
+            "baseline": self.baseline,
+            "rows": [self._record(row) for row in self.ranked],
+        }
+
+    def _record(self, row: Row) -> dict[str, Any]:
+        base = self.row(self.baseline)
+        return {
+            "strategy": row.strategy,
+            "nodes": row.workers + row.servers,
+            "workers": row.workers,
+            "servers": row.servers,
+            "reached": len(row.times),
+            "runs": len(row.outcomes),
+            "seconds_to_target": row.time if row.times else None,
+            "interval": list(row.interval) if row.times else None,
+            "speedup": base.time / row.time if base is not None and base.always and row.always else None,
+            "bytes_per_worker": row.traffic if row.done else None,
+            "wait": row.wait if row.done else None,
+            "staleness_mean": row.mean("staleness_mean"),
+            "staleness_max": max((f.staleness_max for f in row.done if f.staleness_max is not None), default=None),
+            "best": self.best(row),
+            "final": row.final,
+            "outcomes": [_outcome(o) for o in row.outcomes],
+        }
+
+
+def _outcome(o: Outcome) -> dict[str, Any]:
+    figures = None if o.facts is None else o.facts.as_dict()
+    return {
+        "seed": o.seed, "run": str(o.run), "seconds_to_target": o.seconds, "best": o.best, "final": o.final,
+        "failed": o.failed, "summary": figures,
+    }  # fmt: skip
+
+
+# In words.
+
+
+def verdict(table: Table, cores: int) -> list[str]:
+    """What was learned, and how far it can be trusted: one sentence or two each."""
+    winners = [row for row in table.ranked if row.always]
+    said = [_winner(table, winners)] if winners else [_nobody(table)]
+    if winners:
+        if winners[0].workers + winners[0].servers == 1 and table.workers > 1:
+            said.append("That is one process alone: here this model is too small for company to pay.")
+        said += [*_traffic(table, winners[0]), *_doubt(table, winners)]
+    said += _missed(table)
+    crowded = [row for row in table.rows if row.workers + row.servers > cores]
+    if crowded:
+        most = max(row.workers + row.servers for row in crowded)
+        said.append(
+            f"Up to {most} processes shared {plural(cores, 'core')}, so waiting for a core counts as waiting: "
+            "on machines of their own the order may differ."
+        )
+    return said
+
+
+def _nobody(table: Table) -> str:
+    near = next((row for row in table.ranked if row.done), None)
+    closest = "" if near is None else f" {near.strategy} came closest with {table.best(near):.4g}."
+    return f"Nothing reached {table.goal} in every run.{closest} Give more --epochs or a nearer --target."
+
+
+def _winner(table: Table, winners: Sequence[Row]) -> str:
+    first, base = winners[0], table.row(table.baseline)
+    text = f"{first.strategy} reached {table.goal} first, after {first.time:.2f} s"
+    if base is None or not base.always:
+        return f"{text}; {table.baseline} did not always reach it."
+    if first is not base:
+        return f"{text}: {base.time / first.time:.2f} times as fast as {base.strategy} ({base.time:.2f} s)."
+    if len(winners) == 1:
+        return f"{text}."
+    second = winners[1]
+    return (
+        f"{text}; {second.strategy} followed after {second.time:.2f} s, {second.time / first.time:.2f} times as long."
+    )
+
+
+def _traffic(table: Table, first: Row) -> list[str]:
+    """What it cost in bytes."""
+    frugal = min((row for row in table.rows if row.done and row.traffic), key=lambda row: row.traffic, default=None)
+    base = table.row(table.baseline)
+    found = []
+    if base is not None and base.done and first is not base and base.traffic and first.traffic:
+        found.append(
+            f"It moved {size(first.traffic)} per worker, {table.baseline} {size(base.traffic)}: "
+            f"{_times(first.traffic / base.traffic)}."
+        )
+    if frugal is not None and frugal is not first and frugal is not base and base is not None and base.traffic:
+        found.append(f"{frugal.strategy} moved least: {size(frugal.traffic)} per worker.")
+    return found
+
+
+def _times(ratio: float) -> str:
+    if 0.95 < ratio < 1.05:
+        return "about the same"
+    return f"{ratio:.1f} times as much" if ratio > 1 else f"{1 / ratio:.1f} times less"
+
+
+def _doubt(table: Table, winners: Sequence[Row]) -> list[str]:
+    """Say so where a lead is no larger than what chance or the snapshots' spacing explains."""
+    found = []
+    if len(winners) > 1:
+        first, second = winners[0], winners[1]
+        if first.time > second.since:
+            found.append(f"Its lead over {second.strategy} is less than one snapshot of the model: a tie.")
+        elif table.seeds > 1 and first.interval[1] >= second.interval[0]:
+            found.append(
+                f"Its lead over {second.strategy} lies within the spread of the seeds: a tie, as far as this shows."
+            )
+    if table.seeds == 1:
+        found.append("One seed only: small differences may be chance. Use --seeds 3 or more before you believe them.")
+    return found
+
+
+def _missed(table: Table) -> list[str]:
+    found = []
+    for row in table.ranked:
+        if row.always or not row.done:
+            continue
+        text = f"{row.strategy} missed the target in {plural(len(row.outcomes) - len(row.times), 'run')}"
+        text += f" (best {table.target.metric} {table.best(row):.4g})"
+        stale = row.mean("staleness_mean")
+        hint = f"; its gradients were {stale:.1f} updates old on average: a smaller --lr may help it" if stale else ""
+        found.append(f"{text}{hint}.")
+    return found

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was asked for, looked at from all sides before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import orchestra.budget as budgets
+from orchestra import checks, expression
+from orchestra.budget import Budget, Epochs, Steps, Target
+from orchestra.cluster import Local
+from orchestra.data.partitions import Partition
+from orchestra.errors import ConfigError, Problem
+from orchestra.inner import Factory, Schedule
+from orchestra.launch.local import Watch
+from orchestra.replica import Loss
+from orchestra.scoring import Evaluate
+from orchestra.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `train`."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], Any]
+    loss: Loss
+    optimizer: Factory
+    strategy: Strategy[Any] | str
+    cluster: Local
+    batch: int
+    budget: Budget
+    evaluate: Evaluate | None
+    evaluation_data: Callable[[], Any] | None
+    evaluate_every: Steps | Epochs
+    seed: int
+    out: str | Path | None
+    schedule: Schedule | None
+    clip: float | None
+    accumulate: int
+    precision: str
+    partition: Partition | None
+    checkpoint_every: Steps | Epochs | None
+    resume: bool
+    tolerate: int
+    keep_snapshots: bool
+    progress: Callable[[Watch], None] | None
+    note: dict[str, Any]
+
+
+def read_strategy(given: Request) -> tuple[Strategy[Any] | None, list[Problem]]:
+    """The strategy asked for, parsed if it was given as text, or why there is none."""
+    if isinstance(given.strategy, Strategy):
+        return given.strategy, []
+    if not isinstance(given.strategy, str):
+        message = 'must be a strategy such as AllReduce(), or its text "allreduce"'
+        return None, [Problem("strategy", given.strategy, message)]
+    try:
+        return expression.parse(given.strategy), []
+    except ConfigError as error:
+        return None, list(error.problems)
+
+
+def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Problem]:
+    """What can be judged without calling anything of the user's."""
+    for name in ("model", "data", "loss"):
+        value = getattr(given, name)
+        if not callable(value):
+            yield Problem(name, type(value).__name__, "must be a function, so that every process can make its own")
+    if isinstance(given.model, nn.Module):
+        message = "is a module: give the function that makes it, e.g. model=lambda: Net()"
+        yield Problem("model", type(given.model).__name__, message)
+    for name in ("evaluate", "evaluation_data", "schedule"):
+        value = getattr(given, name)
+        if value is not None and not callable(value):
+            yield Problem(name, type(value).__name__, "must be a function, or None")
+    yield from given.cluster.problems()
+    yield from budgets.problems_of(given.budget)
+    if strategy is not None:
+        yield from checks.check_strategy(strategy, given.cluster.workers, given.clip)
+    yield from checks.check_numbers(
+        batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
+        precision=given.precision, optimizer=given.optimizer,
+    )  # fmt: skip
+    if given.evaluate is not None and given.evaluation_data is None:
+        yield Problem(
+            "evaluation_data", None, "must come with evaluate: a function that makes the data to score on"
+        )
+    if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
+        yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
+    yield from _look_at_intervals(given)
+    yield from _look_at_folder(given)
+
+
+def _look_at_intervals(given: Request) -> Iterator[Problem]:
+    for name in ("evaluate_every", "checkpoint_every"):
+        every = getattr(given, name)
+        if every is not None and not isinstance(every, Steps | Epochs):
+            yield Problem(name, every, "must be Steps(n) or Epochs(n)")
+        elif every is not None:
+            for problem in budgets.problems_of(every):
+                yield Problem(name, problem.value, problem.message)
+
+
+def _look_at_folder(given: Request) -> Iterator[Problem]:
+    out = given.out
+    if given.resume and (out is None or not (Path(out) / "config.json").exists()):
+        yield Problem("out", out, "must name the run folder to resume")
+    if out is not None and not given.resume and Path(out).exists():
+        if not Path(out).is_dir():
+            yield Problem("out", str(out), "is a file: choose a folder")
+        elif any(Path(out).iterdir()):
+            message = "is not empty: choose a new folder, or pass resume=True to go on from its checkpoint"
+            yield Problem("out", str(out), message)
+
+
+def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Iterator[Problem]:
+    """What shows only once model and data exist."""
+    yield from checks.check_optimizer(given.optimizer, module, strategy)
+    found = [*checks.check_data(data, batch=given.batch, workers=given.cluster.workers, partition=given.partition)]
+    yield from found
+    if not found:
+        yield from checks.rehearse(module, data, given.loss, given.batch)
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise all problems at once, if there are any."""
+    found = list(problems)
+    if found:
+        raise ConfigError(found)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between processes of one machine: a header, and the place of a body that both map.
+
+sender                                              receiver
+body: its own vector, if lent, else one of two      sleeps on its bell
+      alternating slots                             reads the body in place
+header; posted ← posted + 1; ring the bell          released ← released + 1 when it next receives from the
+at most two messages under way                      sender or sends to it
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from orchestra.ops import Done, Handle, Leave, Message, Recv, Send, Traffic
+from orchestra.transports.memory import Arena
+from orchestra.transports.waiting import Waiter
+
+_HEADER = struct.Struct("=IIQQqd")  # kind, dtype, place, numel, version, weight
+_BODY, _FAREWELL = 1, 2
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+_LEND_FROM = 1 << 18  # bytes; copying less than this costs less than making the sender wait for its vector
+
+
+class Mailbox:
+    """One node's messages, to and from everybody."""
+
+    def __init__(self, arena: Arena, rank: int, waiter: Waiter, traffic: Traffic) -> None:
+        self.on_idle: Callable[[], None] = lambda: None  # called before the node sleeps, between two messages
+        self._arena = arena
+        self._words = arena.words
+        self._plan = arena.plan
+        self._rank = rank
+        self._waiter = waiter
+        self._traffic = traffic
+        self._sent = [0] * arena.plan.nodes  # messages posted to each node
+        self._taken = [0] * arena.plan.nodes  # messages received from each node
+        self._left = [False] * arena.plan.nodes
+        self._rings = 0
+        self._turn = 0
+
+    # Sending.
+
+    def send(self, op: Send) -> Handle[None]:
+        """Post a message; returns at once unless two are still under way to the same node."""
+        arena, to, x = self._arena, op.to, op.x
+        self._release(to)
+        number = self._sent[to]
+        self.await_release(to, number - 1)
+        nbytes = x.numel() * x.element_size()
+        place = arena.offset(x) if op.lend and nbytes >= _LEND_FROM else None
+        lent = place is not None
+        if place is None:
+            arena.require_room(x)
+            place = self._plan.slot(self._rank, to, number % 2)
+            arena.tensor(place, x.numel(), x.dtype).copy_(x.reshape(-1))
+        self._post(to, _BODY, _DTYPES.index(x.dtype), place, x.numel(), op.version, op.weight)
+        self._traffic.sent += nbytes
+        return _Lent(self, to, number + 1) if lent else Done(None)
+
+    def leave(self, op: Leave) -> Handle[None]:
+        """Post a farewell to every member of a group."""
+        for to in op.group.members:
+            self._release(to)
+            self.await_release(to, self._sent[to] - 1)
+            self._post(to, _FAREWELL, 0, 0, 0, 0, 0.0)
+        return Done(None)
+
+    def _post(self, to: int, *header: float) -> None:
+        number = self._sent[to]
+        _HEADER.pack_into(self._arena.memory, self._plan.header(self._rank, to, number % 2), *header)
+        self._sent[to] = number + 1
+        self._words.set(self._plan.word("posted", self._rank, to), number + 1)
+        self.ring(to)
+
+    def ring(self, node: int) -> None:
+        """Wake a node that waits for messages, so that it looks around.
+
+        Every ring has a value of its own, so whoever looked at the bell before it rang sees that it did.
+        """
+        self._rings += 1
+        self._words.announce(self._plan.word("bell", node), (self._rings * self._plan.nodes + self._rank) % 2**32)
+
+    def await_release(self, to: int, number: int) -> None:
+        """Block until `to` is done with the first `number` messages of this node."""
+        word = self._plan.word("released", self._rank, to)
+        whom = self._waiter.names
+        self._waiter.wait(word, lambda: self._words[word] >= number, lambda: f"{whom([to])} to take a message")
+
+    # Receiving.
+
+    def recv(self, op: Recv) -> Handle[Message | None]:
+        """Take the next message from one node, or from whoever comes first."""
+        sources = op.group.members if op.source is None else (op.source,)
+        for source in sources:
+            self._release(source)
+        bell = self._plan.word("bell", self._rank)
+
+        def ready() -> bool:
+            self.on_idle()
+            return self._arrived(sources) is not None or all(self._left[s] for s in sources)
+
+        def whom() -> str:
+            return "a message from " + self._waiter.names([s for s in sources if not self._left[s]])
+
+        while True:
+            self._waiter.wait(bell, ready, whom)
+            arrived = self._arrived(sources)
+            if arrived is None:
+                return Done(None)
+            message = self._take(arrived)
+            if message is not None:
+                return Done(message)
+
+    def _arrived(self, sources: Sequence[int]) -> int | None:
+        """A source with a message waiting; the one served last comes last, so that nobody is passed over."""
+        for i in range(len(sources)):
+            source = sources[(self._turn + i) % len(sources)]
+            if self._words[self._plan.word("posted", source, self._rank)] != self._taken[source]:
+                return source
+        return None
+
+    def _take(self, source: int) -> Message | None:
+        number = self._taken[source]
+        self._taken[source] = number + 1
+        self._turn = source + 1
+        kind, dtype, place, numel, version, weight = _HEADER.unpack_from(
+            self._arena.memory, self._plan.header(source, self._rank, number % 2)
+        )
+        if kind == _FAREWELL:
+            self._left[source] = True
+            self._release(source)
+            return None
+        x = self._arena.tensor(place, numel, _DTYPES[dtype])
+        self._traffic.received += x.numel() * x.element_size()
+        return Message(source, x, version, weight)
+
+    def _release(self, source: int) -> None:
+        """Tell a sender that what came from it so far is no longer looked at."""
+        word = self._plan.word("released", source, self._rank)
+        if self._words[word] != self._taken[source]:
+            self._words.announce(word, self._taken[source])
+
+
+@dataclass(slots=True)
+class _Lent:
+    """A message read in the sender's own memory."""
+
+    mailbox: Mailbox
+    to: int
+    number: int
+
+    def wait(self) -> None:
+        """Block until the receiver is done with the vector."""
+        self.mailbox.await_release(self.to, self.number)
