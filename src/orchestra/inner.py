@@ -31,6 +31,8 @@ _ELEMENTWISE = (
     optim.Rprop,
 )
 
+_FUSABLE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+
 
 def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
     """Whether the optimizer a factory makes may be given ranges of a flat vector."""
@@ -49,13 +51,22 @@ class Inner:
         layers: Sequence[nn.Parameter] | None = None,
         schedule: Schedule | None = None,
         clip: float | None = None,
+        fused: bool = False,
     ) -> None:
         self._flat = None if layers is not None else nn.Parameter(x, requires_grad=True)
         self.optimizer = factory(list(layers) if layers is not None else [self._flat])
+        if fused:
+            self._fuse()
         self._schedule = schedule
         self._clip = clip
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.lr = self._base[0]
+
+    def _fuse(self) -> None:
+        """Use torch's fused kernels, which pass over memory once, unless the user chose otherwise."""
+        for group in self.optimizer.param_groups:
+            if type(self.optimizer) in _FUSABLE and group["fused"] is None and group["foreach"] is None:
+                group["fused"] = not (group.get("differentiable") or group.get("capturable"))
 
     def set_progress(self, epochs: float) -> None:
         """Follow the learning-rate schedule to where the run is."""

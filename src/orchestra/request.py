@@ -88,9 +88,7 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
         precision=given.precision, optimizer=given.optimizer,
     )  # fmt: skip
     if given.evaluate is not None and given.evaluation_data is None:
-        yield Problem(
-            "evaluation_data", None, "must come with evaluate: a function that makes the data to score on"
-        )
+        yield Problem("evaluation_data", None, "must come with evaluate: a function that makes the data to score on")
     if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
         yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
     yield from _look_at_intervals(given)

@@ -24,7 +24,7 @@ from orchestra.replica import Replica
 from orchestra.transports.local import LocalTransport
 from orchestra.transports.memory import STOP_ASKED, STOP_AT, Arena, Report
 from orchestra.transports.middleware import Metered
-from orchestra.vectors import split
+from orchestra.vectors import LARGE, split
 
 # Values of STOP_ASKED.
 BUDGET_SPENT, INTERRUPTED = 1, 2
@@ -118,7 +118,7 @@ def _worker(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Nod
     layers = list(replica.parameters) if job.layerwise else None
     return Node(
         comm,
-        Inner(job.optimizer, mine, layers=layers, schedule=job.schedule, clip=job.clip),
+        Inner(job.optimizer, mine, layers=layers, schedule=job.schedule, clip=job.clip, fused=x.numel() >= LARGE),
         x,
         log=log,
         seed=fold(job.seed, rank, 1),
@@ -133,7 +133,8 @@ def _server(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Nod
     part = split(arena.plan.numel, job.servers)[rank - job.workers]
     x = arena.vector("x", rank, part.stop - part.start)
     x.copy_(arena.tensor(arena.plan.start, arena.plan.numel, arena.plan.dtype)[part])
-    inner = Inner(job.optimizer, x, schedule=job.schedule, clip=job.clip)
+    large = arena.plan.numel >= LARGE
+    inner = Inner(job.optimizer, x, schedule=job.schedule, clip=job.clip, fused=large)
     return Node(comm, inner, x, log=log, seed=fold(job.seed, rank, 1), samples_per_epoch=job.samples_per_epoch)
 
 

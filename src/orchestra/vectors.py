@@ -12,14 +12,23 @@ from torch import Tensor
 BLOCK = 1 << 16
 
 
+# From this length on a vector is cut at multiples of a cache line, and optimizers use torch's fused kernels. Those treat
+# the last few elements of a range a little differently, which at such cuts happens at the very end of the vector only,
+# so the result does not depend on how many ranges there are.
+LARGE = 1 << 16
+_LINE = 64
+
+
 def split(length: int, parts: int) -> list[slice]:
-    """Cut `range(length)` into `parts` consecutive slices whose sizes differ by at most one.
+    """Cut `range(length)` into `parts` consecutive slices of nearly equal size.
 
     >>> split(10, 3)
     [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]
     """
-    small, larger = divmod(length, parts)
-    ends = [(i + 1) * small + min(i + 1, larger) for i in range(parts)]
+    unit = _LINE if length >= max(LARGE, _LINE * parts) else 1
+    small, larger = divmod(length // unit, parts)
+    ends = [((i + 1) * small + min(i + 1, larger)) * unit for i in range(parts)]
+    ends[-1] = length
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
