@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK = 1 << 16
 
 
-# From this length on a vector is cut at multiples of a cache line, and optimizers use torch's fused kernels. Those treat
+# From this length on a vector is cut at multiples of a cache line and optimizers use torch's fused kernels. Those treat
 # the last few elements of a range a little differently, which at such cuts happens at the very end of the vector only,
 # so the result does not depend on how many ranges there are.
 LARGE = 1 << 16
