@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,7 +71,18 @@ def check_optimizer(
             yield Problem("optimizer.lr", rate, "must be a finite number of at least 0")
         elif rate > 1e6:
             yield Problem("optimizer.lr", rate, "is far too large")
-    if strategy.servers and not elementwise(optimizer, list(trainable(module).values())):
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if isinstance(made, torch.optim.SparseAdam) or (closure is not None and closure.default is closure.empty):
+        yield Problem("optimizer", type(made).__name__, "needs a closure or sparse gradients: use SGD, Adam, ...")
+    if elementwise(optimizer, list(trainable(module).values())):
+        return
+    dtypes = sorted({str(p.dtype) for p in trainable(module).values()})
+    if len(dtypes) > 1:
+        yield Problem(
+            "optimizer", type(made).__name__,
+            f"looks at whole layers or has several groups, which goes with one dtype only, not with {', '.join(dtypes)}",
+        )  # fmt: skip
+    if strategy.servers:
         yield Problem(
             "optimizer", type(made).__name__,
             f"looks at whole layers or has several groups, but a server of {type(strategy).__name__} holds a range: "

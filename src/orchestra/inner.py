@@ -37,7 +37,8 @@ _FUSABLE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
     """Whether the optimizer a factory makes may be given ranges of a flat vector."""
     made = factory(list(params))
-    return type(made) in _ELEMENTWISE and len(made.param_groups) == 1
+    alike = type(made) in _ELEMENTWISE and len(made.param_groups) == 1
+    return alike and len(made.param_groups[0]["params"]) == len(params)
 
 
 class Inner:
@@ -94,7 +95,8 @@ class Inner:
         """The optimizer's own vectors (momenta and the like), in a fixed order."""
         return [
             value.view(-1)
-            for p in self.optimizer.param_groups[0]["params"]
+            for group in self.optimizer.param_groups
+            for p in group["params"]
             for _, value in sorted(self.optimizer.state.get(p, {}).items())
             if isinstance(value, Tensor) and value.dim() > 0
         ]

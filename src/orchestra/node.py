@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -160,24 +160,29 @@ class Node:
 
         A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else.
         """
-        assert self.replica is not None
         assert self.feed is not None
+        start = self.comm.transport.start
         self.inner.set_progress(self.epochs)
-        batch, size = self.feed.next()
+        batch, size = start(Compute(self.feed.next, 0)).wait()
         self.steps += 1
         if size == 0:
             self.g.zero_()
             self.weight, self.loss = 0.0, math.nan
             return self.g
-        replica = self.replica
-        self.loss = self.comm.transport.start(Compute(lambda: replica.gradient(batch, size), size)).wait()
-        if math.isfinite(self.loss) and math.isfinite(float(self.g.sum(dtype=self._wide))):
+        self.loss = start(Compute(lambda: self._differentiate(batch, size), size)).wait()
+        if math.isfinite(self.loss):
             self.weight = float(size)
             self.samples += size
             self._in_a_row = 0
         else:
             self._skip()
         return self.g
+
+    def _differentiate(self, batch: list[Any], size: int) -> float:
+        """Fill g and give the loss; NaN if either is not finite."""
+        assert self.replica is not None
+        loss = self.replica.gradient(batch, size)
+        return loss if math.isfinite(float(self.g.sum(dtype=self._wide))) else math.nan
 
     def _skip(self) -> None:
         self.skipped += 1
@@ -197,7 +202,7 @@ class Node:
         if self.feed is None:
             self.steps += 1
             self.inner.set_progress(self.epochs)
-        self.inner.step(g)
+        self.comm.transport.start(Compute(lambda: self.inner.step(g), 0)).wait()
 
     def local_step(self) -> None:
         """One step of the inner optimizer on this worker's own gradient; none if that gradient cannot be used."""

@@ -37,7 +37,7 @@ def problems_of(module: nn.Module) -> Iterator[Problem]:
         yield Problem(f"model.{name}", "lazy", "is not built yet: run one batch through the model inside its factory")
     if lazy:
         return
-    if not any(p.requires_grad for p in module.parameters()):
+    if not any(p.requires_grad and p.numel() for p in module.parameters()):
         yield Problem("model", type(module).__name__, "has no trainable parameter, so there is nothing to train")
     for name, p in module.named_parameters():
         if p.requires_grad and not p.is_floating_point():
@@ -114,17 +114,17 @@ class Replica:
         self.module.train()
         if self.x.device.type != "cpu":
             batch = [piece.to(self.x.device, non_blocking=True) for piece in batch]
-        for p in self.parameters:
-            p.grad = None
         total: Tensor | float = 0.0
-        for part, share in _parts(batch, size, self._accumulate):
+        for i, (part, share) in enumerate(_parts(batch, size, self._accumulate)):
+            for p in self.parameters:
+                p.grad = None
             with self._autocast():
                 *inputs, target = part
                 loss = self._loss(self.module(*inputs), target)
             scaled = loss if share == 1 else loss * share
             torch.autograd.backward(scaled)
             total = total + scaled.detach()
-        self._collect()
+            self._collect(add=i > 0)
         return float(total)
 
     def refresh(self) -> None:
@@ -133,8 +133,8 @@ class Replica:
             for p, master in self._masters:
                 p.copy_(master)
 
-    def _collect(self) -> None:
-        """Move what backward left into g.
+    def _collect(self, *, add: bool) -> None:
+        """Move what backward left into g, or add it to what is there.
 
         Backward may leave a new tensor, one of the module's own choosing, or none at all; copying afterwards takes them
         all, and costs no more than clearing g first and adding into it.
@@ -143,7 +143,7 @@ class Replica:
         for name, p, slot in zip(self._names, self.parameters, self._slots, strict=True):
             grad = p.grad
             if grad is None:
-                slot.zero_()
+                slot.zero_() if not add else None
             else:
                 if grad.layout is not torch.strided:
                     raise TypeError(
@@ -152,7 +152,10 @@ class Replica:
                 grads.append(grad)
                 slots.append(slot)
             p.grad = slot if slot.dtype == p.dtype else None
-        torch._foreach_copy_(slots, grads)
+        if add:
+            torch._foreach_add_(slots, grads)
+        else:
+            torch._foreach_copy_(slots, grads)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.x.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()

@@ -178,6 +178,7 @@ def serve(life: Life) -> None:
             take_snapshot(life)
         last = node.samples
         _save_with_workers(life)
+        report(life)
 
     life.transport.mailbox.on_idle = between
     job.strategy.serve(node, life.state)

@@ -56,18 +56,19 @@ class Scorer:
             return {str(name): float(v) for name, v in value.items()}
         return {getattr(self.evaluate, "__name__", "score"): float(value)}
 
-    def first(self) -> None:
+    def initial(self) -> dict[str, float]:
         """Score the initial model: a mistake in `evaluate` shows now, not after hours of training."""
-        if self.evaluate is None:
-            return
         metrics = self.figures(self.module)
         missing = [t for t in self.targets if t.metric not in metrics]
         if missing:
-            have = ", ".join(metrics)
-            raise ConfigError(
-                [Problem("budget.target", t.metric, f"is not among what evaluate gives: {have}") for t in missing]
-            )
-        self._record(Scored(0.0, 0, 0, 0, metrics))
+            message = f"is not among what evaluate gives: {', '.join(metrics)}"
+            raise ConfigError([Problem("budget.target", t.metric, message) for t in missing])
+        return metrics
+
+    def begin(self, metrics: dict[str, float]) -> None:
+        """Record the scores of the initial model."""
+        if self.evaluate is not None:
+            self._record(Scored(0.0, 0, 0, 0, metrics))
 
     def ready(self) -> list[tuple[int, Path]]:
         """Snapshots not yet scored."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
-from orchestra import checkpoint, expression, overrides
+from orchestra import checkpoint, expression, overrides, progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Local
 from orchestra.data.feed import Samples, make_feed
@@ -145,21 +146,23 @@ class _Training:
             dtype=vector_dtype(self.module),
             shared_x=job.owns_range and job.device == "cpu",
         )
-        if self.saved is None:
-            self._open_folder(job, plan)
-        else:
+        if self.saved is not None:
             _forget_after(self.folder, self.saved)
         scorer = self._scorer()
         if self.saved is None:
-            scorer.first()
+            metrics = scorer.initial()
+            self._open_folder(job, plan)
+            scorer.begin(metrics)
+        seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
+        display = progress.auto(seconds) if given.progress is None else None
         coordinator = Coordinator(
             job,
             plan,
             flatten(self.module),
             about=self._about(job),
-            seconds=next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None),
+            seconds=seconds,
             resumed_at=0.0 if self.saved is None else float(self.saved.node(0)["cost"][0]),
-            show=given.progress or (lambda watch: None),
+            show=given.progress or display or (lambda watch: None),
             target_reached=lambda: scorer.reached,
         )
         if self.targets:
@@ -168,6 +171,8 @@ class _Training:
             coordinator.run()
         finally:
             scorer.stop()
+            if display is not None:
+                display.close()
         return self._conclude(scorer, coordinator)
 
     def _job(self) -> Job:
@@ -255,7 +260,7 @@ class _Training:
     def _find_checkpoint(self) -> checkpoint.Saved:
         saved, complaints = checkpoint.newest(self.folder / "checkpoints")
         for complaint in complaints:
-            print(f"warning: {complaint}; going on from {saved.path.name}")
+            print(f"warning: {complaint}; going on from {saved.path.name}", file=sys.stderr)
         job_about = self._about(self._job())
         for key, value in job_about.items():
             if saved.manifest.get(key) != value:
@@ -306,6 +311,7 @@ def _new_folder(name: str) -> Path:
 
 def _forget_after(run: Path, saved: checkpoint.Saved) -> None:
     """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
+    (run / "ending.json").unlink(missing_ok=True)
     for path in run.glob("events-*.jsonl"):
         rank = int(path.stem.removeprefix("events-"))
         until = saved.node(rank)["cost"][0]

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestra import progress
 from orchestra.cli import options as o
-from orchestra.cli import progress, sources, summary
+from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed, nearest
 
@@ -24,32 +25,26 @@ if TYPE_CHECKING:
     from orchestra.recipe import Recipe
 
 _SNAPSHOTS = 40  # of a run: how finely the time to the target is told
+_WIDE = 125  # columns of a terminal that takes the table with its long headings
 _DEFAULT = "allreduce,ps,localsgd,slowmo"
 
 
+Name = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe, or a .py file with a RECIPE in it.", show_default=False)
+]
+Strategies = Annotated[str, typer.Option("--strategies", "-s", metavar="A,B,C", help="Expressions, between commas.")]
+Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each strategy, with seeds 0 to K-1.")]
+Goal = Annotated[
+    str | None, typer.Option(metavar="SCORE=VALUE", help="The test score to race to. Default: the recipe's own.")
+]
+
+
 def compare(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A recipe, or a .py file with a RECIPE in it.", show_default=False)
-    ],
-    strategies: Annotated[
-        str, typer.Option("--strategies", "-s", metavar="A,B,C", help="Expressions, between commas.")
-    ] = _DEFAULT,
-    workers: o.Workers = None,
-    seeds: Annotated[int, typer.Option(metavar="K", help="Runs of each strategy, with seeds 0 to K-1.")] = 1,
-    epochs: o.Epochs = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="SCORE=VALUE", help="The test score to race to. Default: the recipe's own.")
-    ] = None,
-    batch: o.Batch = None,
-    lr: o.Lr = None,
-    clip: o.Clip = None,
-    partition: o.Spread = None,
-    precision: o.Precision = None,
-    device: o.Device = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: a new folder under runs/.")] = None,
-    json_: o.Json = False,
-    quiet: o.Quiet = False,
-) -> None:
+    recipe: Name, strategies: Strategies = _DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
+    epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None, clip: o.Clip = None,
+    partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, out: o.Out = None,
+    json_: o.Json = False, quiet: o.Quiet = False,
+) -> None:  # fmt: skip
     """Race strategies to a target on the same model, samples and seeds, and print who won and what it cost.
 
     Every strategy runs with every seed; the seeds take turns, so that a machine that slows down slows all alike. The
@@ -236,7 +231,9 @@ def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
     words = verdict(table, len(os.sched_getaffinity(0)))
     record = table.as_record() | {"learned": words, "out": str(out)}
     out.mkdir(parents=True, exist_ok=True)
-    (out / "table.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / "table.json").write_text(
+        json.dumps(summary.finite(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     (out / "table.md").write_text(table.markdown() + "\n" + " ".join(words) + "\n", encoding="utf-8")
     if as_json:
         summary.print_json(record)
@@ -256,13 +253,19 @@ def _print(table: Table, words: list[str]) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, emoji=False, width=200)
-    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for i, heading in enumerate(table.columns):
-        grid.add_column(heading, justify="left" if i in (0, 3) else "right", overflow="fold")
+    narrow = console.width < _WIDE
+    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1 if narrow else 2, 0, 0))
+    for i, heading in enumerate(table.columns(narrow=narrow)):
+        # Only the time may be broken into lines, between words.
+        grid.add_column(heading, justify="left" if i in (0, 3) else "right", no_wrap=i != 3, overflow="fold")
     for row in table.ranked:
-        grid.add_row(*table.cells(row))
+        grid.add_row(*table.cells(row, narrow=narrow))
     console.print(f"\n{table.heading}\n", style="bold")
     console.print(grid)
+    if narrow:
+        console.print(
+            f"runs: reached · ratio: speed, {table.baseline} = 1 · MB: of a worker · stale: mean/max", style="dim"
+        )
     for note in table.notes():
         console.print(note)
     console.print()

@@ -29,7 +29,7 @@ def demo(
     For example:
 
       orchestra demo
-      orchestra demo --out /tmp/demo --json
+      orchestra demo --out elsewhere --json
     """
     from orchestra.cli import compare
 
@@ -56,7 +56,7 @@ The runs and the table are in {out}. What to try next:
       --strategies "allreduce, ps(consistency=asp())"           stale gradients bear smaller steps
   orchestra compare digits --workers 4 --partition label-sorted \\
       --strategies "allreduce, localsgd(tau=8)"                 when every worker sees other digits
-  orchestra run mnist-lenet --strategy slowmo --workers 4       a convolutional network"""
+  orchestra run char-gpt --strategy slowmo --workers 2          a small transformer, some minutes"""
 
 
 def _make_room(out: Path) -> None:

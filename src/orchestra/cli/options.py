@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestra import recipes
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.overrides import Change
 
@@ -18,13 +20,39 @@ if TYPE_CHECKING:
     from orchestra.budget import Target
     from orchestra.data.partitions import Partition
 
+_WHAT = f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train."
+
+What = Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help=_WHAT, show_default=False)]
+Args = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="After --: arguments for the script.", show_default=False)
+]
+Strategy = Annotated[
+    str | None, typer.Option("--strategy", "-s", metavar="EXPR", help='Such as "slowmo(tau=8)". Default: allreduce.')
+]
+Servers = Annotated[
+    int | None, typer.Option(metavar="M", help="Server processes, for strategies that have them. Default: 1.")
+]
+Seed = Annotated[int | None, typer.Option(metavar="S", help="Of everything random. Default: 0.")]
+Goal = Annotated[
+    str | None, typer.Option(metavar="SCORE=VALUE", help="Stop once a test score is reached, e.g. accuracy=0.95.")
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder for the results. Default: a new one under runs/.")
+]
 Workers = Annotated[int | None, typer.Option("--workers", "-n", help="Worker processes. Default: 2.", metavar="N")]
-Epochs = Annotated[float | None, typer.Option(help="Passes over the data, by all workers together.", metavar="E")]
+Epochs = Annotated[
+    float | None,
+    typer.Option(help="Passes over the data, by all workers together. Default: the recipe's own.", metavar="E"),
+]
 Seconds = Annotated[float | None, typer.Option(help="Seconds of training, set-up not counted.", metavar="T")]
 Steps = Annotated[int | None, typer.Option(help="Steps of each worker.", metavar="K")]
-Batch = Annotated[int | None, typer.Option(help="Samples of each worker and step.", metavar="B")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate of the inner optimizer.", metavar="RATE")]
-Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient.", metavar="NORM")]
+Batch = Annotated[
+    int | None, typer.Option(help="Samples of each worker and step. Default: the recipe's own.", metavar="B")
+]
+Lr = Annotated[
+    float | None, typer.Option(help="Learning rate of the inner optimizer. Default: the recipe's own.", metavar="RATE")
+]
+Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient. Default: any.", metavar="NORM")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or auto. Default: cpu.", metavar="DEVICE")]
 Precision = Annotated[str | None, typer.Option(help="float32 or bf16 (mixed). Default: float32.", metavar="TYPE")]
 Spread = Annotated[

@@ -21,9 +21,7 @@ def resume(
     epochs: o.Epochs = None,
     steps: o.Steps = None,
     seconds: o.Seconds = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="SCORE=VALUE", help="Stop once a test score is reached.")
-    ] = None,
+    target: o.Goal = None,
     checkpoint_every: o.CheckpointEvery = None,
     json_: o.Json = False,
     quiet: o.Quiet = False,

@@ -5,54 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from orchestra import recipes
+from orchestra import progress
 from orchestra.cli import options as o
-from orchestra.cli import progress, sources, summary
+from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
 from orchestra.overrides import Change
 
-_WHAT = f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train."
-
 
 def run(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help=_WHAT, show_default=False)],
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments for the script.", show_default=False)
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option("--strategy", "-s", metavar="EXPR", help='Such as "slowmo(tau=8)". Default: allreduce.'),
-    ] = None,
-    workers: o.Workers = None,
-    servers: Annotated[
-        int | None, typer.Option(metavar="M", help="Server processes, for strategies that have them. Default: 1.")
-    ] = None,
-    epochs: o.Epochs = None,
-    steps: o.Steps = None,
-    seconds: o.Seconds = None,
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="SCORE=VALUE", help="Stop once a test score is reached, e.g. accuracy=0.95."),
-    ] = None,
-    batch: o.Batch = None,
-    lr: o.Lr = None,
-    clip: o.Clip = None,
-    seed: Annotated[int | None, typer.Option(metavar="S", help="Of everything random. Default: 0.")] = None,
-    partition: o.Spread = None,
-    precision: o.Precision = None,
-    device: o.Device = None,
-    checkpoint_every: o.CheckpointEvery = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The run folder. Default: a new one under runs/.")
-    ] = None,
-    json_: o.Json = False,
-    quiet: o.Quiet = False,
-) -> None:
+    recipe: o.What, args: o.Args = None, strategy: o.Strategy = None, workers: o.Workers = None,
+    servers: o.Servers = None, epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None,
+    target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None, clip: o.Clip = None, seed: o.Seed = None,
+    partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None,
+    checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 
     What is not given stays as the recipe or the script has it. Of several budgets (epochs, steps, seconds, target), the
@@ -68,8 +37,8 @@ def run(
     source = sources.find(recipe)
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
-        target=target, seed=seed, batch=batch, lr=lr, out=out, device=device, checkpoint_every=checkpoint_every,
-        partition=partition, precision=precision, clip=clip,
+        target=target, seed=seed, batch=batch, lr=lr, out=str(out) if out else None, device=device,
+        checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip,
     )  # fmt: skip
     runs = carry_out(source, chosen, args or [], quiet=quiet)
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)

@@ -19,7 +19,7 @@ from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.overrides import Change
 
 if TYPE_CHECKING:
-    from orchestra.cli.progress import Display
+    from orchestra.progress import Display
     from orchestra.recipe import Recipe
 
 _NAMES = ("RECIPE", "recipe")

@@ -38,15 +38,16 @@ def plural(count: int, noun: str) -> str:
 
 def print_json(value: Any) -> None:
     """One line of JSON. What is not finite becomes null, which every reader takes."""
-    print(json.dumps(_finite(value), ensure_ascii=False), flush=True)
+    print(json.dumps(finite(value), ensure_ascii=False), flush=True)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """What JSON can hold: null for what is not finite."""
     match value:
         case dict():
-            return {key: _finite(v) for key, v in value.items()}
+            return {key: finite(v) for key, v in value.items()}
         case list() | tuple():
-            return [_finite(v) for v in value]
+            return [finite(v) for v in value]
         case float() if not math.isfinite(value):
             return None
     return value

@@ -146,8 +146,9 @@ class Table:
         return next((row for row in self.rows if row.strategy == strategy), None)
 
     def best(self, row: Row) -> float:
-        """The best score of any run of a strategy."""
-        values = [o.best for o in row.outcomes if o.best is not None]
+        """The best score of the runs that missed the target, or of all if none did."""
+        outcomes = [o for o in row.outcomes if o.seconds is None] or row.outcomes
+        values = [o.best for o in outcomes if o.best is not None]
         return (min if lower_is_better(self.target.metric) else max)(values, default=math.nan)
 
     @property
@@ -166,14 +167,15 @@ class Table:
             f"{plural(self.seeds, 'seed')}{spread} · {self.epochs:g} epochs"
         )
 
-    @property
-    def columns(self) -> list[str]:
-        """Headings of the columns."""
+    def columns(self, *, narrow: bool = False) -> list[str]:
+        """Headings of the columns; short ones for a small terminal."""
+        if narrow:
+            return ["strategy", "nodes", "runs", "time to target", "ratio", "MB", "wait", "stale", "final"]
         metric = f"final {self.target.metric}"
         against = f"vs {self.baseline}"
         return ["strategy", "nodes", "reached", "time to target", against, "MB/worker", "wait", "staleness", metric]
 
-    def cells(self, row: Row) -> list[str]:
+    def cells(self, row: Row, *, narrow: bool = False) -> list[str]:
         """One line of the table."""
         base = self.row(self.baseline)
         ratio = f"{base.time / row.time:.2f}x" if base is not None and base.always and row.always else "-"
@@ -187,7 +189,7 @@ class Table:
             ratio,
             f"{row.traffic / 1e6:.1f}" if row.done else "-",
             f"{row.wait:.0%}" if row.done else "-",
-            f"{stale:.1f} (max {most})" if stale is not None else "-",
+            "-" if stale is None else f"{stale:.1f}/{most}" if narrow else f"{stale:.1f} (max {most})",
             f"{row.final:.4g}" if row.done else "-",
         ]
 
@@ -202,7 +204,7 @@ class Table:
 
     def markdown(self) -> str:
         """The table as it goes into a document."""
-        lines = [self.columns, ["---"] * len(self.columns), *(self.cells(row) for row in self.ranked)]
+        lines = [self.columns(), ["---"] * len(self.columns()), *(self.cells(row) for row in self.ranked)]
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         return "\n\n".join([self.heading, body, *self.notes()]) + "\n"
 
@@ -274,7 +276,7 @@ def verdict(table: Table, cores: int) -> list[str]:
             said.append("That is one process alone: here this model is too small for company to pay.")
         said += [*_traffic(table, winners[0]), *_doubt(table, winners)]
     said += _missed(table)
-    crowded = [row for row in table.rows if row.workers + row.servers > cores]
+    crowded = [row for row in table.rows if row.done and row.workers + row.servers > cores]
     if crowded:
         most = max(row.workers + row.servers for row in crowded)
         said.append(
@@ -286,8 +288,10 @@ def verdict(table: Table, cores: int) -> list[str]:
 
 def _nobody(table: Table) -> str:
     near = next((row for row in table.ranked if row.done), None)
-    closest = "" if near is None else f" {near.strategy} came closest with {table.best(near):.4g}."
-    return f"Nothing reached {table.goal} in every run.{closest} Give more --epochs or a nearer --target."
+    if near is None:
+        return "Every run failed: there is nothing to compare."
+    closest = f"{near.strategy} came closest with {table.best(near):.4g}"
+    return f"Nothing reached {table.goal} in every run; {closest}. Give more --epochs or a nearer --target."
 
 
 def _winner(table: Table, winners: Sequence[Row]) -> str:
@@ -315,7 +319,7 @@ def _traffic(table: Table, first: Row) -> list[str]:
             f"It moved {size(first.traffic)} per worker, {table.baseline} {size(base.traffic)}: "
             f"{_times(first.traffic / base.traffic)}."
         )
-    if frugal is not None and frugal is not first and frugal is not base and base is not None and base.traffic:
+    if frugal is not None and frugal is not base and frugal.traffic < 0.95 * first.traffic:
         found.append(f"{frugal.strategy} moved least: {size(frugal.traffic)} per worker.")
     return found
 
@@ -328,15 +332,16 @@ def _times(ratio: float) -> str:
 
 def _doubt(table: Table, winners: Sequence[Row]) -> list[str]:
     """Say so where a lead is no larger than what chance or the snapshots' spacing explains."""
+    first, base = winners[0], table.row(table.baseline)
+    rivals = [winners[1]] if len(winners) > 1 else []
+    if base is not None and base.always and base is not first and base not in rivals:
+        rivals.append(base)
     found = []
-    if len(winners) > 1:
-        first, second = winners[0], winners[1]
-        if first.time > second.since:
-            found.append(f"Its lead over {second.strategy} is less than one snapshot of the model: a tie.")
-        elif table.seeds > 1 and first.interval[1] >= second.interval[0]:
-            found.append(
-                f"Its lead over {second.strategy} lies within the spread of the seeds: a tie, as far as this shows."
-            )
+    for rival in rivals:
+        if first.time > rival.since:
+            found.append(f"Its lead over {rival.strategy} is less than one snapshot of the model: a tie.")
+        elif table.seeds > 1 and first.interval[1] >= rival.interval[0]:
+            found.append(f"Its lead over {rival.strategy} lies within the spread of the seeds: as good as a tie.")
     if table.seeds == 1:
         found.append("One seed only: small differences may be chance. Use --seeds 3 or more before you believe them.")
     return found

@@ -67,11 +67,9 @@ class ForkServer:
         return mine
 
     def close(self) -> None:
-        """End the server and with it all its children."""
-        self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=2)
+        """End the server and with it all its children, who are killed when it dies."""
         if self.alive():
+            self._socket.close()
             self._process.kill()
             self._process.wait()
 

@@ -14,8 +14,8 @@ ICLR 2020. https://arxiv.org/abs/1910.00643  (Algorithm 1)
 α=1, β=0 is Local SGD; τ=1 on top of that is synchronous SGD. β>0 is BMUF with block momentum β.
 One worker, β=0, α<1 is Lookahead. A round in which γ was zero has no direction: it ends in the plain mean.
 
-Bytes sent per worker and round of τ steps: 2 (N−1)/N · S on average, as much again for each buffer that is averaged,
-and what the base strategy sends.
+Bytes sent per worker and round of τ steps: 2 (N−1)/N · S on average, as much again for each buffer that is averaged
+(and 4 (N−1) to agree that all have one), and what the base strategy sends.
 """
 
 from __future__ import annotations
@@ -84,6 +84,13 @@ class SlowMo(Strategy[SlowMoState]):
         if self.buffers == "reset":
             node.inner.reset()
         elif self.buffers == "average":
-            for buffer in node.inner.vectors():
-                node.comm.mean_(buffer)
+            self._average_buffers(node)
         s.steps, s.samples, s.gamma = node.steps, node.samples, 0.0
+
+    def _average_buffers(self, node: Node) -> None:
+        buffers = node.inner.vectors()
+        # A worker that could make no update yet has none: then all of them wait for the next round.
+        counts = node.comm.gather(torch.tensor([float(len(buffers))]))
+        if all(torch.equal(count, counts[0]) for count in counts):
+            for buffer in buffers:
+                node.comm.mean_(buffer)

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from orchestra.ops import Compute, Done, Handle, Op, Transport
+from torch import Tensor
+
+from orchestra.ops import Compute, Done, Handle, MeanUpdate, Op, Transport
 
 T = TypeVar("T")
 
@@ -31,14 +34,26 @@ class Metered:
 
     def start(self, op: Op[T]) -> Handle[T]:
         """Pass the op on and note how long it took."""
-        began, waited = self.now(), self.traffic.waited
+        if isinstance(op, MeanUpdate):
+            op.apply = self._timed(op.apply)
+        began, waited, computed = self.now(), self.traffic.waited, self.compute
         handle = self.inner.start(op)
         took = self.now() - began
         if type(op) is Compute:
             self.compute += took
         else:
-            self.communicate += took - (self.traffic.waited - waited)
+            self.communicate += took - (self.traffic.waited - waited) - (self.compute - computed)
         return handle if isinstance(handle, Done) else _MeteredHandle(self, handle)
+
+    def _timed(self, apply: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """The optimizer's part of a fused op is computing, not communicating."""
+
+        def timed(mean: Tensor) -> None:
+            began = self.now()
+            apply(mean)
+            self.compute += self.now() - began
+
+        return timed
 
 
 @dataclass(slots=True)

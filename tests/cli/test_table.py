@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of `compare` and its words, and the display: from made-up figures."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from orchestra.budget import Target
+from orchestra.cli.table import Outcome, Row, Table, verdict
+from orchestra.progress import NodeLine, Picture, drawing, plain_line
+from orchestra.report.facts import Facts
+
+
+def facts(strategy: str, *, sent: float = 1e6, stale: float | None = None) -> Facts:
+    return Facts(
+        strategy=strategy, workers=2, servers=0, seed=0, steps=10, samples=100, seconds=9.0, setup=0.1,
+        samples_per_second=11.0, loss=0.1, metrics={"accuracy": 0.9}, sent_per_worker=sent, received_per_worker=sent,
+        shares=[], staleness_mean=stale, staleness_max=None if stale is None else 9, staleness_counts={}, skipped=0,
+        stopped_by="budget", parameters=10,
+    )  # fmt: skip
+
+
+def row(strategy: str, *times: float | None, sent: float = 1e6, stale: float | None = None, gap: float = 0.1) -> Row:
+    def outcome(seed: int, t: float | None) -> Outcome:
+        found = facts(strategy, sent=sent, stale=stale)
+        if t is None:
+            return Outcome(seed, Path(), best=0.8, final=0.8, facts=found)
+        return Outcome(seed, Path(), seconds=t, since=t - gap, best=0.95, final=0.8, facts=found)
+
+    return Row(strategy, 2, 0, tuple(outcome(seed, t) for seed, t in enumerate(times)))
+
+
+def table(*rows: Row) -> Table:
+    return Table("digits", Target("accuracy", 0.9), 2, len(rows[0].outcomes), 3.0, "allreduce", rows)
+
+
+def test_a_clear_winner_is_named_with_its_price() -> None:
+    made = table(row("allreduce", 4.0, 4.2), row("localsgd", 2.0, 2.1, sent=1e5))
+    words = " ".join(verdict(made, cores=8))
+    assert [r.strategy for r in made.ranked] == ["localsgd", "allreduce"]
+    assert "localsgd reached accuracy ≥ 0.9 first, after 2.05 s: 2.00 times as fast as allreduce" in words
+    assert "10.0 times less" in words
+    assert "tie" not in words
+
+
+def test_a_lead_within_the_spread_is_called_a_tie() -> None:
+    words = " ".join(verdict(table(row("allreduce", 4.0, 6.0), row("localsgd", 3.0, 4.5)), cores=8))
+    assert "within the spread" in words
+
+
+def test_a_lead_within_a_snapshot_is_called_a_tie() -> None:
+    words = " ".join(verdict(table(row("allreduce", 4.0), row("localsgd", 3.95, gap=0.1)), cores=8))
+    assert "less than one snapshot" in words
+    assert "One seed only" in words
+
+
+def test_what_missed_the_target_is_shown_and_not_ranked() -> None:
+    made = table(row("allreduce", 4.0, 4.2), row("ps", None, None, stale=2.5), row("slowmo", 1.0, None))
+    cells = {r.strategy: made.cells(r) for r in made.ranked}
+    assert list(cells) == ["allreduce", "slowmo", "ps"]
+    assert "not reached (best 0.8)" in cells["ps"]
+    assert "1.00 s *" in cells["slowmo"]
+    assert cells["slowmo"][4] == "-"
+    assert "slowmo did not reach the target in 1 of 2 runs" in made.markdown()
+    assert "2.5 updates old" in " ".join(verdict(made, cores=8))
+
+
+def test_crowded_cores_are_admitted() -> None:
+    assert "2 processes shared 1 core," in " ".join(verdict(table(row("allreduce", 1.0)), cores=1))
+
+
+def test_the_interval_of_many_seeds_leaves_out_the_extremes() -> None:
+    assert row("x", 1.0, 2.0, 3.0).interval == (1.0, 3.0)
+    assert row("x", *map(float, range(1, 12))).interval == (2.0, 10.0)
+
+
+def picture(nodes: int) -> Picture:
+    lines = [NodeLine(f"worker {i}", 12_345, 0.5, 0.2, 0.3) for i in range(nodes)]
+    return Picture("slowmo(tau=8) · many workers", 12.0, 12_345, 99_999, 0.12, 88.0, 0.5, 1e5, {"accuracy": 0.9}, lines)
+
+
+def test_the_display_fits_a_small_terminal() -> None:
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    lines = console.render_lines(drawing(picture(64), 80, 24), pad=False)
+    assert len(lines) <= 23
+    assert max(sum(segment.cell_length for segment in line) for line in lines) <= 80
+    text = drawing(picture(64), 80, 24).plain
+    assert "wait  30%" in text
+    assert "more nodes" in text
+
+
+def test_the_plain_line() -> None:
+    line = plain_line(picture(2))
+    assert "\x1b" not in line
+    assert "step 12,345/99,999" in line
+    assert "compute 50%  communicate 20%  wait 30%" in line
+    assert "1 min 28 s left" in line

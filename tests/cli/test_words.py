@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything the command line says without training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Orchestra
+
+from orchestra import expression
+from orchestra.budget import Epochs, Seconds, Target
+from orchestra.cli.options import Options, read_partition, split_strategies
+from orchestra.cluster import Local
+from orchestra.data.partitions import Dirichlet, LabelSorted
+from orchestra.errors import ConfigError
+from orchestra.strategies import STRATEGIES
+
+VERBS = ("demo", "run", "resume", "compare", "strategies", "explain", "data")
+
+
+def test_help_names_every_verb(orchestra: Orchestra) -> None:
+    said = orchestra("--help")
+    assert said.code == 0
+    assert all(verb in said.out for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "data"])
+def test_help_of_a_verb_shows_examples(verb: str, orchestra: Orchestra) -> None:
+    said = orchestra(verb, "--help")
+    assert said.code == 0
+    assert "For example" in said.out
+    assert said.out.count(f"orchestra {verb}") >= 2
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; from orchestra.cli import invoke\n"
+        "codes = [invoke(['run', '--help']), invoke(['--version']), invoke(['run', 'digit'])]\n"
+        "sys.exit(0 if codes == [0, 0, 2] and 'torch' not in sys.modules else 1)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, env=_env(), check=False).returncode == 0
+
+
+def _env() -> dict[str, str]:
+    import os
+
+    return dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+
+
+def test_strategies_lists_the_catalogue(orchestra: Orchestra) -> None:
+    found = orchestra("strategies", "--json").json
+    assert [entry["name"] for entry in found] == [cls.__name__.lower() for cls in STRATEGIES]
+    assert {entry["name"]: entry["short"] for entry in found}["parameterserver"] == "ps"
+    assert "1910.00643" in {entry["name"]: entry["paper"] for entry in found}["slowmo"]
+    assert all(name in orchestra("strategies").out for name in ("slowmo", "Wang et al. 2020"))
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+def test_every_example_of_every_strategy_can_be_read(cls: type, orchestra: Orchestra) -> None:
+    found = orchestra("explain", cls.__name__.lower(), "--json").json
+    assert found["examples"]
+    assert all(isinstance(expression.parse(text), cls) for text in found["examples"])
+
+
+def test_explain_shows_pseudo_code_and_knobs(orchestra: Orchestra) -> None:
+    said = orchestra("explain", "slowmo")
+    assert said.code == 0
+    assert all(text in said.out for text in ("u  ← β u", "tau = 12", "at least 1", "Bytes sent", "slowmo(tau=24)"))
+    assert "ps(consistency=asp())" in orchestra("explain", "asp").out
+
+
+def test_explain_a_misspelt_name(orchestra: Orchestra) -> None:
+    said = orchestra("explain", "slomo")
+    assert said.code == 2
+    assert "did you mean 'slowmo'?" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("run", "digit"), "did you mean 'digits'?"),
+        (("run", "nowhere.py"), "there is no such file"),
+        (("run", "digits", "--strategy", "slomo"), "did you mean 'slowmo'?"),
+        (("run", "digits", "--strategy", "slowmo(taw=3)"), "did you mean 'tau'?"),
+        (("run", "digits", "--partition", "dirichlt"), "did you mean 'dirichlet'?"),
+        (("run", "digits", "--target", "accuracy"), "accuracy=0.95"),
+        (("run", "digits", "--servers", "2", "--strategy", "slowmo"), "has no servers"),
+        (("run", "digits", "--stratgy", "slowmo"), "--strategy"),
+        (("run", "digits", "--checkpoint-every", "0"), "at least 1"),
+        (("run", "digits", "--", "stray"), "a recipe takes none"),
+        (("rnu",), "run"),
+        (("compare", "digits", "--strategies", "allreduce,pss"), "did you mean 'ps'?"),
+        (("compare", "digits", "--target", "acuracy=1"), "did you mean 'accuracy'?"),
+        (("compare", "digits", "--seeds", "0"), "at least 1"),
+        (("resume", "nowhere"), "there is no such folder"),
+    ],
+)
+def test_bad_input_is_refused_with_a_hint(arguments: tuple[str, ...], hint: str, orchestra: Orchestra) -> None:
+    said = orchestra(*arguments)
+    assert said.code == 2
+    assert hint in said.err
+    assert "Traceback" not in said.err
+    assert not list(Path.cwd().iterdir())
+
+
+def test_all_problems_at_once(orchestra: Orchestra) -> None:
+    said = orchestra("run", "digits", "--workers", "0", "--batch", "-1", "--device", "gpu", "--epochs", "-1")
+    assert said.code == 2
+    assert "4 problems" in said.err
+
+
+def test_resume_of_a_run_that_was_not_begun_here(orchestra: Orchestra, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"note": {}}')
+    assert "resume=True" in orchestra("resume", str(tmp_path)).err
+    (tmp_path / "config.json").write_text('{"note": {"recipe": "digits", "options": {}}}')
+    said = orchestra("resume", str(tmp_path))
+    assert said.code == 7
+    assert "no checkpoint" in said.err
+
+
+# What options change in a call of `train`.
+
+
+def test_options_change_only_what_they_name() -> None:
+    changes = Options(workers=3, epochs=2).changes()
+    assert set(changes) == {"cluster", "budget"}
+    assert changes["cluster"](Local(workers=1, patience=7.0)) == Local(workers=3, patience=7.0)
+    assert changes["budget"](Seconds(3) | Target("accuracy", 0.9)) == Epochs(2) | Target("accuracy", 0.9)
+
+
+def test_a_target_alone_keeps_the_end() -> None:
+    assert Options(target="mae=0.5").changes()["budget"](Epochs(2)) == Epochs(2) | Target("mae", 0.5)
+
+
+def test_servers_change_the_strategy_there_was() -> None:
+    assert Options(servers=2).changes()["strategy"]("ps(consistency=asp)").servers == 2
+    with pytest.raises(ConfigError, match="has no servers"):
+        Options(servers=2).changes()["strategy"]("allreduce")
+
+
+def test_solo_has_one_worker() -> None:
+    assert Options(strategy="solo").changes()["cluster"](Local(workers=4)).workers == 1
+
+
+def test_lists_and_partitions() -> None:
+    assert split_strategies("a,b(c=1, d=e(f=2)),g") == ["a", "b(c=1, d=e(f=2))", "g"]
+    assert read_partition("dirichlet:0.3") == Dirichlet(alpha=0.3)
+    assert read_partition("label-sorted") == LabelSorted()
+    with pytest.raises(ConfigError):
+        read_partition("iid:3")
