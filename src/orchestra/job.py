@@ -14,6 +14,7 @@ from orchestra.data.partitions import Partition
 from orchestra.inner import Factory, Schedule
 from orchestra.replica import Loss
 from orchestra.strategy import Strategy
+from orchestra.vectors import is_small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Job:
     snapshot_every: int | None  # steps
     checkpoint_every: int | None  # steps
     samples_per_epoch: int | None
+    parameters: int  # numbers in x
     layerwise: bool  # the optimizer must see whole layers
     resume: Path | None  # a verified checkpoint
     threads: int
@@ -54,5 +56,9 @@ class Job:
 
     @property
     def owns_range(self) -> bool:
-        """Whether each worker updates one range of x for all: replicas always equal, every element treated alike."""
-        return self.strategy.model_at == "everywhere" and not (self.layerwise or self.own_gpu or self.clip is not None)
+        """Whether each worker updates one range of x for all.
+
+        The replicas must always be equal and the optimizer treat every element alike; and it must pay.
+        """
+        possible = self.strategy.model_at == "everywhere" and not self.layerwise and self.clip is None
+        return possible and not self.own_gpu and not is_small(self.parameters, self.workers)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
 from orchestra import checks, expression
@@ -120,6 +121,9 @@ def _look_at_folder(given: Request) -> Iterator[Problem]:
 def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Iterator[Problem]:
     """What shows only once model and data exist."""
     yield from checks.check_optimizer(given.optimizer, module, strategy)
+    if given.schedule is not None and strategy.servers and isinstance(data, IterableDataset):
+        message = "cannot be followed by servers, which do not see where a stream ends: use a map-style Dataset"
+        yield Problem("schedule", given.schedule, message)
     found = [*checks.check_data(data, batch=given.batch, workers=given.cluster.workers, partition=given.partition)]
     yield from found
     if not found:

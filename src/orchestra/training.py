@@ -142,7 +142,7 @@ class _Training:
         plan = Plan(
             workers=job.workers,
             servers=job.servers,
-            numel=sum(p.numel() for p in trainable(self.module).values()),
+            numel=job.parameters,
             dtype=vector_dtype(self.module),
             shared_x=job.owns_range and job.device == "cpu",
         )
@@ -207,6 +207,7 @@ class _Training:
             snapshot_every=_steps(given.evaluate_every, per_epoch) if given.evaluate is not None else None,
             checkpoint_every=_steps(given.checkpoint_every, per_epoch),
             samples_per_epoch=None if streamed else len(Samples(self.data)),
+            parameters=sum(p.numel() for p in trainable(self.module).values()),
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
             resume=None if self.saved is None else self.saved.path.absolute(),
             threads=cluster.threads_for(cluster.workers + self.strategy.servers),

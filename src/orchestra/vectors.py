@@ -19,6 +19,11 @@ LARGE = 1 << 16
 _LINE = 64
 
 
+def is_small(length: int, parts: int) -> bool:
+    """Whether summing all of `parts` vectors on every node costs less than waiting for others to sum some of it."""
+    return length * parts <= 1 << 18
+
+
 def split(length: int, parts: int) -> list[slice]:
     """Cut `range(length)` into `parts` consecutive slices of nearly equal size.
 

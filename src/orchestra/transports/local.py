@@ -3,6 +3,7 @@
 
     mean      everyone announces its vector; everyone averages its own range over all vectors, in rank order, into a
               result that all map; everyone announces that; everyone reads the result
+              of small vectors, everyone averages the whole: one wait instead of two
     message   a header and the place of a body (mailbox.py)
 
 No thread stands between two processes, no tensor is serialised, and who has to wait sleeps in the kernel, with a
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from orchestra.ops import (
@@ -34,9 +36,9 @@ from orchestra.ops import (
     Traffic,
 )
 from orchestra.transports.mailbox import Mailbox
-from orchestra.transports.memory import BARRIER, GO, STOP_ASKED, STOP_AT, Arena
+from orchestra.transports.memory import BARRIER, EVEN, FACTS, GO, ODD, PLACE, STOP_ASKED, STOP_AT, WEIGHT, Arena
 from orchestra.transports.waiting import Waiter
-from orchestra.vectors import split, weighted_mean
+from orchestra.vectors import is_small, split, weighted_mean
 
 T = TypeVar("T")
 
@@ -54,6 +56,7 @@ class LocalTransport:
         self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic)
         self.mailbox = Mailbox(arena, rank, self._waiter, self.traffic)
         self._means = 0
+        self._small = 0
         self._barriers = 0
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
             Compute: lambda op: Done(op.fn()),
@@ -133,18 +136,18 @@ class LocalTransport:
             place = arena.plan.place("scratch", self.rank)
             self._arena.require_room(x)
             arena.tensor(place, x.numel(), x.dtype).copy_(x)
-        arena.weights[2 * self.rank] = weight
-        arena.places[2 * self.rank + 1] = place
+        arena.numbers[FACTS * self.rank + WEIGHT] = weight
+        arena.places[FACTS * self.rank + PLACE] = place
 
     def _published(self, group: Group, part: slice, like: Tensor) -> tuple[list[Tensor], list[float]]:
         """The same range of everyone's vector, and everyone's weight."""
         arena = self._arena
         item = like.element_size()
         vectors = [
-            arena.tensor(arena.places[2 * m + 1] + part.start * item, part.stop - part.start, like.dtype)
+            arena.tensor(arena.places[FACTS * m + PLACE] + part.start * item, part.stop - part.start, like.dtype)
             for m in group.members
         ]
-        return vectors, [arena.weights[2 * m] for m in group.members]
+        return vectors, [arena.numbers[FACTS * m + WEIGHT] for m in group.members]
 
     def _result(self, x: Tensor) -> Tensor:
         """Where a collective leaves its result: alternating, so that nobody writes what a slow peer still reads."""
@@ -166,6 +169,9 @@ class LocalTransport:
             self._count(op.x, op.group, split(op.x.numel(), len(op.group))[op.group.index(self.rank)])
             return Done(self.gpu_means(op.x, op.weight))
         mine = split(op.x.numel(), len(op.group))[op.group.index(self.rank)]
+        if is_small(op.x.numel(), len(op.group)):
+            self._count(op.x, op.group, mine)
+            return Done(self._small_mean(op))
         result = self._result(op.x)
         self._publish(op.x, op.weight)
         self._barrier(op.group)
@@ -177,6 +183,27 @@ class LocalTransport:
             op.x.copy_(result)
         self._count(op.x, op.group, mine)
         return Done(sum(weights))
+
+    def _small_mean(self, op: Mean) -> float:
+        """Average the whole on every node.
+
+        From copies that alternate: whoever goes on to the next mean writes the other one, and the next but one begins
+        only when all have read this.
+        """
+        arena, plan = self._arena, self._arena.plan
+        self._small += 1
+        kind, column = (("even", EVEN), ("odd", ODD))[self._small % 2]
+        vectors = [arena.tensor(plan.place(kind, m), op.x.numel(), op.x.dtype) for m in op.group.members]
+        vectors[op.group.index(self.rank)].copy_(op.x)
+        arena.numbers[FACTS * self.rank + column] = op.weight
+        self._barrier(op.group)
+        weights = [arena.numbers[FACTS * m + column] for m in op.group.members]
+        if any(weights):
+            mean = op.x if op.x.device.type == "cpu" else torch.empty_like(op.x, device="cpu")
+            weighted_mean(mean, vectors, weights)
+            if mean is not op.x:
+                op.x.copy_(mean)
+        return sum(weights)
 
     def _mean_update(self, op: MeanUpdate) -> Handle[None]:
         x, g = op.x, op.g

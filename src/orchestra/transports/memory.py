@@ -7,6 +7,7 @@
     start      the initial parameters
     x, g       every node's two flat vectors (one x for all where the replicas are always equal)
     scratch    for vectors that do not live here
+    even, odd  every node's copy of a small vector to be averaged; they alternate
     mean       two alternating results of means
     slots      two alternating message bodies per ordered pair of nodes
 
@@ -34,6 +35,11 @@ SLACK = _PAGE  # a message may be a little longer than the model: a vector and i
 # Words that concern the whole run.
 GO, ABORT, STOP_ASKED, STOP_AT, BARRIER = range(5)
 _GLOBAL_WORDS = 16
+
+
+# What a node publishes for a collective: its weight, the place of its vector, its weight for even and odd small means.
+WEIGHT, PLACE, EVEN, ODD = range(4)
+FACTS = 4
 
 
 class Report(NamedTuple):
@@ -90,13 +96,13 @@ class Plan:
 
     @property
     def facts(self) -> int:
-        """Offset of what nodes publish for a collective: a row each of weight (f64) and place of the vector (u64)."""
+        """Offset of the clock, and then of what nodes publish for a collective: a row each of `FACTS`."""
         return self.board + _round(self.nodes * 8 * len(Report._fields))
 
     def header(self, source: int, to: int, parity: int) -> int:
         """Offset of a message header."""
         pair = source * self.nodes + to
-        return self.facts + _round((self.nodes + 1) * 16) + (2 * pair + parity) * HEADER
+        return self.facts + _round((self.nodes + 1) * 8 * FACTS) + (2 * pair + parity) * HEADER
 
     @property
     def start(self) -> int:
@@ -104,8 +110,8 @@ class Plan:
         return _round(self.header(self.nodes - 1, self.nodes - 1, 1) + HEADER)
 
     def place(self, kind: str, node: int) -> int:
-        """Offset of a node's `x`, `g` or `scratch`, or of the `mean` of parity `node`."""
-        kinds = ("x", "g", "scratch")
+        """Offset of a node's `x`, `g`, `scratch`, `even` or `odd`, or of the `mean` of parity `node`."""
+        kinds = ("x", "g", "scratch", "even", "odd")
         base = self.start + self.vector
         if kind == "mean":
             return base + (len(kinds) * self.nodes + node) * self.vector
@@ -146,9 +152,9 @@ class Arena:
         rows = plan.nodes * len(Report._fields)
         self._board = memoryview(self.memory)[plan.board : plan.board + 8 * rows].cast("d")
         self.clock = memoryview(self.memory)[plan.facts : plan.facts + 8].cast("d")  # when training began
-        facts = memoryview(self.memory)[plan.facts + 16 : plan.facts + 16 * (plan.nodes + 1)]
-        self.weights = facts.cast("d")  # row r: [2 * r]
-        self.places = facts.cast("Q")  # row r: [2 * r + 1]
+        facts = memoryview(self.memory)[plan.facts + 8 * FACTS : plan.facts + 8 * FACTS * (plan.nodes + 1)]
+        self.numbers = facts.cast("d")
+        self.places = facts.cast("Q")
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor at an offset."""
