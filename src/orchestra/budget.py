@@ -86,6 +86,8 @@ def problems_of(budget: object) -> Iterator[Problem]:
         count = getattr(piece, "count", 1)
         if not isinstance(count, int | float) or isinstance(count, bool) or not math.isfinite(count) or count <= 0:
             yield Problem(f"budget.{type(piece).__name__.lower()}", count, "must be a number above zero")
+        elif isinstance(piece, Steps | Samples) and not isinstance(count, int):
+            yield Problem(f"budget.{type(piece).__name__.lower()}", count, "must be a whole number")
     if pieces and all(isinstance(piece, Target) for piece in pieces):
         yield Problem("budget", budget, "may never be reached: add an end, such as | Epochs(100)")
 

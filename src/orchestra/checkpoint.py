@@ -38,7 +38,10 @@ def write_tree(path: Path, tree: Any, *, durable: bool = True) -> None:
     """Write nested dicts, lists, tuples, numbers, texts and tensors to a file, synced to the disk if `durable`."""
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(_outline(tree, tensors))
-    save_file(tensors, path, metadata={"tree": structure, "format": str(FORMAT)})
+    try:
+        save_file(tensors, path, metadata={"tree": structure, "format": str(FORMAT)})
+    except SafetensorError as error:  # which is how it reports a full disk, too
+        raise OSError(str(error)) from None
     if durable:
         sync(path)
 
@@ -50,7 +53,7 @@ def read_tree(path: Path) -> Any:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
         return _fill(json.loads(metadata["tree"]), tensors)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}. It is damaged, or no checkpoint of this program."
         ) from None
@@ -180,6 +183,9 @@ def verify(path: Path) -> Saved:
         manifest = json.loads(source.read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']} is not {FORMAT}: written by another version of this program")
+        missing = {part_name(r) for r in range(manifest["workers"] + manifest["servers"])} - {*manifest["files"]}
+        if missing:
+            raise ValueError(f"the parts {', '.join(sorted(missing))} are missing")
         for name, expected in manifest["files"].items():
             file = path / name
             if file.resolve().parent != path.resolve() or file.is_symlink():
@@ -189,7 +195,7 @@ def verify(path: Path) -> Saved:
             if digest(file) != expected["sha256"]:
                 raise ValueError(f"{name} was changed: its SHA-256 is not the one in the manifest")
         return Saved(path, int(manifest["step"]), manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not whole: {error}") from None
 
 

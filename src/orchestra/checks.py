@@ -67,8 +67,8 @@ def check_optimizer(
         yield Problem("optimizer", optimizer, f"cannot be built: {error}")
         return
     for rate in rates:
-        if not math.isfinite(rate) or rate < 0:
-            yield Problem("optimizer.lr", rate, "must be a finite number of at least 0")
+        if not math.isfinite(rate) or rate <= 0:
+            yield Problem("optimizer.lr", rate, "must be a finite number above zero")
         elif rate > 1e6:
             yield Problem("optimizer.lr", rate, "is far too large")
     closure = inspect.signature(made.step).parameters.get("closure")
@@ -80,7 +80,7 @@ def check_optimizer(
     if len(dtypes) > 1:
         yield Problem(
             "optimizer", type(made).__name__,
-            f"looks at whole layers or has several groups, which goes with one dtype only, not with {', '.join(dtypes)}",
+            f"looks at whole layers or has several groups, which goes with one dtype, not with {', '.join(dtypes)}",
         )  # fmt: skip
     if strategy.servers:
         yield Problem(
@@ -92,7 +92,10 @@ def check_optimizer(
 
 def check_strategy(strategy: Strategy[Any], workers: int, clip: float | None) -> Iterator[Problem]:
     """Fields, demands, and what does not go together."""
-    yield from check_fields(strategy, "strategy")
+    found = [*check_fields(strategy, "strategy")]
+    yield from found
+    if found:
+        return
     if isinstance(workers, int) and workers >= 1:
         yield from strategy.demands(workers)
     if clip is not None and strategy.servers > 1:
@@ -113,6 +116,9 @@ def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterat
         yield Problem("data", type(data).__name__, "must give a tuple of tensors, a Dataset or an IterableDataset")
         return
     if is_tensors(data):
+        if any(t.dim() == 0 for t in data):
+            yield Problem("data", "a number", "the tensors must have samples along their first dimension")
+            return
         lengths = [len(t) for t in data]
         if len(set(lengths)) > 1:
             yield Problem("data", lengths, "the tensors must have the same number of samples")
@@ -141,8 +147,8 @@ def _divisible(data: Any, partition: Any, workers: int) -> Iterator[Problem]:
     if isinstance(partition, Dirichlet) and not (math.isfinite(partition.alpha) and partition.alpha > 0):
         yield Problem("partition.alpha", partition.alpha, "must be above zero")
         return
-    labels = Samples(data).labels()
-    if labels.dim() != 1 or labels.is_floating_point():
+    sample = torch.as_tensor(data[-1] if is_tensors(data) else data[0][-1])
+    if sample.dim() != int(is_tensors(data)) or sample.is_floating_point():
         yield Problem(
             "partition", partition, "divides by label, but the last entry of a sample is no class number: use IID()"
         )
@@ -157,12 +163,17 @@ def rehearse(module: nn.Module, data: Any, loss: Any, batch: int) -> Iterator[Pr
     try:
         if isinstance(data, IterableDataset):
             stream = iter(data)
-            sample = list(default_collate([next(stream) for _ in range(few)]))
+            samples = [next(stream) for _ in range(few)]
         else:
-            sample = Samples(data).take(range(min(few, len(Samples(data)))))
+            samples = [] if is_tensors(data) else [data[0]]
     except StopIteration:
         yield Problem("data", type(data).__name__, f"the stream ended before {few} samples")
         return
+    if samples and not isinstance(samples[0], tuple | list):
+        yield Problem("data", type(samples[0]).__name__, "a sample must be a tuple: the inputs and, last, the target")
+        return
+    streamed = isinstance(data, IterableDataset)
+    sample = list(default_collate(samples)) if streamed else Samples(data).take(range(min(few, len(Samples(data)))))
     if len(sample) < 2:
         yield Problem("data", len(sample), "a sample must have at least an input and a target")
         return

@@ -38,9 +38,9 @@ class Local:
             yield Problem("cluster.device", self.device, 'must be "cpu", "cuda" or "auto"')
         elif self.device == "cuda" and not torch.cuda.is_available():
             yield Problem("cluster.device", self.device, 'no CUDA device is visible here: use "cpu" or "auto"')
-        if self.threads is not None and self.threads < 1:
+        if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
-        if not self.patience > 0:
+        if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
 
     def resolve_device(self) -> str:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import warnings
 from typing import Any
 
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.strategies import PARTS, STRATEGIES
 from orchestra.strategy import Strategy
+
+_LONGEST = 1000  # characters of an expression
 
 
 def names() -> dict[str, type[Any]]:
@@ -27,11 +30,15 @@ def parse(text: str) -> Strategy[Any]:
     >>> parse("slowmo(tau=4)").tau
     4
     """
+    if len(text) > _LONGEST:
+        raise _refuse(text, f"has {len(text)} characters, which is no strategy; write it like slowmo(tau=12, beta=0.6)")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise _refuse(text, f"cannot be read ({error.msg}); write it like slowmo(tau=12, beta=0.6)") from None
-    value = _build(tree, text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python, on odd but valid syntax
+            tree = ast.parse(text.strip(), mode="eval").body
+        value = _build(tree, text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _refuse(text, f"cannot be read ({error}); write it like slowmo(tau=12, beta=0.6)") from None
     if not isinstance(value, Strategy):
         raise _refuse(text, f"is not a strategy; {nearest(text, [c.__name__.lower() for c in STRATEGIES])}")
     return value
@@ -63,6 +70,9 @@ def _build(tree: ast.expr, text: str) -> Any:
         case ast.Call(func=ast.Name(id=name), args=[], keywords=keywords):
             if any(k.arg is None for k in keywords):
                 raise _refuse(text, "** is not allowed")
+            twice = {k.arg for i, k in enumerate(keywords) if k.arg in [other.arg for other in keywords[:i]]}
+            if twice:
+                raise _refuse(text, f"gives {', '.join(sorted(map(str, twice)))} twice")
             return _make(name, {str(k.arg): _build(k.value, text) for k in keywords}, text)
         case ast.Call(func=ast.Name(id=name)):
             raise _refuse(text, f"arguments of {name} need their names, e.g. {_example(name)}")
@@ -70,7 +80,7 @@ def _build(tree: ast.expr, text: str) -> Any:
             return tuple(_build(e, text) for e in elements)
     try:
         return ast.literal_eval(tree)
-    except ValueError:
+    except (ValueError, TypeError):
         raise _refuse(text, f"{ast.unparse(tree)!r} is neither a number, a text nor a known part") from None
 
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,13 +79,16 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
     if isinstance(given.model, nn.Module):
         message = "is a module: give the function that makes it, e.g. model=lambda: Net()"
         yield Problem("model", type(given.model).__name__, message)
-    for name in ("evaluate", "evaluation_data", "schedule"):
+    for name in ("evaluate", "evaluation_data", "schedule", "progress"):
         value = getattr(given, name)
         if value is not None and not callable(value):
             yield Problem(name, type(value).__name__, "must be a function, or None")
-    yield from given.cluster.problems()
+    if isinstance(given.cluster, Local):
+        yield from given.cluster.problems()
+    else:
+        yield Problem("cluster", given.cluster, "must be a cluster such as Local(workers=4)")
     yield from budgets.problems_of(given.budget)
-    if strategy is not None:
+    if strategy is not None and isinstance(given.cluster, Local):
         yield from checks.check_strategy(strategy, given.cluster.workers, given.clip)
     yield from checks.check_numbers(
         batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
@@ -92,8 +98,18 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
         yield Problem("evaluation_data", None, "must come with evaluate: a function that makes the data to score on")
     if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
         yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
+    if given.partition is not None and (isinstance(given.partition, type) or not hasattr(given.partition, "shards")):
+        yield Problem("partition", given.partition, "must be IID(), LabelSorted() or Dirichlet(alpha=...)")
+    yield from _look_at_note(given)
     yield from _look_at_intervals(given)
     yield from _look_at_folder(given)
+
+
+def _look_at_note(given: Request) -> Iterator[Problem]:
+    try:
+        json.dumps(given.note)
+    except (TypeError, ValueError) as error:
+        yield Problem("note", given.note, f"must be something that JSON can hold: {error}")
 
 
 def _look_at_intervals(given: Request) -> Iterator[Problem]:
@@ -108,6 +124,14 @@ def _look_at_intervals(given: Request) -> Iterator[Problem]:
 
 def _look_at_folder(given: Request) -> Iterator[Problem]:
     out = given.out
+    if out is not None and not isinstance(out, str | Path):
+        yield Problem("out", out, "must be a path")
+        return
+    if out is not None:
+        above = next(p for p in Path(out).absolute().parents if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            yield Problem("out", str(out), f"cannot be made: {above} is no folder that may be written to")
+            return
     if given.resume and (out is None or not (Path(out) / "config.json").exists()):
         yield Problem("out", out, "must name the run folder to resume")
     if out is not None and not given.resume and Path(out).exists():
@@ -121,6 +145,8 @@ def _look_at_folder(given: Request) -> Iterator[Problem]:
 def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Iterator[Problem]:
     """What shows only once model and data exist."""
     yield from checks.check_optimizer(given.optimizer, module, strategy)
+    if given.schedule is not None and not 0 <= (factor := given.schedule(0.0)) < math.inf:
+        yield Problem("schedule(0.0)", factor, "must be a factor on the learning rate: finite, at least 0")
     if given.schedule is not None and strategy.servers and isinstance(data, IterableDataset):
         message = "cannot be followed by servers, which do not see where a stream ends: use a map-style Dataset"
         yield Problem("schedule", given.schedule, message)

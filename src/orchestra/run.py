@@ -69,6 +69,8 @@ def live(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], Non
             work(life)
         report(life)
         end(life)
+        if life.transport.gpu_means is not None:
+            life.transport.gpu_means.close()
     tell({"kind": "done", "node": rank, "interrupted": life.interrupted})
 
 
@@ -85,7 +87,7 @@ def prepare(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], 
     if job.own_gpu and rank < job.workers:
         from orchestra.transports.nccl import NcclMeans  # torch.distributed is not needed otherwise
 
-        transport.gpu_means = NcclMeans(job.run / "nccl", rank, job.workers, node.x.device).mean
+        transport.gpu_means = NcclMeans(job.run / "nccl", rank, job.workers, node.x.device)
     life = Life(job, arena, rank, tell, log, transport, meter, node)
     life.state = job.strategy.init(node)
     if job.resume is not None:

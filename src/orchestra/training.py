@@ -237,6 +237,8 @@ class _Training:
             "batch": job.batch,
             "seed": job.seed,
             "model": checkpoint.fingerprint(shapes),
+            "data": "a stream" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
+            "optimizer": type(self.given.optimizer(list(trainable(self.module).values()))).__name__,
         }
 
     def _open_folder(self, job: Job, plan: Plan) -> None:
@@ -246,7 +248,6 @@ class _Training:
             "budget": [f"{type(p).__name__.lower()}={_value(p)}" for p in budgets.parts(self.given.budget)],
             "device": job.device,
             "threads": job.threads,
-            "optimizer": repr(self.given.optimizer),
             "precision": self.given.precision,
             "clip": job.clip,
             "accumulate": job.accumulate,
@@ -267,7 +268,7 @@ class _Training:
             if saved.manifest.get(key) != value:
                 raise CheckpointError(
                     f"{saved.path} was written with {key} = {saved.manifest.get(key)!r}, now it is {value!r}. "
-                    "Resume with the same model, data, strategy and cluster."
+                    "Resume with the same model, data, optimizer, strategy and cluster."
                 )
         return saved
 

@@ -189,7 +189,7 @@ def deal(count: int, size: int, batch: int) -> list[slice]:
     >>> deal(5, size=4, batch=8)
     [slice(0, 3, None), slice(3, 5, None), slice(5, 5, None), slice(5, 5, None)]
     """
-    busy = size if batch == 1 else max(1, min(size, count // 2))
+    busy = min(size, max(1, count // 2, -(-count // batch)))
     return split(count, busy) + [slice(count, count)] * (size - busy)
 
 

@@ -174,9 +174,14 @@ class Coordinator:
         """Seal a checkpoint once every node has written its part."""
         here = self.saved.setdefault(step, set())
         here.add(node)
-        if len(here) == self.plan.nodes:
+        if len(here) < self.plan.nodes:
+            return
+        del self.saved[step]
+        try:
             checkpoint.commit(self.job.run / "checkpoints", step, self.about)
             self.last_checkpoint = step
+        except OSError as error:
+            self.warnings.append(f"the checkpoint of step {step} could not be sealed: {error}. Training went on.")
 
     def _mourn(self, news: socket.socket) -> None:
         message = news.recv(1 << 16)

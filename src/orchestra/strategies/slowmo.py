@@ -20,12 +20,14 @@ Bytes sent per worker and round of τ steps: 2 (N−1)/N · S on average, as muc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.strategies.solo import Solo
 from orchestra.strategy import Strategy, knob
@@ -54,6 +56,11 @@ class SlowMo(Strategy[SlowMoState]):
         "reset", "the base optimizer's momenta at the start of a round: reset suits SGD, maintain Adam"
     )
     base: Strategy[Any] = field(default_factory=Solo, metadata={"about": "what happens within a round"})
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """A base that keeps the model on servers would undo the slow step at once."""
+        if self.base.servers:
+            yield Problem("strategy.base", self.base, "keeps the model on servers: use a base without, such as solo()")
 
     def init(self, node: Node) -> SlowMoState:
         """The first round begins."""

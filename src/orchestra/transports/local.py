@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ from orchestra.transports.memory import BARRIER, EVEN, FACTS, GO, ODD, PLACE, ST
 from orchestra.transports.waiting import Waiter
 from orchestra.vectors import is_small, split, weighted_mean
 
+if TYPE_CHECKING:
+    from orchestra.transports.nccl import NcclMeans
+
 T = TypeVar("T")
 
 
@@ -50,7 +53,7 @@ class LocalTransport:
         self.rank = rank
         self.size = arena.plan.nodes
         self.traffic = Traffic()
-        self.gpu_means: Callable[[Tensor, float], float] | None = None  # where every worker has a GPU of its own
+        self.gpu_means: NcclMeans | None = None  # where every worker has a GPU of its own
         self._arena = arena
         self._words = arena.words
         self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic)
@@ -167,7 +170,7 @@ class LocalTransport:
             return Done(op.weight)
         if self.gpu_means is not None and op.x.is_cuda:
             self._count(op.x, op.group, split(op.x.numel(), len(op.group))[op.group.index(self.rank)])
-            return Done(self.gpu_means(op.x, op.weight))
+            return Done(self.gpu_means.mean(op.x, op.weight))
         mine = split(op.x.numel(), len(op.group))[op.group.index(self.rank)]
         if is_small(op.x.numel(), len(op.group)):
             self._count(op.x, op.group, mine)

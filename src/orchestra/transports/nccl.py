@@ -31,3 +31,7 @@ class NcclMeans:
                 x.zero_()
             dist.all_reduce(x)
         return whole
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group()
