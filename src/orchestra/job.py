@@ -42,6 +42,7 @@ class Job:
     tolerate: int  # gradients in a row that may be not finite
     snapshot_every: int | None  # steps
     checkpoint_every: int | None  # steps
+    steps_per_epoch: int | None  # of each worker
     samples_per_epoch: int | None
     parameters: int  # numbers in x
     layerwise: bool  # the optimizer must see whole layers
@@ -62,3 +63,11 @@ class Job:
         """
         possible = self.strategy.model_at == "everywhere" and not self.layerwise and self.clip is None
         return possible and not self.own_gpu and not is_small(self.parameters, self.workers)
+
+    def samples_by(self, step: int) -> int:
+        """Samples that all workers together have used after so many steps of each."""
+        together = self.batch * self.workers
+        if self.steps_per_epoch is None or self.samples_per_epoch is None:
+            return step * together
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        return epochs * self.samples_per_epoch + min(rest * together, self.samples_per_epoch)

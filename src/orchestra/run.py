@@ -171,14 +171,12 @@ def work(life: Life) -> None:
 def serve(life: Life) -> None:
     """A server's life; what concerns the run as a whole happens between two messages."""
     job, node = life.job, life.node
-    per_snapshot = None if job.snapshot_every is None else job.snapshot_every * job.batch * job.workers
-    last = node.samples
 
     def between() -> None:
-        nonlocal last
-        if _crossed(last, node.samples, per_snapshot):
+        # A server counts samples. The workers have used as many when they take the snapshot of the same number.
+        every = job.snapshot_every
+        if every is not None and node.samples >= job.samples_by((life.snapshots + 1) * every):
             take_snapshot(life)
-        last = node.samples
         _save_with_workers(life)
         report(life)
 
@@ -255,7 +253,8 @@ def set_aside(life: Life, folder: Path) -> bool:
         return False
     start = split(life.arena.plan.numel, life.job.servers)[life.rank - life.job.workers].start if life.is_server else 0
     x: Tensor | None = node.x if holds else None
-    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, node.samples, start, x, buffers))
+    samples = life.job.samples_by(node.steps) if where == "everywhere" else node.samples
+    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers))
     return True
 
 

@@ -85,7 +85,7 @@ class Scorer:
         snapshot.load_into(self.module, parts)
         holders = [p for p in parts if p.x is not None]
         samples = {
-            "everywhere": holders[0].samples * self.workers,
+            "everywhere": holders[0].samples,
             "servers": max(p.samples for p in holders),
             "apart": sum(p.samples for p in holders),
         }[self.strategy.model_at]

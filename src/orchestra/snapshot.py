@@ -88,8 +88,12 @@ def _mean(values: list[Tensor]) -> Tensor:
 
 
 def export(module: nn.Module, path: Path) -> None:
-    """Write weights that plain PyTorch loads: `module.load_state_dict(safetensors.torch.load_file(path))`."""
-    state: dict[str, Any] = {name: t.detach().cpu().contiguous().clone() for name, t in module.state_dict().items()}
+    """Write weights that plain PyTorch loads: `module.load_state_dict(safetensors.torch.load_file(path))`.
+
+    What a module adds to its state beside tensors (`get_extra_state`) has no place in such a file and is left out.
+    """
+    tensors: dict[str, Any] = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
+    state = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     temporary = path.with_name(path.name + ".tmp")
     save_file(state, temporary, metadata={"format": "pt"})
     checkpoint.sync(temporary)

@@ -206,6 +206,7 @@ class _Training:
             tolerate=given.tolerate,
             snapshot_every=_steps(given.evaluate_every, per_epoch) if given.evaluate is not None else None,
             checkpoint_every=_steps(given.checkpoint_every, per_epoch),
+            steps_per_epoch=per_epoch,
             samples_per_epoch=None if streamed else len(Samples(self.data)),
             parameters=sum(p.numel() for p in trainable(self.module).values()),
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),

@@ -194,6 +194,7 @@ class LocalTransport:
         only when all have read this.
         """
         arena, plan = self._arena, self._arena.plan
+        arena.require_room(op.x)
         self._small += 1
         kind, column = (("even", EVEN), ("odd", ODD))[self._small % 2]
         vectors = [arena.tensor(plan.place(kind, m), op.x.numel(), op.x.dtype) for m in op.group.members]
@@ -235,11 +236,11 @@ class LocalTransport:
         return Done(None)
 
     def _broadcast(self, op: Broadcast) -> Handle[None]:
+        self._arena.require_room(op.x)
         result = self._result(op.x)
         peers = len(op.group) - 1
         nbytes = op.x.numel() * op.x.element_size()
         if self.rank == op.root:
-            self._arena.require_room(op.x)
             result.copy_(op.x)
             self.traffic.sent += peers * nbytes
         self._barrier(op.group)
