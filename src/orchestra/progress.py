@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from orchestra.cli.summary import plural
+from orchestra.words import plural
 
 if TYPE_CHECKING:
     from rich.console import Console

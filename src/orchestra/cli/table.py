@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.budget import Target, lower_is_better
-from orchestra.cli.summary import plural, size
 from orchestra.report.facts import Facts, facts_of, scores_of
+from orchestra.words import plural, size
 
 
 @dataclass(frozen=True)

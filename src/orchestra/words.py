@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them.
+
+    >>> size(950), size(12_300), size(7_900_000)
+    ('950 B', '12.3 kB', '7.9 MB')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> plural(1, "worker"), plural(4, "worker")
+    ('1 worker', '4 workers')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
