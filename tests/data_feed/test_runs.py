@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All kinds of data through whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.zoo import COUNT, SEED, Trap, assert_close, assert_same, die_after, make_data, plain, train, trapped
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from orchestra import AllReduce, ConfigError, Epochs, LocalSGD, ParameterServer, Samples, Steps, Strategy
+from orchestra.errors import WorkerLost
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, count: int = COUNT) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(*make_data(self.count), strict=True)
+
+
+STRATEGIES: list[Strategy[Any]] = [AllReduce(), ParameterServer(), LocalSGD(tau=2)]
+SERVERLESS = [s for s in STRATEGIES if not s.servers]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
+def test_a_dataset_trains_like_a_tuple(strategy: Strategy[Any], tmp_path: Path) -> None:
+    tensors = train(strategy, tmp_path / "tuple", budget=Epochs(1))
+    dataset = train(strategy, tmp_path / "dataset", budget=Epochs(1), data=lambda: TensorDataset(*make_data()))
+    assert_same(tensors.model, dataset.model)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
+def test_a_stream_ends_after_its_epochs(strategy: Strategy[Any], workers: int, tmp_path: Path) -> None:
+    result = train(strategy, tmp_path, workers=workers, data=Stream, budget=Epochs(2))
+    assert result.summary.samples == 2 * COUNT
+    assert result.summary.steps == 2 * -(-COUNT // (6 * workers))
+
+
+def test_a_stream_in_the_order_of_its_samples(tmp_path: Path) -> None:
+    """The stream's order is the order of training: one process that reads it in groups of N·b goes the same way."""
+    result = train(AllReduce(), tmp_path, workers=2, data=Stream, budget=Epochs(1))
+    torch.manual_seed(SEED)
+    module = plain(steps=0)
+    inner = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
+    for x, y in zip(*(torch.split(t, 12) for t in make_data()), strict=True):
+        inner.zero_grad()
+        torch.autograd.backward(torch.nn.functional.mse_loss(module(x), y))
+        inner.step()
+    assert_close(result.model, module)
+
+
+def falling(epochs: float) -> float:
+    return 1 / (1 + epochs)
+
+
+@pytest.mark.parametrize("strategy", SERVERLESS, ids=lambda s: type(s).__name__)
+def test_a_stream_resumes_bit_for_bit_also_with_a_schedule(strategy: Strategy[Any], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    given: dict[str, Any] = {
+        "workers": 2, "data": partial(Stream, 40), "schedule": falling, "budget": Epochs(4),
+        "checkpoint_every": Steps(7),
+    }  # fmt: skip
+    # Sample 1 comes in the first step of every epoch: this trap springs in the third.
+    calls = tmp_path / "calls"
+    death = Trap(1, partial(_die_the_third_time, calls, out / "checkpoints" / "step-00000007"))
+    with pytest.raises(WorkerLost):
+        train(strategy, out, model=trapped(death), **given)
+    resumed = train(strategy, out, model=trapped(), resume=True, **given)
+    never = train(strategy, tmp_path / "never", model=trapped(), **given)
+    assert_same(resumed.model, never.model)
+
+
+def _die_the_third_time(calls: Path, after: Path) -> None:
+    with calls.open("a") as file:
+        file.write("x")
+    if calls.stat().st_size >= 3:
+        die_after(after)
+
+
+def off(epochs: float) -> float:
+    return 1.0 if epochs < 1 else 0.0
+
+
+def test_a_schedule_moves_on_over_a_stream(tmp_path: Path) -> None:
+    three = train(AllReduce(), tmp_path / "three", workers=2, data=Stream, schedule=off, budget=Epochs(3))
+    one = train(AllReduce(), tmp_path / "one", workers=2, data=Stream, schedule=off, budget=Epochs(1))
+    assert_same(three.model, one.model)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_servers_do_not_see_where_a_stream_ends(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"schedule .* cannot be followed by servers"):
+        train(ParameterServer(), tmp_path, workers=2, data=Stream, schedule=off, budget=Epochs(3))
+
+
+def test_samples_are_a_budget(tmp_path: Path) -> None:
+    result = train(AllReduce(), tmp_path, workers=2, budget=Samples(60))
+    assert result.summary.samples == 60
+
+
+def test_the_first_budget_to_run_out_ends_the_run(tmp_path: Path) -> None:
+    result = train(AllReduce(), tmp_path, workers=2, budget=Epochs(50) | Steps(4) | Samples(1000))
+    assert result.summary.steps == 4
