@@ -23,7 +23,7 @@ from orchestra.data.feed import IndexedFeed
 from orchestra.data.partitions import Partition
 from orchestra.events import Ended, Event, read
 from orchestra.inner import Factory, Schedule
-from orchestra.run import seed_everything
+from orchestra.rng import seed_everything
 
 INPUTS, CLASSES, COUNT, BATCH, SEED = 7, 3, 101, 6, 3
 

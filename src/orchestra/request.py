@@ -22,7 +22,7 @@ from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, Problem
 from orchestra.inner import Factory, Schedule
 from orchestra.launch.local import Watch
-from orchestra.replica import Loss
+from orchestra.replica import Loss, problems_of
 from orchestra.scoring import Evaluate
 from orchestra.strategy import Strategy
 
@@ -144,7 +144,10 @@ def _look_at_folder(given: Request) -> Iterator[Problem]:
 
 def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Iterator[Problem]:
     """What shows only once model and data exist."""
-    yield from checks.check_optimizer(given.optimizer, module, strategy)
+    unfit = [*problems_of(module)]
+    yield from unfit
+    if not unfit:
+        yield from checks.check_optimizer(given.optimizer, module, strategy)
     if given.schedule is not None and not 0 <= (factor := given.schedule(0.0)) < math.inf:
         yield Problem("schedule(0.0)", factor, "must be a factor on the learning rate: finite, at least 0")
     if given.schedule is not None and strategy.servers and isinstance(data, IterableDataset):
@@ -152,7 +155,7 @@ def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data
         yield Problem("schedule", given.schedule, message)
     found = [*checks.check_data(data, batch=given.batch, workers=given.cluster.workers, partition=given.partition)]
     yield from found
-    if not found:
+    if not found and not unfit:
         yield from checks.rehearse(module, data, given.loss, given.batch)
 
 

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from orchestra.job import Job
 from orchestra.node import Comm, Node
 from orchestra.ops import Group
 from orchestra.replica import Replica
+from orchestra.rng import get_states, seed_everything, set_states
 from orchestra.transports.local import LocalTransport
 from orchestra.transports.memory import STOP_ASKED, STOP_AT, Arena, Report
 from orchestra.transports.middleware import Metered
@@ -93,13 +92,6 @@ def prepare(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], 
     if job.resume is not None:
         restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
     return life
-
-
-def seed_everything(seed: int) -> None:
-    """Seed every generator that user code may draw from."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def _worker(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
@@ -280,8 +272,6 @@ def everything(life: Life) -> dict[str, Any]:
     """All that changes during a run, on this node."""
     node, meter, traffic = life.node, life.meter, life.transport.traffic
     shared = life.arena.plan.shared_x and life.rank != 0
-    python_rng = random.getstate()
-    numpy_rng: Any = np.random.get_state()
     return {
         "x": None if shared else node.x,
         "buffers": node.replica.buffers() if node.replica is not None else {},
@@ -290,13 +280,8 @@ def everything(life: Life) -> dict[str, Any]:
         "feed": None if node.feed is None else [node.feed.epoch, node.feed.step],
         "counts": [node.steps, node.samples, node.skipped, life.snapshots],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
-        "rng": {
-            "node": node.rng.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if life.job.device == "cuda" and not life.is_server else None,
-            "python": [python_rng[0], list(python_rng[1]), python_rng[2]],
-            "numpy": [numpy_rng[0], numpy_rng[1].tolist(), *numpy_rng[2:]],
-        },
+        "node_rng": node.rng.get_state(),
+        "rng": get_states(cuda=life.job.device == "cuda" and not life.is_server),
     }
 
 
@@ -315,15 +300,8 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
         node.feed.seek(*saved["feed"])
     node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]
-    rng = saved["rng"]
-    node.rng.set_state(rng["node"])
-    torch.set_rng_state(rng["torch"])
-    if rng["cuda"] is not None:
-        torch.cuda.set_rng_state(rng["cuda"])
-    version, numbers, gauss = rng["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = rng["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    node.rng.set_state(saved["node_rng"])
+    set_states(saved["rng"])
 
 
 def _await_servers(life: Life) -> None:

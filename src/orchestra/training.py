@@ -28,10 +28,10 @@ from orchestra.events import encode, read
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
 from orchestra.launch.local import Coordinator, Watch
-from orchestra.replica import Loss, flatten, problems_of, trainable, vector_dtype
+from orchestra.replica import Loss, flatten, trainable, vector_dtype
 from orchestra.report.facts import Facts, facts_of
 from orchestra.request import Request, first_look, read_strategy, refuse, second_look
-from orchestra.run import seed_everything
+from orchestra.rng import left_alone, seed_everything
 from orchestra.scoring import Evaluate, Scorer
 from orchestra.snapshot import FINAL, export
 from orchestra.strategy import Strategy
@@ -110,7 +110,8 @@ def train(
         evaluation_data, evaluate_every or Epochs(1), seed, out, schedule, clip, accumulate, precision, partition,
         checkpoint_every, resume, tolerate, keep_snapshots, progress, note or {},
     )  # fmt: skip
-    return _Training(overrides.apply(given)).run()
+    with left_alone():
+        return _Training(overrides.apply(given)).run()
 
 
 class _Training:
@@ -124,7 +125,6 @@ class _Training:
         self.strategy = strategy
         seed_everything(given.seed)
         self.module = given.model()
-        refuse(problems_of(self.module))
         self.data = given.data()
         refuse(second_look(given, self.strategy, self.module, self.data))
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]

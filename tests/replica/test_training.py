@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from orchestra import AllReduce, ConfigError, Epochs, LocalSGD, ParameterServer, SlowMo, Steps, Strategy
 from orchestra.data.feed import IndexedFeed
 from orchestra.inner import Factory
-from orchestra.run import seed_everything
+from orchestra.rng import seed_everything
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), ParameterServer(servers=2), LocalSGD(tau=2), SlowMo(tau=2)]
 

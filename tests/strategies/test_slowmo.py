@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from orchestra import AllReduce, Epochs, Local, LocalSGD, SlowMo, Steps
 from orchestra.data.feed import IndexedFeed
 from orchestra.inner import Factory
-from orchestra.run import seed_everything
+from orchestra.rng import seed_everything
 
 Buffers = Literal["reset", "maintain", "average"]
 

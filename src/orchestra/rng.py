@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every global random generator that user code may draw from: seeded, saved, put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed them all."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def get_states(*, cuda: bool = False) -> dict[str, Any]:
+    """Where they stand, as plain values and tensors."""
+    python = random.getstate()
+    numpy: Any = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if cuda else None,
+        "python": [python[0], list(python[1]), python[2]],
+        "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],
+    }
+
+
+def set_states(states: dict[str, Any]) -> None:
+    """Put them back."""
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+
+
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Leave the caller's generators as they were."""
+    states = get_states()
+    try:
+        yield
+    finally:
+        set_states(states)
