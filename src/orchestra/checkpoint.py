@@ -133,8 +133,13 @@ def name_of(step: int) -> str:
 
 
 def draft(folder: Path, step: int) -> Path:
-    """The folder that nodes write their parts of a checkpoint into."""
-    path = folder / f"{name_of(step)}.tmp"
+    """Where nodes write their parts of a checkpoint."""
+    return folder / f"{name_of(step)}.tmp"
+
+
+def open_draft(folder: Path, step: int) -> Path:
+    """Make that folder, if no other node has."""
+    path = draft(folder, step)
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -173,8 +173,3 @@ def read(path: Path) -> Iterator[Event]:
                 yield _KINDS[record.pop("event")](**record)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
-
-
-def as_record(event: Event) -> dict[str, Any]:
-    """The event as a plain dictionary."""
-    return {"event": type(event).__name__.lower()} | asdict(event)

@@ -32,6 +32,7 @@ class Job:
     device: str  # "cpu" or "cuda"
     own_gpu: bool  # every worker has a GPU of its own, so means go over NCCL
     run: Path
+    launch: str  # different whenever the run is started or resumed
     last_step: int | None  # of each worker; None if only a clock, a score or the end of a stream can tell
     last_epoch: float | None  # for streams, whose length is not known before
     schedule: Schedule | None

@@ -121,7 +121,10 @@ class Leave(Op[None]):
 
 @dataclass(slots=True)
 class Message:
-    """What came from another node. `x` is read in place: valid until the next receive from, or send to, `source`."""
+    """What came from another node.
+
+    `x` is read in place: valid until the next receive that could bring a message from `source`, or send to it.
+    """
 
     source: int
     x: Tensor

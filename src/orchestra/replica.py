@@ -58,6 +58,12 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state, by name: not masks and tables that any copy can make anew."""
+    state = set(module.state_dict(keep_vars=True))
+    return {name: buffer for name, buffer in module.named_buffers() if name in state}
+
+
 def vector_dtype(module: nn.Module) -> torch.dtype:
     """The widest dtype among the trainable parameters."""
     dtype: torch.dtype | None = None
@@ -162,8 +168,7 @@ class Replica:
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's persistent buffers, by name."""
-        persistent = set(self.module.state_dict(keep_vars=True))
-        return {name: b for name, b in self.module.named_buffers() if name in persistent}
+        return persistent_buffers(self.module)
 
 
 def _parts(batch: Sequence[Any], size: int, count: int) -> Iterator[tuple[Sequence[Any], float]]:

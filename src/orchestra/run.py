@@ -21,9 +21,9 @@ from orchestra.ops import Group
 from orchestra.replica import Replica
 from orchestra.rng import get_states, seed_everything, set_states
 from orchestra.transports.local import LocalTransport
-from orchestra.transports.memory import STOP_ASKED, STOP_AT, Arena, Report
+from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT, Arena, Report
 from orchestra.transports.middleware import Metered
-from orchestra.vectors import LARGE, split
+from orchestra.vectors import LARGE, ranges
 
 # Values of STOP_ASKED.
 BUDGET_SPENT, INTERRUPTED = 1, 2
@@ -43,7 +43,7 @@ class Life:
     node: Node
     state: Any = None
     snapshots: int = 0
-    saved_step: int = 0
+    saved_as: int = 0  # label of this node's newest part of a checkpoint
     interrupted: bool = False
 
     @property
@@ -66,8 +66,6 @@ def live(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], Non
             serve(life)
         else:
             work(life)
-        report(life)
-        end(life)
         if life.transport.gpu_means is not None:
             life.transport.gpu_means.close()
     tell({"kind": "done", "node": rank, "interrupted": life.interrupted})
@@ -78,7 +76,7 @@ def live(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], Non
 
 def prepare(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], None], log: EventLog) -> Life:
     """Build the node: model, data, optimizer, transport, and the state of a checkpoint if there is one."""
-    transport = LocalTransport(arena, rank, patience=job.patience)
+    transport = LocalTransport(arena, rank, patience=job.patience, lockstep=job.strategy.synchronous)
     meter = Metered(transport)
     comm = Comm(meter, Group(tuple(range(job.workers))), Group(tuple(range(job.workers, job.workers + job.servers))))
     make = _server if rank >= job.workers else _worker
@@ -86,11 +84,12 @@ def prepare(job: Job, arena: Arena, rank: int, tell: Callable[[dict[str, Any]], 
     if job.own_gpu and rank < job.workers:
         from orchestra.transports.nccl import NcclMeans  # torch.distributed is not needed otherwise
 
-        transport.gpu_means = NcclMeans(job.run / "nccl", rank, job.workers, node.x.device)
+        transport.gpu_means = NcclMeans(job.run / f"nccl-{job.launch}", rank, job.workers, node.x.device)
     life = Life(job, arena, rank, tell, log, transport, meter, node)
     life.state = job.strategy.init(node)
     if job.resume is not None:
         restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
+        life.saved_as = arena.words[SAVE_WANTED]
     return life
 
 
@@ -100,7 +99,7 @@ def _worker(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Nod
     data = job.data()
     seed_everything(fold(job.seed, rank + 1))
     x, g = arena.vector("x", rank), arena.vector("g", rank)
-    if not arena.plan.shared_x or rank == 0:
+    if not arena.plan.shared_x:  # a shared one was written before anybody was there to read it
         x.copy_(arena.tensor(arena.plan.start, arena.plan.numel, arena.plan.dtype))
     if job.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -108,7 +107,7 @@ def _worker(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Nod
         module, x, g = module.to(device), x.to(device), g.to(device)
         arena.pin(rank)
     replica = Replica(module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate)
-    mine = x[split(x.numel(), job.workers)[rank]] if job.owns_range else x
+    mine = x[ranges(x.numel(), job.workers)[rank]] if job.owns_range else x
     layers = list(replica.parameters) if job.layerwise else None
     return Node(
         comm,
@@ -124,7 +123,7 @@ def _worker(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Nod
 
 
 def _server(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
-    part = split(arena.plan.numel, job.servers)[rank - job.workers]
+    part = ranges(arena.plan.numel, job.servers)[rank - job.workers]
     x = arena.vector("x", rank, part.stop - part.start)
     x.copy_(arena.tensor(arena.plan.start, arena.plan.numel, arena.plan.dtype)[part])
     large = arena.plan.numel >= LARGE
@@ -147,16 +146,17 @@ def work(life: Life) -> None:
         report(life)
         if _crossed(before, node.steps, job.snapshot_every):
             take_snapshot(life)
-        if _crossed(before, node.steps, job.checkpoint_every) and not _spent(life):
-            save(life, node.steps)
-            _await_servers(life)
+        _save_if_due(life, before)
     if life.interrupted:
-        if life.saved_step != node.steps:
-            save(life, node.steps)
+        _save_once(life, life.arena.words[STOP_AT])
         node.comm.leave()
+        end(life)
         return
     job.strategy.finish(node, life.state)
     node.comm.leave()
+    end(life)
+    if not job.strategy.synchronous and not _linger(life):
+        return
     set_aside(life, job.run / snapshot.FINAL)
 
 
@@ -172,11 +172,12 @@ def serve(life: Life) -> None:
         _save_with_workers(life)
         report(life)
 
-    life.transport.mailbox.on_idle = between
+    life.transport.mailbox.between_messages = between
     job.strategy.serve(node, life.state)
+    end(life)
     _save_with_workers(life)
     words = life.arena.words
-    if words[STOP_ASKED] != INTERRUPTED or life.saved_step != words[STOP_AT]:
+    if words[STOP_ASKED] != INTERRUPTED or life.saved_as != words[STOP_AT]:
         set_aside(life, job.run / snapshot.FINAL)
 
 
@@ -216,7 +217,8 @@ def report(life: Life) -> None:
 
 
 def end(life: Life) -> None:
-    """Write the totals."""
+    """Write the totals: the node has done its work."""
+    report(life)
     node, meter, traffic = life.node, life.meter, life.transport.traffic
     totals = (meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received)
     life.log.write(Ended(node.now(), life.rank, node.steps, node.samples, *totals))
@@ -232,8 +234,11 @@ def take_snapshot(life: Life) -> None:
     life.snapshots += 1  # number 0 is the initial model, scored before anything runs
     number = life.snapshots
     node = life.node
-    if set_aside(life, life.job.run / "snapshots" / f"{number:05d}"):
-        life.log.write(Snapped(node.now(), life.rank, node.steps, node.samples, number))
+    try:
+        if set_aside(life, life.job.run / "snapshots" / f"{number:05d}"):
+            life.log.write(Snapped(node.now(), life.rank, node.steps, node.samples, number))
+    except OSError as error:
+        life.tell({"kind": "snapshot-failed", "node": life.rank, "step": node.steps, "error": str(error)})
 
 
 def set_aside(life: Life, folder: Path) -> bool:
@@ -243,7 +248,7 @@ def set_aside(life: Life, folder: Path) -> bool:
     buffers = node.replica.buffers() if node.replica is not None else {}
     if not holds and not buffers:
         return False
-    start = split(life.arena.plan.numel, life.job.servers)[life.rank - life.job.workers].start if life.is_server else 0
+    start = ranges(life.arena.plan.numel, life.job.servers)[life.rank - life.job.workers].start if life.is_server else 0
     x: Tensor | None = node.x if holds else None
     samples = life.job.samples_by(node.steps) if where == "everywhere" else node.samples
     snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers))
@@ -253,19 +258,19 @@ def set_aside(life: Life, folder: Path) -> bool:
 # Checkpoint.
 
 
-def save(life: Life, step: int) -> None:
+def save(life: Life, label: int) -> None:
     """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator is told."""
-    life.saved_step = step
+    life.saved_as = label
     life.log.flush()  # what a resumed run remembers must not be less than what it has done
     try:
-        folder = checkpoint.draft(life.job.run / "checkpoints", step)
+        folder = checkpoint.open_draft(life.job.run / "checkpoints", label)
         checkpoint.write_tree(folder / checkpoint.part_name(life.rank), everything(life))
     except OSError as error:
-        life.tell({"kind": "save-failed", "node": life.rank, "step": step, "error": str(error)})
+        life.tell({"kind": "save-failed", "node": life.rank, "step": label, "error": str(error)})
     else:
-        life.log.write(Saved(life.node.now(), life.rank, step))
-        life.tell({"kind": "saved", "node": life.rank, "step": step})
-    life.arena.words.announce(life.arena.plan.word("saved", life.rank), step)
+        life.log.write(Saved(life.node.now(), life.rank, label))
+        life.tell({"kind": "saved", "node": life.rank, "step": label})
+    life.arena.words.announce(life.arena.plan.word("saved", life.rank), label)
 
 
 def everything(life: Life) -> dict[str, Any]:
@@ -304,17 +309,68 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
     set_states(saved["rng"])
 
 
-def _await_servers(life: Life) -> None:
-    """Wait until the servers have saved as well: with every worker here, nothing is in flight."""
+def _save_if_due(life: Life, before: int) -> None:
+    """Save when it is time.
+
+    In step, it is time for all workers at once. Where each goes its own pace, the first one whose time has come asks
+    the others, who save at the end of the step they are in: nobody waits for another to catch up.
+    """
+    words, node, every = life.arena.words, life.node, life.job.checkpoint_every
+    due = _crossed(before, node.steps, every) and not _spent(life)
+    if life.job.strategy.synchronous:
+        if due:
+            _save_with_servers(life, node.steps)
+        return
+    if due and node.steps > words[SAVE_WANTED]:
+        words.set(SAVE_WANTED, node.steps)
+        life.transport.ring_everybody()
+    if words[SAVE_WANTED] > life.saved_as:
+        _save_with_servers(life, words[SAVE_WANTED])
+
+
+def _save_once(life: Life, label: int) -> None:
+    if life.saved_as != label:
+        save(life, label)
+
+
+def _save_with_servers(life: Life, label: int) -> None:
+    """Save, and wait until the servers have saved as well: with every worker here, nothing is in flight."""
+    save(life, label)
     for server in life.node.comm.servers.members:
         life.transport.mailbox.ring(server)
-        life.transport.await_word(life.arena.plan.word("saved", server), life.saved_step, server)
+        life.transport.await_saved(server, label)
 
 
 def _save_with_workers(life: Life) -> None:
-    """Save when every worker has saved at the same step, and so waits or has left."""
+    """Save when every worker has saved under the same label, and so waits or has left."""
     words, plan = life.arena.words, life.arena.plan
-    steps = {words[plan.word("saved", w)] for w in range(plan.workers)}
-    step = min(steps)
-    if len(steps) == 1 and step > life.saved_step:
-        save(life, step)
+    labels = {words[plan.word("saved", w)] for w in range(plan.workers)}
+    label = min(labels)
+    if len(labels) == 1 and label > life.saved_as:
+        save(life, label)
+
+
+def _linger(life: Life) -> bool:
+    """Stay after the last step until all workers are done, so that a checkpoint is still possible.
+
+    False if the run is stopped before that: then this worker's part is saved, and there is no final model yet.
+    """
+    words, plan = life.arena.words, life.arena.plan
+    words.set(plan.word("begun", life.rank), NOTHING_MORE)
+    life.transport.ring_everybody()
+
+    def all_done() -> bool:
+        return all(words[plan.word("begun", w)] == NOTHING_MORE for w in range(plan.workers))
+
+    def interrupted() -> bool:
+        return words[STOP_AT] != 0 and words[STOP_ASKED] == INTERRUPTED
+
+    while not all_done():
+        life.transport.await_bell(lambda: all_done() or interrupted() or words[SAVE_WANTED] > life.saved_as)
+        if interrupted():
+            _save_once(life, words[STOP_AT])
+            return False
+        if words[SAVE_WANTED] > life.saved_as:
+            save(life, words[SAVE_WANTED])
+            life.transport.ring_everybody()
+    return True

@@ -19,6 +19,7 @@ from orchestra import snapshot
 from orchestra.budget import Target
 from orchestra.errors import ConfigError, Problem
 from orchestra.events import Scored, encode
+from orchestra.replica import persistent_buffers
 from orchestra.report.facts import scores_of
 from orchestra.strategy import Strategy
 
@@ -39,13 +40,13 @@ class Scorer:
     keep: bool
     done: set[int] = field(default_factory=set)
     reached: bool = False
-    latest: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.module = copy.deepcopy(self.module)
         self.done |= {s.number for s in scores_of(self.run)}
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
 
     def figures(self, module: nn.Module) -> dict[str, float]:
         """Call the user's function; a single number gets the function's name."""
@@ -108,7 +109,7 @@ class Scorer:
 
     def _whole(self, folder: Path) -> bool:
         found = snapshot.parts_present(folder)
-        buffers = any(True for _ in self.module.buffers())
+        buffers = bool(persistent_buffers(self.module))
         workers = set(range(self.workers))
         servers = set(range(self.workers, self.workers + self.strategy.servers))
         wanted = {"everywhere": {0}, "servers": servers, "apart": workers}[self.strategy.model_at]
@@ -117,7 +118,6 @@ class Scorer:
     def _record(self, scored: Scored) -> None:
         with (self.run / "scores.jsonl").open("a", encoding="utf-8") as file:
             file.write(encode(scored))
-        self.latest = scored.metrics
         self.reached = self.reached or any(t.reached(scored.metrics) for t in self.targets)
 
     # While the run goes on.
@@ -133,11 +133,19 @@ class Scorer:
         if self._thread is not None:
             self._thread.join()
 
+    def target_reached(self) -> bool:
+        """Whether a target was reached so far; raises what went wrong in the thread."""
+        if self._failure is not None:
+            raise self._failure
+        return self.reached
+
     def _follow(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         torch.set_num_threads(1)
-        while not self._halt.wait(0.05):
-            for number, folder in self.ready():
-                if self._whole(folder):
-                    self.score(number, folder)
-                break
+        try:
+            while not self._halt.wait(0.05):
+                whole = next(((n, folder) for n, folder in self.ready() if self._whole(folder)), None)
+                if whole is not None:
+                    self.score(*whole)
+        except Exception as error:  # of the user's own function; the main thread raises it
+            self._failure = error

@@ -8,6 +8,7 @@ import platform
 import shutil
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from orchestra.report.facts import Facts, facts_of
 from orchestra.request import Request, first_look, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
 from orchestra.scoring import Evaluate, Scorer
-from orchestra.snapshot import FINAL, export
+from orchestra.snapshot import FINAL, export, numbered
 from orchestra.strategy import Strategy
 from orchestra.transports.memory import Plan
 
@@ -162,8 +163,9 @@ class _Training:
             about=self._about(job),
             seconds=seconds,
             resumed_at=0.0 if self.saved is None else float(self.saved.node(0)["cost"][0]),
+            resumed_from=0 if self.saved is None else self.saved.step,
             show=given.progress or display or (lambda watch: None),
-            target_reached=lambda: scorer.reached,
+            target_reached=scorer.target_reached,
         )
         if self.targets:
             scorer.start()
@@ -194,6 +196,7 @@ class _Training:
             device=device,
             own_gpu=device == "cuda" and torch.cuda.device_count() >= cluster.workers > 1,
             run=self.folder.absolute(),
+            launch=uuid.uuid4().hex[:8],
             last_step=budgets.last_step(
                 given.budget, steps_per_epoch=per_epoch, samples_per_step=given.batch * cluster.workers
             ),
@@ -239,7 +242,11 @@ class _Training:
             "seed": job.seed,
             "model": checkpoint.fingerprint(shapes),
             "data": "a stream" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
-            "optimizer": type(self.given.optimizer(list(trainable(self.module).values()))).__name__,
+            "optimizer": _settings(self.given.optimizer(list(trainable(self.module).values()))),
+            "precision": self.given.precision,
+            "clip": job.clip,
+            "accumulate": job.accumulate,
+            "partition": repr(self.given.partition) if self.given.partition is not None else "IID()",
         }
 
     def _open_folder(self, job: Job, plan: Plan) -> None:
@@ -249,10 +256,6 @@ class _Training:
             "budget": [f"{type(p).__name__.lower()}={_value(p)}" for p in budgets.parts(self.given.budget)],
             "device": job.device,
             "threads": job.threads,
-            "precision": self.given.precision,
-            "clip": job.clip,
-            "accumulate": job.accumulate,
-            "partition": repr(self.given.partition) if self.given.partition is not None else "IID()",
             "snapshot_every": job.snapshot_every,
             "checkpoint_every": job.checkpoint_every,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -297,6 +300,12 @@ def _steps(every: Steps | Epochs | None, per_epoch: int | None) -> int | None:
     return max(1, round(every.count * per_epoch)) if per_epoch else 100
 
 
+def _settings(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer's class and hyper-parameters, as text to compare."""
+    groups = [{k: v for k, v in sorted(group.items()) if k != "params"} for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {groups}"
+
+
 def _value(part: Any) -> Any:
     return f"{part.metric}:{part.value}" if isinstance(part, Target) else part.count
 
@@ -315,6 +324,13 @@ def _new_folder(name: str) -> Path:
 def _forget_after(run: Path, saved: checkpoint.Saved) -> None:
     """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
     (run / "ending.json").unlink(missing_ok=True)
+    shutil.rmtree(run / FINAL, ignore_errors=True)
+    for draft in (run / "checkpoints").glob("*.tmp"):
+        shutil.rmtree(draft, ignore_errors=True)
+    taken = saved.node(0)["counts"][3]
+    for number, folder in numbered(run / "snapshots"):
+        if number > taken:
+            shutil.rmtree(folder)
     for path in run.glob("events-*.jsonl"):
         rank = int(path.stem.removeprefix("events-"))
         until = saved.node(rank)["cost"][0]

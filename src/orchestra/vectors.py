@@ -24,17 +24,32 @@ def is_small(length: int, parts: int) -> bool:
     return length * parts <= 1 << 18
 
 
+def cut(length: int, parts: int, i: int) -> int:
+    """Where part `i` begins when `range(length)` is cut into `parts` pieces whose sizes differ by at most one."""
+    small, larger = divmod(length, parts)
+    return i * small + min(i, larger)
+
+
 def split(length: int, parts: int) -> list[slice]:
-    """Cut `range(length)` into `parts` consecutive slices of nearly equal size.
+    """Cut `range(length)` into `parts` consecutive slices whose sizes differ by at most one.
 
     >>> split(10, 3)
     [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]
     """
-    unit = _LINE if length >= max(LARGE, _LINE * parts) else 1
-    small, larger = divmod(length // unit, parts)
-    ends = [((i + 1) * small + min(i + 1, larger)) * unit for i in range(parts)]
+    return [slice(cut(length, parts, i), cut(length, parts, i + 1)) for i in range(parts)]
+
+
+def ranges(length: int, parts: int) -> list[slice]:
+    """Cut a vector into `parts` consecutive ranges of nearly equal size, a long one at whole cache lines.
+
+    >>> ranges(100_000, 2)
+    [slice(0, 50048, None), slice(50048, 100000, None)]
+    """
+    if length < max(LARGE, _LINE * parts):
+        return split(length, parts)
+    ends = [part.stop * _LINE for part in split(length // _LINE, parts)]
     ends[-1] = length
-    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def weighted_mean(out: Tensor, vectors: Sequence[Tensor], weights: Sequence[float]) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from orchestra.data.partitions import IID, Partition
-from orchestra.vectors import split
+from orchestra.rng import get_states, left_alone, seed_everything, set_states
+from orchestra.vectors import cut, split
 
 Batch = tuple[list[Any], int]  # the pieces (inputs..., target), and how many samples they hold
 
@@ -93,7 +94,8 @@ class IndexedFeed:
             self._order, self._order_of = self._shuffle(epoch), epoch
         if self._shards is not None:
             assert self.steps_per_epoch is not None
-            here = split(len(self._order), self.steps_per_epoch)[step]
+            count, steps = len(self._order), self.steps_per_epoch
+            here = slice(cut(count, steps, step), cut(count, steps, step + 1))
         else:
             start = step * self._batch * self._size
             together = min(self._batch * self._size, len(self._order) - start)
@@ -118,7 +120,7 @@ class IndexedFeed:
             within = min(self.step * self._batch * self._size, count)
         else:
             assert self.steps_per_epoch is not None
-            within = sum(split(len(shard), self.steps_per_epoch)[self.step].start for shard in self._shards)
+            within = sum(cut(len(shard), self.steps_per_epoch, self.step) for shard in self._shards)
         # A server counts samples, not steps: the same division gives it the same learning rate.
         return (self.epoch * count + within) / count
 
@@ -139,16 +141,16 @@ class StreamFeed:
     """Batches of an IterableDataset, never held in memory.
 
     Every rank reads the whole stream and keeps its own part of each group of `batch * size` samples. That is what makes
-    the assignment a pure function of the position, and all ranks see the end at the same step.
+    the assignment a pure function of the position, and all ranks see the end at the same step. A stream that shuffles
+    itself must do so alike everywhere: it draws from global generators that are seeded by the epoch while it is read.
     """
 
-    def __init__(self, data: Any, *, batch: int, rank: int, size: int) -> None:
+    def __init__(self, data: Any, *, batch: int, seed: int, rank: int, size: int) -> None:
         self._data = data
-        self._batch, self._rank, self._size = batch, rank, size
+        self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
         self.steps_per_epoch: int | None = None
-        self.epoch = self.step = 0
-        self._stream: Iterator[Any] = iter(data)
-        self._ahead = self._group()
+        self._ahead: list[Any]
+        self.seek(0, 0)
         if not self._ahead:
             raise ValueError("the stream is empty: the IterableDataset gave no sample")
 
@@ -157,27 +159,35 @@ class StreamFeed:
         """Whole passes over the stream: its length is not known before it ends."""
         return float(self.epoch)
 
-    def _group(self) -> list[Any]:
-        return list(islice(self._stream, self._batch * self._size))
-
     def next(self) -> Batch:
         """The batch at the current position; moves on, and begins the stream again at its end."""
         group = self._ahead
         mine = group[deal(len(group), self._size, self._batch)[self._rank]]
         self.step += 1
-        self._ahead = self._group()
+        self._ahead = self._read()
         if not self._ahead:
             self.steps_per_epoch = self.step
-            self.epoch, self.step = self.epoch + 1, 0
-            self._stream = iter(self._data)
-            self._ahead = self._group()
+            self.seek(self.epoch + 1, 0)
         return (list(default_collate(mine)) if mine else []), len(mine)
 
     def seek(self, epoch: int, step: int) -> None:
         """Go to a position by reading up to it."""
         self.epoch, self.step = epoch, step
-        self._stream = islice(iter(self._data), step * self._batch * self._size, None)
-        self._ahead = self._group()
+        with left_alone():
+            seed_everything(fold(self._seed, epoch))
+            self._generators = get_states()
+        self._stream: Iterator[Any] = iter(self._data)
+        for _ in range(step):
+            self._read()
+        self._ahead = self._read()
+
+    def _read(self) -> list[Any]:
+        """The next group of samples of all ranks, drawn with the stream's own generators."""
+        with left_alone():
+            set_states(self._generators)
+            group = list(islice(self._stream, self._batch * self._size))
+            self._generators = get_states()
+        return group
 
 
 def deal(count: int, size: int, batch: int) -> list[slice]:
@@ -201,7 +211,7 @@ def is_tensors(data: Any) -> bool:
 def make_feed(data: Any, *, batch: int, seed: int, rank: int, size: int, partition: Partition | None) -> Feed:
     """The feed for whatever kind of data this is."""
     if isinstance(data, IterableDataset):
-        return StreamFeed(data, batch=batch, rank=rank, size=size)
+        return StreamFeed(data, batch=batch, seed=seed, rank=rank, size=size)
     return IndexedFeed(data, batch=batch, seed=seed, rank=rank, size=size, partition=partition)
 
 

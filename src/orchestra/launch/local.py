@@ -28,7 +28,17 @@ from orchestra.launch import forkserver
 from orchestra.launch.child import Handover
 from orchestra.run import BUDGET_SPENT, INTERRUPTED
 from orchestra.transports import memory
-from orchestra.transports.memory import ABORT, GO, STOP_ASKED, STOP_AT, Arena, Plan, Report
+from orchestra.transports.memory import (
+    ABORT,
+    GO,
+    NOTHING_MORE,
+    SAVE_WANTED,
+    STOP_ASKED,
+    STOP_AT,
+    Arena,
+    Plan,
+    Report,
+)
 from orchestra.transports.waiting import name_of
 
 _GRACE = 1.0  # seconds between asking nodes to go and killing them
@@ -62,6 +72,7 @@ class Coordinator:
     about: dict[str, Any]  # for the manifest of checkpoints
     seconds: float | None  # budget by the clock
     resumed_at: float = 0.0  # seconds of training before this process
+    resumed_from: int = 0  # label of the checkpoint
     show: Callable[[Watch], None] = lambda watch: None
     target_reached: Callable[[], bool] = lambda: False
     ready: set[int] = field(default_factory=set)
@@ -70,7 +81,7 @@ class Coordinator:
     saved: dict[int, set[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     stopped_by: str = "budget"
-    asked_to_stop: int = 0
+    asked_to_stop: bool = False
     interrupted: bool = False  # with steps left to do
     signals: int = 0
     signal_name: str = ""
@@ -84,8 +95,11 @@ class Coordinator:
         news: socket.socket | None = None
         try:
             self.arena = Arena(arena_fd, self.plan)
-            self.arena.tensor(self.plan.start, self.plan.numel, self.plan.dtype).copy_(self.x0)
-            os.write(handover_fd, self._handover())
+            start = self.plan.place("x", 0) if self.plan.shared_x else self.plan.start
+            self.arena.tensor(start, self.plan.numel, self.plan.dtype).copy_(self.x0)
+            self.arena.words.set(SAVE_WANTED, self.resumed_from)
+            with os.fdopen(os.dup(handover_fd), "wb") as file:
+                file.write(self._handover())
             with self._signals():
                 news = forkserver.warm().spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
                 telling.close()
@@ -120,7 +134,7 @@ class Coordinator:
             self.signals += 1
             self.signal_name = signal.Signals(number).name
             if self.signals > 1:
-                raise KeyboardInterrupt
+                self._raise_interrupted()
 
         before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -160,11 +174,13 @@ class Coordinator:
             case "saved":
                 self._note_saved(said["step"], node)
             case "save-failed":
-                self.warnings.append(
+                self._warn(
                     f"{self._name(node)} could not save at step {said['step']}: {said['error']}. Training went on; "
                     "the checkpoint before that is still the newest."
                 )
                 shutil.rmtree(checkpoint.draft(self.job.run / "checkpoints", said["step"]), ignore_errors=True)
+            case "snapshot-failed":
+                self._warn(f"{self._name(node)} could not set aside the model at step {said['step']}: {said['error']}.")
             case "failed":
                 raise WorkerFailed(self._name(node), said["traceback"])
             case "refused":
@@ -181,7 +197,12 @@ class Coordinator:
             checkpoint.commit(self.job.run / "checkpoints", step, self.about)
             self.last_checkpoint = step
         except OSError as error:
-            self.warnings.append(f"the checkpoint of step {step} could not be sealed: {error}. Training went on.")
+            self._warn(f"the checkpoint of step {step} could not be sealed: {error}. Training went on.")
+
+    def _warn(self, message: str) -> None:
+        """Say it now, and remember it for the end."""
+        self.warnings.append(message)
+        print(f"warning: {message}", file=sys.stderr)
 
     def _mourn(self, news: socket.socket) -> None:
         message = news.recv(1 << 16)
@@ -200,35 +221,35 @@ class Coordinator:
             if self.signals:
                 self._raise_interrupted()
             return
-        if self.signals and self.asked_to_stop != INTERRUPTED:
-            self.stopped_by = "interrupt"
-            self._ask_to_stop(INTERRUPTED)
-        elif self.seconds is not None and not self.asked_to_stop and watch.now() >= self.seconds:
-            self.stopped_by = "seconds"
-            self._ask_to_stop(BUDGET_SPENT)
-        elif not self.asked_to_stop and self.target_reached():
-            self.stopped_by = "target"
-            self._ask_to_stop(BUDGET_SPENT)
+        if self.asked_to_stop:
+            return  # some may already act on the reason given: it stays, and a second Ctrl-C ends everything at once
+        if self.signals:
+            self._ask_to_stop("interrupt", INTERRUPTED)
+        elif self.seconds is not None and watch.now() >= self.seconds:
+            self._ask_to_stop("seconds", BUDGET_SPENT)
+        elif self.target_reached():
+            self._ask_to_stop("target", BUDGET_SPENT)
 
-    def _ask_to_stop(self, why: int) -> None:
+    def _ask_to_stop(self, reason: str, code: int) -> None:
         """Agree on a last step: past every step begun, so that nobody has to go back.
 
         From the moment the wish is visible no worker begins another step before it knows the last one. A worker may
         just have looked, so one step more than any begun is safe.
         """
+        self.asked_to_stop, self.stopped_by = True, reason
         words = self.arena.words
-        words.set(STOP_ASKED, why)
-        if not self.asked_to_stop:
-            begun = max(words[self.plan.word("begun", w)] for w in range(self.plan.workers))
-            words.announce(STOP_AT, begun + 1)
-        self.asked_to_stop = why
+        words.set(STOP_ASKED, code)
+        begun = [words[self.plan.word("begun", w)] for w in range(self.plan.workers)]
+        words.announce(STOP_AT, max((b for b in begun if b != NOTHING_MORE), default=0) + 1)
+        for node in range(self.plan.nodes):  # those who wait for the others to be done
+            words.announce(self.plan.word("bell", node), 0)
 
     def _raise_interrupted(self) -> None:
         run = self.job.run
         where = (
             f"A checkpoint of step {self.last_checkpoint} is in {run}; go on with: orchestra resume {run}"
             if self.last_checkpoint is not None
-            else "No checkpoint was written."
+            else " ".join(["No checkpoint was written.", *self.warnings])
         )
         error = Interrupted(f"stopped by {self.signal_name or 'SIGINT'}. {where}")
         error.exit_code = 143 if self.signal_name == "SIGTERM" else 130  # type: ignore[misc]

@@ -30,8 +30,9 @@ from typing import Literal
 
 from orchestra.errors import Problem
 from orchestra.node import Node
+from orchestra.ops import Handle
 from orchestra.strategy import Strategy, knob
-from orchestra.vectors import split, weighted_mean
+from orchestra.vectors import ranges, weighted_mean
 
 
 @dataclass
@@ -55,16 +56,17 @@ class BSP(Consistency):
 
     def serve(self, node: Node, s: ParameterServerState) -> None:
         """Average every round of pushes."""
+        answers: list[Handle[None]] = []
         for pushes in node.comm.rounds():
+            for answer in answers:
+                answer.wait()  # at once: whoever pushes again has read the last answer
             weights = [push.weight for push in pushes]
             if any(weights):
                 weighted_mean(node.g, [push.x for push in pushes], weights)
                 node.update(node.g)
                 node.samples += int(sum(weights))
             s.versions[0] += 1
-            for push in pushes:
-                # Lent, not copied: every worker has read x before it pushes again, and only then does x change.
-                node.comm.start_send(push.source, node.x, version=s.versions[0])
+            answers = [node.comm.start_send(push.source, node.x, version=s.versions[0]) for push in pushes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class ParameterServer(Strategy[ParameterServerState]):
         return "servers"
 
     def demands(self, workers: int) -> Iterator[Problem]:
-        """More servers than workers would mostly be idle, and is usually a slip."""
+        """So many servers would mostly be idle: usually a slip."""
         if self.servers > 4 * workers:
             yield Problem("strategy.servers", self.servers, f"is too many for {workers} workers: at most {4 * workers}")
 
@@ -113,12 +115,12 @@ class ParameterServer(Strategy[ParameterServerState]):
     def step(self, node: Node, s: ParameterServerState) -> None:
         """Push the gradient, pull the parameters."""
         g = node.gradient()
-        ranges = list(zip(node.comm.servers.members, split(g.numel(), self.servers), strict=True))
+        parts = list(zip(node.comm.servers.members, ranges(g.numel(), self.servers), strict=True))
         pushed = [
             node.comm.start_send(server, g[part], version=version, weight=node.weight)
-            for (server, part), version in zip(ranges, s.versions, strict=True)
+            for (server, part), version in zip(parts, s.versions, strict=True)
         ]
-        for i, (server, part) in enumerate(ranges):
+        for i, (server, part) in enumerate(parts):
             pulled = node.comm.recv(server)
             node.x[part].copy_(pulled.x)
             s.versions[i] = pulled.version

@@ -57,6 +57,11 @@ class SlowMo(Strategy[SlowMoState]):
     )
     base: Strategy[Any] = field(default_factory=Solo, metadata={"about": "what happens within a round"})
 
+    @property
+    def synchronous(self) -> bool:
+        """As its base is."""
+        return self.base.synchronous
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """A base that keeps the model on servers would undo the slow step at once."""
         if self.base.servers:
@@ -75,6 +80,7 @@ class SlowMo(Strategy[SlowMoState]):
 
     def finish(self, node: Node, s: SlowMoState) -> None:
         """End with one model, also in the middle of a round."""
+        self.base.finish(node, s.base)
         if node.steps > s.steps:
             self._slow_step(node, s)
 

@@ -38,7 +38,7 @@ from orchestra.ops import (
 from orchestra.transports.mailbox import Mailbox
 from orchestra.transports.memory import BARRIER, EVEN, FACTS, GO, ODD, PLACE, STOP_ASKED, STOP_AT, WEIGHT, Arena
 from orchestra.transports.waiting import Waiter
-from orchestra.vectors import is_small, split, weighted_mean
+from orchestra.vectors import is_small, ranges, weighted_mean
 
 if TYPE_CHECKING:
     from orchestra.transports.nccl import NcclMeans
@@ -49,11 +49,12 @@ T = TypeVar("T")
 class LocalTransport:
     """One node's end of the shared memory."""
 
-    def __init__(self, arena: Arena, rank: int, *, patience: float) -> None:
+    def __init__(self, arena: Arena, rank: int, *, patience: float, lockstep: bool = True) -> None:
         self.rank = rank
         self.size = arena.plan.nodes
         self.traffic = Traffic()
         self.gpu_means: NcclMeans | None = None  # where every worker has a GPU of its own
+        self._lockstep = lockstep  # whether workers must end after the same step
         self._arena = arena
         self._words = arena.words
         self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic)
@@ -87,15 +88,32 @@ class LocalTransport:
         """Block until every node is ready."""
         self._waiter.wait(GO, lambda: self._words[GO] != 0, lambda: "the other nodes to be ready")
 
-    def await_word(self, word: int, number: int, node: int) -> None:
-        """Block until a node has brought one of its words to `number`."""
-        self._waiter.wait(word, lambda: self._words[word] >= number, lambda: self._waiter.names([node]))
+    def await_saved(self, node: int, label: int) -> None:
+        """Block until a server has saved a checkpoint, which it does when every worker has."""
+        words, plan = self._words, self._arena.plan
+        word = plan.word("saved", node)
+
+        def whom() -> str:
+            late = [w for w in range(plan.workers) if words[plan.word("saved", w)] < label]
+            return f"{self._waiter.names(late or [node])} to save a checkpoint"
+
+        self._waiter.wait(word, lambda: words[word] >= label, whom)
+
+    def await_bell(self, ready: Callable[[], bool]) -> None:
+        """Block, for as long as it takes, until something happens that concerns this node."""
+        self._waiter.wait(self._arena.plan.word("bell", self.rank), ready, lambda: "the others", forever=True)
+
+    def ring_everybody(self) -> None:
+        """Make every node look around."""
+        for node in range(self.size):
+            self.mailbox.ring(node)
 
     def proceed(self, step: int) -> bool:
         """Whether to begin `step`.
 
         To stop, the coordinator raises STOP_ASKED; from then on nobody begins a step before STOP_AT is known. It then
-        sets STOP_AT past every step that was begun, so that all workers end after the same one.
+        sets STOP_AT past every step that was begun, so that all workers end after the same one. Where nobody waits for
+        anybody, each ends where it is.
         """
         words = self._words
         words.set(self._arena.plan.word("begun", self.rank), step)
@@ -104,7 +122,7 @@ class LocalTransport:
         self._waiter.wait(
             STOP_AT, lambda: words[STOP_AT] != 0, lambda: "the coordinator to say after which step to stop"
         )
-        return step < words[STOP_AT]
+        return self._lockstep and step < words[STOP_AT]
 
     # Collectives.
 
@@ -114,6 +132,8 @@ class LocalTransport:
         Only the last one to come wakes the others, and it wakes them all with one call.
         """
         words, plan = self._words, self._arena.plan
+        if len(group) != plan.workers:
+            raise NotImplementedError(f"collectives of all {plan.workers} workers only, not of {group.members}")
         self._barriers += 1
         number = self._barriers
         arrived = [plan.word("arrived", member) for member in group.members]
@@ -169,9 +189,9 @@ class LocalTransport:
         if len(op.group) == 1:
             return Done(op.weight)
         if self.gpu_means is not None and op.x.is_cuda:
-            self._count(op.x, op.group, split(op.x.numel(), len(op.group))[op.group.index(self.rank)])
+            self._count(op.x, op.group, ranges(op.x.numel(), len(op.group))[op.group.index(self.rank)])
             return Done(self.gpu_means.mean(op.x, op.weight))
-        mine = split(op.x.numel(), len(op.group))[op.group.index(self.rank)]
+        mine = ranges(op.x.numel(), len(op.group))[op.group.index(self.rank)]
         if is_small(op.x.numel(), len(op.group)):
             self._count(op.x, op.group, mine)
             return Done(self._small_mean(op))
@@ -215,7 +235,7 @@ class LocalTransport:
             if op.weight:
                 op.apply(g)
             return Done(None)
-        mine = split(g.numel(), len(op.group))[op.group.index(self.rank)]
+        mine = ranges(g.numel(), len(op.group))[op.group.index(self.rank)]
         shared = self._arena.plan.shared_x
         result = self._result(g)
         self._publish(g, op.weight)

@@ -30,7 +30,7 @@ class Mailbox:
     """One node's messages, to and from everybody."""
 
     def __init__(self, arena: Arena, rank: int, waiter: Waiter, traffic: Traffic) -> None:
-        self.on_idle: Callable[[], None] = lambda: None  # called before the node sleeps, between two messages
+        self.between_messages: Callable[[], None] = lambda: None
         self._arena = arena
         self._words = arena.words
         self._plan = arena.plan
@@ -101,7 +101,7 @@ class Mailbox:
         bell = self._plan.word("bell", self._rank)
 
         def ready() -> bool:
-            self.on_idle()
+            self.between_messages()
             return self._arrived(sources) is not None or all(self._left[s] for s in sources)
 
         def whom() -> str:

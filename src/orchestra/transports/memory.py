@@ -33,7 +33,10 @@ HEADER = 64  # bytes of a message header
 SLACK = _PAGE  # a message may be a little longer than the model: a vector and its weight travel together
 
 # Words that concern the whole run.
-GO, ABORT, STOP_ASKED, STOP_AT, BARRIER = range(5)
+GO, ABORT, STOP_ASKED, STOP_AT, BARRIER, SAVE_WANTED = range(6)
+
+# What a worker that takes no more steps has begun.
+NOTHING_MORE = 2**32 - 1
 _GLOBAL_WORDS = 16
 
 

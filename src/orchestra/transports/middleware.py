@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar, cast
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class Metered:
     def start(self, op: Op[T]) -> Handle[T]:
         """Pass the op on and note how long it took."""
         if isinstance(op, MeanUpdate):
-            op.apply = self._timed(op.apply)
+            op = cast("Op[T]", replace(op, apply=self._timed(op.apply)))
         began, waited, computed = self.now(), self.traffic.waited, self.compute
         handle = self.inner.start(op)
         took = self.now() - began

@@ -28,8 +28,8 @@ class Waiter:
         self._patience = patience  # seconds
         self._traffic = traffic
 
-    def wait(self, word: int, ready: Callable[[], bool], whom: Callable[[], str]) -> None:
-        """Sleep on a word until `ready()`."""
+    def wait(self, word: int, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False) -> None:
+        """Sleep on a word until `ready()`, at most as long as this node is patient unless told `forever`."""
         words = self._words
         began = time.perf_counter()
         while True:
@@ -38,7 +38,7 @@ class Waiter:
                 break
             if words[ABORT]:
                 raise Aborted
-            if time.perf_counter() - began > self._patience:
+            if not forever and time.perf_counter() - began > self._patience:
                 raise Stalled(
                     f"{self.names([self._rank])} waited {self._patience:g} s for {whom()}. If a step may take longer, "
                     "give Local(patience=...) more seconds."
