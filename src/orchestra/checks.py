@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from orchestra.data.feed import Samples, is_tensors
 from orchestra.data.partitions import IID, Dirichlet
@@ -112,6 +112,9 @@ def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterat
                 "partition", partition, "needs all labels beforehand, which a stream does not have: use IID()"
             )
         return
+    if isinstance(data, DataLoader):
+        yield Problem("data", "DataLoader", "give the Dataset itself: batch= says how many samples make a batch")
+        return
     if not is_tensors(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         yield Problem("data", type(data).__name__, "must give a tuple of tensors, a Dataset or an IterableDataset")
         return
@@ -179,6 +182,10 @@ def rehearse(module: nn.Module, data: Any, loss: Any, batch: int) -> Iterator[Pr
         return
     module = copy.deepcopy(module).train()
     output = module(*sample[:-1])
+    wrong = [*_classes(loss, output, data)]
+    if wrong:
+        yield from wrong
+        return
     value = loss(output, sample[-1])
     if not isinstance(value, Tensor) or value.dim() != 0:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -191,7 +198,6 @@ def rehearse(module: nn.Module, data: Any, loss: Any, batch: int) -> Iterator[Pr
     for name, p in trainable(module).items():
         if p.grad is not None and p.grad.layout is not torch.strided:
             yield Problem(f"model.{name}", "sparse gradient", "is not supported: use sparse=False in its layer")
-    yield from _classes(loss, output, data)
 
 
 def _classes(loss: Any, output: Any, data: Any) -> Iterator[Problem]:

@@ -19,9 +19,10 @@ _LONGEST = 1000  # characters of an expression
 
 
 def names() -> dict[str, type[Any]]:
-    """Every name that may stand in an expression, short ones included."""
-    known = {cls.__name__.lower(): cls for cls in (*STRATEGIES, *PARTS)}
-    return known | {cls.short: cls for cls in STRATEGIES if cls.short}
+    """Every name that may stand in an expression, short ones included; also of strategies defined elsewhere."""
+    classes: list[type[Any]] = [cls for cls in Strategy.__subclasses__() if dataclasses.is_dataclass(cls)]
+    classes += [*STRATEGIES, *PARTS]
+    return {cls.__name__.lower(): cls for cls in classes} | {cls.short: cls for cls in STRATEGIES if cls.short}
 
 
 def parse(text: str) -> Strategy[Any]:

@@ -72,17 +72,7 @@ def read_strategy(given: Request) -> tuple[Strategy[Any] | None, list[Problem]]:
 
 def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Problem]:
     """What can be judged without calling anything of the user's."""
-    for name in ("model", "data", "loss"):
-        value = getattr(given, name)
-        if not callable(value):
-            yield Problem(name, type(value).__name__, "must be a function, so that every process can make its own")
-    if isinstance(given.model, nn.Module):
-        message = "is a module: give the function that makes it, e.g. model=lambda: Net()"
-        yield Problem("model", type(given.model).__name__, message)
-    for name in ("evaluate", "evaluation_data", "schedule", "progress"):
-        value = getattr(given, name)
-        if value is not None and not callable(value):
-            yield Problem(name, type(value).__name__, "must be a function, or None")
+    yield from _look_at_functions(given)
     if isinstance(given.cluster, Local):
         yield from given.cluster.problems()
     else:
@@ -103,6 +93,23 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
     yield from _look_at_note(given)
     yield from _look_at_intervals(given)
     yield from _look_at_folder(given)
+
+
+def _look_at_functions(given: Request) -> Iterator[Problem]:
+    for name, example in (("model", "lambda: Net()"), ("data", "lambda: (x, y)"), ("loss", "F.cross_entropy")):
+        value = getattr(given, name)
+        if not callable(value):
+            message = f"must be a function, so that every process can make its own: {name}={example}"
+            yield Problem(name, type(value).__name__, message)
+    if isinstance(given.model, nn.Module):
+        message = "is a module: give the function that makes it, e.g. model=lambda: Net()"
+        yield Problem("model", type(given.model).__name__, message)
+    if isinstance(given.loss, type):
+        yield Problem("loss", given.loss.__name__, f"is a class: give an instance, loss={given.loss.__name__}()")
+    for name in ("evaluate", "evaluation_data", "schedule", "progress"):
+        value = getattr(given, name)
+        if value is not None and not callable(value):
+            yield Problem(name, type(value).__name__, "must be a function, or None")
 
 
 def _look_at_note(given: Request) -> Iterator[Problem]:

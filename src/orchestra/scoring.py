@@ -52,10 +52,13 @@ class Scorer:
         """Call the user's function; a single number gets the function's name."""
         if self.evaluate is None:
             return {}
-        value = self.evaluate(module, self.data)
+        module.eval()
+        with torch.no_grad():
+            value = self.evaluate(module, self.data)
         if isinstance(value, Mapping):
             return {str(name): float(v) for name, v in value.items()}
-        return {getattr(self.evaluate, "__name__", "score"): float(value)}
+        name = getattr(self.evaluate, "__name__", "score")
+        return {name if name.isidentifier() else "score": float(value)}
 
     def initial(self) -> dict[str, float]:
         """Score the initial model: a mistake in `evaluate` shows now, not after hours of training."""
@@ -93,9 +96,8 @@ class Scorer:
         t = max(p.t for p in holders)
         return Scored(t, max(p.step for p in parts), samples, number, self.figures(self.module))
 
-    def last(self, number: int) -> Scored:
-        """Load and score the final model, which every run has."""
-        parts = snapshot.parts(self.run / snapshot.FINAL)
+    def last(self, number: int, parts: list[snapshot.Part]) -> Scored:
+        """Score the final model, which every run has."""
         scored = self._scored(number, parts)
         if self.evaluate is not None:
             self._record(scored)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
-from orchestra import checkpoint, expression, overrides, progress
+from orchestra import checkpoint, expression, overrides, progress, snapshot
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Local
 from orchestra.data.feed import Samples, make_feed
@@ -34,9 +34,8 @@ from orchestra.report.facts import Facts, facts_of
 from orchestra.request import Request, first_look, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
 from orchestra.scoring import Evaluate, Scorer
-from orchestra.snapshot import FINAL, export, numbered
+from orchestra.snapshot import FINAL, export, load_into, numbered
 from orchestra.strategy import Strategy
-from orchestra.transports.memory import Plan
 
 
 @dataclass(frozen=True)
@@ -78,19 +77,23 @@ def train(
 ) -> Result:
     """Train a model on several processes with a strategy, and block until it is done.
 
+    Samples are dealt out anew every epoch, streams as well; every sample is used once an epoch, by one worker. Batch
+    statistics (BatchNorm) are each worker's own and averaged in the result, which comes in evaluation mode.
+
     Args:
         model: makes the module. Every process calls it, with the same seed.
-        data: makes the training data: a tuple of tensors, a Dataset or an IterableDataset; the last entry of a
-            sample is the target.
+        data: makes the training data: a tuple of tensors, a Dataset or an IterableDataset, of single samples, not
+            batches; the last entry of a sample is the target.
         loss: `loss(output, target)`, the mean over the batch.
         optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.
         strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
         cluster: where; `Local(workers=2)` by default.
         batch: samples of each worker and step.
-        budget: how long: `Epochs(3)`, `Steps(1000) | Seconds(60)`, ...
-        evaluate: `evaluate(model, evaluation_data)` gives a number or a dict of them; called off the clock.
+        budget: how long: `Epochs(3)`, `Steps(1000) | Seconds(60)`, ...; one epoch by default.
+        evaluate: `evaluate(model, evaluation_data)` gives a number or a dict of them; called off the clock, on a copy
+            of the model in evaluation mode.
         evaluation_data: makes the data for `evaluate`.
-        evaluate_every: how often to set the model aside for scoring.
+        evaluate_every: how often to set the model aside for scoring; every epoch by default, and at the end.
         seed: of everything random.
         out: the run folder; a new one under `runs/` by default.
         schedule: factor on the learning rate as a function of epochs done.
@@ -140,19 +143,13 @@ class _Training:
         if given.resume:
             self.saved = self._find_checkpoint()
         job = self._job()
-        plan = Plan(
-            workers=job.workers,
-            servers=job.servers,
-            numel=job.parameters,
-            dtype=vector_dtype(self.module),
-            shared_x=job.owns_range and job.device == "cpu",
-        )
+        plan = job.plan(vector_dtype(self.module))
         if self.saved is not None:
             _forget_after(self.folder, self.saved)
         scorer = self._scorer()
         if self.saved is None:
             metrics = scorer.initial()
-            self._open_folder(job, plan)
+            self._open_folder(job)
             scorer.begin(metrics)
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = progress.auto(seconds) if given.progress is None else None
@@ -164,6 +161,7 @@ class _Training:
             seconds=seconds,
             resumed_at=0.0 if self.saved is None else float(self.saved.node(0)["cost"][0]),
             resumed_from=0 if self.saved is None else self.saved.step,
+            how_to_resume=self._how_to_resume(),
             show=given.progress or display or (lambda watch: None),
             target_reached=scorer.target_reached,
         )
@@ -176,6 +174,12 @@ class _Training:
             if display is not None:
                 display.close()
         return self._conclude(scorer, coordinator)
+
+    def _how_to_resume(self) -> str:
+        """What to type: the command line can only repeat a call that it knows."""
+        if "recipe" in self.given.note:
+            return f"orchestra resume {self.folder}"
+        return f'the same train(..., out="{self.folder}", resume=True)'
 
     def _job(self) -> Job:
         given, cluster, device = self.given, self.given.cluster, self.given.cluster.resolve_device()
@@ -249,10 +253,10 @@ class _Training:
             "partition": repr(self.given.partition) if self.given.partition is not None else "IID()",
         }
 
-    def _open_folder(self, job: Job, plan: Plan) -> None:
+    def _open_folder(self, job: Job) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self._about(job) | {
-            "parameters": plan.numel,
+            "parameters": job.parameters,
             "budget": [f"{type(p).__name__.lower()}={_value(p)}" for p in budgets.parts(self.given.budget)],
             "device": job.device,
             "threads": job.threads,
@@ -278,12 +282,14 @@ class _Training:
 
     def _conclude(self, scorer: Scorer, coordinator: Coordinator) -> Result:
         scorer.rest()
-        number = max(scorer.done, default=0) + 1
-        final = scorer.last(number)
-        self.module.load_state_dict(scorer.module.state_dict())
+        parts = snapshot.parts(self.folder / FINAL)
+        load_into(self.module, parts)
+        self.module.eval()
         export(self.module, self.folder / "model.safetensors")
+        final = scorer.last(max(scorer.done, default=0) + 1, parts)
         shutil.rmtree(self.folder / FINAL)
-        shutil.rmtree(self.folder / "snapshots", ignore_errors=True) if not self.given.keep_snapshots else None
+        if not self.given.keep_snapshots:
+            shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
         ending = {"stopped_by": coordinator.stopped_by, "warnings": coordinator.warnings}
         checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(self.folder)

@@ -154,7 +154,7 @@ def prepare(
     from orchestra.launch import forkserver
 
     if not source.holds_recipe:
-        why = "defines no RECIPE = orchestra.recipe.Recipe(...), which compare needs"
+        why = "defines no RECIPE = orchestra.Recipe(...), which compare needs"
         raise ConfigError([Problem("recipe", source.name, why)])
     forkserver.warm()
     from orchestra import expression

@@ -19,8 +19,15 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="data",
     help="Named data sets: list them, fetch the ones that do not come with the package, verify their checksums.",
-    no_args_is_help=True,
 )
+
+
+@app.callback(invoke_without_command=True)
+def data(context: typer.Context) -> None:
+    """Named data sets: list them, fetch the ones that do not come with the package, verify their checksums."""
+    if context.invoked_subcommand is None:
+        list_()
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")]
 Name = Annotated[str, typer.Argument(help="A name from `orchestra data list`, for example mnist.", show_default=False)]

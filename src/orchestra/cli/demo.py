@@ -51,7 +51,7 @@ def demo(
 
 _NEXT = """
 The runs and the table are in {out}. What to try next:
-  orchestra explain slowmo                                      how the last one works
+  orchestra explain slowmo                                      how SlowMo works
   orchestra compare digits --lr 0.01 --workers 4 --seeds 3 \\
       --strategies "allreduce, ps(consistency=asp())"           stale gradients bear smaller steps
   orchestra compare digits --workers 4 --partition label-sorted \\

@@ -95,13 +95,16 @@ class Options:
         """Those that were given, as JSON takes them."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
-    def changes(self) -> dict[str, Change]:
-        """What they change in a call of `train`. Raises a `ConfigError` with all that cannot be understood."""
+    def changes(self, *, of_script: bool = False) -> dict[str, Change]:
+        """What they change in a call of `train`. Raises a `ConfigError` with all that cannot be understood.
+
+        A script may define a strategy of its own: then the name is looked up when the script calls `train`.
+        """
         problems: list[Problem] = []
         found: dict[str, Change] = {}
         for read in (_plain, _strategy, _cluster, _budget, _optimizer, _partition):
             try:
-                found |= read(self)
+                found |= _later(self) if of_script and read is _strategy else read(self)
             except ConfigError as error:
                 problems.extend(error.problems)
         if problems:
@@ -194,6 +197,13 @@ def _strategy(o: Options) -> dict[str, Change]:
     if chosen is not None:
         change(None)  # whether it has servers shows now, beside the other problems
     return {"strategy": change}
+
+
+def _later(o: Options) -> dict[str, Change]:
+    """The strategy, read when it is needed."""
+    if o.strategy is None and o.servers is None:
+        return {}
+    return {"strategy": lambda old: _strategy(o)["strategy"](old)}
 
 
 def _with_servers(strategy: Any, servers: int) -> Any:

@@ -51,7 +51,7 @@ def carry_out(
     from orchestra.launch import forkserver
 
     forkserver.warm()  # imports torch in another process while this one does the same
-    changes = chosen.changes()
+    changes = chosen.changes(of_script=source.path is not None)
     note = {"recipe": source.name, "args": list(args), "options": chosen.given()}
     with progress.choose(quiet=quiet, seconds=chosen.seconds) as display:
 

@@ -110,7 +110,7 @@ def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], 
                 with overrides.using({}):
                     train_recipe(_recipe_in(module, source.path), changes)
     if not display.runs:
-        why = "neither called orchestra.train(...) nor defined a RECIPE = orchestra.recipe.Recipe(...)"
+        why = "neither called orchestra.train(...) nor defined a RECIPE = orchestra.Recipe(...)"
         raise ConfigError([Problem("script", str(source.path), why)])
 
 
@@ -153,7 +153,7 @@ def _recipe_in(module: ModuleType, path: Path) -> Recipe:
 
     found = next((getattr(module, name) for name in _NAMES if hasattr(module, name)), None)
     if not isinstance(found, Recipe):
-        why = f"its RECIPE is a {type(found).__name__}, not an orchestra.recipe.Recipe"
+        why = f"its RECIPE is a {type(found).__name__}, not an orchestra.Recipe"
         raise ConfigError([Problem("script", str(path), why)])
     return found
 

@@ -107,6 +107,11 @@ class Row:
         return (self.mean("sent_per_worker") or 0.0) + (self.mean("received_per_worker") or 0.0)
 
     @property
+    def total(self) -> float:
+        """Bytes that crossed between all nodes, servers included."""
+        return self.mean("sent_total") or 0.0
+
+    @property
     def wait(self) -> float:
         """The workers' share of time spent waiting."""
         return statistics.fmean([facts.share("wait") for facts in self.done] or [math.nan])
@@ -311,16 +316,16 @@ def _winner(table: Table, winners: Sequence[Row]) -> str:
 
 def _traffic(table: Table, first: Row) -> list[str]:
     """What it cost in bytes."""
-    frugal = min((row for row in table.rows if row.done and row.traffic), key=lambda row: row.traffic, default=None)
+    frugal = min((row for row in table.rows if row.done and row.total), key=lambda row: row.total, default=None)
     base = table.row(table.baseline)
     found = []
-    if base is not None and base.done and first is not base and base.traffic and first.traffic:
+    if base is not None and base.done and first is not base and base.total and first.total:
         found.append(
-            f"It moved {size(first.traffic)} per worker, {table.baseline} {size(base.traffic)}: "
-            f"{_times(first.traffic / base.traffic)}."
+            f"Between all its nodes {size(first.total)} were sent, with {table.baseline} {size(base.total)}: "
+            f"{_times(first.total / base.total)}."
         )
-    if frugal is not None and frugal is not base and frugal.traffic < 0.95 * first.traffic:
-        found.append(f"{frugal.strategy} moved least: {size(frugal.traffic)} per worker.")
+    if frugal is not None and frugal is not base and frugal.total < 0.95 * first.total:
+        found.append(f"{frugal.strategy} sent least: {size(frugal.total)}.")
     return found
 
 

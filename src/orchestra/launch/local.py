@@ -73,6 +73,7 @@ class Coordinator:
     seconds: float | None  # budget by the clock
     resumed_at: float = 0.0  # seconds of training before this process
     resumed_from: int = 0  # label of the checkpoint
+    how_to_resume: str = "train(..., resume=True)"
     show: Callable[[Watch], None] = lambda watch: None
     target_reached: Callable[[], bool] = lambda: False
     ready: set[int] = field(default_factory=set)
@@ -247,7 +248,7 @@ class Coordinator:
     def _raise_interrupted(self) -> None:
         run = self.job.run
         where = (
-            f"A checkpoint of step {self.last_checkpoint} is in {run}; go on with: orchestra resume {run}"
+            f"A checkpoint of step {self.last_checkpoint} is in {run}; go on with {self.how_to_resume}"
             if self.last_checkpoint is not None
             else " ".join(["No checkpoint was written.", *self.warnings])
         )

@@ -43,6 +43,7 @@ class Facts:
     metrics: dict[str, float]  # of the final model
     sent_per_worker: float  # bytes
     received_per_worker: float  # bytes
+    sent_total: int  # bytes, of all nodes, servers included
     shares: list[Share]
     staleness_mean: float | None
     staleness_max: int | None
@@ -100,6 +101,7 @@ def facts_of(run: Path) -> Facts:
         metrics=scores[-1].metrics if scores else {},
         sent_per_worker=_mean([e.sent for e in workers]),
         received_per_worker=_mean([e.received for e in workers]),
+        sent_total=sum(e.sent for e in ended.values()),
         shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(ended.items())],
         staleness_mean=_mean(stale) if stale else None,
         staleness_max=max(stale) if stale else None,
