@@ -37,6 +37,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, 7), nn.Tanh(), nn.Linear(7, CLASSES), nn.Linear(CLASSES, 1, bias=False))
 
 
+def make_large() -> nn.Module:
+    """269,681 parameters: large for any number of workers, and divisible neither by 2, by 3 nor by a cache line."""
+    return nn.Sequential(nn.Linear(INPUTS, 600), nn.Tanh(), nn.Linear(600, 440), nn.Tanh(), nn.Linear(440, 1))
+
+
 def make_data(count: int = COUNT) -> tuple[Tensor, Tensor]:
     """The first input of a sample is a hundredth of its index, so that a trap can know it."""
     generator = torch.Generator().manual_seed(11)
@@ -57,9 +62,10 @@ def classifier() -> nn.Module:
 class Dicey(nn.Module):
     """Draws from every generator there is, so that forgetting one of them shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(INPUTS, 7), nn.BatchNorm1d(7), nn.Dropout(0.3), nn.Linear(7, 1))
+        small = nn.Sequential(nn.Linear(INPUTS, 7), nn.BatchNorm1d(7), nn.Dropout(0.3), nn.Linear(7, 1))
+        self.inner = small if model is None else nn.Sequential(nn.BatchNorm1d(INPUTS), nn.Dropout(0.1), model())
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
@@ -107,14 +113,49 @@ class Watched(nn.Module):
 class Jittery(nn.Module):
     """Takes a different time at every call in every process, without touching any seeded generator."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Callable[[], nn.Module] = make_model) -> None:
         super().__init__()
-        self.inner = make_model()
+        self.inner = model()
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(os.urandom(1)[0] / 255 * 0.01)
         y: Tensor = self.inner(x)
         return y
+
+
+class Paced(nn.Module):
+    """Takes so many seconds a step, by worker; the same model whatever they are."""
+
+    def __init__(self, seconds: dict[int, float], model: Callable[[], nn.Module] = make_model) -> None:
+        super().__init__()
+        self.inner = model()
+        self.seconds = seconds
+        self.rank: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.seconds:
+            if self.rank is None:
+                self.rank = my_rank()
+            time.sleep(self.seconds.get(self.rank, 0.0))
+        y: Tensor = self.inner(x)
+        return y
+
+
+def paced(*seconds: float, model: Callable[[], nn.Module] = make_model) -> Callable[[], nn.Module]:
+    """A model that takes worker 0 the first time, worker 1 the second, ..."""
+    return lambda: Paced(dict(enumerate(seconds)), model)
+
+
+def my_rank() -> int:
+    """Which node this process is, by the file it writes its events to; -1 outside of a run."""
+    names = []
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            names.append(fd.readlink().name)
+        except OSError:  # the one that lists them
+            continue
+    found = [n.removeprefix("events-").removesuffix(".jsonl") for n in names if n.startswith("events-")]
+    return int(found[0]) if len(found) == 1 else -1
 
 
 def trapped(*traps: Trap, model: Callable[[], nn.Module] = make_model) -> Callable[[], nn.Module]:

@@ -312,17 +312,18 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
 def _save_if_due(life: Life, before: int) -> None:
     """Save when it is time.
 
-    In step, it is time for all workers at once. Where each goes its own pace, the first one whose time has come asks
+    In step, it is time for all workers at once. Where each goes its own pace, the first worker that is not done asks
     the others, who save at the end of the step they are in: nobody waits for another to catch up.
     """
-    words, node, every = life.arena.words, life.node, life.job.checkpoint_every
-    due = _crossed(before, node.steps, every) and not _spent(life)
+    words, plan, node = life.arena.words, life.arena.plan, life.node
+    due = _crossed(before, node.steps, life.job.checkpoint_every) and not _spent(life)
     if life.job.strategy.synchronous:
         if due:
             _save_with_servers(life, node.steps)
         return
-    if due and node.steps > words[SAVE_WANTED]:
-        words.set(SAVE_WANTED, node.steps)
+    first = all(words[plan.word("begun", w)] == NOTHING_MORE for w in range(life.rank))
+    if due and first and words[SAVE_WANTED] == life.saved_as:
+        words.set(SAVE_WANTED, max(node.steps, life.saved_as + 1))
         life.transport.ring_everybody()
     if words[SAVE_WANTED] > life.saved_as:
         _save_with_servers(life, words[SAVE_WANTED])

@@ -30,7 +30,7 @@ from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
 from orchestra.launch.local import Coordinator, Watch
 from orchestra.replica import Loss, flatten, trainable, vector_dtype
-from orchestra.report.facts import Facts, facts_of
+from orchestra.report.facts import Facts, facts_of, scores_of
 from orchestra.request import Request, first_look, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
 from orchestra.scoring import Evaluate, Scorer
@@ -333,15 +333,14 @@ def _forget_after(run: Path, saved: checkpoint.Saved) -> None:
     shutil.rmtree(run / FINAL, ignore_errors=True)
     for draft in (run / "checkpoints").glob("*.tmp"):
         shutil.rmtree(draft, ignore_errors=True)
-    taken = saved.node(0)["counts"][3]
+    holder = saved.manifest["workers"] if saved.manifest["servers"] else 0
+    taken = saved.node(holder)["counts"][3]
     for number, folder in numbered(run / "snapshots"):
         if number > taken:
             shutil.rmtree(folder)
     for path in run.glob("events-*.jsonl"):
-        rank = int(path.stem.removeprefix("events-"))
-        until = saved.node(rank)["cost"][0]
+        until = saved.node(int(path.stem.removeprefix("events-")))["cost"][0]
         kept = [event for event in read(path) if event.t <= until]
         checkpoint.write_text(path, "".join(encode(event) for event in kept))
-    until = saved.node(0)["cost"][0]
-    kept_scores = [event for event in read(run / "scores.jsonl") if event.t <= until]
-    checkpoint.write_text(run / "scores.jsonl", "".join(encode(event) for event in kept_scores))
+    scores = [score for score in scores_of(run) if score.number <= taken]
+    checkpoint.write_text(run / "scores.jsonl", "".join(encode(score) for score in scores))

@@ -18,7 +18,8 @@ def facts(strategy: str, *, sent: float = 1e6, stale: float | None = None) -> Fa
     return Facts(
         strategy=strategy, workers=2, servers=0, seed=0, steps=10, samples=100, seconds=9.0, setup=0.1,
         samples_per_second=11.0, loss=0.1, metrics={"accuracy": 0.9}, sent_per_worker=sent, received_per_worker=sent,
-        shares=[], staleness_mean=stale, staleness_max=None if stale is None else 9, staleness_counts={}, skipped=0,
+        sent_total=int(2 * sent), shares=[], staleness_mean=stale,
+        staleness_max=None if stale is None else 9, staleness_counts={}, skipped=0,
         stopped_by="budget", parameters=10,
     )  # fmt: skip
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tests.zoo import train
 
 from orchestra import AllReduce
-from tests.zoo import train
 
 
 def test_training_leaves_the_callers_generators_alone(tmp_path: Path) -> None:

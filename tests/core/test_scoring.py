@@ -20,6 +20,7 @@ from tests.zoo import (
     flat,
     make_data,
     make_model,
+    paced,
     plain,
     press_ctrl_c,
     train,
@@ -27,7 +28,21 @@ from tests.zoo import (
 )
 from torch import Tensor, nn
 
-from orchestra import ASP, AllReduce, Epochs, LocalSGD, ParameterServer, Seconds, SlowMo, Steps, Strategy, Target
+from orchestra import (
+    ASP,
+    AllReduce,
+    Epochs,
+    LocalSGD,
+    ParameterServer,
+    Seconds,
+    SlowMo,
+    Steps,
+    Strategy,
+    Target,
+    checkpoint,
+    snapshot,
+)
+from orchestra.budget import Budget
 from orchestra.errors import Interrupted, WorkerLost
 from orchestra.report.facts import facts_of, scores_of, time_to
 
@@ -45,6 +60,11 @@ def error(model: nn.Module, data: tuple[Tensor, Tensor]) -> dict[str, float]:
 SCORED: dict[str, Any] = {"evaluate": error, "evaluation_data": make_data}
 
 
+def either(target: bool, steps: int) -> Budget:
+    """So many steps; with a target that is never reached, so that snapshots are scored while the run goes on."""
+    return Target("error", 0.0) | Steps(steps) if target else Steps(steps)
+
+
 @each
 @pytest.mark.parametrize(
     "model", [make_model, lambda: nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))]
@@ -57,6 +77,29 @@ def test_every_epoch_is_scored_whatever_the_strategy(strategy: Strategy[Any], mo
     assert [s.samples for s in scores] == [0, *(COUNT * e for e in (1, 2, 3, 4, 5)), 5 * COUNT]
     assert [s.t for s in scores] == sorted(s.t for s in scores)
     assert result.metrics == result.summary.metrics == scores[-1].metrics
+
+
+class Masked(nn.Module):
+    """Has a buffer, but none that belongs to its state."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("mask", torch.ones(7), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x * self.mask)
+        return y
+
+
+@each
+@pytest.mark.parametrize("target", [False, True], ids=["afterwards", "meanwhile"])
+def test_buffers_that_are_not_saved_are_not_waited_for(strategy: Strategy[Any], target: bool, tmp_path: Path) -> None:
+    train(strategy, tmp_path, workers=2, model=Masked, budget=either(target, 4), evaluate_every=Steps(1), **SCORED)
+    assert [s.step for s in scores_of(tmp_path)] == [0, 1, 2, 3, 4, 4]
+    assert [s.number for s in scores_of(tmp_path)] == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_is_scored_is_the_model_at_that_step(tmp_path: Path) -> None:
@@ -162,6 +205,70 @@ def test_a_run_resumed_near_its_end_reports_its_last_score(tmp_path: Path) -> No
     assert [s.step for s in scores] == [0, 2, 4, 6, 6]
     assert len({s.number for s in scores}) == len(scores)
     assert resumed.summary.metrics == resumed.metrics
+
+
+@pytest.mark.parametrize(
+    ("strategy", "target"),
+    [*((s, False) for s in STRATEGIES), (ParameterServer(consistency=ASP()), False), (AllReduce(), True)],
+    ids=str,
+)
+def test_what_came_after_the_checkpoint_is_not_scored(strategy: Strategy[Any], target: bool, tmp_path: Path) -> None:
+    """The first attempt gets to step 5 or so; the second goes on from step 3 and ends at step 4."""
+    given: dict[str, Any] = {"workers": 2, "evaluate_every": Steps(1), "checkpoint_every": Steps(3), **SCORED}
+    death = Trap.at(0, 6, partial(die_after, tmp_path / "checkpoints" / "step-00000003"), size=2)
+    # Where nobody waits for anybody the others may not run ahead.
+    slow = [Trap.at(rank, step, partial(time.sleep, 0.03), size=2) for rank in (0, 1) for step in range(7)]
+    with pytest.raises(WorkerLost):
+        train(strategy, tmp_path, model=trapped(*slow, death), budget=either(target, 8), **given)
+    saved = checkpoint.newest(tmp_path / "checkpoints")[0]
+    assert saved.step in (3, 6)
+    train(strategy, tmp_path, model=trapped(), resume=True, budget=either(target, saved.step + 1), **given)
+    scores = scores_of(tmp_path)
+    assert [s.number for s in scores] == [*range(saved.step + 3)]
+    assert max(s.samples for s in scores) == scores[-1].samples
+    assert [s.t for s in scores] == sorted(s.t for s in scores)
+    if strategy.synchronous:
+        assert [s.step for s in scores] == [*range(saved.step + 2), saved.step + 1]
+
+
+def test_a_score_of_before_the_checkpoint_is_kept_though_the_last_worker_was_late(tmp_path: Path) -> None:
+    """Worker 1 sets its part of snapshot 3 aside long after worker 0 has saved step 3: it is not one of later."""
+    given: dict[str, Any] = {"workers": 2, "evaluate_every": Steps(1), "checkpoint_every": Steps(3), **SCORED}
+    slow = Trap.at(1, 2, partial(time.sleep, 0.3), size=2)
+    death = Trap.at(1, 3, partial(_die_when_scored, tmp_path, 4), size=2)
+    with pytest.raises(WorkerLost):
+        train(LocalSGD(tau=10), tmp_path, model=trapped(slow, death), budget=either(True, 5), **given)
+    assert checkpoint.newest(tmp_path / "checkpoints")[0].step == 3
+    train(LocalSGD(tau=10), tmp_path, model=trapped(), budget=either(True, 5), resume=True, **given)
+    assert [s.number for s in scores_of(tmp_path)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def _die_when_scored(run: Path, count: int) -> None:
+    deadline = time.monotonic() + 5
+    while len(scores_of(run)) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    die_after(run / "checkpoints" / "step-00000003")
+
+
+def test_no_snapshot_is_lost_when_the_first_worker_is_slow(tmp_path: Path) -> None:
+    """A server's snapshots follow the samples of all; worker 0 alone does not tell how many there were."""
+    given: dict[str, Any] = {
+        "workers": 2, "evaluate_every": Steps(2), "checkpoint_every": Steps(4), "optimizer": slowly, **SCORED,
+    }  # fmt: skip
+    strategy = ParameterServer(consistency=ASP())
+    train(strategy, tmp_path, model=paced(0.1, 0.0), budget=Steps(12), **given)
+    scores = scores_of(tmp_path)
+    saved = checkpoint.newest(tmp_path / "checkpoints")[0]
+    assert saved.node(0)["counts"][3] < saved.node(2)["counts"][3]  # snapshots
+    kept = (tmp_path / "scores.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "scores.jsonl").write_text("".join(kept[:1]))  # as if it had died before any of them was scored
+    again = tmp_path / "snapshots"
+    for number in range(1, saved.node(2)["counts"][3] + 1):
+        snapshot.write(
+            again / f"{number:05d}", 2, snapshot.Part(0.01 * number, 1, 1, 0, flat(make_model()).float(), {})
+        )
+    train(strategy, tmp_path, model=paced(), budget=Steps(12), resume=True, **given)
+    assert [s.number for s in scores_of(tmp_path)] == [s.number for s in scores]
 
 
 def _press_when_scored(out: Path) -> None:

@@ -170,7 +170,7 @@ class Stream(IterableDataset[tuple[int, int]]):
 @given(count=st.integers(1, 100), size=st.integers(1, 5), batch=st.integers(1, 7))
 @settings(deadline=None)
 def test_a_stream_is_dealt_out_once_and_ends_for_all_at_once(count: int, size: int, batch: int) -> None:
-    feeds = [StreamFeed(Stream(count), batch=batch, rank=r, size=size) for r in range(size)]
+    feeds = [StreamFeed(Stream(count), seed=1, batch=batch, rank=r, size=size) for r in range(size)]
     for _ in range(2):
         epochs = [epoch_of(feed) for feed in feeds]
         assert {len(steps) for steps in epochs} == {-(-count // (batch * size))}
@@ -181,10 +181,10 @@ def test_a_stream_is_dealt_out_once_and_ends_for_all_at_once(count: int, size: i
 @given(count=st.integers(1, 60), size=st.integers(1, 3), batch=st.integers(1, 5), past=st.integers(0, 20))
 @settings(deadline=None)
 def test_a_stream_can_be_resumed(count: int, size: int, batch: int, past: int) -> None:
-    run = StreamFeed(Stream(count), batch=batch, rank=size - 1, size=size)
+    run = StreamFeed(Stream(count), seed=1, batch=batch, rank=size - 1, size=size)
     for _ in range(past):
         run.next()
-    sought = StreamFeed(Stream(count), batch=batch, rank=size - 1, size=size)
+    sought = StreamFeed(Stream(count), seed=1, batch=batch, rank=size - 1, size=size)
     sought.seek(run.epoch, run.step)
     for _ in range(6):
         (a, n), (b, m) = run.next(), sought.next()
@@ -195,7 +195,7 @@ def test_a_stream_can_be_resumed(count: int, size: int, batch: int, past: int) -
 
 def test_an_empty_stream_is_refused() -> None:
     with pytest.raises(ValueError, match="the stream is empty"):
-        StreamFeed(Stream(0), batch=1, rank=0, size=1)
+        StreamFeed(Stream(0), seed=1, batch=1, rank=0, size=1)
 
 
 def test_a_stream_is_not_read_further_than_one_group_ahead() -> None:
@@ -209,7 +209,7 @@ def test_a_stream_is_not_read_further_than_one_group_ahead() -> None:
                 yield i, 0
                 i += 1
 
-    feed = StreamFeed(Endless(), batch=4, rank=0, size=3)
+    feed = StreamFeed(Endless(), seed=1, batch=4, rank=0, size=3)
     for _ in range(5):
         feed.next()
     assert len(read) <= 12 * 6
@@ -224,3 +224,25 @@ def test_dealing_leaves_nobody_alone_with_one_sample(count: int, size: int, batc
     assert max(sizes) <= batch
     if batch > 2 and count > 1:  # three samples among batches of two: somebody has to
         assert 1 not in sizes
+
+
+@pytest.mark.parametrize("partition", [None, LabelSorted(), Dirichlet(alpha=100.0)], ids=repr)
+@pytest.mark.parametrize(("count", "size", "batch"), [(140_003, 2, 1000), (66_000, 1, 999), (200_001, 3, 4096)])
+def test_many_samples_never_make_a_batch_too_large(
+    count: int, size: int, batch: int, partition: Partition | None
+) -> None:
+    """Samples are cut exactly, not at multiples of anything, however many there are."""
+    data = (torch.zeros(count, 1), torch.arange(count) % 5)
+    seen = torch.zeros(count, dtype=torch.int64)
+    for rank in range(size):
+        feed = IndexedFeed(data, batch=batch, seed=1, rank=rank, size=size, partition=partition)
+        assert feed.steps_per_epoch is not None
+        sizes = []
+        for step in range(feed.steps_per_epoch):
+            chosen = feed.indices(0, step)
+            sizes.append(len(chosen))
+            seen[torch.tensor(chosen, dtype=torch.int64)] += 1
+        assert max(sizes) <= batch
+        if partition is not None:
+            assert max(sizes) - min(sizes) <= 1
+    assert bool((seen == 1).all())

@@ -3,18 +3,35 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tests.zoo import COUNT, SEED, Trap, assert_close, assert_same, die_after, make_data, plain, train, trapped
-from torch import Tensor
+from tests.zoo import (
+    COUNT,
+    SEED,
+    Dicey,
+    Trap,
+    assert_close,
+    assert_same,
+    die_after,
+    make_data,
+    my_rank,
+    plain,
+    train,
+    trapped,
+)
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from orchestra import AllReduce, ConfigError, Epochs, LocalSGD, ParameterServer, Samples, Steps, Strategy
+from orchestra import AllReduce, ConfigError, Epochs, LocalSGD, ParameterServer, Samples, Steps, Strategy, checkpoint
 from orchestra.errors import WorkerLost
 
 
@@ -110,3 +127,88 @@ def test_samples_are_a_budget(tmp_path: Path) -> None:
 def test_the_first_budget_to_run_out_ends_the_run(tmp_path: Path) -> None:
     result = train(AllReduce(), tmp_path, workers=2, budget=Epochs(50) | Steps(4) | Samples(1000))
     assert result.summary.steps == 4
+
+
+class Shuffled(IterableDataset[tuple[Tensor, Tensor]]):
+    """Shuffles itself at the start of every pass."""
+
+    def __init__(self, way: str, count: int = COUNT) -> None:
+        self.way, self.count = way, count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = make_data(self.count)
+        order = list(range(self.count))
+        if self.way == "random":
+            random.shuffle(order)
+        elif self.way == "numpy":
+            np.random.shuffle(order)
+        else:
+            order = torch.randperm(self.count).tolist()
+        return iter([(x[i], y[i]) for i in order])
+
+
+class Buffered(IterableDataset[tuple[Tensor, Tensor]]):
+    """Draws while it is read, as a shuffle buffer does."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        held: list[tuple[Tensor, Tensor]] = []
+        for sample in zip(*make_data(self.count), strict=True):
+            held.append(sample)
+            if len(held) == 16:
+                yield held.pop(random.randrange(16))
+        random.shuffle(held)
+        yield from held
+
+
+class Noting(nn.Module):
+    """Writes down the samples it meets, a line a step, in a file of its process."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.inner = Dicey()
+        self.folder = folder
+
+    def forward(self, x: Tensor) -> Tensor:
+        if my_rank() >= 0:
+            with (self.folder / f"seen-{os.getpid()}").open("a") as file:
+                file.write(f"{torch.round(x[:, 0] * 100).int().tolist()}\n")
+        y: Tensor = self.inner(x)
+        return y
+
+
+shuffled: dict[str, Any] = {way: partial(Shuffled, way) for way in ("random", "numpy", "torch")} | {"buffer": Buffered}
+each_way = pytest.mark.parametrize("stream", shuffled.values(), ids=shuffled.keys())
+
+
+@each_way
+def test_a_stream_that_shuffles_itself_gives_every_sample_once(stream: Any, tmp_path: Path) -> None:
+    workers = 3
+    given: dict[str, Any] = {"workers": workers, "data": stream, "budget": Epochs(2)}
+    train(AllReduce(), tmp_path / "run", model=partial(Noting, tmp_path), **given)
+    per_epoch = -(-COUNT // (6 * workers))
+    by_worker = [[json.loads(line) for line in p.read_text().splitlines()] for p in tmp_path.glob("seen-*")]
+    assert [len(steps) for steps in by_worker] == [2 * per_epoch] * workers
+    orders = []
+    for epoch in range(2):
+        within = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+        orders.append([i for steps in by_worker for taken in steps[within] for i in taken])
+        assert sorted(orders[-1]) == list(range(COUNT))
+    assert orders[0] != orders[1]  # shuffled anew
+    assert orders[0] != sorted(orders[0])
+
+
+@each_way
+def test_a_stream_that_shuffles_itself_resumes_bit_for_bit(stream: Any, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    given: dict[str, Any] = {
+        "workers": 2, "data": partial(stream, count=40), "budget": Epochs(4), "checkpoint_every": Steps(7),
+    }  # fmt: skip
+    death = Trap(1, partial(_die_the_third_time, tmp_path / "calls", out / "checkpoints" / "step-00000007"))
+    with pytest.raises(WorkerLost):
+        train(AllReduce(), out, model=trapped(death, model=Dicey), **given)
+    assert checkpoint.newest(out / "checkpoints")[0].step == 7  # of 4 steps an epoch
+    resumed = train(AllReduce(), out, model=trapped(model=Dicey), resume=True, **given)
+    assert_same(resumed.model, train(AllReduce(), tmp_path / "never", model=trapped(model=Dicey), **given).model)

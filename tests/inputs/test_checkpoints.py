@@ -283,7 +283,7 @@ step = 0
 while True:
     step += 1
     for node in range(2):
-        part = checkpoint.draft(folder, step) / checkpoint.part_name(node)
+        part = checkpoint.open_draft(folder, step) / checkpoint.part_name(node)
         checkpoint.write_tree(part, {"x": torch.full((20_000,), float(step)), "step": step})
     checkpoint.commit(folder, step, {"workers": 2, "servers": 0})
     print(step, flush=True)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, SlowMo, Strategy
+from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo, Strategy
 from orchestra.strategies import PARTS, STRATEGIES
+from orchestra.vectors import ranges
 
 WORKERS = 3
 
@@ -56,3 +57,28 @@ def alone(strategy: Strategy[Any]) -> Strategy[Any]:
     if isinstance(strategy, SlowMo):
         return dataclasses.replace(strategy, alpha=1.0, beta=0.0, buffers="maintain")
     return strategy
+
+
+def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) -> list[list[int]]:
+    """Bytes sent by every worker and by every server, from the formulas in the docstrings."""
+    size = 4 * numel
+    own = [4 * (part.stop - part.start) for part in ranges(numel, workers)]
+    mean = [size - mine + (workers - 1) * mine for mine in own]  # reduce-scatter, all-gather
+    assert sum(mean) == 2 * (workers - 1) * size
+    match strategy:
+        case Solo():
+            return [[0] * workers, []]
+        case AllReduce():
+            return [[steps * m for m in mean], []]
+        case LocalSGD(tau=tau):
+            return [[-(-steps // tau) * m for m in mean], []]
+        case ParameterServer(servers=servers):
+            per_server = [4 * (part.stop - part.start) for part in ranges(numel, servers)]
+            return [[steps * size] * workers, [steps * workers * part for part in per_server]]
+        case SlowMo(tau=tau, base=base, buffers=buffers):
+            rounds = -(-steps // tau)
+            # A base that has something to finish does so, and then comes the slow step.
+            within = bytes_sent(base, workers, steps, numel)[0]
+            means, counts = (2, 4 * (workers - 1)) if buffers == "average" else (1, 0)
+            return [[w + rounds * (means * m + counts) for w, m in zip(within, mean, strict=True)], []]
+    raise AssertionError(f"give the formula for the bytes of {type(strategy).__name__} here, as in its docstring")

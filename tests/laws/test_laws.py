@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.laws.examples import EXAMPLES, SYNCHRONOUS, WORKERS, alone, workers_for
+from tests.laws.examples import EXAMPLES, SYNCHRONOUS, WORKERS, alone, bytes_sent, workers_for
 from tests.zoo import (
     BATCH,
     Dicey,
@@ -37,7 +37,7 @@ from tests.zoo import (
 )
 
 import orchestra
-from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo, Steps, Strategy, checkpoint, strategies
+from orchestra import ASP, AllReduce, ParameterServer, SlowMo, Steps, Strategy, checkpoint, strategies
 from orchestra.errors import Interrupted, WorkerFailed, WorkerLost
 from orchestra.expression import parse, show
 from orchestra.inner import Factory
@@ -190,31 +190,6 @@ def test_ctrl_c_in_the_last_step_loses_nothing(strategy: S, tmp_path: Path) -> N
 # Bytes.
 
 
-def bytes_sent(strategy: S, workers: int, steps: int) -> list[list[int]]:
-    """Bytes sent by every worker and by every server, from the formulas in the docstrings."""
-    size = 4 * PARAMETERS
-    ranges = [4 * (part.stop - part.start) for part in split(PARAMETERS, workers)]
-    mean = [size - own + (workers - 1) * own for own in ranges]  # reduce-scatter, all-gather
-    assert sum(mean) == 2 * (workers - 1) * size
-    match strategy:
-        case Solo():
-            return [[0] * workers, []]
-        case AllReduce():
-            return [[steps * m for m in mean], []]
-        case LocalSGD(tau=tau):
-            return [[-(-steps // tau) * m for m in mean], []]
-        case ParameterServer(servers=servers):
-            per_server = [4 * (part.stop - part.start) for part in split(PARAMETERS, servers)]
-            return [[steps * size] * workers, [steps * workers * part for part in per_server]]
-        case SlowMo(tau=tau, base=base, buffers=buffers):
-            rounds = -(-steps // tau)
-            # The slow step ends the last round: a base in the middle of one of its own has no need to.
-            within = bytes_sent(base, workers, steps - steps % getattr(base, "tau", 1))[0]
-            means, counts = (2, 4 * (workers - 1)) if buffers == "average" else (1, 0)
-            return [[w + rounds * (means * m + counts) for w, m in zip(within, mean, strict=True)], []]
-    raise AssertionError(f"give the formula for the bytes of {type(strategy).__name__} here, as in its docstring")
-
-
 @every
 @pytest.mark.parametrize("wanted", [2, 3])
 def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, wanted: int, tmp_path: Path) -> None:
@@ -222,7 +197,7 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, wanted: int, 
     train(strategy, tmp_path, workers=workers, budget=Steps(steps))
     sent = [ended(tmp_path, node).sent for node in range(workers + strategy.servers)]
     received = [ended(tmp_path, node).received for node in range(workers + strategy.servers)]
-    by_worker, by_server = bytes_sent(strategy, workers, steps)
+    by_worker, by_server = bytes_sent(strategy, workers, steps, PARAMETERS)
     assert sent == by_worker + by_server
     assert sum(received) == sum(sent)
     assert received == sent  # pushes and pulls, reduce-scatter and all-gather: symmetric for every strategy so far

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from tests.zoo import (
     adam,
     assert_close,
     epochs,
+    events,
     make_data,
     make_model,
     momentum,
@@ -30,8 +32,11 @@ from torch import Tensor, nn
 
 from orchestra import AllReduce, Epochs, Local, LocalSGD, SlowMo, Steps
 from orchestra.data.feed import IndexedFeed
+from orchestra.events import Logged
 from orchestra.inner import Factory
+from orchestra.node import Node
 from orchestra.rng import seed_everything
+from orchestra.strategies.local_sgd import LocalSGDState
 
 Buffers = Literal["reset", "maintain", "average"]
 
@@ -219,3 +224,35 @@ class Poisoned(nn.Module):
             _poisoned = False
             return y * float("nan")
         return y
+
+
+# What the base wants.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restless(LocalSGD):
+    """Depends on who comes first, or says so; tells when it is finished."""
+
+    @property
+    def synchronous(self) -> bool:
+        return False
+
+    def finish(self, node: Node, s: LocalSGDState) -> None:
+        node.log("finished at", node.steps)
+        super().finish(node, s)
+
+
+@pytest.mark.parametrize("steps", [5, 6, 8])
+def test_the_base_is_finished_too(steps: int, tmp_path: Path) -> None:
+    """In the middle of a round of the base, at the end of one, and at the end of a slow one."""
+    train(SlowMo(tau=4, base=Restless(tau=2)), tmp_path, workers=2, budget=Steps(steps))
+    for rank in range(2):
+        told = [e.value for e in events(tmp_path, rank) if isinstance(e, Logged) and e.name == "finished at"]
+        assert told == [steps]
+
+
+def test_it_is_as_synchronous_as_its_base() -> None:
+    assert SlowMo().synchronous
+    assert SlowMo(base=LocalSGD(tau=2)).synchronous
+    assert not SlowMo(base=Restless()).synchronous
+    assert not SlowMo(base=SlowMo(base=Restless())).synchronous

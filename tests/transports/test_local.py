@@ -3,69 +3,26 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.transports.world import DTYPES, World, vectors
 from torch import Tensor
 
 from orchestra.errors import Stalled
 from orchestra.node import Comm
-from orchestra.ops import Group, MeanUpdate, Sleep
-from orchestra.transports import memory
-from orchestra.transports.local import LocalTransport
-from orchestra.transports.memory import ABORT, Arena, Plan
+from orchestra.ops import MeanUpdate, Sleep
+from orchestra.transports.memory import ABORT
 from orchestra.transports.middleware import Metered
 from orchestra.transports.waiting import Aborted
-from orchestra.vectors import split, weighted_mean
-
-T = TypeVar("T")
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-
-
-class World:
-    """A mapping, and a node of it for every rank."""
-
-    def __init__(
-        self,
-        workers: int,
-        *,
-        servers: int = 0,
-        numel: int = 64,
-        dtype: torch.dtype = torch.float32,
-        shared_x: bool = False,
-        patience: float = 10,
-    ) -> None:
-        self.plan = Plan(workers=workers, servers=servers, numel=numel, dtype=dtype, shared_x=shared_x)
-        fd = memory.create(self.plan)
-        self.arenas = [Arena(fd, self.plan) for _ in range(self.plan.nodes)]
-        os.close(fd)
-        self.transports = [LocalTransport(a, r, patience=patience) for r, a in enumerate(self.arenas)]
-        groups = Group(tuple(range(workers))), Group(tuple(range(workers, workers + servers)))
-        self.comms = [Comm(Metered(t), *groups) for t in self.transports]
-
-    def run(self, life: Callable[[int, Comm], T]) -> list[T]:
-        """Every node lives at once; gives what each one's life gave."""
-        with ThreadPoolExecutor(self.plan.nodes) as pool:
-            return list(pool.map(life, range(self.plan.nodes), self.comms))
-
-    def x(self, rank: int) -> Tensor:
-        return self.arenas[rank].vector("x", rank)
-
-
-def vectors(count: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(count)]
-
+from orchestra.vectors import LARGE, ranges, split, weighted_mean
 
 # Means.
 
@@ -187,13 +144,33 @@ def test_weighted_mean_may_write_over_an_operand() -> None:
         assert torch.equal(given_vectors[target], expected)
 
 
-@given(length=st.one_of(st.integers(0, 300), st.integers(60_000, 70_000)), parts=st.integers(1, 40))
-def test_split_covers_everything_once_and_evenly(length: int, parts: int) -> None:
+lengths = st.one_of(st.integers(0, 300), st.integers(60_000, 70_000), st.integers(10**6, 10**6 + 200))
+
+
+@given(length=lengths, parts=st.integers(1, 40))
+@settings(deadline=None)
+def test_split_covers_everything_once_and_exactly_evenly(length: int, parts: int) -> None:
     slices = split(length, parts)
-    assert [i for s in slices for i in range(s.start, s.stop)] == list(range(length))
+    assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])]
+    assert slices[-1].stop == length
     sizes = [s.stop - s.start for s in slices]
     assert len(sizes) == parts
-    assert max(sizes) - min(sizes) <= (1 if length < 1 << 16 else 128)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(length=lengths, parts=st.integers(1, 40))
+@settings(deadline=None)
+def test_ranges_of_long_vectors_are_cut_at_cache_lines(length: int, parts: int) -> None:
+    slices = ranges(length, parts)
+    assert [s.start for s in slices] == [0, *(s.stop for s in slices[:-1])]
+    assert slices[-1].stop == length
+    assert len(slices) == parts
+    if length < LARGE:
+        assert slices == split(length, parts)
+    else:
+        assert all(s.start % 64 == 0 for s in slices)
+        sizes = [s.stop - s.start for s in slices]
+        assert max(sizes) - min(sizes) <= 64 + 63
 
 
 # Broadcast, gather.

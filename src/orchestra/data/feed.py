@@ -175,8 +175,8 @@ class StreamFeed:
         self.epoch, self.step = epoch, step
         with left_alone():
             seed_everything(fold(self._seed, epoch))
+            self._stream: Iterator[Any] = iter(self._data)  # which may shuffle at once, or later
             self._generators = get_states()
-        self._stream: Iterator[Any] = iter(self._data)
         for _ in range(step):
             self._read()
         self._ahead = self._read()

@@ -241,7 +241,9 @@ class Coordinator:
         words = self.arena.words
         words.set(STOP_ASKED, code)
         begun = [words[self.plan.word("begun", w)] for w in range(self.plan.workers)]
-        words.announce(STOP_AT, max((b for b in begun if b != NOTHING_MORE), default=0) + 1)
+        last = max((b for b in begun if b != NOTHING_MORE), default=0)
+        # It also names the checkpoint of this moment, which must be the newest.
+        words.announce(STOP_AT, max(last, words[SAVE_WANTED]) + 1)
         for node in range(self.plan.nodes):  # those who wait for the others to be done
             words.announce(self.plan.word("bell", node), 0)
 

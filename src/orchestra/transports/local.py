@@ -97,7 +97,8 @@ class LocalTransport:
             late = [w for w in range(plan.workers) if words[plan.word("saved", w)] < label]
             return f"{self._waiter.names(late or [node])} to save a checkpoint"
 
-        self._waiter.wait(word, lambda: words[word] >= label, whom)
+        # Where each goes its own pace, the others may have been told to stop before they saw that they should save.
+        self._waiter.wait(word, lambda: words[word] >= label or (not self._lockstep and words[STOP_AT] != 0), whom)
 
     def await_bell(self, ready: Callable[[], bool]) -> None:
         """Block, for as long as it takes, until something happens that concerns this node."""

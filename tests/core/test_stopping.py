@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a run when workers differ much in speed: by the clock, by Ctrl-C, and checkpoints on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.core.test_scoring import error
+from tests.zoo import BATCH, SEED, Paced, ended, events, make_data, my_rank, paced, train
+from torch import Tensor
+
+from orchestra import ASP, AllReduce, Local, LocalSGD, ParameterServer, Seconds, Steps, Strategy, Target, checkpoint
+from orchestra.data.feed import IndexedFeed
+from orchestra.errors import Interrupted, WorkerLost
+from orchestra.events import Saved, Stepped
+from orchestra.launch.local import Watch
+
+gently = partial(torch.optim.SGD, lr=1e-4)
+asynchronous = ParameterServer(consistency=ASP())
+
+
+def press_at(seconds: float, steps: list[int] | None = None) -> Callable[[Watch], None]:
+    """Ctrl-C once, so many seconds into the training; notes the steps that were done by then."""
+    pressed: list[float] = []
+
+    def watch(state: Watch) -> None:
+        if not pressed and state.now() >= seconds:
+            pressed.append(state.now())
+            if steps is not None:
+                steps.extend(int(row.step) for row in state.rows())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return watch
+
+
+# The clock, then Ctrl-C.
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(tau=100), AllReduce(), ParameterServer(), asynchronous], ids=repr)
+def test_ctrl_c_after_the_clock_has_run_out_changes_nothing(strategy: Strategy[Any], tmp_path: Path) -> None:
+    """Some have already ended because of the clock: the others must not end for another reason."""
+    # Worker 0 is at about step 25 when the clock runs out, worker 1 at 8: it has a second of work before it.
+    result = train(
+        strategy, tmp_path, workers=2, model=paced(0.02, 0.06), optimizer=gently, budget=Seconds(0.5),
+        progress=press_at(0.8), cluster=Local(workers=2, patience=5),
+    )  # fmt: skip
+    assert result.summary.stopped_by == "seconds"
+    assert result.summary.seconds < 4
+    if strategy.synchronous:
+        assert ended(tmp_path, 0).step == ended(tmp_path, 1).step
+
+
+def test_ctrl_c_after_a_target_was_reached_changes_nothing(tmp_path: Path) -> None:
+    at: list[float] = []
+
+    def watch(state: Watch) -> None:
+        begun = min(row.step for row in state.rows())
+        if not at and (tmp_path / "reached").exists() and begun >= 1:
+            at.append(state.now())
+            time.sleep(0.15)  # the stop is agreed upon
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def accuracy(model: torch.nn.Module, data: Any) -> float:
+        if threading.current_thread() is threading.main_thread():
+            return 0.0
+        (tmp_path / "reached").touch()
+        return 1.0
+
+    result = train(
+        LocalSGD(tau=100), tmp_path / "run", workers=2, model=paced(0.02, 0.06), optimizer=gently, progress=watch,
+        budget=Target("accuracy", 0.9) | Seconds(4), evaluate=accuracy, evaluation_data=make_data,
+        evaluate_every=Steps(5), cluster=Local(workers=2, patience=5),
+    )  # fmt: skip
+    assert at
+    assert result.summary.stopped_by in ("target", "budget")
+
+
+# Nobody waits for anybody.
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_clock_does_not_wait_for_the_slow_to_catch_up(servers: int, tmp_path: Path) -> None:
+    result = train(
+        ParameterServer(consistency=ASP(), servers=servers), tmp_path, workers=2, model=paced(0.02, 0.2),
+        optimizer=gently, budget=Seconds(1.0),
+    )  # fmt: skip
+    assert result.summary.stopped_by == "seconds"
+    assert result.summary.seconds < 1.8
+    assert ended(tmp_path, 0).step > 2 * ended(tmp_path, 1).step
+
+
+@pytest.mark.parametrize("rhythm", [None, Steps(5)], ids=["only then", "periodic"])
+@pytest.mark.parametrize("when", [0.35, 1.7], ids=["under way", "one is done"])
+def test_ctrl_c_with_uneven_workers_loses_nothing(when: float, rhythm: Steps | None, tmp_path: Path) -> None:
+    """The second time the fast worker has done all its 30 steps."""
+    given: dict[str, Any] = {"workers": 2, "optimizer": gently, "budget": Steps(30), "checkpoint_every": rhythm}
+    steps: list[int] = []
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match="A checkpoint of step"):
+        train(asynchronous, tmp_path, model=paced(0.02, 0.1), progress=press_at(when, steps), **given)
+    assert time.monotonic() - began < when + 3
+    assert (steps[0] == 30) == (when > 1)
+    saved, complaints = checkpoint.newest(tmp_path / "checkpoints")
+    assert not complaints
+    assert len(saved.manifest["files"]) == 3
+    done = [saved.node(rank)["counts"][0] for rank in range(2)]
+    assert done[0] > done[1] >= steps[1] > 0
+    assert done[0] >= steps[0]
+    resumed = train(asynchronous, tmp_path, model=paced(), resume=True, **given)
+    assert [*steps_of(tmp_path, 0)] == [*steps_of(tmp_path, 1)] == [*range(1, 31)]
+    assert resumed.summary.samples == samples_in(30)
+
+
+def steps_of(run: Path, rank: int) -> dict[int, float]:
+    """When a worker ended each of its steps."""
+    found: dict[int, float] = {}
+    for e in events(run, rank):
+        if isinstance(e, Stepped):
+            found.setdefault(e.step, e.t)
+    return found
+
+
+def samples_in(steps: int, *, workers: int = 2) -> int:
+    """How many samples all workers together use in so many steps of each."""
+    feeds = [IndexedFeed(make_data(), batch=BATCH, seed=SEED, rank=r, size=workers) for r in range(workers)]
+    return sum(feed.next()[1] for feed in feeds for _ in range(steps))
+
+
+def test_a_checkpoint_costs_the_fast_one_step_of_the_slowest(tmp_path: Path) -> None:
+    """And does not have them wait until the slow one has made as many steps."""
+    train(
+        asynchronous, tmp_path, workers=2, model=paced(0.01, 0.1), optimizer=gently, budget=Steps(25),
+        checkpoint_every=Steps(5),
+    )  # fmt: skip
+    fast, slow = ([*steps_of(tmp_path, rank).values()] for rank in (0, 1))
+    assert len(fast) == len(slow) == 25
+    assert max(b - a for a, b in pairwise(fast)) < 0.35  # a step, a step of the slow one, and writing
+    assert fast[-1] < 0.7 * slow[-1]
+    assert any(isinstance(e, Saved) for e in events(tmp_path, 0))
+    saved, complaints = checkpoint.newest(tmp_path / "checkpoints")
+    assert not complaints
+    assert len(saved.manifest["files"]) == 3
+
+
+class Doomed(Paced):
+    """The slow worker dies in a late step, when the fast one has done all of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 16 and my_rank() == 1:
+            os._exit(7)
+        y: Tensor = super().forward(x)
+        return y
+
+
+def test_checkpoints_go_on_when_the_fast_one_is_done(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "workers": 2, "optimizer": gently, "budget": Steps(20), "checkpoint_every": Steps(5),
+    }  # fmt: skip
+    with pytest.raises(WorkerLost):
+        train(asynchronous, tmp_path, model=partial(Doomed, {0: 0.0, 1: 0.1}), **given)
+    saved, complaints = checkpoint.newest(tmp_path / "checkpoints")
+    assert not complaints
+    assert saved.node(0)["counts"][0] == 20
+    assert saved.node(1)["counts"][0] >= 10
+    resumed = train(asynchronous, tmp_path, model=partial(Doomed, {}), resume=True, **given)
+    assert [*steps_of(tmp_path, 0)] == [*steps_of(tmp_path, 1)] == [*range(1, 21)]
+    assert resumed.summary.samples == samples_in(20)
+
+
+# A mistake in the user's own function.
+
+
+def test_a_target_run_ends_with_what_evaluate_raises(tmp_path: Path) -> None:
+    def broken(model: torch.nn.Module, data: Any) -> dict[str, float]:
+        if threading.current_thread() is not threading.main_thread():
+            raise ArithmeticError("of my own making")
+        return error(model, data)
+
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError, match="of my own making"):
+        train(
+            AllReduce(), tmp_path, workers=2, optimizer=gently, budget=Target("error", 0.0) | Seconds(8),
+            evaluate=broken, evaluation_data=make_data, evaluate_every=Steps(5),
+        )  # fmt: skip
+    assert time.monotonic() - began < 5

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that does not take what a run wants to keep: the training goes on, and the run says so."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.core.test_scoring import SCORED
+from tests.zoo import make_model, press_ctrl_c, train
+from torch import nn
+
+from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, Steps, Strategy
+from orchestra.errors import Interrupted
+from orchestra.report.facts import scores_of
+
+STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=2), ParameterServer(), ParameterServer(consistency=ASP())]
+each = pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+
+
+def obstructing(path: Path) -> Callable[[], nn.Module]:
+    """A model whose making, in a worker, puts a file where a folder should go: no user may make one there."""
+    here = os.getpid()
+
+    def make() -> nn.Module:
+        if os.getpid() != here:
+            path.write_text("in the way")
+        return make_model()
+
+    return make
+
+
+def warnings_of(run: Path) -> str:
+    return "\n".join(json.loads((run / "ending.json").read_text())["warnings"])
+
+
+@each
+def test_no_place_for_checkpoints(strategy: Strategy[Any], tmp_path: Path) -> None:
+    model = obstructing(tmp_path / "checkpoints")
+    result = train(strategy, tmp_path, workers=2, model=model, budget=Steps(5), checkpoint_every=Steps(2))
+    assert result.summary.steps == 5
+    assert "could not save" in warnings_of(tmp_path)
+
+
+@each
+def test_no_place_for_snapshots(strategy: Strategy[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = obstructing(tmp_path / "snapshots")
+    result = train(strategy, tmp_path, workers=2, model=model, budget=Steps(5), evaluate_every=Steps(2), **SCORED)
+    assert result.summary.steps == 5
+    first = warnings_of(tmp_path).splitlines()[0]
+    assert "could not set aside the model" in first
+    assert first in capfd.readouterr().err  # at once, not only at the end
+    scores = scores_of(tmp_path)
+    assert scores[0].step == 0
+    assert result.metrics == scores[-1].metrics
+
+
+def test_ctrl_c_without_a_place_for_checkpoints_says_so(tmp_path: Path) -> None:
+    def press(watch: Any) -> None:
+        if watch.rows()[0].step >= 1 and not (tmp_path / "pressed").exists():
+            (tmp_path / "pressed").touch()
+            press_ctrl_c(os.getpid())
+
+    with pytest.raises(Interrupted, match="No checkpoint was written"):
+        train(
+            AllReduce(), tmp_path / "run", workers=2, model=obstructing(tmp_path / "run" / "checkpoints"),
+            budget=Steps(1_000_000), progress=press,
+        )  # fmt: skip
