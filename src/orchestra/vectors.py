@@ -43,7 +43,7 @@ def ranges(length: int, parts: int) -> list[slice]:
     """Cut a vector into `parts` consecutive ranges of nearly equal size, a long one at whole cache lines.
 
     >>> ranges(100_000, 2)
-    [slice(0, 50048, None), slice(50048, 100000, None)]
+    [slice(0, 49984, None), slice(49984, 100000, None)]
     """
     if length < max(LARGE, _LINE * parts):
         return split(length, parts)

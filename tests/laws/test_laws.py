@@ -144,7 +144,8 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
     death = Trap.at(workers - 1, 4, partial(die_after, out / "checkpoints" / "step-00000003"), size=workers)
     with pytest.raises(WorkerLost):
         train(strategy, out, model=trapped(death, model=Dicey), **given)
-    assert checkpoint.newest(out / "checkpoints")[0].step == 3
+    found = checkpoint.newest(out / "checkpoints")[0].step
+    assert found == 3 or (found > 3 and not strategy.synchronous)  # at its own pace, the first may be further
     resumed = train(strategy, out, model=trapped(model=Dicey), resume=True, **given)
     assert resumed.summary.steps == 9
     if strategy.synchronous:
