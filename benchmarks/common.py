@@ -216,7 +216,11 @@ class Outcome:
 
     def goal(self, what: str, met: bool, *, quiet: bool = True) -> None:
         """State a goal and whether it was reached here."""
-        doubt = "" if quiet else " The machine was busy with other programs: look at the processor time, and repeat."
+        doubt = (
+            ""
+            if quiet
+            else " The machine was busy with other programs: look at the processor time if given, and repeat."
+        )
         self.say(f"Goal: {what}. **{'Reached' if met else 'Missed'}.**{doubt}")
 
     def __str__(self) -> str:
@@ -269,11 +273,15 @@ class Peers:
     Between their turns they are stopped: an idle RPC agent polls, and would take the cores from whoever is at turn.
     """
 
-    def __init__(self, kind: str, workload: str, processes: int, count: int, *options: str) -> None:
+    def __init__(
+        self, kind: str, workload: str, processes: int, count: int, *options: str, keep_memory: bool = False
+    ) -> None:
         self.count = count
         port = str(free_port())
         path = os.pathsep.join(filter(None, sys.path))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
+        if keep_memory:  # what our own workers tell the allocator
+            environment |= {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
         command = [sys.executable, "-m", "benchmarks.peer", kind, workload, str(processes), port]
         self._members = [
             subprocess.Popen(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
 
 
+def make_large() -> nn.Module:
+    """Enough parameters that each worker updates a range of its own."""
+    return nn.Sequential(nn.Linear(20, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 3))
+
+
 def make_data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(515, 20, generator=generator)
@@ -31,9 +37,11 @@ def accuracy(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
     return float((model.eval()(data[0]).argmax(1) == data[1]).float().mean())
 
 
-def run(strategy: str, device: Device, out: Path, workers: int = 2) -> orchestra.Result:
+def run(
+    strategy: str, device: Device, out: Path, workers: int = 2, model: Callable[[], nn.Module] = make_model
+) -> orchestra.Result:
     return orchestra.train(
-        model=make_model,
+        model=model,
         data=make_data,
         loss=F.cross_entropy,
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -47,10 +55,11 @@ def run(strategy: str, device: Device, out: Path, workers: int = 2) -> orchestra
     )
 
 
+@pytest.mark.parametrize("model", [make_model, make_large])
 @pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=2)", "localsgd(tau=4)", "slowmo(tau=4)"])
-def test_a_shared_gpu_follows_the_processor(strategy: str, tmp_path: Path) -> None:
-    on_cpu = run(strategy, "cpu", tmp_path / "cpu")
-    on_gpu = run(strategy, "cuda", tmp_path / "gpu")
+def test_a_shared_gpu_follows_the_processor(strategy: str, model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    on_cpu = run(strategy, "cpu", tmp_path / "cpu", model=model)
+    on_gpu = run(strategy, "cuda", tmp_path / "gpu", model=model)
     assert on_gpu.summary.sent_per_worker == on_cpu.summary.sent_per_worker
     for name, value in on_cpu.model.state_dict().items():
         torch.testing.assert_close(on_gpu.model.state_dict()[name], value, rtol=2e-3, atol=2e-3)
