@@ -175,6 +175,8 @@ def serve(life: Life) -> None:
     life.transport.mailbox.between_messages = between
     job.strategy.serve(node, life.state)
     end(life)
+    if not job.strategy.synchronous and life.arena.words[STOP_ASKED] == INTERRUPTED:
+        _await_lingerers(life)
     _save_with_workers(life)
     words = life.arena.words
     if words[STOP_ASKED] != INTERRUPTED or life.saved_as != words[STOP_AT]:
@@ -351,6 +353,19 @@ def _save_with_workers(life: Life) -> None:
         save(life, label)
 
 
+def _await_lingerers(life: Life) -> None:
+    """Wait for workers that left long ago to save as well, unless all were done before the run was stopped."""
+    words, plan = life.arena.words, life.arena.plan
+
+    def settled() -> bool:
+        saved = [words[plan.word("saved", w)] for w in range(plan.workers)]
+        begun = [words[plan.word("begun", w)] for w in range(plan.workers)]
+        at = words[STOP_AT]
+        return at != 0 and (all(s == at for s in saved) or all(b == NOTHING_MORE for b in begun))
+
+    life.transport.await_bell(settled)
+
+
 def _linger(life: Life) -> bool:
     """Stay after the last step until all workers are done, so that a checkpoint is still possible.
 
@@ -370,6 +385,7 @@ def _linger(life: Life) -> bool:
         life.transport.await_bell(lambda: all_done() or interrupted() or words[SAVE_WANTED] > life.saved_as)
         if interrupted():
             _save_once(life, words[STOP_AT])
+            life.transport.ring_everybody()
             return False
         if words[SAVE_WANTED] > life.saved_as:
             save(life, words[SAVE_WANTED])
