@@ -7,7 +7,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from benchmarks.common import Ours, Outcome, interleave, main, scratch
+from benchmarks.common import Outcome, interleave, main, scratch
+from benchmarks.groups import Ours
 from orchestra.events import EventLog, Stepped
 from orchestra.ops import Compute, Done
 from orchestra.transports.memory import Arena, Plan, Report, create

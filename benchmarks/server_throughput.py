@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.common import Ours, Outcome, Peers, interleave, main
+from benchmarks.common import Outcome, interleave, main
+from benchmarks.groups import Ours, Peers
 from benchmarks.workloads import BATCH
 
 STEPS, WARMUP = 14, 2

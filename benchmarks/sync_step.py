@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.common import Figure, Ours, Outcome, Peers, interleave, main
+from benchmarks.common import Figure, Outcome, interleave, main
+from benchmarks.groups import Ours, Peers
 
 STEPS, WARMUP = 14, 2
 WORKLOAD = "mlp10m"
