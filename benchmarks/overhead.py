@@ -23,7 +23,7 @@ def measure(rounds: int) -> Outcome:
     outcome = Outcome(
         "Metering and events",
         f"LeNet-5, batch 64, all-reduce with 2 workers; {rounds} rounds of {STEPS} steps ({WARMUP} dropped), with "
-        "everything, and with `Metered.start`, `EventLog.write` and `report` replaced by nothing.",
+        "everything, and with `Metered.start`, `EventLog.write`, `record` and `report` replaced by nothing.",
     )
     with Ours("lenet", "allreduce", 2, STEPS) as normal, Ours("lenet", "allreduce", 2, STEPS, "--unmetered") as bare:
         turns = interleave({"as it is": lambda: normal.steps(WARMUP), "unmetered": lambda: bare.steps(WARMUP)}, rounds)

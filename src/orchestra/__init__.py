@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from orchestra.board import Progress
     from orchestra.budget import Budget, Epochs, Samples, Seconds, Steps, Target
     from orchestra.cluster import Local
     from orchestra.data.partitions import IID, Dirichlet, LabelSorted
@@ -34,6 +35,7 @@ __all__ = [
     "Node",
     "OrchestraError",
     "ParameterServer",
+    "Progress",
     "Recipe",
     "Result",
     "Samples",
@@ -49,6 +51,7 @@ __all__ = [
 
 # Names are imported when they are first used: `orchestra --help` must not wait for torch.
 _HOMES = {
+    "board": ("Progress",),
     "budget": ("Budget", "Epochs", "Samples", "Seconds", "Steps", "Target"),
     "cluster": ("Local",),
     "data.partitions": ("IID", "Dirichlet", "LabelSorted"),

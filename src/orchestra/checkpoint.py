@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from orchestra.errors import CheckpointError
@@ -29,6 +28,18 @@ from orchestra.errors import CheckpointError
 FORMAT = 1
 KEEP = 2
 _MAX_MANIFEST = 16 << 20  # bytes
+_NAMES = {  # of dtypes in safetensors
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 # A tree of plain values and tensors, as one safetensors file.
@@ -38,12 +49,25 @@ def write_tree(path: Path, tree: Any, *, durable: bool = True) -> None:
     """Write nested dicts, lists, tuples, numbers, texts and tensors to a file, synced to the disk if `durable`."""
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(_outline(tree, tensors))
-    try:
-        save_file(tensors, path, metadata={"tree": structure, "format": str(FORMAT)})
-    except SafetensorError as error:  # which is how it reports a full disk, too
-        raise OSError(str(error)) from None
+    _write_tensors(path, tensors, {"tree": structure, "format": str(FORMAT)})
     if durable:
         sync(path)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file straight from the tensors' own memory; the library would copy all of it twice first."""
+    widest_first = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each lies aligned
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for key, tensor in widest_first:
+        begin, end = end, end + tensor.nbytes
+        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in widest_first:
+            tensor.reshape(-1).view(torch.uint8).numpy().tofile(file)
 
 
 def read_tree(path: Path) -> Any:
@@ -62,8 +86,10 @@ def read_tree(path: Path) -> Any:
 def _outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
     match tree:
         case Tensor():
+            if tree.dtype not in _NAMES:
+                raise CheckpointError(f"a tensor of {tree.dtype} cannot be saved: use {', '.join(map(str, _NAMES))}.")
             key = str(len(tensors))
-            tensors[key] = tree.detach().cpu().contiguous().clone()
+            tensors[key] = tree.detach().cpu().contiguous()
             return {"$": "tensor", "key": key}
         case dict():
             return {"$": "dict", "items": [[_outline(k, tensors), _outline(v, tensors)] for k, v in tree.items()]}

@@ -4,15 +4,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from orchestra.errors import Problem
 
+if TYPE_CHECKING:
+    from orchestra.board import Progress
+    from orchestra.job import Job
+
 Device = Literal["cpu", "cuda", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a cluster is asked to carry out."""
+
+    job: Job
+    x0: Tensor  # the initial parameters
+    about: dict[str, Any]  # for the manifest of checkpoints
+    seconds: float | None  # budget by the clock
+    resumed_at: float  # seconds of training before
+    resumed_from: int  # label of the checkpoint, 0 if there is none
+    how_to_resume: str
+    show: Callable[[Progress], None]
+    target_reached: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How it ended."""
+
+    stopped_by: str
+    warnings: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +70,12 @@ class Local:
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
+
+    def carry_out(self, order: Order) -> Ending:
+        """Run the job to its end. Raises what ended it early; leaves no process and no memory behind."""
+        from orchestra.launch.local import Coordinator  # processes are not needed to describe a cluster
+
+        return Coordinator(order).run()
 
     def resolve_device(self) -> str:
         """`auto` takes CUDA where there is any."""

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from orchestra.data.partitions import Partition
 from orchestra.inner import Factory, Schedule
+from orchestra.ops import Group
 from orchestra.replica import Loss
 from orchestra.strategy import Strategy
-from orchestra.transports.memory import Plan
 from orchestra.vectors import is_small
 
 
@@ -67,15 +66,16 @@ class Job:
         possible = self.strategy.model_at == "everywhere" and not self.layerwise and self.clip is None
         return possible and not self.own_gpu and not is_small(self.parameters, self.workers)
 
-    def plan(self, dtype: torch.dtype) -> Plan:
-        """How the run's shared memory is laid out."""
-        return Plan(
-            workers=self.workers,
-            servers=self.servers,
-            numel=self.parameters,
-            dtype=dtype,
-            shared_x=self.owns_range and self.device == "cpu",
-        )
+    @property
+    def shares_x(self) -> bool:
+        """Whether one x in memory serves all workers of a machine."""
+        return self.owns_range and self.device == "cpu"
+
+    @property
+    def groups(self) -> tuple[Group, Group]:
+        """The workers, and the servers after them."""
+        nodes = tuple(range(self.workers + self.servers))
+        return Group(nodes[: self.workers]), Group(nodes[self.workers :])
 
     def samples_by(self, step: int) -> int:
         """Samples that all workers together have used after so many steps of each."""

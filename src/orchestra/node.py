@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +46,7 @@ class Comm:
         self.transport = transport
         self.workers = workers
         self.servers = servers
+        self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
 
     def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
         """The weighted mean of x over the workers, as a new tensor."""
@@ -75,14 +76,14 @@ class Comm:
 
     def recv(self, source: int) -> Message:
         """The next message from one node."""
-        message = self.transport.start(Recv(source, self.workers)).wait()
+        message = self._next(source)
         if message is None:
             raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
         return message
 
     def inbox(self) -> Iterator[Message]:
         """Messages from the workers as they come, until every worker has left."""
-        while (message := self.transport.start(Recv(None, self.workers)).wait()) is not None:
+        while (message := self._next(None)) is not None:
             yield message
 
     def rounds(self) -> Iterator[list[Message]]:
@@ -90,7 +91,8 @@ class Comm:
         while pushed := [m for w in self.workers.members if (m := self._next(w)) is not None]:
             yield pushed
 
-    def _next(self, source: int) -> Message | None:
+    def _next(self, source: int | None) -> Message | None:
+        self.between_messages()
         return self.transport.start(Recv(source, self.workers)).wait()
 
     def leave(self) -> None:

@@ -17,13 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from orchestra.board import Progress, name_of
 from orchestra.words import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
-
-    from orchestra.launch.local import Watch
 
 _WINDOW = 3.0  # seconds over which the speed is averaged
 _TAIL = 4096  # bytes at the end of scores.jsonl that surely hold its last line
@@ -79,34 +78,31 @@ class Observer:
     _seen: deque[tuple[float, float]] = field(default_factory=deque)
     _run: Path | None = None
 
-    def look(self, watch: Watch) -> Picture:
+    def look(self, now: Progress) -> Picture:
         """The run as it is now."""
-        if watch.job.run != self._run:
-            self._run = watch.job.run
+        if now.run != self._run:
+            self._run = now.run
             self._seen.clear()
-        rows, t, workers = watch.rows(), watch.now(), watch.job.workers
-        step = int(min(row.step for row in rows[:workers]))
-        losses = [row.loss for row in rows[:workers] if row.step and math.isfinite(row.loss)]
-        fraction = self._fraction(step, watch.job.last_step, t)
+        fraction = self._fraction(now)
         return Picture(
-            title=self.title or _title(watch),
-            t=t,
-            step=step,
-            last_step=watch.job.last_step,
+            title=self.title or _title(now),
+            t=now.t,
+            step=now.step,
+            last_step=now.last_step,
             fraction=fraction,
-            left=t * (1 - fraction) / fraction if fraction and t > 0.5 else None,
-            loss=sum(losses) / len(losses) if losses else None,
-            rate=self._rate(t, sum(row.samples for row in rows[:workers])),
-            metrics=latest_score(watch.job.run),
+            left=now.t * (1 - fraction) / fraction if fraction and now.t > 0.5 else None,
+            loss=now.loss,
+            rate=self._rate(now.t, now.samples),
+            metrics=latest_score(now.run),
             nodes=[
-                NodeLine(_name(i, workers), int(row.step), *(s / (row.t or math.inf) for s in row[3:6]))
-                for i, row in enumerate(rows)
+                NodeLine(name_of(i, now.workers), int(row.step), *(s / (row.t or math.inf) for s in row[3:6]))
+                for i, row in enumerate(now.nodes)
             ],
         )
 
-    def _fraction(self, step: int, last_step: int | None, t: float) -> float | None:
-        spent = [step / last_step] if last_step else []
-        spent += [t / self.seconds] if self.seconds else []
+    def _fraction(self, now: Progress) -> float | None:
+        spent = [now.step / now.last_step] if now.last_step else []
+        spent += [now.t / self.seconds] if self.seconds else []
         return min(1.0, max(spent)) if spent else None
 
     def _rate(self, t: float, samples: float) -> float:
@@ -130,15 +126,9 @@ def latest_score(run: Path) -> dict[str, float]:
         return {}
 
 
-def _title(watch: Watch) -> str:
-    from orchestra import expression
-
-    servers = f" + {plural(watch.job.servers, 'server')}" if watch.job.servers else ""
-    return f"{expression.show(watch.job.strategy)} · {plural(watch.job.workers, 'worker')}{servers}"
-
-
-def _name(node: int, workers: int) -> str:
-    return f"worker {node}" if node < workers else f"server {node - workers}"
+def _title(now: Progress) -> str:
+    servers = f" + {plural(now.servers, 'server')}" if now.servers else ""
+    return f"{now.strategy} · {plural(now.workers, 'worker')}{servers}"
 
 
 # How it is shown.
@@ -264,7 +254,7 @@ def _append_shares(text: Text, node: NodeLine, width: int) -> None:
 
 
 class Display:
-    """What `train(progress=...)` takes: called with a `Watch` as often as one likes, closed when the run is over.
+    """What `train(progress=...)` takes: called with a `Progress` as often as one likes, closed when the run is over.
 
     It also remembers the folders of the runs it saw, which is how the command line finds what a script has trained.
     """
@@ -275,17 +265,17 @@ class Display:
         self._observer = Observer(title, seconds)
         self._next: float | None = None
 
-    def __call__(self, watch: Watch) -> None:
+    def __call__(self, now: Progress) -> None:
         """Show the run if it is time to."""
-        if not self.runs or self.runs[-1] != watch.job.run:
-            self.runs.append(watch.job.run)
-        if self._view is None or watch.started is None:
+        if not self.runs or self.runs[-1] != now.run:
+            self.runs.append(now.run)
+        if self._view is None or not now.begun:
             return
-        now = time.monotonic()
+        clock = time.monotonic()
         if self._next is None:
-            self._next = now + self._view.delay
-        if now >= self._next:
-            self._view.show(self._observer.look(watch))
+            self._next = clock + self._view.delay
+        if clock >= self._next:
+            self._view.show(self._observer.look(now))
             # From the end of the drawing: on a slow terminal the run goes before the picture.
             self._next = time.monotonic() + self._view.every
 
@@ -308,10 +298,11 @@ def choose(*, quiet: bool = False, title: str = "", seconds: float | None = None
     return Display(None if quiet else _live() or PlainView(), title=title, seconds=seconds)
 
 
-def auto(seconds: float | None = None) -> Display | None:
-    """A live display if standard error is a terminal that can show one, else None."""
-    view = _live()
-    return None if view is None else Display(view, seconds=seconds)
+def auto(wish: bool | None, seconds: float | None = None) -> Display:
+    """A live display on a terminal; elsewhere lines if wished for; nothing if not wished."""
+    if wish is False:
+        return Display(None)
+    return Display(_live() or (PlainView() if wish else None), seconds=seconds)
 
 
 def _live() -> View | None:

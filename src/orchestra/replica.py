@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from orchestra.errors import Problem
+from orchestra.vectors import LARGE
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -101,6 +103,7 @@ class Replica:
         self._names = list(trainable(module))
         self.parameters = list(trainable(module).values())
         self._slots: list[Tensor] = []
+        self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
         start = 0
         for p in self.parameters:
@@ -112,6 +115,9 @@ class Replica:
             else:
                 p.data = p.data.to(x.device)
                 self._masters.append((p, here))
+            if p.numel() >= LARGE:
+                hook = partial(self._take_early, slot=self._slots[-1])
+                p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             start = stop
 
     def gradient(self, batch: Sequence[Any], size: int) -> float:
@@ -121,7 +127,8 @@ class Replica:
         if self.x.device.type != "cpu":
             batch = [piece.to(self.x.device, non_blocking=True) for piece in batch]
         total: Tensor | float = 0.0
-        for i, (part, share) in enumerate(_parts(batch, size, self._accumulate)):
+        self._filled.clear()
+        for part, share in _parts(batch, size, self._accumulate):
             for p in self.parameters:
                 p.grad = None
             with self._autocast():
@@ -130,7 +137,11 @@ class Replica:
             scaled = loss if share == 1 else loss * share
             torch.autograd.backward(scaled)
             total = total + scaled.detach()
-            self._collect(add=i > 0)
+            self._collect()
+        for p, slot in zip(self.parameters, self._slots, strict=True):
+            if p not in self._filled:
+                slot.zero_()
+            p.grad = slot if slot.dtype == p.dtype else None
         return float(total)
 
     def refresh(self) -> None:
@@ -139,29 +150,41 @@ class Replica:
             for p, master in self._masters:
                 p.copy_(master)
 
-    def _collect(self, *, add: bool) -> None:
+    def _collect(self) -> None:
         """Move what backward left into g, or add it to what is there.
 
         Backward may leave a new tensor, one of the module's own choosing, or none at all; copying afterwards takes them
         all, and costs no more than clearing g first and adding into it.
         """
-        grads, slots = [], []
+        fresh: tuple[list[Tensor], list[Tensor]] = [], []
+        more: tuple[list[Tensor], list[Tensor]] = [], []
         for name, p, slot in zip(self._names, self.parameters, self._slots, strict=True):
-            grad = p.grad
-            if grad is None:
-                slot.zero_() if not add else None
-            else:
-                if grad.layout is not torch.strided:
-                    raise TypeError(
-                        f"the gradient of {name} is sparse, which is not supported. Use sparse=False in its layer."
-                    )
-                grads.append(grad)
-                slots.append(slot)
-            p.grad = slot if slot.dtype == p.dtype else None
-        if add:
-            torch._foreach_add_(slots, grads)
+            if p.grad is None:
+                continue
+            if p.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of {name} is sparse, which is not supported. Use sparse=False in its layer."
+                )
+            slots, grads = more if p in self._filled else fresh
+            slots.append(slot)
+            grads.append(p.grad)
+            self._filled.add(p)
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+        if more[0]:
+            torch._foreach_add_(*more)
+
+    def _take_early(self, p: Tensor, slot: Tensor) -> None:
+        """Move a large gradient as soon as it is there: it is still in the cache, and its memory serves the next."""
+        grad = p.grad
+        if grad is None or grad.layout is not torch.strided:
+            return
+        if p in self._filled:
+            slot.add_(grad)
         else:
-            torch._foreach_copy_(slots, grads)
+            slot.copy_(grad)
+        self._filled.add(p)
+        p.grad = None
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.x.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()

@@ -16,12 +16,12 @@ from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
 from orchestra import checks, expression
+from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Steps, Target
 from orchestra.cluster import Local
 from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, Problem
 from orchestra.inner import Factory, Schedule
-from orchestra.launch.local import Watch
 from orchestra.replica import Loss, problems_of
 from orchestra.scoring import Evaluate
 from orchestra.strategy import Strategy
@@ -53,7 +53,7 @@ class Request:
     resume: bool
     tolerate: int
     keep_snapshots: bool
-    progress: Callable[[Watch], None] | None
+    progress: Callable[[Progress], None] | bool | None
     note: dict[str, Any]
 
 
@@ -106,10 +106,12 @@ def _look_at_functions(given: Request) -> Iterator[Problem]:
         yield Problem("model", type(given.model).__name__, message)
     if isinstance(given.loss, type):
         yield Problem("loss", given.loss.__name__, f"is a class: give an instance, loss={given.loss.__name__}()")
-    for name in ("evaluate", "evaluation_data", "schedule", "progress"):
+    for name in ("evaluate", "evaluation_data", "schedule"):
         value = getattr(given, name)
         if value is not None and not callable(value):
             yield Problem(name, type(value).__name__, "must be a function, or None")
+    if given.progress is not None and not isinstance(given.progress, bool) and not callable(given.progress):
+        yield Problem("progress", type(given.progress).__name__, "must be True, False, a function, or None")
 
 
 def _look_at_note(given: Request) -> Iterator[Problem]:

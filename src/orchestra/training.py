@@ -20,16 +20,16 @@ from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
 from orchestra import checkpoint, expression, overrides, progress, snapshot
+from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
-from orchestra.cluster import Local
+from orchestra.cluster import Ending, Local, Order
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
 from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.events import encode, read
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
-from orchestra.launch.local import Coordinator, Watch
-from orchestra.replica import Loss, flatten, trainable, vector_dtype
+from orchestra.replica import Loss, flatten, trainable
 from orchestra.report.facts import Facts, facts_of, scores_of
 from orchestra.request import Request, first_look, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
@@ -72,7 +72,7 @@ def train(
     resume: bool = False,
     tolerate: int = 10,
     keep_snapshots: bool = False,
-    progress: Callable[[Watch], None] | None = None,
+    progress: Callable[[Progress], None] | bool | None = None,
     note: dict[str, Any] | None = None,
 ) -> Result:
     """Train a model on several processes with a strategy, and block until it is done.
@@ -105,7 +105,8 @@ def train(
         resume: go on from the newest checkpoint in `out`.
         tolerate: gradients in a row that may be not finite before the run is given up.
         keep_snapshots: keep the models that were scored.
-        progress: called several times a second with the state of the run.
+        progress: True prints a line every few seconds where there is no terminal to draw on, False is silent; a
+            function is called several times a second with a `Progress`, the state of the run.
         note: anything more to be kept in the run's configuration.
 
     """
@@ -143,7 +144,6 @@ class _Training:
         if given.resume:
             self.saved = self._find_checkpoint()
         job = self._job()
-        plan = job.plan(vector_dtype(self.module))
         if self.saved is not None:
             _forget_after(self.folder, self.saved)
         scorer = self._scorer()
@@ -152,28 +152,27 @@ class _Training:
             self._open_folder(job)
             scorer.begin(metrics)
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
-        display = progress.auto(seconds) if given.progress is None else None
-        coordinator = Coordinator(
-            job,
-            plan,
-            flatten(self.module),
+        display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
+        order = Order(
+            job=job,
+            x0=flatten(self.module),
             about=self._about(job),
             seconds=seconds,
             resumed_at=0.0 if self.saved is None else float(self.saved.node(0)["cost"][0]),
             resumed_from=0 if self.saved is None else self.saved.step,
             how_to_resume=self._how_to_resume(),
-            show=given.progress or display or (lambda watch: None),
+            show=display,
             target_reached=scorer.target_reached,
         )
         if self.targets:
             scorer.start()
         try:
-            coordinator.run()
+            ending = given.cluster.carry_out(order)
         finally:
             scorer.stop()
-            if display is not None:
+            if isinstance(display, progress.Display):
                 display.close()
-        return self._conclude(scorer, coordinator)
+        return self._conclude(scorer, ending)
 
     def _how_to_resume(self) -> str:
         """What to type: the command line can only repeat a call that it knows."""
@@ -280,7 +279,7 @@ class _Training:
                 )
         return saved
 
-    def _conclude(self, scorer: Scorer, coordinator: Coordinator) -> Result:
+    def _conclude(self, scorer: Scorer, how: Ending) -> Result:
         scorer.rest()
         parts = snapshot.parts(self.folder / FINAL)
         load_into(self.module, parts)
@@ -290,7 +289,7 @@ class _Training:
         shutil.rmtree(self.folder / FINAL)
         if not self.given.keep_snapshots:
             shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
-        ending = {"stopped_by": coordinator.stopped_by, "warnings": coordinator.warnings}
+        ending = {"stopped_by": how.stopped_by, "warnings": how.warnings}
         checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(self.folder)
         checkpoint.write_text(self.folder / "summary.json", json.dumps(facts.as_dict(), indent=1))

@@ -65,6 +65,10 @@ def weighted_mean(out: Tensor, vectors: Sequence[Tensor], weights: Sequence[floa
         if len(shares) == 1:
             out.copy_(shares[0][0])
             return
+        if len(shares) == 2:  # one pass over memory
+            (first, _), (second, share) = shares
+            torch.lerp(first, second, share, out=out)
+            return
         aliased = any(v.data_ptr() == out.data_ptr() for v, _ in shares[1:])
         for start in range(0, out.numel(), BLOCK):
             stop = start + BLOCK

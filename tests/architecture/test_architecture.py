@@ -61,6 +61,7 @@ def test_there_is_something_to_look_at() -> None:
 
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
+    "board": set[str](),
     "errors": set[str](),
     "events": set[str](),
     "ops": set[str](),
@@ -68,7 +69,42 @@ MAY_KNOW = {
     "strategy": {"errors", "node"},  # node only for its type
     "node": {"data.feed", "errors", "events", "inner", "ops", "replica"},
     "strategies": {"errors", "node", "ops", "strategies", "strategy", "vectors"},
-    "transports": {"errors", "ops", "transports", "vectors"},
+    "transports": {"board", "errors", "ops", "transports", "vectors"},
+    "run": {
+        "board",
+        "checkpoint",
+        "data",
+        "events",
+        "inner",
+        "job",
+        "node",
+        "replica",
+        "rng",
+        "snapshot",
+        "transports.middleware",
+        "vectors",
+    },
+    "training": {
+        "board",
+        "budget",
+        "checkpoint",
+        "cluster",
+        "data",
+        "errors",
+        "events",
+        "expression",
+        "inner",
+        "job",
+        "overrides",
+        "progress",
+        "replica",
+        "report",
+        "request",
+        "rng",
+        "scoring",
+        "snapshot",
+        "strategy",
+    },  # no world by name
     "report": {"budget", "errors", "events", "report"},
 }
 

@@ -19,25 +19,36 @@ from tests.core.test_scoring import error
 from tests.zoo import BATCH, SEED, Paced, ended, events, make_data, my_rank, paced, train
 from torch import Tensor
 
-from orchestra import ASP, AllReduce, Local, LocalSGD, ParameterServer, Seconds, Steps, Strategy, Target, checkpoint
+from orchestra import (
+    ASP,
+    AllReduce,
+    Local,
+    LocalSGD,
+    ParameterServer,
+    Progress,
+    Seconds,
+    Steps,
+    Strategy,
+    Target,
+    checkpoint,
+)
 from orchestra.data.feed import IndexedFeed
 from orchestra.errors import Interrupted, WorkerLost
 from orchestra.events import Saved, Stepped
-from orchestra.launch.local import Watch
 
 gently = partial(torch.optim.SGD, lr=1e-4)
 asynchronous = ParameterServer(consistency=ASP())
 
 
-def press_at(seconds: float, steps: list[int] | None = None) -> Callable[[Watch], None]:
+def press_at(seconds: float, steps: list[int] | None = None) -> Callable[[Progress], None]:
     """Ctrl-C once, so many seconds into the training; notes the steps that were done by then."""
     pressed: list[float] = []
 
-    def watch(state: Watch) -> None:
-        if not pressed and state.now() >= seconds:
-            pressed.append(state.now())
+    def watch(state: Progress) -> None:
+        if not pressed and state.t >= seconds:
+            pressed.append(state.t)
             if steps is not None:
-                steps.extend(int(row.step) for row in state.rows())
+                steps.extend(int(row.step) for row in state.nodes)
             os.kill(os.getpid(), signal.SIGINT)
 
     return watch
@@ -63,10 +74,10 @@ def test_ctrl_c_after_the_clock_has_run_out_changes_nothing(strategy: Strategy[A
 def test_ctrl_c_after_a_target_was_reached_changes_nothing(tmp_path: Path) -> None:
     at: list[float] = []
 
-    def watch(state: Watch) -> None:
-        begun = min(row.step for row in state.rows())
+    def watch(state: Progress) -> None:
+        begun = min(row.step for row in state.nodes)
         if not at and (tmp_path / "reached").exists() and begun >= 1:
-            at.append(state.now())
+            at.append(state.t)
             time.sleep(0.15)  # the stop is agreed upon
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.core.test_scoring import SCORED
 from tests.zoo import make_model, press_ctrl_c, train
 from torch import nn
 
 from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, Steps, Strategy
+from orchestra.checkpoint import write_tree
 from orchestra.errors import Interrupted
 from orchestra.report.facts import scores_of
 
@@ -46,6 +48,11 @@ def test_no_place_for_checkpoints(strategy: Strategy[Any], tmp_path: Path) -> No
     assert "could not save" in warnings_of(tmp_path)
 
 
+def test_a_full_disk_is_told_as_such() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        write_tree(Path("/dev/full"), {"x": torch.zeros(100_000)})
+
+
 @each
 def test_no_place_for_snapshots(strategy: Strategy[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = obstructing(tmp_path / "snapshots")
@@ -61,7 +68,7 @@ def test_no_place_for_snapshots(strategy: Strategy[Any], tmp_path: Path, capfd: 
 
 def test_ctrl_c_without_a_place_for_checkpoints_says_so(tmp_path: Path) -> None:
     def press(watch: Any) -> None:
-        if watch.rows()[0].step >= 1 and not (tmp_path / "pressed").exists():
+        if watch.nodes[0].step >= 1 and not (tmp_path / "pressed").exists():
             (tmp_path / "pressed").touch()
             press_ctrl_c(os.getpid())
 

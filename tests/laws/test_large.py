@@ -31,7 +31,8 @@ from tests.zoo import (
     trapped,
 )
 
-from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo, Steps, Strategy, checkpoint
+from orchestra import ASP, AllReduce, Local, LocalSGD, ParameterServer, SlowMo, Solo, Steps, Strategy, checkpoint
+from orchestra.cluster import Ending, Order
 from orchestra.errors import Interrupted, WorkerLost
 from orchestra.expression import show
 from orchestra.inner import Factory
@@ -82,10 +83,19 @@ def test_it_is_large() -> None:
         (ParameterServer(), {}, False),
     ],
 )
-def test_x_is_shared_where_it_can_be(strategy: S, given: dict[str, Any], shared: bool, tmp_path: Path) -> None:
+def test_x_is_shared_where_it_can_be(
+    strategy: S, given: dict[str, Any], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the tests here would not test what they say."""
     seen: set[bool] = set()
-    large(strategy, tmp_path, budget=Steps(2), progress=lambda watch: seen.add(watch.arena.plan.shared_x), **given)
+    carry_out = Local.carry_out
+
+    def look(cluster: Local, order: Order) -> Ending:
+        seen.add(order.job.shares_x)
+        return carry_out(cluster, order)
+
+    monkeypatch.setattr(Local, "carry_out", look)
+    large(strategy, tmp_path, budget=Steps(2), **given)
     assert seen == {shared}
 
 

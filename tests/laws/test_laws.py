@@ -37,11 +37,10 @@ from tests.zoo import (
 )
 
 import orchestra
-from orchestra import ASP, AllReduce, ParameterServer, SlowMo, Steps, Strategy, checkpoint, strategies
+from orchestra import ASP, AllReduce, ParameterServer, Progress, SlowMo, Steps, Strategy, checkpoint, strategies
 from orchestra.errors import Interrupted, WorkerFailed, WorkerLost
 from orchestra.expression import parse, show
 from orchestra.inner import Factory
-from orchestra.launch.local import Watch
 from orchestra.vectors import split
 
 S = Strategy[Any]
@@ -256,8 +255,8 @@ def test_a_killed_server_ends_the_run(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     when: list[float] = []
 
-    def kill(watch: Watch) -> None:
-        if not when and watch.rows()[0].step >= 1:
+    def kill(watch: Progress) -> None:
+        if not when and watch.nodes[0].step >= 1:
             victims = processes()  # in the order of their ranks
             when.append(time.monotonic())
             victims[workers].kill()

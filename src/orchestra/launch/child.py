@@ -13,17 +13,26 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from orchestra import checkpoint, run
 from orchestra.errors import OrchestraError
+from orchestra.events import Began, EventLog
 from orchestra.job import Job
-from orchestra.run import live
+from orchestra.launch.keeper import LocalKeeper
+from orchestra.node import Comm, Node
+from orchestra.transports.local import LocalTransport
 from orchestra.transports.memory import Arena, Plan
+from orchestra.transports.middleware import Metered
 from orchestra.transports.waiting import Aborted
+from orchestra.vectors import ranges
+
+Tell = Callable[[dict[str, Any]], None]
 
 _LONGEST = 10_000  # characters of a traceback; a datagram must hold them, at up to twelve bytes each as JSON
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -55,7 +64,7 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         _keep_memory()
         job: Job = pickle.loads(handover.job)
         arena = Arena(arena_fd, handover.plan)
-        live(job, arena, rank, tell, lambda: time.perf_counter() - handover.asked)
+        _live(job, arena, rank, tell, handover.asked)
         return 0
     except Aborted:
         return 0
@@ -66,6 +75,52 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         trace = traceback.format_exc()
         tell({"kind": "failed", "node": rank, "traceback": trace[-_LONGEST:]})
         return 1
+
+
+def _live(job: Job, arena: Arena, rank: int, tell: Tell, asked: float) -> None:
+    """Set up, begin together with the others, train or serve."""
+    torch.set_num_threads(job.threads)
+    with EventLog(job.run / f"events-{rank}.jsonl") as log:
+        transport = LocalTransport(arena, rank, patience=job.patience, lockstep=job.strategy.synchronous)
+        meter = Metered(transport)
+        node = _node(job, arena, rank, Comm(meter, *job.groups), log)
+        if job.own_gpu and node.feed is not None:
+            from orchestra.transports.nccl import NcclMeans  # torch.distributed is not needed otherwise
+
+            transport.gpu_means = NcclMeans(job.run / f"nccl-{job.launch}", rank, job.workers, node.x.device)
+        life = run.Life(job, node, meter, log, tell, partial(arena.report, rank))
+        if job.resume is not None:
+            run.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
+        keeper = LocalKeeper(life, arena, transport, log)
+        tell({"kind": "ready", "node": rank})
+        waited = transport.traffic.waited
+        transport.await_go()
+        transport.traffic.waited = waited  # the clock starts now
+        role, live = ("server", run.serve) if life.is_server else ("worker", run.work)
+        log.write(Began(node.now(), rank, role, time.perf_counter() - asked))
+        live(life, keeper)
+        if transport.gpu_means is not None:
+            transport.gpu_means.close()
+    tell({"kind": "done", "node": rank, "interrupted": life.interrupted})
+
+
+def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
+    plan = arena.plan
+    start = arena.tensor(plan.start, plan.numel, plan.dtype)
+    if rank >= job.workers:
+        part = ranges(plan.numel, job.servers)[rank - job.workers]
+        x = arena.vector("x", rank, part.stop - part.start)
+        x.copy_(start[part])
+        return run.server(job, rank, comm, log, x)
+    x, g = arena.vector("x", rank), arena.vector("g", rank)
+    if not plan.shared_x:  # a shared one was written before anybody was there to read it
+        x.copy_(start)
+    if job.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        x, g = x.to(device), g.to(device)
+        arena.pin(rank)
+    return run.worker(job, rank, comm, log, x, g)
 
 
 def _read(fd: int) -> Handover:

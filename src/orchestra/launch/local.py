@@ -13,20 +13,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
-from torch import Tensor
 
-from orchestra import checkpoint
+from orchestra import checkpoint, expression
+from orchestra.board import Progress, name_of
+from orchestra.cluster import Ending, Order
 from orchestra.errors import ClusterError, Interrupted, WorkerFailed, WorkerLost, by_name
-from orchestra.job import Job
 from orchestra.launch import forkserver
 from orchestra.launch.child import Handover
-from orchestra.run import BUDGET_SPENT, INTERRUPTED
+from orchestra.launch.keeper import BUDGET_SPENT, INTERRUPTED
 from orchestra.transports import memory
 from orchestra.transports.memory import (
     ABORT,
@@ -37,58 +37,36 @@ from orchestra.transports.memory import (
     STOP_AT,
     Arena,
     Plan,
-    Report,
 )
-from orchestra.transports.waiting import name_of
 
 _GRACE = 1.0  # seconds between asking nodes to go and killing them
 _GLANCE = 0.1  # seconds between two looks at the board
 
 
 @dataclass
-class Watch:
-    """What a run looks like from outside, for whoever shows it."""
-
-    job: Job
-    arena: Arena
-    started: float | None = None
-
-    def now(self) -> float:
-        """Seconds of training so far."""
-        return 0.0 if self.started is None else time.perf_counter() - self.arena.clock[0]
-
-    def rows(self) -> list[Report]:
-        """What each node last reported."""
-        return [self.arena.reported(node) for node in range(self.arena.plan.nodes)]
-
-
-@dataclass
 class Coordinator:
     """One run of one job."""
 
-    job: Job
-    plan: Plan
-    x0: Tensor
-    about: dict[str, Any]  # for the manifest of checkpoints
-    seconds: float | None  # budget by the clock
-    resumed_at: float = 0.0  # seconds of training before this process
-    resumed_from: int = 0  # label of the checkpoint
-    how_to_resume: str = "train(..., resume=True)"
-    show: Callable[[Watch], None] = lambda watch: None
-    target_reached: Callable[[], bool] = lambda: False
+    order: Order
     ready: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     saved: dict[int, set[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     stopped_by: str = "budget"
+    begun: bool = False
     asked_to_stop: bool = False
     interrupted: bool = False  # with steps left to do
     signals: int = 0
     signal_name: str = ""
     last_checkpoint: int | None = None
 
-    def run(self) -> None:
+    def __post_init__(self) -> None:
+        job, x0 = self.order.job, self.order.x0
+        self.job = job
+        self.plan = Plan(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
+
+    def run(self) -> Ending:
         """Train. Raises what ended the run early; leaves no process and no memory behind."""
         arena_fd = memory.create(self.plan)
         handover_fd = os.memfd_create("orchestra-job")
@@ -97,8 +75,8 @@ class Coordinator:
         try:
             self.arena = Arena(arena_fd, self.plan)
             start = self.plan.place("x", 0) if self.plan.shared_x else self.plan.start
-            self.arena.tensor(start, self.plan.numel, self.plan.dtype).copy_(self.x0)
-            self.arena.words.set(SAVE_WANTED, self.resumed_from)
+            self.arena.tensor(start, self.plan.numel, self.plan.dtype).copy_(self.order.x0)
+            self.arena.words.set(SAVE_WANTED, self.order.resumed_from)
             with os.fdopen(os.dup(handover_fd), "wb") as file:
                 file.write(self._handover())
             with self._signals():
@@ -111,6 +89,7 @@ class Coordinator:
             for fd in (arena_fd, handover_fd):
                 os.close(fd)
             told.close()
+        return Ending(self.stopped_by, self.warnings)
 
     def _handover(self) -> bytes:
         return pickle.dumps(
@@ -145,30 +124,42 @@ class Coordinator:
                 signal.signal(s, handler)
 
     def _watch(self, told: socket.socket, news: socket.socket) -> None:
-        watch = Watch(self.job, self.arena)
         while len(self.gone) < self.plan.nodes:
             readable, _, _ = select.select([told, news], [], [], _GLANCE)
             if told in readable:
-                self._hear(json.loads(told.recv(1 << 17)), watch)
+                self._hear(json.loads(told.recv(1 << 17)))
             elif news in readable:
                 # Only when nothing is left to be heard: a node's last words matter more than that it is gone.
                 self._mourn(news)
-            self._consider_stopping(watch)
-            self.show(watch)
+            self._consider_stopping()
+            self.order.show(self._progress())
         if self.interrupted:
             self._raise_interrupted()
         if self.stopped_by == "interrupt":  # too late: the last step was under way
             self.stopped_by = "budget"
 
-    def _hear(self, said: dict[str, Any], watch: Watch) -> None:
+    def _progress(self) -> Progress:
+        job = self.job
+        rows = tuple(self.arena.reported(node) for node in range(self.plan.nodes))
+        strategy = expression.show(job.strategy)
+        return Progress(
+            job.run, strategy, job.workers, job.servers, job.last_step, self.begun, self._seconds(), rows
+        )  # fmt: skip
+
+    def _seconds(self) -> float:
+        """Of training so far."""
+        return time.perf_counter() - self.arena.clock[0] if self.begun else 0.0
+
+    def _hear(self, said: dict[str, Any]) -> None:
         node = said["node"]
         match said["kind"]:
             case "ready":
                 self.ready.add(node)
                 if len(self.ready) == self.plan.nodes:
-                    self.arena.clock[0] = time.perf_counter() - self.resumed_at
-                    watch.started = time.perf_counter()
+                    self.arena.clock[0] = time.perf_counter() - self.order.resumed_at
+                    self.begun = True
                     self.arena.words.announce(GO, 1)
+                    self.arena.forget_start()
             case "done":
                 self.done.add(node)
                 self.interrupted |= said["interrupted"]
@@ -195,7 +186,7 @@ class Coordinator:
             return
         del self.saved[step]
         try:
-            checkpoint.commit(self.job.run / "checkpoints", step, self.about)
+            checkpoint.commit(self.job.run / "checkpoints", step, self.order.about)
             self.last_checkpoint = step
         except OSError as error:
             self._warn(f"the checkpoint of step {step} could not be sealed: {error}. Training went on.")
@@ -217,8 +208,8 @@ class Coordinator:
         if node not in self.done:
             raise WorkerLost(self._name(node), _cause(status))
 
-    def _consider_stopping(self, watch: Watch) -> None:
-        if watch.started is None:
+    def _consider_stopping(self) -> None:
+        if not self.begun:
             if self.signals:
                 self._raise_interrupted()
             return
@@ -226,9 +217,9 @@ class Coordinator:
             return  # some may already act on the reason given: it stays, and a second Ctrl-C ends everything at once
         if self.signals:
             self._ask_to_stop("interrupt", INTERRUPTED)
-        elif self.seconds is not None and watch.now() >= self.seconds:
+        elif self.order.seconds is not None and self._seconds() >= self.order.seconds:
             self._ask_to_stop("seconds", BUDGET_SPENT)
-        elif self.target_reached():
+        elif self.order.target_reached():
             self._ask_to_stop("target", BUDGET_SPENT)
 
     def _ask_to_stop(self, reason: str, code: int) -> None:
@@ -250,7 +241,7 @@ class Coordinator:
     def _raise_interrupted(self) -> None:
         run = self.job.run
         where = (
-            f"A checkpoint of step {self.last_checkpoint} is in {run}; go on with {self.how_to_resume}"
+            f"A checkpoint of step {self.last_checkpoint} is in {run}; go on with {self.order.how_to_resume}"
             if self.last_checkpoint is not None
             else " ".join(["No checkpoint was written.", *self.warnings])
         )

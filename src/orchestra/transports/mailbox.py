@@ -23,25 +23,34 @@ from orchestra.transports.waiting import Waiter
 _HEADER = struct.Struct("=IIQQqd")  # kind, dtype, place, numel, version, weight
 _BODY, _FAREWELL = 1, 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
-_LEND_FROM = 1 << 18  # bytes; copying less than this costs less than making the sender wait for its vector
+_LEND_FROM = 1 << 16  # bytes; copying less than this costs less than making the sender wait for its vector
 
 
 class Mailbox:
     """One node's messages, to and from everybody."""
 
     def __init__(self, arena: Arena, rank: int, waiter: Waiter, traffic: Traffic) -> None:
-        self.between_messages: Callable[[], None] = lambda: None
+        self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
         self._arena = arena
         self._words = arena.words
-        self._plan = arena.plan
+        self._plan = plan = arena.plan
         self._rank = rank
         self._waiter = waiter
         self._traffic = traffic
-        self._sent = [0] * arena.plan.nodes  # messages posted to each node
-        self._taken = [0] * arena.plan.nodes  # messages received from each node
-        self._left = [False] * arena.plan.nodes
+        nodes = range(plan.nodes)
+        self._sent = [0 for _ in nodes]  # messages posted to each node
+        self._taken = [0 for _ in nodes]  # messages received from each node
+        self._left = [False for _ in nodes]
         self._rings = 0
         self._turn = 0
+        # Where a pair's words and headers lie never changes, and is asked for several times a message.
+        self._bell = [plan.word("bell", node) for node in nodes]
+        self._posted_to = [plan.word("posted", rank, node) for node in nodes]
+        self._posted_by = [plan.word("posted", node, rank) for node in nodes]
+        self._released_to = [plan.word("released", rank, node) for node in nodes]
+        self._released_by = [plan.word("released", node, rank) for node in nodes]
+        self._headers_to = [[plan.header(rank, node, parity) for parity in (0, 1)] for node in nodes]
+        self._headers_by = [[plan.header(node, rank, parity) for parity in (0, 1)] for node in nodes]
 
     # Sending.
 
@@ -72,9 +81,9 @@ class Mailbox:
 
     def _post(self, to: int, *header: float) -> None:
         number = self._sent[to]
-        _HEADER.pack_into(self._arena.memory, self._plan.header(self._rank, to, number % 2), *header)
+        _HEADER.pack_into(self._arena.memory, self._headers_to[to][number % 2], *header)
         self._sent[to] = number + 1
-        self._words.set(self._plan.word("posted", self._rank, to), number + 1)
+        self._words.set(self._posted_to[to], number + 1)
         self.ring(to)
 
     def ring(self, node: int) -> None:
@@ -83,11 +92,13 @@ class Mailbox:
         Every ring has a value of its own, so whoever looked at the bell before it rang sees that it did.
         """
         self._rings += 1
-        self._words.announce(self._plan.word("bell", node), (self._rings * self._plan.nodes + self._rank) % 2**32)
+        self._words.announce(self._bell[node], (self._rings * self._plan.nodes + self._rank) % 2**32)
 
     def await_release(self, to: int, number: int) -> None:
         """Block until `to` is done with the first `number` messages of this node."""
-        word = self._plan.word("released", self._rank, to)
+        word = self._released_to[to]
+        if self._words[word] >= number:
+            return
         whom = self._waiter.names
         self._waiter.wait(word, lambda: self._words[word] >= number, lambda: f"{whom([to])} to take a message")
 
@@ -98,17 +109,18 @@ class Mailbox:
         sources = op.group.members if op.source is None else (op.source,)
         for source in sources:
             self._release(source)
-        bell = self._plan.word("bell", self._rank)
 
         def ready() -> bool:
-            self.between_messages()
-            return self._arrived(sources) is not None or all(self._left[s] for s in sources)
+            if self._arrived(sources) is not None or all(self._left[s] for s in sources):
+                return True
+            self.when_idle()
+            return False
 
         def whom() -> str:
             return "a message from " + self._waiter.names([s for s in sources if not self._left[s]])
 
         while True:
-            self._waiter.wait(bell, ready, whom)
+            self._waiter.wait(self._bell[self._rank], ready, whom)
             arrived = self._arrived(sources)
             if arrived is None:
                 return Done(None)
@@ -120,7 +132,7 @@ class Mailbox:
         """A source with a message waiting; the one served last comes last, so that nobody is passed over."""
         for i in range(len(sources)):
             source = sources[(self._turn + i) % len(sources)]
-            if self._words[self._plan.word("posted", source, self._rank)] != self._taken[source]:
+            if self._words[self._posted_by[source]] != self._taken[source]:
                 return source
         return None
 
@@ -129,7 +141,7 @@ class Mailbox:
         self._taken[source] = number + 1
         self._turn = source + 1
         kind, dtype, place, numel, version, weight = _HEADER.unpack_from(
-            self._arena.memory, self._plan.header(source, self._rank, number % 2)
+            self._arena.memory, self._headers_by[source][number % 2]
         )
         if kind == _FAREWELL:
             self._left[source] = True
@@ -141,7 +153,7 @@ class Mailbox:
 
     def _release(self, source: int) -> None:
         """Tell a sender that what came from it so far is no longer looked at."""
-        word = self._plan.word("released", source, self._rank)
+        word = self._released_by[source]
         if self._words[word] != self._taken[source]:
             self._words.announce(word, self._taken[source])
 

@@ -20,11 +20,12 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from orchestra.board import Report
 from orchestra.errors import EnvironmentProblem
 from orchestra.transports.futex import Words
 
@@ -43,20 +44,6 @@ _GLOBAL_WORDS = 16
 # What a node publishes for a collective: its weight, the place of its vector, its weight for even and odd small means.
 WEIGHT, PLACE, EVEN, ODD = range(4)
 FACTS = 4
-
-
-class Report(NamedTuple):
-    """One row of the board."""
-
-    step: float
-    samples: float
-    loss: float
-    compute: float  # seconds
-    communicate: float  # seconds, waiting excluded
-    wait: float  # seconds
-    sent: float  # bytes
-    received: float  # bytes
-    t: float  # seconds
 
 
 @dataclass(frozen=True)
@@ -148,7 +135,8 @@ class Arena:
 
     def __init__(self, fd: int, plan: Plan) -> None:
         self.plan = plan
-        self.memory = mmap.mmap(fd, plan.nbytes)
+        self._nbytes = plan.nbytes
+        self.memory = mmap.mmap(fd, self._nbytes)
         self.words = Words(self.memory, plan.words)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.base = self.bytes.data_ptr()
@@ -194,8 +182,12 @@ class Arena:
     def offset(self, x: Tensor) -> int | None:
         """Where a tensor lies in the arena, or None if it lies elsewhere or is not contiguous."""
         offset = x.data_ptr() - self.base
-        inside = 0 <= offset < self.plan.nbytes and x.is_contiguous() and x.device.type == "cpu"
+        inside = 0 <= offset < self._nbytes and x.is_contiguous() and x.device.type == "cpu"
         return offset if inside else None
+
+    def forget_start(self) -> None:
+        """Give back the memory of the initial parameters: every node has its own by now."""
+        self.memory.madvise(mmap.MADV_REMOVE, self.plan.start, self.plan.vector)
 
     def report(self, node: int, row: Report) -> None:
         """Put a node's row on the board."""

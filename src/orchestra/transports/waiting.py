@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from orchestra.board import name_of
 from orchestra.errors import Stalled
 from orchestra.ops import Traffic
 from orchestra.transports.futex import Words
@@ -49,12 +50,3 @@ class Waiter:
     def names(self, nodes: Sequence[int]) -> str:
         """How people are told of some nodes."""
         return ", ".join(name_of(node, self._workers) for node in nodes) or "nobody"
-
-
-def name_of(node: int, workers: int) -> str:
-    """How people are told of a node.
-
-    >>> name_of(5, workers=4)
-    'server 1'
-    """
-    return f"worker {node}" if node < workers else f"server {node - workers}"

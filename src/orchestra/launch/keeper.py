@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a run on one machine: who saves when, agreed upon through words in shared memory.
+
+in step          all workers save after the same step and wait for the servers, which save when every worker has
+each at its own  the first worker that is not done asks the others, who save at the end of the step they are in:
+pace             nobody waits for another to catch up. Workers that are done stay, so that they can be asked
+"""
+
+from __future__ import annotations
+
+from orchestra import checkpoint
+from orchestra.events import EventLog, Saved
+from orchestra.run import Life, crossed, everything, report, spent
+from orchestra.transports.local import LocalTransport
+from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT, Arena
+
+# Values of STOP_ASKED.
+BUDGET_SPENT, INTERRUPTED = 1, 2
+
+
+class LocalKeeper:
+    """One node's share of it."""
+
+    def __init__(self, life: Life, arena: Arena, transport: LocalTransport, log: EventLog) -> None:
+        self._life = life
+        self._words = arena.words
+        self._plan = arena.plan
+        self._transport = transport
+        self._log = log
+        self._synchronous = life.job.strategy.synchronous
+        self._saved_as = arena.words[SAVE_WANTED]  # label of this node's newest part of a checkpoint
+        if life.is_server:
+            transport.mailbox.when_idle = self._while_idle
+
+    # A worker's side.
+
+    def after_step(self, before: int) -> None:
+        """Save if it is time: the worker had done `before` steps a moment ago."""
+        words, life = self._words, self._life
+        due = crossed(before, life.node.steps, life.job.checkpoint_every) and not spent(life)
+        if self._synchronous:
+            if due:
+                self._save_with_servers(life.node.steps)
+            return
+        first = all(self._begun(w) == NOTHING_MORE for w in range(life.rank))
+        if due and first and words[SAVE_WANTED] == self._saved_as:
+            words.set(SAVE_WANTED, max(life.node.steps, self._saved_as + 1))
+            self._transport.ring_everybody()
+        if words[SAVE_WANTED] > self._saved_as:
+            self._save_with_servers(words[SAVE_WANTED])
+
+    def interrupted(self) -> bool:
+        """Whether the run is broken off, to go on another day."""
+        return self._words[STOP_ASKED] == INTERRUPTED
+
+    def break_off(self) -> None:
+        """Save this worker's part before it leaves."""
+        label = self._words[STOP_AT]
+        if self._saved_as != label:
+            self._save(label)
+
+    def stay(self) -> bool:
+        """Wait after the last step until all workers are done, so that a checkpoint is still possible.
+
+        False if the run is broken off before that: then this worker's part is saved, and there is no final model yet.
+        """
+        if self._synchronous:
+            return True
+        words, plan = self._words, self._plan
+        words.set(plan.word("begun", self._life.rank), NOTHING_MORE)
+        self._transport.ring_everybody()
+
+        def all_done() -> bool:
+            return all(self._begun(w) == NOTHING_MORE for w in range(plan.workers))
+
+        def broken_off() -> bool:
+            return words[STOP_AT] != 0 and self.interrupted()
+
+        while not all_done():
+            self._transport.await_bell(lambda: all_done() or broken_off() or words[SAVE_WANTED] > self._saved_as)
+            if broken_off():
+                self.break_off()
+                self._transport.ring_everybody()
+                return False
+            if words[SAVE_WANTED] > self._saved_as:
+                self._save(words[SAVE_WANTED])
+                self._transport.ring_everybody()
+        return True
+
+    # A server's side.
+
+    def after_service(self) -> bool:
+        """Save once more if the run is broken off; False then, since there is no final model yet."""
+        if not self._synchronous and self.interrupted():
+            self._await_lingerers()
+        self._save_with_workers()
+        return not self.interrupted() or self._saved_as != self._words[STOP_AT]
+
+    def _while_idle(self) -> None:
+        self._save_with_workers()
+        report(self._life)
+
+    def _save_with_workers(self) -> None:
+        """Save when every worker has saved under the same label, and so waits or has left."""
+        labels = {self._words[self._plan.word("saved", w)] for w in range(self._plan.workers)}
+        label = min(labels)
+        if len(labels) == 1 and label > self._saved_as:
+            self._save(label)
+
+    def _await_lingerers(self) -> None:
+        """Wait for workers that left long ago to save as well, unless all were done before the run was stopped."""
+        words, plan = self._words, self._plan
+
+        def settled() -> bool:
+            saved = [words[plan.word("saved", w)] for w in range(plan.workers)]
+            begun = [self._begun(w) for w in range(plan.workers)]
+            at = words[STOP_AT]
+            return at != 0 and (all(s == at for s in saved) or all(b == NOTHING_MORE for b in begun))
+
+        self._transport.await_bell(settled)
+
+    # Both.
+
+    def _save(self, label: int) -> None:
+        """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator is told."""
+        life = self._life
+        self._saved_as = label
+        self._log.flush()  # what a resumed run remembers must not be less than what it has done
+        try:
+            folder = checkpoint.open_draft(life.job.run / "checkpoints", label)
+            checkpoint.write_tree(folder / checkpoint.part_name(life.rank), everything(life))
+        except OSError as error:
+            life.tell({"kind": "save-failed", "node": life.rank, "step": label, "error": str(error)})
+        else:
+            self._log.write(Saved(life.node.now(), life.rank, label))
+            life.tell({"kind": "saved", "node": life.rank, "step": label})
+        self._words.announce(self._plan.word("saved", life.rank), label)
+
+    def _save_with_servers(self, label: int) -> None:
+        """Save, and wait until the servers have saved as well: with every worker here, nothing is in flight."""
+        self._save(label)
+        for server in self._life.node.comm.servers.members:
+            self._transport.mailbox.ring(server)
+            self._transport.await_saved(server, label)
+
+    def _begun(self, worker: int) -> int:
+        return self._words[self._plan.word("begun", worker)]
