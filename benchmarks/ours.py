@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import orchestra
-from benchmarks.workloads import BATCH, WORKLOADS, Workload, loss, sgd
+from benchmarks.workloads import WORKLOADS, Workload, loss, sgd
 from benchmarks.wrappers import Paced, WithoutGradient
 from orchestra import expression
 from orchestra.strategy import Strategy
@@ -48,7 +48,7 @@ def main() -> None:
         optimizer=functools.partial(torch.optim.SGD, lr=1e-3) if "--plain-sgd" in options else sgd,
         strategy=Paced(base=strategy, gate=gate, every=int(steps)),
         cluster=orchestra.Local(workers=int(workers), threads=1, patience=3600.0),
-        batch=BATCH,
+        batch=workload.batch,
         budget=orchestra.Steps(2**31 - 1),
         out=Path(gate) / "run",
     )

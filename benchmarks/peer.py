@@ -23,7 +23,7 @@ import torch.distributed.rpc as distributed_rpc
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads import BATCH, WORKLOADS, Workload, loss, sgd
+from benchmarks.workloads import WORKLOADS, Workload, loss, sgd
 
 Step = Callable[[], None]
 
@@ -33,7 +33,7 @@ def batches(workload: Workload, rank: int) -> Iterator[list[Tensor]]:
     data = workload.data()
     generator = torch.Generator().manual_seed(rank)
     while True:
-        for chosen in torch.randperm(len(data[0]), generator=generator).split(BATCH):
+        for chosen in torch.randperm(len(data[0]), generator=generator).split(workload.batch):
             yield [part.index_select(0, chosen) for part in data]
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ class Workload:
 
     widths: tuple[int, ...] | None  # None: LeNet-5
     shape: tuple[int, ...]
+    batch: int = BATCH
 
     def module(self) -> nn.Module:
         """A new module."""
@@ -40,7 +41,9 @@ LENET = Workload(None, (1, 28, 28))
 TINY = Workload((784, 8, CLASSES), (784,))
 MLP50M = Workload((784, 4800, 4800, 4800, CLASSES), (784,))
 
-WORKLOADS = {"mlp10m": MLP10M, "lenet": LENET, "tiny": TINY, "mlp50m": MLP50M}
+MLP10M_4 = replace(MLP10M, batch=4)
+
+WORKLOADS = {"mlp10m": MLP10M, "mlp10m, batch 4": MLP10M_4, "lenet": LENET, "tiny": TINY, "mlp50m": MLP50M}
 
 sgd = functools.partial(torch.optim.SGD, lr=0.001, momentum=0.9)
 loss = F.cross_entropy
