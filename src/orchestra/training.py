@@ -25,7 +25,7 @@ from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Ending, Local, Order
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
-from orchestra.errors import CheckpointError, ConfigError, Problem
+from orchestra.errors import CheckpointError, ConfigError, OrchestraError, Problem
 from orchestra.events import encode, read
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
@@ -116,7 +116,11 @@ def train(
         checkpoint_every, resume, tolerate, keep_snapshots, progress, note or {},
     )  # fmt: skip
     with left_alone():
-        return _Training(overrides.apply(given)).run()
+        try:
+            return _Training(overrides.apply(given)).run()
+        except OrchestraError as error:
+            # It says what is wrong and what to do; the way through these files would only hide that.
+            raise error.with_traceback(None)  # noqa: B904
 
 
 class _Training:

@@ -207,11 +207,19 @@ class Table:
             text += f" [{low:.2f}, {high:.2f}]"
         return text if row.always else f"{text} *"
 
+    @property
+    def legend(self) -> str:
+        """What the columns count."""
+        return (
+            "nodes: workers and servers. MB/worker: sent and received. wait: share of the workers' time spent waiting "
+            "for others. staleness: updates made between a worker's pull and its push."
+        )
+
     def markdown(self) -> str:
         """The table as it goes into a document."""
         lines = [self.columns(), ["---"] * len(self.columns()), *(self.cells(row) for row in self.ranked)]
         body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return "\n\n".join([self.heading, body, *self.notes()]) + "\n"
+        return "\n\n".join([self.heading, body, self.legend, *self.notes()]) + "\n"
 
     def notes(self) -> list[str]:
         """What the table cannot hold: runs that missed the target or failed."""

@@ -61,7 +61,6 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
     try:
         handover = _read(handover_fd)
         _move_in(handover)
-        _keep_memory()
         job: Job = pickle.loads(handover.job)
         arena = Arena(arena_fd, handover.plan)
         _live(job, arena, rank, tell, handover.asked)
@@ -92,6 +91,7 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, asked: float) -> None:
         if job.resume is not None:
             run.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
         keeper = LocalKeeper(life, arena, transport, log)
+        _settle_memory()
         tell({"kind": "ready", "node": rank})
         waited = transport.traffic.waited
         transport.await_go()
@@ -131,14 +131,17 @@ def _read(fd: int) -> Handover:
     return handover
 
 
-def _keep_memory() -> None:
-    """Let the allocator keep what backward frees: giving 40 MB back and faulting it in again costs 10 ms a step."""
-    if any(name.startswith("MALLOC_") for name in os.environ):
-        return  # the user has a wish of his own
+def _settle_memory() -> None:
+    """Give back what setting up needed for a moment; from now on keep what backward frees.
+
+    Giving 40 MB back to the kernel at every step and faulting it in again costs 10 ms.
+    """
+    libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the most that glibc takes
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.malloc_trim(0)
+        if not any(name.startswith("MALLOC_") for name in os.environ):  # else the user has a wish of his own
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the most that glibc takes
+            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _move_in(handover: Handover) -> None:

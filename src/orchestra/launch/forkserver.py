@@ -128,6 +128,7 @@ def serve(channel: socket.socket) -> None:
             if not request:
                 for run in runs:
                     run.kill()
+                signal.set_wakeup_fd(-1)  # the sockets close before the last child is gone
                 return
             runs.append(_fork(json.loads(request)["nodes"], fds))
 
