@@ -67,7 +67,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in widest_first:
-            tensor.reshape(-1).view(torch.uint8).numpy().tofile(file)
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def read_tree(path: Path) -> Any:

@@ -70,7 +70,7 @@ def check_optimizer(
         if not math.isfinite(rate) or rate <= 0:
             yield Problem("optimizer.lr", rate, "must be a finite number above zero")
         elif rate > 1e6:
-            yield Problem("optimizer.lr", rate, "is far too large")
+            yield Problem("optimizer.lr", rate, "is far too large: 1e6 at most, and rarely above 1")
     closure = inspect.signature(made.step).parameters.get("closure")
     if isinstance(made, torch.optim.SparseAdam) or (closure is not None and closure.default is closure.empty):
         yield Problem("optimizer", type(made).__name__, "needs a closure or sparse gradients: use SGD, Adam, ...")
@@ -180,7 +180,17 @@ def rehearse(module: nn.Module, data: Any, loss: Any, batch: int) -> Iterator[Pr
     if len(sample) < 2:
         yield Problem("data", len(sample), "a sample must have at least an input and a target")
         return
-    module = copy.deepcopy(module).train()
+    try:
+        yield from _one_gradient(copy.deepcopy(module).train(), sample, loss, data)
+    except Exception as error:
+        error.add_note(
+            f"This was one gradient on {len(sample[-1])} samples, tried before any process was started: model, data "
+            "and loss do not go together."
+        )
+        raise
+
+
+def _one_gradient(module: nn.Module, sample: list[Any], loss: Any, data: Any) -> Iterator[Problem]:
     output = module(*sample[:-1])
     wrong = [*_classes(loss, output, data)]
     if wrong:

@@ -7,7 +7,8 @@ OrchestraError                 1
 ├── ClusterError               4   the nodes did not come together
 │   ├── WorkerFailed           1   a node raised; its traceback comes first
 │   ├── WorkerLost             6   a node died without a word
-│   └── Stalled                4   a wait passed its deadline; names whom it waited for
+│   ├── Stalled                4   a wait passed its deadline; names whom it waited for
+│   └── Deadlock               4   in virtual time: everybody waits for somebody
 ├── Diverged                   5   too many gradients in a row were not finite
 ├── CheckpointError            7   a checkpoint that cannot be trusted or does not fit
 └── Interrupted              130   Ctrl-C: the run stopped at a step boundary and left a checkpoint
@@ -93,6 +94,10 @@ class Stalled(ClusterError):
     """A node waited past its deadline."""
 
 
+class Deadlock(ClusterError):
+    """Nodes wait for each other, and no event is left that could end it."""
+
+
 class Diverged(OrchestraError):
     """Too many gradients in a row were NaN or infinite."""
 
@@ -105,7 +110,7 @@ class CheckpointError(OrchestraError):
     exit_code = 7
 
 
-class Interrupted(OrchestraError):
+class Interrupted(OrchestraError, KeyboardInterrupt):
     """The run was asked to stop (Ctrl-C) and did, at a step boundary, with a checkpoint."""
 
     exit_code = 130

@@ -6,10 +6,13 @@ Reports, `compare` and everything else that looks at a run are pure functions of
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -120,12 +123,17 @@ _FLUSH = 0.5  # seconds an event may wait in memory
 
 
 class EventLog:
-    """Appends events to a file, a few hundred at a time."""
+    """Appends events to a file, a few hundred at a time.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    A disk that is full for a while costs nothing but memory: what could not be written is tried again with the next.
+    """
+
+    def __init__(self, path: Path, complain: Callable[[OSError], None] | None = None) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._whole = self._file.seek(0, 2)  # bytes that are surely whole lines
         self._waiting: list[Event] = []
         self._flushed = time.monotonic()
+        self._complain = complain
 
     def write(self, event: Event) -> None:
         """Record an event."""
@@ -135,11 +143,22 @@ class EventLog:
 
     def flush(self) -> None:
         """Bring everything so far to the file, in whole lines."""
-        if self._waiting:
-            self._file.write("".join(encode(event) for event in self._waiting))
-            self._file.flush()
-            self._waiting.clear()
         self._flushed = time.monotonic()
+        if not self._waiting:
+            return
+        text = "".join(encode(event) for event in self._waiting).encode()
+        try:
+            if self._file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._whole)
+            if self._complain is None:
+                raise
+            self._complain(error)
+            return
+        self._whole += len(text)
+        self._waiting.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -195,8 +195,12 @@ class Node:
         if self._in_a_row >= self._tolerate:
             raise Diverged(
                 f"worker {self.rank}: the gradient was NaN or infinite {self._in_a_row} times in a row, last at step "
-                f"{self.steps} with learning rate {self.lr:g}. Lower the learning rate, clip the gradient "
-                "(clip=1.0), or look for bad samples."
+                f"{self.steps} with learning rate {self.lr:g}. "
+                + (
+                    "Lower the learning rate, clip the gradient (clip=1.0), or look for bad samples."
+                    if self.samples
+                    else "It never was finite: look at the model, the loss and the data."
+                )
             )
 
     def update(self, g: Tensor) -> None:
@@ -216,6 +220,7 @@ class Node:
         """x ← the inner optimizer's step with the mean of g over the workers; x is then equal everywhere.
 
         The same as `mean_` and `update`, but where optimizer and world allow each worker does it for one range only.
+        What g holds afterwards is nobody's business.
         """
         if self._owns_range:
             op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self.inner.step)

@@ -139,6 +139,7 @@ class View(Protocol):
 
     delay: float  # seconds before the first picture
     every: float  # seconds between two pictures
+    finale: bool  # whether the last moment is shown in any case
 
     def show(self, picture: Picture) -> None:
         """Show one."""
@@ -148,10 +149,13 @@ class View(Protocol):
 
 
 class PlainView:
-    """One line every few seconds, for files and pipes."""
+    """One line every few seconds, for files and pipes; `alone` if nobody else will tell how it went."""
 
-    delay = 5.0  # a short run needs no word before its summary
     every = 5.0
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self.delay = 0.0 if alone else 5.0  # a short run needs no word before its summary
+        self.finale = alone
 
     def show(self, picture: Picture) -> None:
         """Print one line."""
@@ -196,6 +200,7 @@ class LiveView:
 
     delay = 0.0
     every = 0.125
+    finale = False
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live
@@ -264,6 +269,7 @@ class Display:
         self._view = view
         self._observer = Observer(title, seconds)
         self._next: float | None = None
+        self._unseen: Progress | None = None
 
     def __call__(self, now: Progress) -> None:
         """Show the run if it is time to."""
@@ -274,7 +280,9 @@ class Display:
         clock = time.monotonic()
         if self._next is None:
             self._next = clock + self._view.delay
+        self._unseen = now
         if clock >= self._next:
+            self._unseen = None
             self._view.show(self._observer.look(now))
             # From the end of the drawing: on a slow terminal the run goes before the picture.
             self._next = time.monotonic() + self._view.every
@@ -282,6 +290,9 @@ class Display:
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._view is not None:
+            if self._view.finale and self._unseen is not None:
+                self._view.show(self._observer.look(self._unseen))
+            self._unseen = None
             self._view.close()
 
     def __enter__(self) -> Self:
@@ -302,7 +313,7 @@ def auto(wish: bool | None, seconds: float | None = None) -> Display:
     """A live display on a terminal; elsewhere lines if wished for; nothing if not wished."""
     if wish is False:
         return Display(None)
-    return Display(_live() or (PlainView() if wish else None), seconds=seconds)
+    return Display(_live() or (PlainView(alone=True) if wish else None), seconds=seconds)
 
 
 def _live() -> View | None:

@@ -103,6 +103,7 @@ class Replica:
         self._names = list(trainable(module))
         self.parameters = list(trainable(module).values())
         self._slots: list[Tensor] = []
+        self._ours = False  # whether a backward pass under way is this class's own, not one inside the module
         self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
         start = 0
@@ -135,7 +136,11 @@ class Replica:
                 *inputs, target = part
                 loss = self._loss(self.module(*inputs), target)
             scaled = loss if share == 1 else loss * share
-            torch.autograd.backward(scaled)
+            self._ours = True
+            try:
+                torch.autograd.backward(scaled)
+            finally:
+                self._ours = False
             total = total + scaled.detach()
             self._collect()
         for p, slot in zip(self.parameters, self._slots, strict=True):
@@ -177,7 +182,7 @@ class Replica:
     def _take_early(self, p: Tensor, slot: Tensor) -> None:
         """Move a large gradient as soon as it is there: it is still in the cache, and its memory serves the next."""
         grad = p.grad
-        if grad is None or grad.layout is not torch.strided:
+        if not self._ours or grad is None or grad.layout is not torch.strided:
             return
         if p in self._filled:
             slot.add_(grad)

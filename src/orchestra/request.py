@@ -141,13 +141,19 @@ def _look_at_folder(given: Request) -> Iterator[Problem]:
         if not above.is_dir() or not os.access(above, os.W_OK):
             yield Problem("out", str(out), f"cannot be made: {above} is no folder that may be written to")
             return
-    if given.resume and (out is None or not (Path(out) / "config.json").exists()):
+    if given.resume and out is None:
         yield Problem("out", out, "must name the run folder to resume")
+    elif given.resume and out is not None and not (Path(out) / "config.json").exists():
+        why = "holds no config.json: it is no run folder" if Path(out).exists() else "there is no such folder"
+        yield Problem("out", str(out), f"{why}, so nothing can be resumed")
     if out is not None and not given.resume and Path(out).exists():
         if not Path(out).is_dir():
             yield Problem("out", str(out), "is a file: choose a folder")
         elif any(Path(out).iterdir()):
-            message = "is not empty: choose a new folder, or pass resume=True to go on from its checkpoint"
+            message = (
+                "is not empty: choose a new folder, or go on from its checkpoint: `orchestra resume` on the command "
+                "line, resume=True in a script"
+            )
             yield Problem("out", str(out), message)
 
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
 import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Ending, Local, Order
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
-from orchestra.errors import CheckpointError, ConfigError, OrchestraError, Problem
+from orchestra.errors import CheckpointError, ConfigError, Interrupted, OrchestraError, Problem
 from orchestra.events import encode, read
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
@@ -46,6 +47,11 @@ class Result:
     metrics: dict[str, float]
     summary: Facts
     run: Path
+
+    def __repr__(self) -> str:
+        figures = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        what = f"{self.summary.strategy}: {self.summary.steps:,} steps in {self.summary.seconds:.2f} s{figures}"
+        return f"<Result {what}, in {self.run}>"
 
 
 def train(
@@ -91,7 +97,7 @@ def train(
         batch: samples of each worker and step.
         budget: how long: `Epochs(3)`, `Steps(1000) | Seconds(60)`, ...; one epoch by default.
         evaluate: `evaluate(model, evaluation_data)` gives a number or a dict of them; called off the clock, on a copy
-            of the model in evaluation mode.
+            of the model in evaluation mode, on the CPU.
         evaluation_data: makes the data for `evaluate`.
         evaluate_every: how often to set the model aside for scoring; every epoch by default, and at the end.
         seed: of everything random.
@@ -110,17 +116,28 @@ def train(
         note: anything more to be kept in the run's configuration.
 
     """
-    given = Request(
-        model, data, loss, optimizer, strategy, cluster or Local(), batch, budget or Epochs(1), evaluate,
-        evaluation_data, evaluate_every or Epochs(1), seed, out, schedule, clip, accumulate, precision, partition,
-        checkpoint_every, resume, tolerate, keep_snapshots, progress, note or {},
-    )  # fmt: skip
+    given = _request(locals())
     with left_alone():
         try:
             return _Training(overrides.apply(given)).run()
         except OrchestraError as error:
             # It says what is wrong and what to do; the way through these files would only hide that.
-            raise error.with_traceback(None)  # noqa: B904
+            raise error.with_traceback(None) from None
+
+
+def problems_of(**arguments: Any) -> list[Problem]:
+    """What `train` would say to these arguments at once, before it makes a model or reads any data."""
+    asked = inspect.signature(train).bind(**arguments)
+    asked.apply_defaults()
+    given = _request(asked.arguments)
+    strategy, problems = read_strategy(given)
+    return [*problems, *first_look(given, strategy)]
+
+
+def _request(asked: Mapping[str, Any]) -> Request:
+    defaults: dict[str, Any] = {"cluster": Local(), "budget": Epochs(1), "evaluate_every": Epochs(1), "note": {}}
+    given: dict[str, Any] = {n: defaults.get(n) if value is None else value for n, value in asked.items()}
+    return Request(**given)
 
 
 class _Training:
@@ -148,6 +165,7 @@ class _Training:
         if given.resume:
             self.saved = self._find_checkpoint()
         job = self._job()
+        self._refuse_the_past(job)
         if self.saved is not None:
             _forget_after(self.folder, self.saved)
         scorer = self._scorer()
@@ -177,6 +195,14 @@ class _Training:
             if isinstance(display, progress.Display):
                 display.close()
         return self._conclude(scorer, ending)
+
+    def _refuse_the_past(self, job: Job) -> None:
+        """A checkpoint that is further than the budget goes would end at once, and look like a success."""
+        if self.saved is None or job.last_step is None or not self.strategy.synchronous:
+            return
+        if self.saved.step > job.last_step:
+            message = f"ends at step {job.last_step:,}; the checkpoint is already at {self.saved.step:,}: ask for more"
+            raise ConfigError([Problem("budget", self.given.budget, message)])
 
     def _how_to_resume(self) -> str:
         """What to type: the command line can only repeat a call that it knows."""
@@ -254,6 +280,8 @@ class _Training:
             "clip": job.clip,
             "accumulate": job.accumulate,
             "partition": repr(self.given.partition) if self.given.partition is not None else "IID()",
+            # Who holds which part of x depends on it.
+            "device": f"{job.device}, one each" if job.own_gpu else job.device,
         }
 
     def _open_folder(self, job: Job) -> None:
@@ -261,7 +289,6 @@ class _Training:
         config = self._about(job) | {
             "parameters": job.parameters,
             "budget": [f"{type(p).__name__.lower()}={_value(p)}" for p in budgets.parts(self.given.budget)],
-            "device": job.device,
             "threads": job.threads,
             "snapshot_every": job.snapshot_every,
             "checkpoint_every": job.checkpoint_every,
@@ -284,12 +311,16 @@ class _Training:
         return saved
 
     def _conclude(self, scorer: Scorer, how: Ending) -> Result:
-        scorer.rest()
         parts = snapshot.parts(self.folder / FINAL)
         load_into(self.module, parts)
         self.module.eval()
-        export(self.module, self.folder / "model.safetensors")
-        final = scorer.last(max(scorer.done, default=0) + 1, parts)
+        export(self.module, self.folder / "model.safetensors")  # first: scoring may take long, and be broken off
+        metrics: dict[str, float] | None = None
+        try:
+            scorer.rest()
+            metrics = scorer.last(max(scorer.done, default=0) + 1, parts).metrics
+        except KeyboardInterrupt:
+            how.warnings.append("scoring was broken off: some snapshots have no scores, nor has the final model")
         shutil.rmtree(self.folder / FINAL)
         if not self.given.keep_snapshots:
             shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
@@ -297,7 +328,12 @@ class _Training:
         checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(self.folder)
         checkpoint.write_text(self.folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
-        return Result(self.module, final.metrics, facts, self.folder)
+        if metrics is None:
+            raise Interrupted(
+                "stopped by SIGINT while the trained model was being scored. Training had ended, and the model is "
+                f"whole: {self.folder / 'model.safetensors'}"
+            )
+        return Result(self.module, metrics, facts, self.folder)
 
 
 def _steps(every: Steps | Epochs | None, per_epoch: int | None) -> int | None:

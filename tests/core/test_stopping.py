@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.core.test_scoring import error
-from tests.zoo import BATCH, SEED, Paced, ended, events, make_data, my_rank, paced, train
+from tests.zoo import BATCH, SEED, Dicey, Paced, ended, events, make_data, my_rank, paced, train
 from torch import Tensor
 
 from orchestra import (
@@ -31,9 +32,10 @@ from orchestra import (
     Strategy,
     Target,
     checkpoint,
+    snapshot,
 )
 from orchestra.data.feed import IndexedFeed
-from orchestra.errors import Interrupted, WorkerLost
+from orchestra.errors import ConfigError, Interrupted, WorkerLost
 from orchestra.events import Saved, Stepped
 
 gently = partial(torch.optim.SGD, lr=1e-4)
@@ -130,6 +132,55 @@ def test_ctrl_c_with_uneven_workers_loses_nothing(when: float, rhythm: Steps | N
     resumed = train(asynchronous, tmp_path, model=paced(), resume=True, **given)
     assert [*steps_of(tmp_path, 0)] == [*steps_of(tmp_path, 1)] == [*range(1, 31)]
     assert resumed.summary.samples == samples_in(30)
+
+
+def test_ctrl_c_in_the_very_last_step_is_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker is done and could still save, the other has no step left to leave out."""
+    found: list[int] = []
+    put_together = snapshot.parts
+
+    def look(folder: Path) -> list[snapshot.Part]:
+        parts = put_together(folder)
+        found.append(len(parts))
+        return parts
+
+    monkeypatch.setattr(snapshot, "parts", look)
+    result = train(
+        asynchronous, tmp_path, workers=2, model=paced(0.0, 1.0, model=Dicey), optimizer=gently, budget=Steps(1),
+        progress=press_at(0.4),
+    )  # fmt: skip
+    assert result.summary.stopped_by == "budget"
+    assert found == [3]  # both workers' BatchNorm statistics, the server's parameters
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_ctrl_c_while_the_trained_model_is_scored_keeps_it(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def score(model: torch.nn.Module, data: Any) -> float:
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return 0.0
+
+    with pytest.raises(Interrupted, match="the model is whole"):
+        train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate=score, evaluation_data=make_data)
+    assert (tmp_path / "model.safetensors").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 4
+    assert not (tmp_path / "final").exists()
+
+
+def test_a_checkpoint_past_the_budget_is_not_taken_for_success(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3), "model": paced(0.05, 0.05)}
+    with pytest.raises(Interrupted):
+        train(AllReduce(), tmp_path, budget=Steps(100), progress=press_at(0.5), **given)
+    with pytest.raises(ConfigError, match="already at"):
+        train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given)
+
+
+def test_interrupted_is_a_keyboard_interrupt(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(AllReduce(), tmp_path, workers=2, model=paced(0.05, 0.05), budget=Steps(1000), progress=press_at(0.2))
 
 
 def steps_of(run: Path, rank: int) -> dict[int, float]:

@@ -18,6 +18,7 @@ from torch import nn
 from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, Steps, Strategy
 from orchestra.checkpoint import write_tree
 from orchestra.errors import Interrupted
+from orchestra.events import EventLog, Saved, read
 from orchestra.report.facts import scores_of
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=2), ParameterServer(), ParameterServer(consistency=ASP())]
@@ -48,9 +49,22 @@ def test_no_place_for_checkpoints(strategy: Strategy[Any], tmp_path: Path) -> No
     assert "could not save" in warnings_of(tmp_path)
 
 
-def test_a_full_disk_is_told_as_such() -> None:
+@pytest.mark.parametrize("numbers", [1, 100_000])
+def test_a_full_disk_is_told_as_such(numbers: int) -> None:
     with pytest.raises(OSError, match="No space left"):
-        write_tree(Path("/dev/full"), {"x": torch.zeros(100_000)})
+        write_tree(Path("/dev/full"), {"x": torch.zeros(numbers)})
+
+
+def test_events_wait_for_room_on_the_disk(tmp_path: Path) -> None:
+    complaints: list[OSError] = []
+    with EventLog(Path("/dev/full"), complaints.append) as log:
+        log.write(Saved(1.0, 0, 2))
+        log.flush()
+        assert complaints
+        log._file.close()
+        log._file = (tmp_path / "events-0.jsonl").open("ab", buffering=0)
+        log.write(Saved(2.0, 0, 3))
+    assert [*read(tmp_path / "events-0.jsonl")] == [Saved(1.0, 0, 2), Saved(2.0, 0, 3)]
 
 
 @each

@@ -218,7 +218,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"partition": Dirichlet(alpha=0.0), "data": make_classes, "model": classifier, "loss": F.cross_entropy}, "alpha"),
     ({"partition": Dirichlet(alpha=NAN), "data": make_classes, "model": classifier, "loss": F.cross_entropy}, "alpha"),
     ({"partition": LabelSorted(), "data": lambda: some_stream(100)}, "a stream does not have"),
-    ({"resume": True}, "must name the run folder to resume"),
+    ({"resume": True}, "nothing can be resumed"),
     ({"progress": 3}, "progress"),
     ({"note": {"a": object()}}, "note"),
 ]

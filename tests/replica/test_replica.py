@@ -102,7 +102,22 @@ class Picky(nn.Module):
         return y
 
 
-ZOO: list[Callable[[], nn.Module]] = [Tied, Frozen, Scalar, Sweeping, Replacing, Twisted, Picky]
+class Meddling(Sweeping):
+    """Runs a backward pass of its own and drops what it leaves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.autograd.backward(self.linear(x).sum())
+        return super().forward(x)
+
+
+ZOO: list[Callable[[], nn.Module]] = [Tied, Frozen, Scalar, Sweeping, Replacing, Meddling, Twisted, Picky]
+
+
+@pytest.fixture(params=[False, True], ids=["late", "early"])
+def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of large parameters are taken as they come; here, of all."""
+    if request.param:
+        monkeypatch.setattr("orchestra.replica.LARGE", 1)
 
 
 def replica_of(module: nn.Module, *, accumulate: int = 1, bf16: bool = False) -> Replica:
@@ -118,6 +133,7 @@ def torch_gradient(module: nn.Module, *batch: Tensor) -> tuple[Tensor, float]:
     return torch.cat([g.reshape(-1) for g in grads]), float(loss.detach())
 
 
+@pytest.mark.usefixtures("early")
 @pytest.mark.parametrize("make", ZOO)
 def test_gradient_is_that_of_torch(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -128,6 +144,7 @@ def test_gradient_is_that_of_torch(make: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(replica.g, expected, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("early")
 @pytest.mark.parametrize("make", ZOO)
 def test_parameters_and_gradients_are_views(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -144,6 +161,7 @@ def test_parameters_and_gradients_are_views(make: Callable[[], nn.Module]) -> No
         assert p.grad.numel() == 0 or p.grad.untyped_storage().data_ptr() == replica.g.untyped_storage().data_ptr()
 
 
+@pytest.mark.usefixtures("early")
 def test_an_unused_parameter_has_gradient_zero_in_that_step_only() -> None:
     torch.manual_seed(0)
     replica = replica_of(Picky())
@@ -199,6 +217,7 @@ def test_several_dtypes_have_one_master_copy(other: torch.dtype) -> None:
 
 @pytest.mark.parametrize("parts", [2, 3, 8])
 @pytest.mark.parametrize("make", [Tied, Picky, Sweeping], ids=lambda c: c.__name__)
+@pytest.mark.usefixtures("early")
 def test_accumulation_is_the_whole_batch(make: Callable[[], nn.Module], parts: int) -> None:
     torch.manual_seed(0)
     module = make()

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from orchestra.cli import data
 from orchestra.cli.compare import compare
@@ -15,8 +17,26 @@ from orchestra.cli.explain import explain
 from orchestra.cli.resume import resume
 from orchestra.cli.run import run
 from orchestra.cli.strategies import strategies
+from orchestra.errors import Interrupted
+
+
+class _Verbs(TyperGroup):
+    """Leaves Ctrl-C to `orchestra.cli.invoke`, which has more to say of it than typer."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Carry out a verb."""
+        try:
+            return super().invoke(ctx)
+        except Interrupted as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("stopped before anything was saved.", file=sys.stderr)
+            raise typer.Exit(Interrupted.exit_code) from None
+
 
 app = typer.Typer(
+    cls=_Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

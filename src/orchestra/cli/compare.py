@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ class Race:
         ]
         baseline = "allreduce" if "allreduce" in self.strategies else self.strategies[0]
         workers = self.shared.workers or 2
-        return Table(self.source.label, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
+        return Table(self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
 
 
 def prepare(
@@ -247,12 +248,9 @@ def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
 
 
 def _print(table: Table, words: list[str]) -> None:
-    from rich.console import Console
     from rich.table import Table as Grid
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=200)
+    console = summary.console_for(80 if sys.stdout.isatty() else 200)
     narrow = console.width < _WIDE
     grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1 if narrow else 2, 0, 0))
     for i, heading in enumerate(table.columns(narrow=narrow)):

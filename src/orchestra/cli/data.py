@@ -10,8 +10,9 @@ import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from orchestra.cli import summary
 
 if TYPE_CHECKING:
     from orchestra.data.sets import DataSet
@@ -54,7 +55,7 @@ def list_(json_: Json = False) -> None:
     for entry in CATALOGUE.values():
         here = {"bundled": "bundled", "cached": "in cache", "missing": "not yet"}[_state(entry)]
         table.add_row(entry.name, f"{entry.samples:,}", _size(entry.nbytes), here, entry.licence, entry.about)
-    Console().print(table)
+    summary.console_for(80).print(table)
     missing = [entry.name for entry in CATALOGUE.values() if _state(entry) == "missing"]
     if missing:
         _say(f"next: orchestra data fetch {missing[0]}")

@@ -66,7 +66,7 @@ Spread = Annotated[
 CheckpointEvery = Annotated[
     int | None, typer.Option(help="Save everything every so many steps. Ctrl-C always does.", metavar="K")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the outcome: no progress, no messages.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
 
 
@@ -96,7 +96,14 @@ class Options:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def changes(self, *, of_script: bool = False) -> dict[str, Change]:
-        """What they change in a call of `train`. Raises a `ConfigError` with all that cannot be understood.
+        """What they change in a call of `train`. Raises a `ConfigError` with all that cannot be understood."""
+        found, problems = self.read(of_script=of_script)
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+    def read(self, *, of_script: bool = False) -> tuple[dict[str, Change], list[Problem]]:
+        """What they change in a call of `train`, as far as they can be understood, and what cannot be.
 
         A script may define a strategy of its own: then the name is looked up when the script calls `train`.
         """
@@ -107,9 +114,7 @@ class Options:
                 found |= _later(self) if of_script and read is _strategy else read(self)
             except ConfigError as error:
                 problems.extend(error.problems)
-        if problems:
-            raise ConfigError(problems)
-        return found
+        return found, problems
 
 
 def read_target(text: str) -> Target:
@@ -268,6 +273,8 @@ def _budget(o: Options) -> dict[str, Change]:
 def _optimizer(o: Options) -> dict[str, Change]:
     if o.lr is None:
         return {}
+    if not (math.isfinite(o.lr) and o.lr >= 0):
+        raise ConfigError([Problem("lr", o.lr, "must be a finite number of at least 0")])
     return {"optimizer": lambda old: functools.partial(old, lr=o.lr)}
 
 

@@ -12,6 +12,7 @@ from orchestra.cli import options as o
 from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
+from orchestra.errors import ConfigError
 from orchestra.overrides import Change
 
 
@@ -34,12 +35,15 @@ def run(
       orchestra run fashion-lenet -s slowmo --target accuracy=0.88 --seconds 90
       orchestra run train.py -s "localsgd(tau=16)" -n 4 -- --your arguments
     """
-    source = sources.find(recipe)
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
         target=target, seed=seed, batch=batch, lr=lr, out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip,
     )  # fmt: skip
+    try:
+        source = sources.find(recipe)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *chosen.read(of_script=True)[1]]) from None
     runs = carry_out(source, chosen, args or [], quiet=quiet)
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
 
@@ -50,8 +54,10 @@ def carry_out(
     """Train as asked, with a display; gives the run folders, of which a script may have made several."""
     from orchestra.launch import forkserver
 
+    changes, problems = chosen.read(of_script=source.path is not None)
+    if problems:
+        raise ConfigError([*problems, *sources.problems_of(source, changes)])
     forkserver.warm()  # imports torch in another process while this one does the same
-    changes = chosen.changes(of_script=source.path is not None)
     note = {"recipe": source.name, "args": list(args), "options": chosen.given()}
     with progress.choose(quiet=quiet, seconds=chosen.seconds) as display:
 

@@ -93,6 +93,16 @@ def train_recipe(recipe: Recipe, changes: Mapping[str, Change], **more: Any) -> 
     return train(**given | overrides.changed(given, changes))
 
 
+def problems_of(source: Source, changes: Mapping[str, Change]) -> list[Problem]:
+    """What else is wrong with what was asked of a recipe; a script would have to be run to know."""
+    from orchestra import training
+
+    if source.path is not None:
+        return []
+    given = arguments(load(source))
+    return training.problems_of(**given | overrides.changed(given, changes))
+
+
 def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], display: Display) -> None:
     """Train whatever it is. The display knows the run folders afterwards."""
     if source.path is None:

@@ -27,7 +27,6 @@ def strategies(
     if json_:
         summary.print_json([as_record(cls) for cls in STRATEGIES])
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
@@ -42,7 +41,7 @@ def strategies(
             catalogue.name_of(cls), catalogue.short_of(cls) or "", str(cls().servers or "-"),
             catalogue.synchronous(cls), catalogue.paper(cls), catalogue.one_line(cls),
         )  # fmt: skip
-    Console().print(table)
+    summary.console_for(90).print(table)
     summary.say("\nnext: orchestra explain slowmo")
 
 

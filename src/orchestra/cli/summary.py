@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from orchestra.words import plural, size
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from orchestra.report.facts import Facts
 
 _MOST_NODES = 16  # lines of the table of nodes
@@ -81,6 +83,14 @@ def warnings_of(run: Path) -> list[str]:
     """What the run complained about."""
     path = run / "ending.json"
     return list(json.loads(path.read_text(encoding="utf-8")).get("warnings", [])) if path.exists() else []
+
+
+def console_for(columns: int) -> Console:
+    """Standard output, wide enough for a table of so many columns: a narrow terminal breaks its lines, cuts nothing."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    return Console(highlight=False, markup=False, emoji=False, width=max(columns, console.width))
 
 
 def say(message: str) -> None:

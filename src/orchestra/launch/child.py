@@ -79,7 +79,11 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
 def _live(job: Job, arena: Arena, rank: int, tell: Tell, asked: float) -> None:
     """Set up, begin together with the others, train or serve."""
     torch.set_num_threads(job.threads)
-    with EventLog(job.run / f"events-{rank}.jsonl") as log:
+
+    def complain(error: OSError) -> None:
+        tell({"kind": "log-failed", "node": rank, "error": str(error)})
+
+    with EventLog(job.run / f"events-{rank}.jsonl", complain) as log:
         transport = LocalTransport(arena, rank, patience=job.patience, lockstep=job.strategy.synchronous)
         meter = Metered(transport)
         node = _node(job, arena, rank, Comm(meter, *job.groups), log)

@@ -58,11 +58,13 @@ class LocalKeeper:
         label = self._words[STOP_AT]
         if self._saved_as != label:
             self._save(label)
+        self._transport.ring_everybody()
 
     def stay(self) -> bool:
         """Wait after the last step until all workers are done, so that a checkpoint is still possible.
 
         False if the run is broken off before that: then this worker's part is saved, and there is no final model yet.
+        Whether it is, everybody sees alike: some worker stopped with steps left to do.
         """
         if self._synchronous:
             return True
@@ -79,8 +81,10 @@ class LocalKeeper:
         while not all_done():
             self._transport.await_bell(lambda: all_done() or broken_off() or words[SAVE_WANTED] > self._saved_as)
             if broken_off():
+                self._transport.await_bell(self._settled)
+                if all_done():
+                    return True
                 self.break_off()
-                self._transport.ring_everybody()
                 return False
             if words[SAVE_WANTED] > self._saved_as:
                 self._save(words[SAVE_WANTED])
@@ -97,27 +101,26 @@ class LocalKeeper:
         return not self.interrupted() or self._saved_as != self._words[STOP_AT]
 
     def _while_idle(self) -> None:
-        self._save_with_workers()
+        began = self._life.node.now()
+        if self._save_with_workers():
+            self._transport.traffic.waited -= self._life.node.now() - began  # it will be taken for waiting
         report(self._life)
 
-    def _save_with_workers(self) -> None:
+    def _save_with_workers(self) -> bool:
         """Save when every worker has saved under the same label, and so waits or has left."""
-        labels = {self._words[self._plan.word("saved", w)] for w in range(self._plan.workers)}
+        labels = {self._saved(w) for w in range(self._plan.workers)}
         label = min(labels)
-        if len(labels) == 1 and label > self._saved_as:
-            self._save(label)
+        if len(labels) > 1 or label <= self._saved_as:
+            return False
+        self._save(label)
+        return True
 
     def _await_lingerers(self) -> None:
         """Wait for workers that left long ago to save as well, unless all were done before the run was stopped."""
-        words, plan = self._words, self._plan
-
-        def settled() -> bool:
-            saved = [words[plan.word("saved", w)] for w in range(plan.workers)]
-            begun = [self._begun(w) for w in range(plan.workers)]
-            at = words[STOP_AT]
-            return at != 0 and (all(s == at for s in saved) or all(b == NOTHING_MORE for b in begun))
-
-        self._transport.await_bell(settled)
+        self._transport.await_bell(self._settled)
+        workers = range(self._plan.workers)
+        if any(self._begun(w) != NOTHING_MORE for w in workers):
+            self._transport.await_bell(lambda: all(self._saved(w) == self._words[STOP_AT] for w in workers))
 
     # Both.
 
@@ -139,9 +142,21 @@ class LocalKeeper:
     def _save_with_servers(self, label: int) -> None:
         """Save, and wait until the servers have saved as well: with every worker here, nothing is in flight."""
         self._save(label)
+        waited = self._transport.traffic.waited
         for server in self._life.node.comm.servers.members:
             self._transport.mailbox.ring(server)
             self._transport.await_saved(server, label)
+        self._transport.traffic.waited = waited  # that was saving, no part of the strategy
+
+    def _settled(self) -> bool:
+        """Whether every worker has either done all its steps or saved because it must stop."""
+        at = self._words[STOP_AT]
+        return at != 0 and all(
+            self._begun(w) == NOTHING_MORE or self._saved(w) == at for w in range(self._plan.workers)
+        )
+
+    def _saved(self, worker: int) -> int:
+        return self._words[self._plan.word("saved", worker)]
 
     def _begun(self, worker: int) -> int:
         return self._words[self._plan.word("begun", worker)]

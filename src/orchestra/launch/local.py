@@ -53,6 +53,7 @@ class Coordinator:
     gone: set[int] = field(default_factory=set)
     saved: dict[int, set[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    silenced: set[int] = field(default_factory=set)  # who has complained once about its log
     stopped_by: str = "budget"
     begun: bool = False
     asked_to_stop: bool = False
@@ -166,13 +167,18 @@ class Coordinator:
             case "saved":
                 self._note_saved(said["step"], node)
             case "save-failed":
+                before = self.last_checkpoint or self.order.resumed_from
+                newest = f"that of step {before} is still the newest" if before else "there is none yet"
                 self._warn(
-                    f"{self._name(node)} could not save at step {said['step']}: {said['error']}. Training went on; "
-                    "the checkpoint before that is still the newest."
+                    f"{self._name(node)} could not save at step {said['step']}: {said['error']}. Training went on; of "
+                    f"checkpoints, {newest}."
                 )
                 shutil.rmtree(checkpoint.draft(self.job.run / "checkpoints", said["step"]), ignore_errors=True)
             case "snapshot-failed":
                 self._warn(f"{self._name(node)} could not set aside the model at step {said['step']}: {said['error']}.")
+            case "log-failed" if node not in self.silenced:
+                self.silenced.add(node)
+                self._warn(f"{self._name(node)} could not write its events: {said['error']}. It goes on trying.")
             case "failed":
                 raise WorkerFailed(self._name(node), said["traceback"])
             case "refused":
@@ -240,9 +246,10 @@ class Coordinator:
 
     def _raise_interrupted(self) -> None:
         run = self.job.run
+        newest = self.last_checkpoint or self.order.resumed_from
         where = (
-            f"A checkpoint of step {self.last_checkpoint} is in {run}; go on with {self.order.how_to_resume}"
-            if self.last_checkpoint is not None
+            f"A checkpoint of step {newest} is in {run}; go on with {self.order.how_to_resume}"
+            if newest
             else " ".join(["No checkpoint was written.", *self.warnings])
         )
         error = Interrupted(f"stopped by {self.signal_name or 'SIGINT'}. {where}")
