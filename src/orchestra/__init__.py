@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from orchestra.errors import ConfigError, OrchestraError
     from orchestra.node import Node
     from orchestra.recipe import Recipe
+    from orchestra.sim.simulated import Simulated
     from orchestra.strategies import ASP, BSP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
     from orchestra.strategy import Strategy, knob
     from orchestra.training import Result, train
@@ -40,6 +41,7 @@ __all__ = [
     "Result",
     "Samples",
     "Seconds",
+    "Simulated",
     "SlowMo",
     "Solo",
     "Steps",
@@ -58,6 +60,7 @@ _HOMES = {
     "errors": ("ConfigError", "OrchestraError"),
     "node": ("Node",),
     "recipe": ("Recipe",),
+    "sim.simulated": ("Simulated",),
     "strategies": ("ASP", "BSP", "AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"),
     "strategy": ("Strategy", "knob"),
     "training": ("Result", "train"),

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +33,22 @@ class Order:
     resumed_from: int  # label of the checkpoint, 0 if there is none
     how_to_resume: str
     show: Callable[[Progress], None]
-    target_reached: Callable[[], bool]
+    scorer: Scoring
+    has_target: bool  # a score may end the run
+
+
+class Scoring(Protocol):
+    """Scores the snapshots of a run."""
+
+    def start(self) -> None:
+        """Score them as they appear, beside the run."""
+
+    def rest(self) -> None:
+        """Score all that are there and not scored yet."""
+
+    def target_reached(self) -> bool:
+        """Whether a score so far was good enough."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,8 +59,34 @@ class Ending:
     warnings: list[str]
 
 
+class Cluster(ABC):
+    """A world to train in. Subclasses are frozen, keyword-only dataclasses."""
+
+    workers: int
+
+    @abstractmethod
+    def problems(self) -> Iterator[Problem]:
+        """What cannot be run there."""
+
+    @abstractmethod
+    def resolve_device(self) -> str:
+        """`cpu` or `cuda`."""
+
+    @abstractmethod
+    def carry_out(self, order: Order) -> Ending:
+        """Run the job to its end. Raises what ended it early; leaves nothing behind but the run folder."""
+
+    def one_gpu_each(self) -> bool:
+        """Whether every worker has a GPU of its own."""
+        return False
+
+    def threads_for(self, nodes: int) -> int:
+        """Threads of each of `nodes` processes."""
+        return max(1, len(os.sched_getaffinity(0)) // nodes)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Local:
+class Local(Cluster):
     """Processes on this machine, exchanging tensors in shared memory.
 
     `workers` may exceed the number of cores; each process then has one thread. Servers, if the strategy has any, are
@@ -75,7 +117,7 @@ class Local:
         """Run the job to its end. Raises what ended it early; leaves no process and no memory behind."""
         from orchestra.launch.local import Coordinator  # processes are not needed to describe a cluster
 
-        return Coordinator(order).run()
+        return Coordinator(order, self.patience).run()
 
     def resolve_device(self) -> str:
         """`auto` takes CUDA where there is any."""
@@ -83,6 +125,10 @@ class Local:
             return "cuda" if torch.cuda.is_available() else "cpu"
         return self.device
 
+    def one_gpu_each(self) -> bool:
+        """Where there are enough."""
+        return self.resolve_device() == "cuda" and torch.cuda.device_count() >= self.workers > 1
+
     def threads_for(self, nodes: int) -> int:
-        """Threads of each of `nodes` processes."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // nodes)
+        """As given, or the cores shared out."""
+        return self.threads or super().threads_for(nodes)

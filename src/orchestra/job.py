@@ -50,7 +50,6 @@ class Job:
     layerwise: bool  # the optimizer must see whole layers
     resume: Path | None  # a verified checkpoint
     threads: int
-    patience: float  # seconds
 
     @property
     def servers(self) -> int:

@@ -18,7 +18,7 @@ import orchestra.budget as budgets
 from orchestra import checks, expression
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Steps, Target
-from orchestra.cluster import Local
+from orchestra.cluster import Cluster
 from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, Problem
 from orchestra.inner import Factory, Schedule
@@ -36,7 +36,7 @@ class Request:
     loss: Loss
     optimizer: Factory
     strategy: Strategy[Any] | str
-    cluster: Local
+    cluster: Cluster
     batch: int
     budget: Budget
     evaluate: Evaluate | None
@@ -73,12 +73,12 @@ def read_strategy(given: Request) -> tuple[Strategy[Any] | None, list[Problem]]:
 def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Problem]:
     """What can be judged without calling anything of the user's."""
     yield from _look_at_functions(given)
-    if isinstance(given.cluster, Local):
+    if isinstance(given.cluster, Cluster):
         yield from given.cluster.problems()
     else:
         yield Problem("cluster", given.cluster, "must be a cluster such as Local(workers=4)")
     yield from budgets.problems_of(given.budget)
-    if strategy is not None and isinstance(given.cluster, Local):
+    if strategy is not None and isinstance(given.cluster, Cluster):
         yield from checks.check_strategy(strategy, given.cluster.workers, given.clip)
     yield from checks.check_numbers(
         batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,

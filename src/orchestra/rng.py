@@ -42,6 +42,23 @@ def set_states(states: dict[str, Any]) -> None:
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
 
 
+def exchange_states(states: Any, *, cuda: bool = False) -> Any:
+    """Where they stand, as the generators themselves have it; then put others in their place, if there are any."""
+    before = (
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if cuda else None,
+        random.getstate(),
+        np.random.get_state(),
+    )
+    if states is not None:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1])
+        random.setstate(states[2])
+        np.random.set_state(states[3])
+    return before
+
+
 @contextmanager
 def left_alone() -> Iterator[None]:
     """Leave the caller's generators as they were."""

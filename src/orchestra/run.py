@@ -79,11 +79,11 @@ class Life:
 # Set up.
 
 
-def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor) -> Node:
-    """A worker whose x already holds the initial parameters."""
+def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None) -> Node:
+    """A worker whose x already holds the initial parameters. Several in one process may be given the same data."""
     seed_everything(job.seed)
     module = job.model().to(x.device)
-    data = job.data()
+    data = job.data() if data is None else data
     seed_everything(fold(job.seed, rank + 1))
     replica = Replica(module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate)
     mine = x[ranges(x.numel(), job.workers)[rank]] if job.owns_range else x

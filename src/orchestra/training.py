@@ -23,7 +23,7 @@ import orchestra.budget as budgets
 from orchestra import checkpoint, expression, overrides, progress, snapshot
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
-from orchestra.cluster import Ending, Local, Order
+from orchestra.cluster import Cluster, Ending, Local, Order
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
 from orchestra.errors import CheckpointError, ConfigError, Interrupted, OrchestraError, Problem
@@ -61,7 +61,7 @@ def train(
     loss: Loss,
     optimizer: Factory,
     strategy: Strategy[Any] | str = "allreduce",
-    cluster: Local | None = None,
+    cluster: Cluster | None = None,
     batch: int = 32,
     budget: Budget | None = None,
     evaluate: Evaluate | None = None,
@@ -93,7 +93,7 @@ def train(
         loss: `loss(output, target)`, the mean over the batch.
         optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.
         strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
-        cluster: where; `Local(workers=2)` by default.
+        cluster: where; `Local(workers=2)` by default. `Simulated(workers=64)` rehearses it in virtual time.
         batch: samples of each worker and step.
         budget: how long: `Epochs(3)`, `Steps(1000) | Seconds(60)`, ...; one epoch by default.
         evaluate: `evaluate(model, evaluation_data)` gives a number or a dict of them; called off the clock, on a copy
@@ -184,10 +184,9 @@ class _Training:
             resumed_from=0 if self.saved is None else self.saved.step,
             how_to_resume=self._how_to_resume(),
             show=display,
-            target_reached=scorer.target_reached,
+            scorer=scorer,
+            has_target=bool(self.targets),
         )
-        if self.targets:
-            scorer.start()
         try:
             ending = given.cluster.carry_out(order)
         finally:
@@ -227,7 +226,7 @@ class _Training:
             batch=given.batch,
             seed=given.seed,
             device=device,
-            own_gpu=device == "cuda" and torch.cuda.device_count() >= cluster.workers > 1,
+            own_gpu=cluster.one_gpu_each(),
             run=self.folder.absolute(),
             launch=uuid.uuid4().hex[:8],
             last_step=budgets.last_step(
@@ -248,7 +247,6 @@ class _Training:
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
             resume=None if self.saved is None else self.saved.path.absolute(),
             threads=cluster.threads_for(cluster.workers + self.strategy.servers),
-            patience=cluster.patience,
         )
 
     def _scorer(self) -> Scorer:

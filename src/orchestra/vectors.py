@@ -39,17 +39,33 @@ def split(length: int, parts: int) -> list[slice]:
     return [slice(cut(length, parts, i), cut(length, parts, i + 1)) for i in range(parts)]
 
 
+def range_of(length: int, parts: int, i: int) -> slice:
+    """Range `i` of a vector cut into `parts` of nearly equal size, a long one at whole cache lines."""
+    if length < max(LARGE, _LINE * parts):
+        return slice(cut(length, parts, i), cut(length, parts, i + 1))
+    lines = length // _LINE
+    stop = length if i == parts - 1 else cut(lines, parts, i + 1) * _LINE
+    return slice(cut(lines, parts, i) * _LINE, stop)
+
+
 def ranges(length: int, parts: int) -> list[slice]:
-    """Cut a vector into `parts` consecutive ranges of nearly equal size, a long one at whole cache lines.
+    """All of them.
 
     >>> ranges(100_000, 2)
     [slice(0, 49984, None), slice(49984, 100000, None)]
     """
-    if length < max(LARGE, _LINE * parts):
-        return split(length, parts)
-    ends = [part.stop * _LINE for part in split(length // _LINE, parts)]
-    ends[-1] = length
-    return [slice(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+    return [range_of(length, parts, i) for i in range(parts)]
+
+
+def share_of_mean(x: Tensor, parts: int, index: int) -> int:
+    """Bytes that one of `parts` members sends, and as many that it receives, in a mean of x.
+
+    By reduce-scatter and all-gather, the least that machines would have to exchange: all ranges but its own go to
+    their owners, then its own goes to everyone.
+    """
+    mine = range_of(x.numel(), parts, index)
+    own: int = (mine.stop - mine.start) * x.element_size()
+    return x.numel() * x.element_size() - own + (parts - 1) * own
 
 
 def weighted_mean(out: Tensor, vectors: Sequence[Tensor], weights: Sequence[float]) -> None:

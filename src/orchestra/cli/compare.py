@@ -265,7 +265,7 @@ def _print(table: Table, words: list[str]) -> None:
             f"runs: reached · ratio: speed, {table.baseline} = 1 · MB: of a worker · stale: mean/max", style="dim"
         )
     else:
-        console.print(table.legend, style="dim")
+        console.print(f"\n{table.legend}", style="dim")
     for note in table.notes():
         console.print(note)
     console.print()

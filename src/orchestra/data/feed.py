@@ -75,6 +75,7 @@ class IndexedFeed:
     def __init__(
         self, data: Any, *, batch: int, seed: int, rank: int, size: int, partition: Partition | None = None
     ) -> None:
+        self.data = data
         self._samples = Samples(data)
         self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
         count = len(self._samples)

@@ -48,6 +48,7 @@ class Handover:
     folder: str
     environment: dict[str, str]
     asked: float  # when the processes were asked for
+    patience: float  # seconds a node waits for another
 
 
 def node_main(rank: int, fds: Sequence[int]) -> int:
@@ -63,7 +64,7 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         _move_in(handover)
         job: Job = pickle.loads(handover.job)
         arena = Arena(arena_fd, handover.plan)
-        _live(job, arena, rank, tell, handover.asked)
+        _live(job, arena, rank, tell, handover)
         return 0
     except Aborted:
         return 0
@@ -76,7 +77,7 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         return 1
 
 
-def _live(job: Job, arena: Arena, rank: int, tell: Tell, asked: float) -> None:
+def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> None:
     """Set up, begin together with the others, train or serve."""
     torch.set_num_threads(job.threads)
 
@@ -84,7 +85,7 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, asked: float) -> None:
         tell({"kind": "log-failed", "node": rank, "error": str(error)})
 
     with EventLog(job.run / f"events-{rank}.jsonl", complain) as log:
-        transport = LocalTransport(arena, rank, patience=job.patience, lockstep=job.strategy.synchronous)
+        transport = LocalTransport(arena, rank, patience=handover.patience, lockstep=job.strategy.synchronous)
         meter = Metered(transport)
         node = _node(job, arena, rank, Comm(meter, *job.groups), log)
         if job.own_gpu and node.feed is not None:
@@ -101,7 +102,7 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, asked: float) -> None:
         transport.await_go()
         transport.traffic.waited = waited  # the clock starts now
         role, live = ("server", run.serve) if life.is_server else ("worker", run.work)
-        log.write(Began(node.now(), rank, role, time.perf_counter() - asked))
+        log.write(Began(node.now(), rank, role, time.perf_counter() - handover.asked))
         live(life, keeper)
         if transport.gpu_means is not None:
             transport.gpu_means.close()

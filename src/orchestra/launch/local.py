@@ -48,6 +48,7 @@ class Coordinator:
     """One run of one job."""
 
     order: Order
+    patience: float  # seconds a node waits for another
     ready: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
@@ -80,6 +81,8 @@ class Coordinator:
             self.arena.words.set(SAVE_WANTED, self.order.resumed_from)
             with os.fdopen(os.dup(handover_fd), "wb") as file:
                 file.write(self._handover())
+            if self.order.has_target:
+                self.order.scorer.start()
             with self._signals():
                 news = forkserver.warm().spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
                 telling.close()
@@ -101,6 +104,7 @@ class Coordinator:
                 folder=os.getcwd(),
                 environment=dict(os.environ),
                 asked=time.perf_counter(),
+                patience=self.patience,
             )
         )
 
@@ -225,7 +229,7 @@ class Coordinator:
             self._ask_to_stop("interrupt", INTERRUPTED)
         elif self.order.seconds is not None and self._seconds() >= self.order.seconds:
             self._ask_to_stop("seconds", BUDGET_SPENT)
-        elif self.order.target_reached():
+        elif self.order.scorer.target_reached():
             self._ask_to_stop("target", BUDGET_SPENT)
 
     def _ask_to_stop(self, reason: str, code: int) -> None:

@@ -38,7 +38,7 @@ from orchestra.ops import (
 from orchestra.transports.mailbox import Mailbox
 from orchestra.transports.memory import BARRIER, EVEN, FACTS, GO, ODD, PLACE, STOP_ASKED, STOP_AT, WEIGHT, Arena
 from orchestra.transports.waiting import Waiter
-from orchestra.vectors import is_small, ranges, weighted_mean
+from orchestra.vectors import is_small, ranges, share_of_mean, weighted_mean
 
 if TYPE_CHECKING:
     from orchestra.transports.nccl import NcclMeans
@@ -178,23 +178,20 @@ class LocalTransport:
         self._means += 1
         return self._arena.tensor(self._arena.plan.place("mean", self._means % 2), x.numel(), x.dtype)
 
-    def _count(self, x: Tensor, group: Group, mine: slice) -> None:
-        """Count a mean as reduce-scatter and all-gather, the least that machines would have to exchange."""
-        own = (mine.stop - mine.start) * x.element_size()
-        rest = x.numel() * x.element_size() - own
-        peers = len(group) - 1
-        self.traffic.sent += rest + peers * own
-        self.traffic.received += peers * own + rest
+    def _count(self, x: Tensor, group: Group) -> None:
+        both = share_of_mean(x, len(group), group.index(self.rank))
+        self.traffic.sent += both
+        self.traffic.received += both
 
     def _mean(self, op: Mean) -> Handle[float]:
         if len(op.group) == 1:
             return Done(op.weight)
         if self.gpu_means is not None and op.x.is_cuda:
-            self._count(op.x, op.group, ranges(op.x.numel(), len(op.group))[op.group.index(self.rank)])
+            self._count(op.x, op.group)
             return Done(self.gpu_means.mean(op.x, op.weight))
         mine = ranges(op.x.numel(), len(op.group))[op.group.index(self.rank)]
         if is_small(op.x.numel(), len(op.group)):
-            self._count(op.x, op.group, mine)
+            self._count(op.x, op.group)
             return Done(self._small_mean(op))
         result = self._result(op.x)
         self._publish(op.x, op.weight)
@@ -205,7 +202,7 @@ class LocalTransport:
         self._barrier(op.group)
         if any(weights):
             op.x.copy_(result)
-        self._count(op.x, op.group, mine)
+        self._count(op.x, op.group)
         return Done(sum(weights))
 
     def _small_mean(self, op: Mean) -> float:
@@ -253,7 +250,7 @@ class LocalTransport:
         self._barrier(op.group)
         if alive and not shared:
             x.copy_(result)
-        self._count(g, op.group, mine)
+        self._count(g, op.group)
         return Done(None)
 
     def _broadcast(self, op: Broadcast) -> Handle[None]:

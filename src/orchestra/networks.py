@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks to rehearse on: hosts with a link each to a switch, or to a switch per rack below a core.
+
+100mbit,1ms                    every host up and down at 100 Mbit/s, 1 ms from host to host
+10gbit,50us,5us                besides, 5 µs of work for every message
+100mbit,1ms racks:4x8          hosts in racks of 4; a rack's link to the core is 8 times too small for them
+hosts.yaml                     a list, one entry per host:  - {rate: 1gbit, latency: 0.2ms}
+- {up: 20mbit, down: 100mbit, latency: 10ms}
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from orchestra.errors import Problem
+
+_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One machine's link."""
+
+    up: float  # bits per second
+    down: float  # bits per second
+    latency: float = 0.0  # seconds from here to the middle of the network
+    message: float = 0.0  # seconds of work for every message sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Hosts and what lies between them. Nodes beyond the hosts that are listed take turns on them."""
+
+    hosts: tuple[Host, ...]
+    rack: int | None = None  # hosts in a rack; None: one switch for all
+    oversubscription: float = 1.0  # how many times a rack's link to the core is too small for its hosts
+
+    def host(self, node: int) -> Host:
+        """Where a node lives. Every node has a host of its own, alike to one of those listed."""
+        return self.hosts[node % len(self.hosts)]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether all hosts are alike, and so are all ways between them."""
+        return len(set(self.hosts)) == 1 and self.rack is None
+
+    def problems(self) -> Iterator[Problem]:
+        """What nothing could be sent over."""
+        if not self.hosts:
+            yield Problem("cluster.network", self.hosts, "needs at least one host")
+        for i, host in enumerate(self.hosts):
+            for name, value in vars(host).items():
+                least = 0.0 if name in ("latency", "message") else math.ulp(0.0)
+                if not (isinstance(value, int | float) and least <= value < math.inf):
+                    kind = "at least 0" if least == 0 else "above 0"
+                    yield Problem(f"cluster.network.hosts[{i}].{name}", value, f"must be a finite number {kind}")
+        if self.rack is not None and self.rack < 1:
+            yield Problem("cluster.network.rack", self.rack, "must be at least 1 host")
+        if not (self.oversubscription > 0 and math.isfinite(self.oversubscription)):
+            yield Problem("cluster.network.oversubscription", self.oversubscription, "must be a number above 0")
+
+
+def Ethernet(
+    *, gbit: float, latency: float = 1e-4, message: float = 0.0, rack: int | None = None, oversubscription: float = 1.0
+) -> Network:
+    """Equal hosts: their rate in Gbit/s and the seconds from one to another."""
+    host = Host(up=gbit * 1e9, down=gbit * 1e9, latency=latency / 2, message=message)
+    return Network(hosts=(host,), rack=rack, oversubscription=oversubscription)
+
+
+def parse(text: str) -> Network:
+    """Read a network as the command line takes it, or the name of a YAML file of hosts.
+
+    >>> parse("100mbit,1ms").host(3)
+    Host(up=100000000.0, down=100000000.0, latency=0.0005, message=0.0)
+    """
+    first, *more = text.split() or [""]
+    if first.endswith((".yaml", ".yml")):
+        hosts = _read(Path(first))
+    else:
+        rate, latency, message, *rest = [*first.split(","), "0s", "0s"][: max(3, first.count(",") + 1)]
+        if rest:
+            raise ValueError(f"{first!r} is not RATE,LATENCY,MESSAGE, e.g. 1gbit,0.5ms")
+        bits = _rate(rate)
+        hosts = (Host(up=bits, down=bits, latency=_time(latency) / 2, message=_time(message)),)
+    rack, times = None, 1.0
+    for word in more:
+        found = re.fullmatch(r"racks:(\d+)x([\d.]+)", word)
+        if found is None:
+            raise ValueError(f"{word!r} is not racks:HOSTSxOVERSUBSCRIPTION, e.g. racks:4x8")
+        rack, times = int(found[1]), float(found[2])
+    return Network(hosts=hosts, rack=rack, oversubscription=times)
+
+
+def _read(path: Path) -> tuple[Host, ...]:
+    import yaml
+
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if isinstance(entries, Mapping):
+        entries = entries.get("hosts")
+    if not isinstance(entries, Sequence) or not entries or not all(isinstance(e, Mapping) for e in entries):
+        raise ValueError(f"{path} must hold a list of hosts, each like {{rate: 1gbit, latency: 0.2ms}}")
+    return tuple(_entry(path, i, entry) for i, entry in enumerate(entries))
+
+
+def _entry(path: Path, i: int, entry: Mapping[str, Any]) -> Host:
+    known = {"rate", *(f.name for f in fields(Host))}
+    strange = sorted(set(entry) - known)
+    if strange:
+        raise ValueError(f"{path}, host {i}: {strange[0]!r} is none of {', '.join(sorted(known))}")
+    up, down = entry.get("up", entry.get("rate")), entry.get("down", entry.get("rate"))
+    if up is None or down is None:
+        raise ValueError(f"{path}, host {i}: needs rate, or up and down")
+    latency, message = entry.get("latency", "0s"), entry.get("message", "0s")
+    return Host(up=_rate(up), down=_rate(down), latency=_time(latency) / 2, message=_time(message))
+
+
+def _rate(text: object) -> float:
+    """Bits per second.
+
+    >>> _rate("2.5gbit")
+    2500000000.0
+    """
+    return _quantity(text, _UNITS, "a rate such as 100mbit or 10gbit")
+
+
+def _time(text: object) -> float:
+    return _quantity(text, _TIMES, "a time such as 1ms or 50us")
+
+
+def _quantity(text: object, units: Mapping[str, float], what: str) -> float:
+    found = re.fullmatch(r"\s*([\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)\s*", str(text).lower())
+    if found is None or found[2] not in units:
+        raise ValueError(f"{text!r} is not {what}")
+    return float(found[1]) * units[found[2]]

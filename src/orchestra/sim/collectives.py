@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What collectives do to the members' vectors, in rank order, and how many bytes each member moves for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestra.ops import Broadcast, Gather, Group, Mean, MeanUpdate
+from orchestra.vectors import ranges, share_of_mean, weighted_mean
+
+
+def _mean(group: Group, ops: Sequence[Mean]) -> list[float]:
+    weights = [op.weight for op in ops]
+    total = sum(weights)
+    if total and len(ops) > 1 and not ops[0].x.is_meta:
+        mean = torch.empty_like(ops[0].x)
+        weighted_mean(mean, [op.x for op in ops], weights)
+        for op in ops:
+            op.x.copy_(mean)
+    return [total for _ in ops]
+
+
+def _mean_update(group: Group, ops: Sequence[MeanUpdate]) -> list[None]:
+    weights = [op.weight for op in ops]
+    if any(weights):
+        parts = ranges(ops[0].g.numel(), len(ops))
+        for op, part in zip(ops, parts, strict=True):
+            mine = op.g[part]
+            weighted_mean(mine, [other.g[part] for other in ops], weights)
+            op.apply(mine)
+        for op, part in zip(ops, parts, strict=True):
+            for other in ops:
+                if other.x.data_ptr() != op.x.data_ptr():
+                    other.x[part].copy_(op.x[part])
+    return [None for _ in ops]
+
+
+def _broadcast(group: Group, ops: Sequence[Broadcast]) -> list[None]:
+    source = ops[group.index(ops[0].root)].x
+    for op in ops:
+        if op.x is not source:
+            op.x.copy_(source)
+    return [None for _ in ops]
+
+
+def _gather(group: Group, ops: Sequence[Gather]) -> list[list[Tensor]]:
+    return [[other.x.detach().clone() for other in ops] for _ in ops]
+
+
+CARRY_OUT: dict[type[Any], Callable[..., list[Any]]] = {
+    Mean: _mean,
+    MeanUpdate: _mean_update,
+    Broadcast: _broadcast,
+    Gather: _gather,
+}
+
+
+def vector_of(op: Any) -> Tensor:
+    """What a collective is about."""
+    vector: Tensor = op.g if isinstance(op, MeanUpdate) else op.x
+    return vector
+
+
+def nbytes(x: Tensor) -> int:
+    """Length of a message with it."""
+    size: int = x.numel() * x.element_size()
+    return size
+
+
+def bytes_of(op: Any, rank: int) -> tuple[int, int]:
+    """What a member of a collective sends and receives."""
+    x, peers = vector_of(op), len(op.group) - 1
+    match op:
+        case Mean() | MeanUpdate():
+            both = share_of_mean(x, len(op.group), op.group.index(rank))
+            return both, both
+        case Broadcast():
+            return (peers * nbytes(x), 0) if rank == op.root else (0, nbytes(x))
+        case _:
+            return peers * nbytes(x), peers * nbytes(x)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links shared by flows: every flow gets its max-min fair rate, recomputed when one starts or ends.
+
+    rate r of flow f:   some link on its way is saturated, and no flow through that link is faster than f
+
+The flows held back by a link all have the same rate there, ρ. So each link keeps one count of bytes served to any of
+them, V, growing at rate ρ: a flow of B bytes that joins at V ends when the count reaches V + B, and a change of ρ moves
+all of them at once, however many they are.
+
+What happens to one flow mostly concerns one link: then ρ = capacity / flows is all there is to do. Where links interact
+(a flow might become held back elsewhere), the rates of all flows connected to it are computed anew by filling up:
+raise all rates together, fix those whose link is full, go on with the rest (Bertsekas and Gallager, Data Networks,
+§6.5.2).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from orchestra.sim.kernel import Kernel
+
+_FEW = 16  # flows on a link that are summed up rather than bounded
+_ROOM = 1 + 1e-12  # of a capacity: what rounding may add
+
+
+class Link:
+    """Something with a capacity that flows share."""
+
+    __slots__ = ("alone", "capacity", "flows", "name", "rho", "served", "since", "turn", "waiting")
+
+    def __init__(self, name: str, capacity: float) -> None:
+        self.name = name
+        self.capacity = capacity  # bytes per second
+        self.flows: dict[Flow, None] = {}  # all that cross it
+        self.waiting: list[tuple[float, int, Flow]] = []  # those it holds back, by the count at which they end
+        self.rho = 0.0  # their rate
+        self.served = 0.0  # V, at `since`
+        self.since = 0.0
+        self.turn = 0  # of the event at which the next one ends; older ones are void
+        self.alone = True  # it holds back all flows that cross it, and no other link holds back any of them
+
+    def advance(self, now: float) -> None:
+        """Bring V up to date."""
+        self.served += self.rho * (now - self.since)
+        self.since = now
+
+
+class Flow:
+    """Bytes on their way."""
+
+    __slots__ = ("arrived", "at", "end", "links", "number", "size")
+
+    def __init__(self, number: int, links: tuple[Link, ...], size: float, arrived: Callable[[], None]) -> None:
+        self.number = number
+        self.links = links
+        self.size = size  # bytes
+        self.arrived = arrived
+        self.at: Link | None = None  # which holds it back
+        self.end = 0.0  # the count of that link at which it ends
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.at.rho if self.at is not None else 0.0
+
+
+@dataclass(slots=True)
+class _Level:
+    """A link while rates are computed anew."""
+
+    left: float  # capacity not given away yet
+    unfixed: int
+
+
+class Flows:
+    """All flows under way."""
+
+    def __init__(self, kernel: Kernel, *, single: bool = False) -> None:
+        self._kernel = kernel
+        self._count = 0
+        self._single = single  # no two flows share both a link that holds back and another one
+        self._hot: dict[Link, None] = {}  # links that hold flows back
+        self._least = float("inf")  # smallest capacity seen
+        self.filled = 0  # how often rates were computed anew, and
+        self.touched = 0  # for how many flows in all
+
+    def start(self, links: tuple[Link, ...], size: float, arrived: Callable[[], None]) -> Flow:
+        """Begin to send bytes over links; `arrived` is called when the last one has left."""
+        self._count += 1
+        flow = Flow(self._count, links, size, arrived)
+        if size <= 0 or not links:
+            self._kernel.at(self._kernel.now, arrived)
+            return flow
+        host = self._joins_alone(flow)
+        for link in links:
+            link.flows[flow] = None
+            self._least = min(self._least, link.capacity)
+        if host is not None:
+            host.alone = True
+            self._join(flow, host, size)
+            self._share(host)
+        else:
+            self._join(flow, links[0], size)  # somewhere, for a moment
+            self._fill(links)
+        return flow
+
+    # One link at a time.
+
+    def _joins_alone(self, flow: Flow) -> Link | None:
+        """The link that will hold a new flow back, if no other flow but those it holds already is concerned."""
+        hot = [link for link in flow.links if link.waiting]
+        if len(hot) > 1 or (hot and not hot[0].alone):
+            return None
+        empty = [link for link in flow.links if not link.flows]
+        if not hot and not empty:
+            return None
+        host = hot[0] if hot else min(empty, key=lambda link: link.capacity)
+        rho = host.capacity / (len(host.waiting) + 1)
+        for link in flow.links:
+            if link is not host and self._load(link, host, rho) + rho > link.capacity * _ROOM:
+                return None
+        return host
+
+    def _load(self, link: Link, host: Link, rho: float) -> float:
+        """At most this much crosses a link if `host` serves its flows at rate ρ."""
+        if len(link.flows) <= _FEW:
+            return sum(rho if flow.at is host else flow.rate for flow in link.flows)
+        return len(link.flows) * max([rho, *(other.rho for other in self._hot)])
+
+    def _leaves_alone(self, host: Link) -> bool:
+        """Whether the flows that a link still holds back may share all of it."""
+        if not host.waiting:
+            return True
+        if not host.alone:
+            return False
+        rho = host.capacity / len(host.waiting)
+        if self._single and sum(link.rho for link in self._hot) - host.rho + rho <= self._least * _ROOM:
+            return True  # even a link that all of them cross would not be full
+        others = {link for _, _, flow in host.waiting for link in flow.links if link is not host}
+        return all(self._load(link, host, rho) <= link.capacity * _ROOM for link in others)
+
+    def _join(self, flow: Flow, host: Link, size: float) -> None:
+        host.advance(self._kernel.now)
+        flow.at = host
+        flow.end = host.served + size
+        heapq.heappush(host.waiting, (flow.end, flow.number, flow))
+        self._hot[host] = None
+
+    def _share(self, host: Link) -> None:
+        """A link that holds back all its flows serves them equally."""
+        host.advance(self._kernel.now)
+        host.rho = host.capacity / len(host.waiting)
+        self._await(host)
+
+    def _await(self, host: Link) -> None:
+        """Expect the next flow of a link to end."""
+        host.turn += 1
+        left = max(0.0, host.waiting[0][0] - host.served)
+        self._kernel.at(self._kernel.now + left / host.rho, self._end, host, host.turn)
+
+    def _end(self, host: Link, turn: int) -> None:
+        if turn != host.turn:
+            return
+        host.advance(self._kernel.now)
+        end, _, flow = heapq.heappop(host.waiting)
+        host.served = end  # exactly, so that equal flows end at equal times
+        ended = [flow]
+        while host.waiting and host.waiting[0][0] <= end:
+            ended.append(heapq.heappop(host.waiting)[2])
+        for flow in ended:
+            for link in flow.links:
+                del link.flows[flow]
+            self._kernel.at(self._kernel.now, flow.arrived)
+        if not host.waiting:
+            host.rho = 0.0
+            host.turn += 1
+            del self._hot[host]
+        # Whoever shared another link with them may now be faster, unless those links held nobody back.
+        others = [link for flow in ended for link in flow.links if link is not host and link.waiting]
+        if others or not self._leaves_alone(host):
+            self._fill([host, *others])
+        elif host.waiting:
+            self._share(host)
+
+    # All that are connected.
+
+    def _fill(self, links: Iterable[Link]) -> None:
+        """Compute the rates of all flows connected to some links anew."""
+        now = self._kernel.now
+        touched, flows = _connected(links)
+        self.filled += 1
+        self.touched += len(flows)
+        left = {}
+        for link in touched:
+            link.advance(now)
+        for flow in flows:
+            assert flow.at is not None
+            left[flow] = flow.end - flow.at.served
+        for link in touched:
+            if link.waiting:
+                link.waiting.clear()
+                self._hot.pop(link, None)
+            link.rho = 0.0
+            link.turn += 1
+        for link, rho, held in _levels(touched, flows):
+            link.rho = rho
+            for flow in held:
+                flow.at = link
+                flow.end = link.served + left[flow]
+                link.waiting.append((flow.end, flow.number, flow))
+            heapq.heapify(link.waiting)
+            self._hot[link] = None
+            self._await(link)
+        for link in touched:
+            link.alone = len(link.waiting) == len(link.flows) and all(
+                other is link or not other.waiting for flow in link.flows for other in flow.links
+            )
+
+
+def _connected(links: Iterable[Link]) -> tuple[list[Link], list[Flow]]:
+    """Everything that shares a link with what shares a link with ... these."""
+    seen = dict.fromkeys(links)
+    flows: dict[Flow, None] = {}
+    todo = deque(seen)
+    while todo:
+        for flow in todo.popleft().flows:
+            if flow not in flows:
+                flows[flow] = None
+                for link in flow.links:
+                    if link not in seen:
+                        seen[link] = None
+                        todo.append(link)
+    return list(seen), list(flows)
+
+
+def _levels(links: list[Link], flows: list[Flow]) -> list[tuple[Link, float, list[Flow]]]:
+    """Fill up: which links hold back which flows, and at what rate."""
+    level = {link: _Level(link.capacity, len(link.flows)) for link in links}
+    order = {link: i for i, link in enumerate(links)}
+    heap = [(state.left / state.unfixed, order[link], link) for link, state in level.items() if state.unfixed]
+    heapq.heapify(heap)
+    fixed: set[Flow] = set()
+    found = []
+    while len(fixed) < len(flows):
+        share, _, link = heapq.heappop(heap)
+        state = level[link]
+        if not state.unfixed:
+            continue
+        rho = max(0.0, state.left) / state.unfixed
+        if rho > share * _ROOM:  # others took less than their share of it: not its turn yet
+            heapq.heappush(heap, (rho, order[link], link))
+            continue
+        held = [flow for flow in link.flows if flow not in fixed]
+        for flow in held:
+            fixed.add(flow)
+            for other in flow.links:
+                level[other].left -= rho
+                level[other].unfixed -= 1
+        found.append((link, rho, held))
+    return found

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual time: a heap of events, and tasks that run until they wait.
+
+    repeat
+        take the earliest event; now ← its time; carry it out
+        at equal times: first come, first served, or in an order drawn from a seed
+    until there is none. A task that still waits then waits for ever: a deadlock, which says who waits for what
+
+Nothing here looks at a clock, so the same inputs give the same events in the same order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from orchestra.errors import Deadlock
+from orchestra.sim import fibers
+
+T = TypeVar("T")
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# What carries an algorithm: its lines tell nobody anything.
+_PLUMBING = (*(str(_PACKAGE / part) for part in ("sim", "transports", "node.py", "run.py")), threading.__file__)
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A node's activity."""
+
+    name: str
+    fiber: fibers.Fiber = field(init=False)
+    awaits: Callable[[], str] | None = None  # for what, in words, while it is parked
+
+
+class Kernel:
+    """The clock and whoever lives by it."""
+
+    def __init__(self, *, fiber: fibers.Kind = "auto", ties: int | None = None) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._kind = fiber
+        self._heap: list[tuple[float, float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self._dice = None if ties is None else random.Random(ties)
+        self._tasks: list[Task] = []
+        self._current: Task | None = None
+
+    # Events.
+
+    def at(self, t: float, act: Callable[..., None], *args: Any) -> None:
+        """Do something at a time that has not passed."""
+        self._count += 1
+        heapq.heappush(self._heap, (t, self._dice.random() if self._dice else 0.0, self._count, act, args))
+
+    def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+        """Do something in a while."""
+        self.at(self.now + seconds, act, *args)
+
+    # Tasks.
+
+    def spawn(self, name: str, body: Callable[[], None]) -> Task:
+        """Begin an activity, now."""
+        task = Task(name)
+        task.fiber = fibers.make(self._kind, body)
+        self._tasks.append(task)
+        self.at(self.now, self._run, task)
+        return task
+
+    @property
+    def current(self) -> Task:
+        """Who is running."""
+        assert self._current is not None, "only tasks may wait"
+        return self._current
+
+    def wake(self, task: Task) -> None:
+        """Let a parked task go on, now."""
+        self.at(self.now, self._run, task)
+
+    def park(self, awaits: Callable[[], str]) -> None:
+        """Set the running task aside until it is woken."""
+        task = self.current
+        task.awaits = awaits
+        task.fiber.park()
+        task.awaits = None
+
+    def _run(self, task: Task) -> None:
+        if task.fiber.done:
+            return
+        self._current = task
+        task.fiber.resume()
+        self._current = None
+        if task.fiber.done:
+            self._tasks.remove(task)
+            if task.fiber.error is not None:
+                raise task.fiber.error
+
+    # The run.
+
+    def run(self, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Go on until nothing is left to happen; `heartbeat` is called now and then."""
+        heap, pop = self._heap, heapq.heappop
+        try:
+            while heap:
+                self.now, _, _, act, args = pop(heap)
+                act(*args)
+                self.events += 1
+                if self.events & 255 == 0:
+                    heartbeat()
+            if self._tasks:
+                raise Deadlock(self._who_waits())
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Unwind whoever is left."""
+        for task in self._tasks:
+            task.fiber.kill()
+        self._tasks.clear()
+        self._heap.clear()
+
+    def _who_waits(self) -> str:
+        lines = [
+            f"  {task.name} waits for {task.awaits() if task.awaits else 'nothing'}{_place(task.fiber.frame())}"
+            for task in self._tasks[:20]
+        ]
+        more = len(self._tasks) - len(lines)
+        return "\n".join(
+            [f"at {self.now:.6g} s nobody can go on:", *lines, *([f"  and {more} more"] if more > 0 else [])]
+        )
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line that belongs to an algorithm, not to what carries it."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_PLUMBING):
+            return f" ({Path(path).name}:{frame.f_lineno}, {frame.f_code.co_name})"
+        frame = frame.f_back
+    return ""
+
+
+class Promise(Generic[T]):
+    """A handle whose answer comes at a virtual time."""
+
+    __slots__ = ("_awaits", "_kernel", "_task", "_value", "done")
+
+    def __init__(self, kernel: Kernel, awaits: Callable[[], str]) -> None:
+        self._kernel = kernel
+        self._awaits = awaits
+        self._task: Task | None = None
+        self._value: T
+        self.done = False
+
+    def keep(self, value: T) -> None:
+        """The answer is there."""
+        self._value = value
+        self.done = True
+        if self._task is not None:
+            self._kernel.wake(self._task)
+
+    def wait(self) -> T:
+        """Set the running task aside until the answer is there."""
+        if not self.done:
+            self._task = self._kernel.current
+            self._kernel.park(self._awaits)
+        return self._value

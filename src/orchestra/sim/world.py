@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of a virtual cluster and what passes between them: one rule per op, each in virtual seconds.
+
+    Compute     the gradient is taken at the parameters held when it starts, and delivered when it ends: what others do
+                to the model meanwhile is what staleness is
+    Send, Recv  a flow from host to host; messages between the same two nodes keep their order, as on one connection
+    Mean        begins when the last member has come, then a ring: reduce-scatter and all-gather
+    Broadcast   one flow to each member; Gather: one flow from each to each
+
+Where all hosts are alike and nothing else is under way, a collective's flows are all equal, and its time is a formula:
+
+    Mean        2 (N-1) (S/N / R + α + o)        S bytes, N members, rate R, latency α, work per message o
+    Broadcast   (N-1) S / R + α + o              Gather likewise
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from orchestra.board import name_of
+from orchestra.delays import Sampler
+from orchestra.networks import Network
+from orchestra.ops import (
+    Broadcast,
+    Compute,
+    Done,
+    Gather,
+    Group,
+    Handle,
+    Leave,
+    Mean,
+    MeanUpdate,
+    Message,
+    Op,
+    Recv,
+    Send,
+    Sleep,
+    Traffic,
+)
+from orchestra.sim import collectives
+from orchestra.sim.collectives import bytes_of, nbytes, vector_of
+from orchestra.sim.flows import Flows, Link
+from orchestra.sim.kernel import Kernel, Promise
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Letter:
+    """A message, or a farewell, on its way."""
+
+    message: Message | None
+    source: int
+    size: int  # bytes
+    posted: float  # seconds
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """Members of a group on their way to a collective."""
+
+    ops: dict[int, Any] = field(default_factory=dict)
+    promises: dict[int, Promise[Any]] = field(default_factory=dict)
+
+
+class World:
+    """Everything the nodes share."""
+
+    def __init__(
+        self, kernel: Kernel, network: Network, nodes: int, workers: int, *, closed_forms: bool = True
+    ) -> None:
+        self.kernel = kernel
+        self.network = network
+        self.workers = workers
+        self.flows = Flows(kernel, single=network.rack is None)
+        self.stop_at: int | None = None  # the step before which workers stop, where they stop together
+        self._closed_forms = closed_forms and network.symmetric
+        self._up = [Link(f"up {n}", network.host(n).up / 8) for n in range(nodes)]
+        self._down = [Link(f"down {n}", network.host(n).down / 8) for n in range(nodes)]
+        self._racks = _racks(network, nodes)
+        self._streams: dict[tuple[int, int], deque[tuple[float, Callable[[], None]]]] = {}
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self.under_way = 0  # messages and collectives in flight
+        self.transports = [SimTransport(self, rank, nodes) for rank in range(nodes)]
+
+    # From host to host.
+
+    def carry(self, source: int, to: int, size: float, arrived: Callable[[], None]) -> None:
+        """Send bytes from node to node; calls `arrived` when the last one is there."""
+        stream = self._streams.get((source, to))
+        if stream is not None:
+            stream.append((size, arrived))
+            return
+        self._streams[source, to] = deque()
+        self._depart(source, to, size, arrived)
+
+    def _depart(self, source: int, to: int, size: float, arrived: Callable[[], None]) -> None:
+        here, there = self.network.host(source), self.network.host(to)
+        latency = here.latency + there.latency
+
+        def sent() -> None:
+            self.kernel.after(latency, arrived)
+            stream = self._streams[source, to]
+            if stream:
+                self._depart(source, to, *stream.popleft())
+            else:
+                del self._streams[source, to]
+
+        links = self._way(source, to)
+        if here.message:
+            self.kernel.after(here.message, self._begin, links, size, sent)
+        else:
+            self.flows.start(links, size, sent)
+
+    def _begin(self, links: tuple[Link, ...], size: float, sent: Callable[[], None]) -> None:
+        self.flows.start(links, size, sent)
+
+    def _way(self, source: int, to: int) -> tuple[Link, ...]:
+        if self._racks and (a := self._racks[source]) is not (b := self._racks[to]):
+            return (self._up[source], a[0], b[1], self._down[to])
+        return (self._up[source], self._down[to])
+
+    # Collectives.
+
+    def meet(self, rank: int, op: Any, group: Group) -> Promise[Any]:
+        """Come to a collective; it begins when every member has."""
+        meeting = self._meetings.setdefault(group.members, _Meeting())
+        if rank in meeting.ops:
+            raise RuntimeError(f"node {rank} comes to a collective twice before the others came once")
+
+        def missing() -> str:
+            late = [m for m in group.members if m not in meeting.ops]
+            return ", ".join(name_of(m, self.workers) for m in late) or "a collective to end"
+
+        promise: Promise[Any] = Promise(self.kernel, missing)
+        meeting.ops[rank], meeting.promises[rank] = op, promise
+        if len(meeting.ops) == len(group):
+            del self._meetings[group.members]
+            self._collect(group, meeting)
+        return promise
+
+    def _collect(self, group: Group, meeting: _Meeting) -> None:
+        ops = [meeting.ops[m] for m in group.members]
+        kinds = {type(op) for op in ops}
+        if len(kinds) > 1:
+            names = sorted(kind.__name__ for kind in kinds)
+            raise RuntimeError(f"members {group.members} came to different collectives: {', '.join(names)}")
+        values = collectives.CARRY_OUT[kinds.pop()](group, ops)
+        began = self.kernel.now
+        self.under_way += 1
+
+        def complete(member: int) -> None:
+            promise = meeting.promises.pop(member)
+            if not meeting.promises:
+                self.under_way -= 1
+            promise.keep((began, values[group.index(member)]))
+
+        if self._closed_forms and self.under_way == 1 and not self._streams:
+            self.kernel.after(self._seconds(group, ops[0]), self._complete_all, group, complete)
+        else:
+            _FLOWS[type(ops[0])](self, group, ops[0], complete)
+
+    def _complete_all(self, group: Group, complete: Callable[[int], None]) -> None:
+        for member in group.members:
+            complete(member)
+
+    def _seconds(self, group: Group, op: Any) -> float:
+        """How long a collective takes by itself, where all hosts are alike."""
+        n, host = len(group), self.network.hosts[0]
+        size = nbytes(vector_of(op))
+        slower = min(host.up, host.down) / 8
+        fixed = 2 * host.latency + host.message
+        match op:
+            case Mean() | MeanUpdate():
+                return 2 * (n - 1) * (size / n / slower + fixed)
+            case Broadcast():
+                return max((n - 1) * size / (host.up / 8), size / slower) + fixed
+            case _:
+                return (n - 1) * size / slower + fixed
+
+    def ring(self, group: Group, op: Mean | MeanUpdate, complete: Callable[[int], None]) -> None:
+        """The flows of a mean: 2 (N-1) rounds in which every member sends a part to the next one."""
+        n, size = len(group), nbytes(vector_of(op)) / len(group)
+        rounds = 2 * (n - 1)
+        sent, got = [0] * n, [0] * n
+
+        def go_on(i: int) -> None:
+            # A round's part can leave once the part before has come.
+            while sent[i] < rounds and sent[i] <= got[i]:
+                sent[i] += 1
+                self.carry(group.members[i], group.members[(i + 1) % n], size, lambda: receive((i + 1) % n))
+
+        def receive(i: int) -> None:
+            got[i] += 1
+            if got[i] == rounds:
+                complete(group.members[i])
+            else:
+                go_on(i)
+
+        for i in range(n):
+            go_on(i)
+
+    def spread(self, group: Group, op: Broadcast, complete: Callable[[int], None]) -> None:
+        """The flows of a broadcast: from the root to everyone."""
+        left = len(group) - 1
+
+        def arrived(member: int) -> None:
+            nonlocal left
+            left -= 1
+            complete(member)
+            if not left:
+                complete(op.root)
+
+        for member in group.members:
+            if member != op.root:
+                self.carry(op.root, member, nbytes(op.x), partial(arrived, member))
+
+    def exchange(self, group: Group, op: Gather, complete: Callable[[int], None]) -> None:
+        """The flows of a gather: from everyone to everyone."""
+        left = dict.fromkeys(group.members, len(group) - 1)
+
+        def arrived(member: int) -> None:
+            left[member] -= 1
+            if not left[member]:
+                complete(member)
+
+        for source in group.members:
+            for member in group.members:
+                if member != source:
+                    self.carry(source, member, nbytes(op.x), partial(arrived, member))
+
+
+_FLOWS: dict[type[Any], Callable[..., None]] = {
+    Mean: World.ring,
+    MeanUpdate: World.ring,
+    Broadcast: World.spread,
+    Gather: World.exchange,
+}
+
+
+class SimTransport:
+    """One node's end of it."""
+
+    def __init__(self, world: World, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+        self.computing: Callable[[Compute[Any]], Any] = lambda op: op.fn()  # how values come about
+        self.lasts: Sampler = lambda step: 0.0  # seconds of each gradient
+        self.lockstep = True
+        self.begun = 0
+        self._world = world
+        self._kernel = world.kernel
+        self._step = 0
+        self._boxes: dict[int, deque[_Letter]] = {}
+        self._arrivals: deque[int] = deque()  # sources of letters, in the order they came
+        self._left: set[int] = set()
+        self._awaited: Promise[None] | None = None
+        self._rules: dict[type[Any], Callable[[Any], Any]] = {
+            Compute: self._compute,
+            Mean: self._collective,
+            MeanUpdate: self._collective,
+            Broadcast: self._collective,
+            Gather: self._collective,
+            Send: self._send,
+            Recv: self._recv,
+            Sleep: self._sleep,
+            Leave: self._leave,
+        }
+
+    def now(self) -> float:
+        """Virtual seconds since training began."""
+        return self._kernel.now
+
+    def start(self, op: Op[T]) -> Handle[T]:
+        """Carry out an op; returns when it is over, in virtual time."""
+        return Done(cast("T", self._rules[type(op)](op)))
+
+    def proceed(self, step: int) -> bool:
+        """Whether to begin `step`: not once the run is to stop, where all stop at the same one if they go in step."""
+        self.begun = step
+        stop_at = self._world.stop_at
+        return stop_at is None or (self.lockstep and step < stop_at)
+
+    # One node alone.
+
+    def _compute(self, op: Compute[Any]) -> Any:
+        if not op.work:
+            return self.computing(op)
+        seconds = self.lasts(self._step)
+        self._step += 1
+        return self._pause(seconds, self.computing(op))
+
+    def _pause(self, seconds: float, value: Any) -> Any:
+        promise: Promise[Any] = Promise(self._kernel, lambda: "time to pass")
+        self._kernel.after(seconds, promise.keep, value)
+        return promise.wait()
+
+    def _sleep(self, op: Sleep) -> None:
+        self._pause(op.seconds, None)
+
+    # Messages.
+
+    def _send(self, op: Send) -> None:
+        x = op.x if op.x.is_meta else op.x.detach().clone()
+        size = nbytes(x)
+        self.traffic.sent += size
+        self._post(op.to, _Letter(Message(self.rank, x, op.version, op.weight), self.rank, size, self._kernel.now))
+
+    def _leave(self, op: Leave) -> None:
+        for to in op.group.members:
+            self._post(to, _Letter(None, self.rank, 0, self._kernel.now))
+
+    def _post(self, to: int, letter: _Letter) -> None:
+        world = self._world
+        world.under_way += 1
+        world.carry(self.rank, to, letter.size, lambda: world.transports[to].deliver(letter))
+
+    def deliver(self, letter: _Letter) -> None:
+        """A letter has come."""
+        self._world.under_way -= 1
+        self._boxes.setdefault(letter.source, deque()).append(letter)
+        self._arrivals.append(letter.source)
+        if self._awaited is not None:
+            self._awaited.keep(None)
+            self._awaited = None
+
+    def _recv(self, op: Recv) -> Message | None:
+        sources = op.group.members if op.source is None else (op.source,)
+        asked = self._kernel.now
+        while True:
+            letter = self._take(op.source, sources)
+            if letter is None:
+                if all(source in self._left for source in sources):
+                    return None
+                self._await(sources)
+            elif letter.message is None:
+                self._left.add(letter.source)
+            else:
+                self.traffic.received += letter.size
+                # Before it was sent there was nothing to do but wait; after that it was on its way.
+                self.traffic.waited += max(0.0, min(letter.posted, self._kernel.now) - asked)
+                return letter.message
+
+    def _take(self, source: int | None, sources: Sequence[int]) -> _Letter | None:
+        """The letter that came first, from one node or from any of several."""
+        if source is not None:
+            box = self._boxes.get(source)
+            if not box:
+                return None
+            self._arrivals.remove(source)
+            return box.popleft()
+        for i, candidate in enumerate(self._arrivals):
+            if candidate in sources:
+                del self._arrivals[i]
+                return self._boxes[candidate].popleft()
+        return None
+
+    def _await(self, sources: Sequence[int]) -> None:
+        def whom() -> str:
+            waited = [s for s in sources if s not in self._left]
+            return "a message from " + (", ".join(name_of(s, self._world.workers) for s in waited[:8]) or "nobody")
+
+        self._awaited = Promise(self._kernel, whom)
+        self._awaited.wait()
+
+    # Collectives.
+
+    def _collective(self, op: Any) -> Any:
+        if len(op.group) == 1:
+            return collectives.CARRY_OUT[type(op)](op.group, [op])[0]
+        asked = self._kernel.now
+        began, value = self._world.meet(self.rank, op, op.group).wait()
+        self.traffic.waited += began - asked
+        sent, received = bytes_of(op, self.rank)
+        self.traffic.sent += sent
+        self.traffic.received += received
+        return value
+
+
+def _racks(network: Network, nodes: int) -> list[tuple[Link, Link]]:
+    """Each node's rack, as its links to and from the core."""
+    if network.rack is None:
+        return []
+    found: list[tuple[Link, Link]] = []
+    for first in range(0, nodes, network.rack):
+        hosts = [network.host(node) for node in range(first, min(nodes, first + network.rack))]
+        up = sum(host.up for host in hosts) / 8 / network.oversubscription
+        down = sum(host.down for host in hosts) / 8 / network.oversubscription
+        rack = (Link(f"rack of {first}, up", up), Link(f"rack of {first}, down", down))
+        found += [rack] * len(hosts)
+    return found

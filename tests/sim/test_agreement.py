@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rehearsal is the run: the same parameters bit for bit, the same bytes; and timing changes nothing it should not."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.laws.examples import EXAMPLES, SYNCHRONOUS, workers_for
+from tests.zoo import INPUTS, Dicey, assert_same, events, make_data, train
+
+from orchestra import AllReduce, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
+from orchestra.errors import ConfigError, Deadlock, WorkerFailed
+from orchestra.events import Ended
+from orchestra.expression import show
+from orchestra.node import Node
+
+S = Strategy[Any]
+every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
+synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS, ids=show)
+
+
+def rehearse(strategy: S, out: Path, *, steps: int = 7, model: Any = None, **cluster: Any) -> Any:
+    given = {} if model is None else {"model": model}
+    world = Simulated(workers=workers_for(strategy), **cluster)
+    return train(strategy, out, cluster=world, budget=Steps(steps), **given)
+
+
+@synchronous
+def test_simulated_is_real(strategy: S, tmp_path: Path) -> None:
+    """With BatchNorm, dropout and every other generator: each virtual node has its own random numbers."""
+    workers = workers_for(strategy)
+    real = train(strategy, tmp_path / "real", workers=workers, model=Dicey, budget=Steps(7))
+    virtual = rehearse(strategy, tmp_path / "virtual", model=Dicey)
+    assert_same(real.model, virtual.model)
+
+
+@every
+def test_bytes_are_the_same(strategy: S, tmp_path: Path) -> None:
+    train(strategy, tmp_path / "real", workers=workers_for(strategy), budget=Steps(7))
+    rehearse(strategy, tmp_path / "virtual")
+    for node in range(workers_for(strategy) + strategy.servers):
+        real, virtual = ([e for e in events(tmp_path / w, node) if isinstance(e, Ended)] for w in ("real", "virtual"))
+        assert [(e.sent, e.received, e.step, e.samples) for e in real] == [
+            (e.sent, e.received, e.step, e.samples) for e in virtual
+        ]
+
+
+def digest(run: Path) -> str:
+    text = b"".join(path.read_bytes() for path in sorted(run.glob("events-*.jsonl")))
+    return hashlib.sha256(text).hexdigest()
+
+
+@every
+def test_same_inputs_same_events(strategy: S, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        rehearse(strategy, tmp_path / name, delay="lognormal:0.05,0.5", network="10mbit,1ms,10us", ties=5)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+@every
+def test_greenlets_and_threads_agree(strategy: S, tmp_path: Path) -> None:
+    for kind in ("greenlet", "thread"):
+        rehearse(strategy, tmp_path / kind, fibers=kind, delay="exponential:0.01,0.02", ties=3)
+    assert digest(tmp_path / "greenlet") == digest(tmp_path / "thread")
+
+
+WORLDS: list[dict[str, Any]] = [
+    {"network": "1mbit,50ms"},
+    {"network": "10gbit,1us racks:2x4", "fidelity": "flows"},
+    {"delay": "pareto:0.01,1.5", "network": "100mbit,1ms"},
+    {"delay": "markov:0.01,10,0.3,0.3 pause:0.2,1 slow:1x5"},
+]
+
+
+@synchronous
+def test_timing_changes_nothing(strategy: S, tmp_path: Path) -> None:
+    first = rehearse(strategy, tmp_path / "first")
+    for i, world in enumerate(WORLDS):
+        assert_same(first.model, rehearse(strategy, tmp_path / f"world-{i}", **world).model)
+    for ties in range(10):
+        assert_same(first.model, rehearse(strategy, tmp_path / f"ties-{ties}", ties=ties).model)
+
+
+@every
+def test_nobody_gets_stuck_in_any_order(strategy: S, tmp_path: Path) -> None:
+    for ties in range(20):
+        rehearse(strategy, tmp_path / str(ties), steps=3, ties=ties, numerics="off", delay="constant:1")
+
+
+def test_asynchronous_staleness_is_what_timing_makes_it(tmp_path: Path) -> None:
+    """Three equal workers in turn: each push is two updates old."""
+    result = train("ps(consistency=asp())", tmp_path, cluster=Simulated(workers=3), budget=Steps(20))
+    assert result.summary.staleness_max == 2
+    assert result.summary.staleness_mean == pytest.approx(2, abs=0.2)
+
+
+# How it ends.
+
+
+def test_seconds_are_virtual(tmp_path: Path) -> None:
+    cluster = Simulated(workers=3, delay="constant:10")
+    result = train(AllReduce(), tmp_path, cluster=cluster, budget=Seconds(95))
+    assert result.summary.stopped_by == "seconds"
+    assert result.summary.steps == 10
+    assert result.summary.seconds == pytest.approx(100, rel=1e-3)
+
+
+def test_a_target_ends_it_at_the_snapshot_that_reached_it(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def score(model: torch.nn.Module, data: Any) -> float:
+        calls.append(1)
+        return float(len(calls))
+
+    result = train(
+        LocalSGD(tau=2), tmp_path, cluster=Simulated(workers=2), budget=Target("score", 3) | Steps(100),
+        evaluate=score, evaluation_data=make_data, evaluate_every=Steps(4),
+    )  # fmt: skip
+    assert result.summary.stopped_by == "target"
+    assert 8 <= result.summary.steps <= 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent(Strategy[None]):
+    """Waits for a message that nobody sends."""
+
+    def init(self, node: Node) -> None:
+        return None
+
+    def step(self, node: Node, s: None) -> None:
+        node.comm.recv(1 - node.rank)
+
+
+def test_a_deadlock_names_the_line_of_the_strategy(tmp_path: Path) -> None:
+    with pytest.raises(Deadlock, match=r"worker 0 waits for a message from worker 1 \(test_agreement\.py:\d+, step\)"):
+        train(Silent(), tmp_path, cluster=Simulated(workers=2))
+
+
+class Failing(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(INPUTS, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 4:
+            raise ZeroDivisionError("on purpose")
+        return super().forward(x)
+
+
+def test_what_a_node_raises_comes_first(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="ZeroDivisionError: on purpose") as caught:
+        train(AllReduce(), tmp_path, cluster=Simulated(workers=2), model=Failing, budget=Steps(10))
+    assert str(caught.value).startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ({"workers": 0}, "cluster.workers = 0"),
+        ({"network": "fast"}, "'fast' is not a rate"),
+        ({"network": "1gbit,5"}, "'5' is not a time"),
+        ({"delay": "lognormal:1"}, "needs 2 numbers: average, sigma"),
+        ({"delay": "lognormall:1,2"}, "did you mean 'lognormal'"),
+        ({"delay": "constant:-1"}, "must be a finite number of at least 0"),
+        ({"numerics": "none"}, "must be one of real, off"),
+    ],
+)
+def test_bad_worlds_are_refused(cluster: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(AllReduce(), tmp_path / "run", cluster=Simulated(**cluster))
+    assert said in str(caught.value)
+    assert not (tmp_path / "run").exists()

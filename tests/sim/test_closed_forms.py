@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps whose duration a formula gives: the simulator must give the same, by the formula and by its flows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from tests.zoo import make_model, train
+
+from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy
+from orchestra.delays import Constant, Exponential
+from orchestra.networks import Host, Network
+
+S = 4 * sum(p.numel() for p in make_model().parameters())  # bytes
+BITS, LATENCY, MESSAGE = 8e6, 3e-3, 2e-4
+RATE = BITS / 8
+NETWORK = Network(hosts=(Host(up=BITS, down=BITS, latency=LATENCY / 2, message=MESSAGE),))
+COMPUTE = 0.05
+STEPS = 4
+
+
+def seconds(
+    strategy: Strategy[Any], workers: int, tmp_path: Path, *, fidelity: Literal["auto", "flows"] = "auto", **given: Any
+) -> float:
+    """Virtual seconds of a step."""
+    asked: dict[str, Any] = {"workers": workers, "network": NETWORK, "delay": Constant(COMPUTE), **given}
+    cluster = Simulated(**asked, fidelity=fidelity, numerics="off")
+    result = train(strategy, tmp_path / f"{workers}-{fidelity}", cluster=cluster, budget=Steps(STEPS))
+    return result.summary.seconds / STEPS
+
+
+@pytest.mark.parametrize("fidelity", ["auto", "flows"])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_ring(n: int, fidelity: Literal["auto", "flows"], tmp_path: Path) -> None:
+    expected = COMPUTE + 2 * (n - 1) * (S / n / RATE + LATENCY + MESSAGE)
+    assert seconds(AllReduce(), n, tmp_path, fidelity=fidelity) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_one_server(n: int, tmp_path: Path) -> None:
+    """All push at once into one link, and pull at once out of it."""
+    expected = COMPUTE + 2 * n * S / RATE + 2 * (LATENCY + MESSAGE)
+    assert seconds(ParameterServer(), n, tmp_path) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 2), (6, 3)])
+def test_several_servers(n: int, m: int, tmp_path: Path) -> None:
+    """N ≥ M: the servers' links are full, each with N times its range; the largest range decides."""
+    network = Network(hosts=(Host(up=BITS, down=BITS),))
+    largest = 4 * math.ceil(S / 4 / m)
+    expected = COMPUTE + 2 * n * largest / RATE
+    assert seconds(ParameterServer(servers=m), n, tmp_path, network=network) == pytest.approx(expected, rel=1e-2)
+
+
+def test_a_server_that_is_never_free_sets_the_pace(tmp_path: Path) -> None:
+    """Asynchronous, hardly any computing: the server's link passes N gradients a round, there and back at once."""
+    network = Network(hosts=(Host(up=BITS, down=BITS),))
+    n, tiny = 8, 1e-9
+    paced = seconds(ParameterServer(consistency=ASP()), n, tmp_path, network=network, delay=Constant(tiny))
+    assert n * S / RATE <= paced <= 2 * n * S / RATE * (1 + 1e-6)
+
+
+def test_the_slowest_of_n(tmp_path: Path) -> None:
+    """Δ + H_N · scale, within three standard errors."""
+    n, steps = 8, 400
+    network = Network(hosts=(Host(up=1e18, down=1e18),))
+    cluster = Simulated(workers=n, network=network, delay=Exponential(0.05, 0.02), numerics="off")
+    result = train(AllReduce(), tmp_path, cluster=cluster, budget=Steps(steps))
+    mean = 0.05 + 0.02 * sum(1 / k for k in range(1, n + 1))
+    deviation = 0.02 * math.sqrt(sum(1 / k**2 for k in range(1, n + 1)))
+    assert abs(result.summary.seconds / steps - mean) < 3 * deviation / math.sqrt(steps)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Durations: the right distributions, the same whenever they are asked for."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from orchestra.delays import Constant, Delay, LogNormal, Markov, Pareto, Pause, Slow, Trace, parse, sampler
+from orchestra.networks import Host, Network
+from orchestra.networks import parse as parse_network
+
+COUNT = 20_000
+DELAYS = ["constant:0.05", "exponential:0.05,0.02", "pareto:0.05,3", "lognormal:0.05,0.3", "markov:0.05,5,0.02,0.2"]
+
+
+@pytest.mark.parametrize("text", [*DELAYS, "lognormal:0.05,0.3 pause:0.01,2"])
+def test_the_mean_is_what_it_says(text: str) -> None:
+    delay = parse(text)
+    draw = sampler(delay, 0, 3)
+    times = [draw(step) for step in range(COUNT)]
+    spread = statistics.stdev(times) / math.sqrt(COUNT)
+    correlated = 5 if isinstance(delay, Markov) else 1
+    assert abs(statistics.fmean(times) - delay.mean()) < 4 * correlated * spread + 1e-12
+
+
+@pytest.mark.parametrize("text", DELAYS)
+def test_a_duration_belongs_to_seed_worker_and_step(text: str) -> None:
+    delay, again = parse(text), parse(text)
+    times = [delay.seconds(1, 2, step) for step in range(50)]
+    assert [again.seconds(1, 2, step) for step in reversed(range(50))] == times[::-1]
+    if not isinstance(delay, Constant):
+        long = [delay.seconds(1, 2, step) for step in range(500)]
+        assert long != [delay.seconds(2, 2, step) for step in range(500)]
+        assert long != [delay.seconds(1, 3, step) for step in range(500)]
+
+
+def test_tails() -> None:
+    pareto, lognormal = Pareto(1.0, 2.0), LogNormal(1.0, 0.5)
+    above = [pareto.seconds(0, 0, step) > 10 for step in range(COUNT)]
+    assert sum(above) / COUNT == pytest.approx(0.01, abs=0.003)  # P(T > t) = t^-α
+    logs = [math.log(lognormal.seconds(0, 0, step)) for step in range(COUNT)]
+    assert statistics.stdev(logs) == pytest.approx(0.5, rel=0.03)
+
+
+def test_bad_times_come_in_a_row() -> None:
+    delay = Markov(1.0, 10.0, 0.05, 0.1)
+    slow = [delay.seconds(0, 0, step) > 1 for step in range(COUNT)]
+    after_slow = [now for before, now in pairwise(slow) if before]
+    assert sum(after_slow) / len(after_slow) == pytest.approx(0.9, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "delay"),
+    [
+        ("constant:0.1", Constant(0.1)),
+        ("constant:0.1 slow:2x4", Slow(Constant(0.1), 2, 4.0)),
+        ("constant:0.1;pause:0.5,3", Pause(Constant(0.1), 0.5, 3.0)),
+    ],
+)
+def test_read(text: str, delay: Delay) -> None:
+    assert parse(text) == delay
+
+
+def test_slow_ones_and_traces() -> None:
+    slow = Slow(Constant(0.1), 2, 4.0)
+    assert [slow.seconds(0, w, 0) for w in range(3)] == pytest.approx([0.4, 0.4, 0.1])
+    trace = Trace(((1.0, 2.0), (3.0,)))
+    assert [trace.seconds(0, w, k) for w in range(3) for k in range(3)] == [1, 2, 1, 3, 3, 3, 1, 2, 1]
+
+
+def test_hosts_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yaml"
+    path.write_text("- {rate: 1gbit, latency: 0.2ms}\n- {up: 20mbit, down: 100mbit, message: 5us}\n")
+    assert parse_network(str(path)) == Network(
+        hosts=(Host(up=1e9, down=1e9, latency=1e-4), Host(up=20e6, down=100e6, message=5 * 1e-6))
+    )
+    path.write_text("- {rate: 1gbit, colour: red}\n")
+    with pytest.raises(ValueError, match=r"host 0: 'colour' is none of"):
+        parse_network(str(path))
