@@ -24,12 +24,14 @@ from orchestra.sim.kernel import Kernel
 
 _FEW = 16  # flows on a link that are summed up rather than bounded
 _ROOM = 1 + 1e-12  # of a capacity: what rounding may add
+_NOTHING = 1e-12  # of a count: what rounding may leave
+_NEVER = float("inf")
 
 
 class Link:
     """Something with a capacity that flows share."""
 
-    __slots__ = ("alone", "capacity", "flows", "name", "rho", "served", "since", "turn", "waiting")
+    __slots__ = ("alone", "capacity", "due", "flows", "name", "rho", "served", "since", "waiting")
 
     def __init__(self, name: str, capacity: float) -> None:
         self.name = name
@@ -39,7 +41,7 @@ class Link:
         self.rho = 0.0  # their rate
         self.served = 0.0  # V, at `since`
         self.since = 0.0
-        self.turn = 0  # of the event at which the next one ends; older ones are void
+        self.due = _NEVER  # when to see whether the next one ends; events of other times are void
         self.alone = True  # it holds back all flows that cross it, and no other link holds back any of them
 
     def advance(self, now: float) -> None:
@@ -84,6 +86,7 @@ class Flows:
         self._single = single  # no two flows share both a link that holds back and another one
         self._hot: dict[Link, None] = {}  # links that hold flows back
         self._least = float("inf")  # smallest capacity seen
+        self._dirty: dict[Link, None] = {}  # whose flows are to be given new rates at this very moment
         self.filled = 0  # how often rates were computed anew, and
         self.touched = 0  # for how many flows in all
 
@@ -94,7 +97,7 @@ class Flows:
         if size <= 0 or not links:
             self._kernel.at(self._kernel.now, arrived)
             return flow
-        host = self._joins_alone(flow)
+        host = self._joins_alone(flow) if not any(link in self._dirty for link in links) else None
         for link in links:
             link.flows[flow] = None
             self._least = min(self._least, link.capacity)
@@ -103,9 +106,19 @@ class Flows:
             self._join(flow, host, size)
             self._share(host)
         else:
-            self._join(flow, links[0], size)  # somewhere, for a moment
-            self._fill(links)
+            self._join(flow, links[0], size)  # somewhere, for no time at all
+            self._soon(links)
         return flow
+
+    def _soon(self, links: Iterable[Link]) -> None:
+        """Give new rates once all that happens at this moment has happened."""
+        if not self._dirty:
+            self._kernel.at(self._kernel.now, self._settle)
+        self._dirty.update(dict.fromkeys(links))
+
+    def _settle(self) -> None:
+        dirty, self._dirty = self._dirty, {}
+        self._fill(dirty)
 
     # One link at a time.
 
@@ -156,18 +169,24 @@ class Flows:
         self._await(host)
 
     def _await(self, host: Link) -> None:
-        """Expect the next flow of a link to end."""
-        host.turn += 1
-        left = max(0.0, host.waiting[0][0] - host.served)
-        self._kernel.at(self._kernel.now + left / host.rho, self._end, host, host.turn)
+        """Expect the next flow of a link to end. If it turns out later than expected, it is expected again then."""
+        due = self._kernel.now + max(0.0, host.waiting[0][0] - host.served) / host.rho
+        if due < host.due:
+            host.due = due
+            self._kernel.at(due, self._end, host, due)
 
-    def _end(self, host: Link, turn: int) -> None:
-        if turn != host.turn:
+    def _end(self, host: Link, due: float) -> None:
+        if due != host.due:
             return
+        host.due = _NEVER
         host.advance(self._kernel.now)
-        end, _, flow = heapq.heappop(host.waiting)
+        end = host.waiting[0][0]
+        left = end - host.served
+        if left > _NOTHING * end and self._kernel.now + left / host.rho > self._kernel.now:
+            self._await(host)
+            return
         host.served = end  # exactly, so that equal flows end at equal times
-        ended = [flow]
+        ended = [heapq.heappop(host.waiting)[2]]
         while host.waiting and host.waiting[0][0] <= end:
             ended.append(heapq.heappop(host.waiting)[2])
         for flow in ended:
@@ -175,13 +194,12 @@ class Flows:
                 del link.flows[flow]
             self._kernel.at(self._kernel.now, flow.arrived)
         if not host.waiting:
-            host.rho = 0.0
-            host.turn += 1
+            host.rho = host.served = 0.0
             del self._hot[host]
         # Whoever shared another link with them may now be faster, unless those links held nobody back.
         others = [link for flow in ended for link in flow.links if link is not host and link.waiting]
-        if others or not self._leaves_alone(host):
-            self._fill([host, *others])
+        if others or host in self._dirty or not self._leaves_alone(host):
+            self._soon([host, *others])
         elif host.waiting:
             self._share(host)
 
@@ -204,7 +222,7 @@ class Flows:
                 link.waiting.clear()
                 self._hot.pop(link, None)
             link.rho = 0.0
-            link.turn += 1
+            link.due = _NEVER
         for link, rho, held in _levels(touched, flows):
             link.rho = rho
             for flow in held:
