@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -26,9 +27,16 @@ class Group:
     def __len__(self) -> int:
         return len(self.members)
 
+    def __contains__(self, node: int) -> bool:
+        return node in self._places
+
     def index(self, node: int) -> int:
         """Position of a node within the group."""
-        return self.members.index(node)
+        return self._places[node]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {node: i for i, node in enumerate(self.members)}
 
 
 class Op(Generic[T]):

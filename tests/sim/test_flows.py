@@ -113,7 +113,7 @@ def test_incast_is_the_sum() -> None:
 
 def test_many_flows_into_few_hosts_stay_cheap() -> None:
     kernel = Kernel()
-    up, down = [Link("up", 1e8) for _ in range(300)], [Link("down", 1e8) for _ in range(4)]
+    up, down = [Link("up", 1e8, 0) for _ in range(300)], [Link("down", 1e8, 1) for _ in range(4)]
     flows = Flows(kernel, single=True)
     dice = random.Random(0)
 

@@ -16,7 +16,7 @@ raise all rates together, fix those whose link is full, go on with the rest (Ber
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -31,10 +31,11 @@ _NEVER = float("inf")
 class Link:
     """Something with a capacity that flows share."""
 
-    __slots__ = ("alone", "capacity", "due", "flows", "name", "rho", "served", "since", "waiting")
+    __slots__ = ("alone", "capacity", "due", "flows", "kind", "name", "rho", "served", "since", "waiting")
 
-    def __init__(self, name: str, capacity: float) -> None:
+    def __init__(self, name: str, capacity: float, kind: int = 0) -> None:
         self.name = name
+        self.kind = kind  # flows that cross two links of one kind share no other link
         self.capacity = capacity  # bytes per second
         self.flows: dict[Flow, None] = {}  # all that cross it
         self.waiting: list[tuple[float, int, Flow]] = []  # those it holds back, by the count at which they end
@@ -81,10 +82,12 @@ class Flows:
     """All flows under way."""
 
     def __init__(self, kernel: Kernel, *, single: bool = False) -> None:
+        """`single`: of the flows that cross a link, at most one crosses each link of any other kind."""
         self._kernel = kernel
         self._count = 0
-        self._single = single  # no two flows share both a link that holds back and another one
+        self._single = single
         self._hot: dict[Link, None] = {}  # links that hold flows back
+        self._rates: dict[int, float] = defaultdict(float)  # the sum of their ρ, by kind
         self._least = float("inf")  # smallest capacity seen
         self._dirty: dict[Link, None] = {}  # whose flows are to be given new rates at this very moment
         self.filled = 0  # how often rates were computed anew, and
@@ -97,10 +100,12 @@ class Flows:
         if size <= 0 or not links:
             self._kernel.at(self._kernel.now, arrived)
             return flow
-        host = self._joins_alone(flow) if not any(link in self._dirty for link in links) else None
+        dirty = self._dirty
+        host = None if dirty and any(link in dirty for link in links) else self._joins_alone(flow)
         for link in links:
             link.flows[flow] = None
-            self._least = min(self._least, link.capacity)
+            if link.capacity < self._least:
+                self._least = link.capacity
         if host is not None:
             host.alone = True
             self._join(flow, host, size)
@@ -150,8 +155,8 @@ class Flows:
         if not host.alone:
             return False
         rho = host.capacity / len(host.waiting)
-        if self._single and sum(link.rho for link in self._hot) - host.rho + rho <= self._least * _ROOM:
-            return True  # even a link that all of them cross would not be full
+        if self._single and self._rates[host.kind] - host.rho + rho <= self._least:
+            return True  # not even a link that one flow of each of them crosses would be full
         others = {link for _, _, flow in host.waiting for link in flow.links if link is not host}
         return all(self._load(link, host, rho) <= link.capacity * _ROOM for link in others)
 
@@ -165,8 +170,12 @@ class Flows:
     def _share(self, host: Link) -> None:
         """A link that holds back all its flows serves them equally."""
         host.advance(self._kernel.now)
-        host.rho = host.capacity / len(host.waiting)
+        self._set(host, host.capacity / len(host.waiting))
         self._await(host)
+
+    def _set(self, link: Link, rho: float) -> None:
+        self._rates[link.kind] += rho - link.rho
+        link.rho = rho
 
     def _await(self, host: Link) -> None:
         """Expect the next flow of a link to end. If it turns out later than expected, it is expected again then."""
@@ -194,7 +203,8 @@ class Flows:
                 del link.flows[flow]
             self._kernel.at(self._kernel.now, flow.arrived)
         if not host.waiting:
-            host.rho = host.served = 0.0
+            self._set(host, 0.0)
+            host.served = 0.0
             del self._hot[host]
         # Whoever shared another link with them may now be faster, unless those links held nobody back.
         others = [link for flow in ended for link in flow.links if link is not host and link.waiting]
@@ -221,10 +231,10 @@ class Flows:
             if link.waiting:
                 link.waiting.clear()
                 self._hot.pop(link, None)
-            link.rho = 0.0
+            self._set(link, 0.0)
             link.due = _NEVER
         for link, rho, held in _levels(touched, flows):
-            link.rho = rho
+            self._set(link, rho)
             for flow in held:
                 flow.at = link
                 flow.end = link.served + left[flow]

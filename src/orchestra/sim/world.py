@@ -48,6 +48,8 @@ from orchestra.sim.kernel import Kernel, Promise
 
 T = TypeVar("T")
 
+UP, DOWN = 0, 1  # kinds of links
+
 
 @dataclass(slots=True)
 class _Letter:
@@ -79,8 +81,8 @@ class World:
         self.flows = Flows(kernel, single=network.rack is None)
         self.stop_at: int | None = None  # the step before which workers stop, where they stop together
         self._closed_forms = closed_forms and network.symmetric
-        self._up = [Link(f"up {n}", network.host(n).up / 8) for n in range(nodes)]
-        self._down = [Link(f"down {n}", network.host(n).down / 8) for n in range(nodes)]
+        self._up = [Link(f"up {n}", network.host(n).up / 8, UP) for n in range(nodes)]
+        self._down = [Link(f"down {n}", network.host(n).down / 8, DOWN) for n in range(nodes)]
         self._racks = _racks(network, nodes)
         self._streams: dict[tuple[int, int], deque[tuple[float, Callable[[], None]]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
@@ -260,6 +262,7 @@ class SimTransport:
         self._arrivals: deque[int] = deque()  # sources of letters, in the order they came
         self._left: set[int] = set()
         self._awaited: Promise[None] | None = None
+        self._from: int | None = None  # whose letter is awaited; None: anybody's
         self._rules: dict[type[Any], Callable[[Any], Any]] = {
             Compute: self._compute,
             Mean: self._collective,
@@ -325,19 +328,21 @@ class SimTransport:
         self._world.under_way -= 1
         self._boxes.setdefault(letter.source, deque()).append(letter)
         self._arrivals.append(letter.source)
-        if self._awaited is not None:
+        if self._awaited is not None and (self._from is None or self._from == letter.source):
             self._awaited.keep(None)
             self._awaited = None
 
     def _recv(self, op: Recv) -> Message | None:
-        sources = op.group.members if op.source is None else (op.source,)
         asked = self._kernel.now
         while True:
-            letter = self._take(op.source, sources)
+            letter = self._take(op)
             if letter is None:
+                sources = op.group.members if op.source is None else (op.source,)
                 if all(source in self._left for source in sources):
                     return None
-                self._await(sources)
+                self._from = op.source
+                self._awaited = Promise(self._kernel, partial(self._whom, sources))
+                self._awaited.wait()
             elif letter.message is None:
                 self._left.add(letter.source)
             else:
@@ -346,27 +351,23 @@ class SimTransport:
                 self.traffic.waited += max(0.0, min(letter.posted, self._kernel.now) - asked)
                 return letter.message
 
-    def _take(self, source: int | None, sources: Sequence[int]) -> _Letter | None:
+    def _take(self, op: Recv) -> _Letter | None:
         """The letter that came first, from one node or from any of several."""
-        if source is not None:
-            box = self._boxes.get(source)
+        if op.source is not None:
+            box = self._boxes.get(op.source)
             if not box:
                 return None
-            self._arrivals.remove(source)
+            self._arrivals.remove(op.source)
             return box.popleft()
         for i, candidate in enumerate(self._arrivals):
-            if candidate in sources:
+            if candidate in op.group:
                 del self._arrivals[i]
                 return self._boxes[candidate].popleft()
         return None
 
-    def _await(self, sources: Sequence[int]) -> None:
-        def whom() -> str:
-            waited = [s for s in sources if s not in self._left]
-            return "a message from " + (", ".join(name_of(s, self._world.workers) for s in waited[:8]) or "nobody")
-
-        self._awaited = Promise(self._kernel, whom)
-        self._awaited.wait()
+    def _whom(self, sources: Sequence[int]) -> str:
+        waited = [s for s in sources if s not in self._left]
+        return "a message from " + (", ".join(name_of(s, self._world.workers) for s in waited[:8]) or "nobody")
 
     # Collectives.
 
