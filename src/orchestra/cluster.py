@@ -7,11 +7,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from orchestra import delays
+from orchestra.delays import Delay
 from orchestra.errors import Problem
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Cluster(ABC):
     """A world to train in. Subclasses are frozen, keyword-only dataclasses."""
 
     workers: int
+    keeps_checkpoints: ClassVar[bool] = True
 
     @abstractmethod
     def problems(self) -> Iterator[Problem]:
@@ -75,6 +78,14 @@ class Cluster(ABC):
     @abstractmethod
     def carry_out(self, order: Order) -> Ending:
         """Run the job to its end. Raises what ended it early; leaves nothing behind but the run folder."""
+
+    def get_delay(self) -> Delay | None:
+        """How long a worker takes for a mini-batch, if that is not left to the machine."""
+        return None
+
+    def about(self) -> dict[str, Any]:
+        """What to remember of it."""
+        return {"kind": type(self).__name__.lower()}
 
     def one_gpu_each(self) -> bool:
         """Whether every worker has a GPU of its own."""
@@ -97,6 +108,15 @@ class Local(Cluster):
     device: Device = "cpu"
     threads: int | None = None  # of each process; None shares the cores out evenly
     patience: float = 300.0  # seconds a node waits for another before it gives up
+    delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.delays
+
+    def get_delay(self) -> Delay | None:
+        """The delays, read if they were given as text."""
+        return delays.parse(self.delay) if isinstance(self.delay, str) else self.delay
+
+    def about(self) -> dict[str, Any]:
+        """What to remember of it."""
+        return {"kind": "local", "delay": None if self.delay is None else str(self.get_delay())}
 
     def problems(self) -> Iterator[Problem]:
         """What cannot be run on this machine."""
@@ -110,6 +130,8 @@ class Local(Cluster):
             yield Problem("cluster.device", self.device, 'no CUDA device is visible here: use "cpu" or "auto"')
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
+        if self.delay is not None:
+            yield from delays.look(self.delay)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
 

@@ -246,6 +246,19 @@ def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
         yield Problem(f"{where}.times", delay.times, "needs at least one duration per worker")
 
 
+def look(given: Delay | str) -> Iterator[Problem]:
+    """What is wrong with delays as they were given."""
+    try:
+        delay = parse(given) if isinstance(given, str) else given
+    except ValueError as error:
+        yield Problem("cluster.delay", given, str(error))
+        return
+    if isinstance(delay, Delay):
+        yield from problems(delay)
+    else:
+        yield Problem("cluster.delay", delay, 'must be a delay such as LogNormal(0.05, 0.3), or "lognormal:0.05,0.3"')
+
+
 Sampler = Callable[[int], float]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from orchestra.data.partitions import Partition
+from orchestra.delays import Delay
 from orchestra.inner import Factory, Schedule
 from orchestra.ops import Group
 from orchestra.replica import Loss
@@ -50,6 +51,7 @@ class Job:
     layerwise: bool  # the optimizer must see whole layers
     resume: Path | None  # a verified checkpoint
     threads: int
+    delay: Delay | None  # how long workers take for a mini-batch; None: as long as it takes
 
     @property
     def servers(self) -> int:

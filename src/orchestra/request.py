@@ -92,6 +92,7 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
         yield Problem("partition", given.partition, "must be IID(), LabelSorted() or Dirichlet(alpha=...)")
     yield from _look_at_note(given)
     yield from _look_at_intervals(given)
+    yield from _look_at_checkpoints(given)
     yield from _look_at_folder(given)
 
 
@@ -129,6 +130,13 @@ def _look_at_intervals(given: Request) -> Iterator[Problem]:
         elif every is not None:
             for problem in budgets.problems_of(every):
                 yield Problem(name, problem.value, problem.message)
+
+
+def _look_at_checkpoints(given: Request) -> Iterator[Problem]:
+    if isinstance(given.cluster, Cluster) and not given.cluster.keeps_checkpoints:
+        for name in ("checkpoint_every", "resume"):
+            if getattr(given, name):
+                yield Problem(name, getattr(given, name), "a rehearsal is repeated, not resumed: leave it out")
 
 
 def _look_at_folder(given: Request) -> Iterator[Problem]:

@@ -247,6 +247,7 @@ class _Training:
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
             resume=None if self.saved is None else self.saved.path.absolute(),
             threads=cluster.threads_for(cluster.workers + self.strategy.servers),
+            delay=cluster.get_delay(),
         )
 
     def _scorer(self) -> Scorer:
@@ -288,6 +289,7 @@ class _Training:
             "parameters": job.parameters,
             "budget": [f"{type(p).__name__.lower()}={_value(p)}" for p in budgets.parts(self.given.budget)],
             "threads": job.threads,
+            "cluster": self.given.cluster.about(),
             "snapshot_every": job.snapshot_every,
             "checkpoint_every": job.checkpoint_every,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},

@@ -16,6 +16,7 @@ from orchestra.cli.demo import demo
 from orchestra.cli.explain import explain
 from orchestra.cli.resume import resume
 from orchestra.cli.run import run
+from orchestra.cli.sim import sim
 from orchestra.cli.strategies import strategies
 from orchestra.errors import Interrupted
 
@@ -70,6 +71,7 @@ def top(
 
       orchestra demo                            five strategies race on real data
       orchestra run digits --strategy slowmo    one run
+      orchestra sim digits --workers 16         the same on a cluster you do not have
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
 
@@ -79,6 +81,6 @@ def top(
 
 
 app.callback(help=flowing(top.__doc__ or ""))(top)
-for _verb in (demo, run, resume, compare, strategies, explain):
+for _verb in (demo, run, resume, sim, compare, strategies, explain):
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 app.add_typer(data.app)

@@ -43,8 +43,8 @@ Goal = Annotated[
 def compare(
     recipe: Name, strategies: Strategies = _DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None, clip: o.Clip = None,
-    partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, out: o.Out = None,
-    json_: o.Json = False, quiet: o.Quiet = False,
+    partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
+    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies to a target on the same model, samples and seeds, and print who won and what it cost.
 
@@ -57,11 +57,13 @@ def compare(
       orchestra compare digits --strategies allreduce,localsgd --seeds 3
       orchestra compare digits -n 4 -s "ps, ps(consistency=asp()), slowmo(tau=8)"
       orchestra compare mnist-lenet --epochs 2 --partition dirichlet:0.3
+      orchestra compare digits --sim -n 16 --network 10mbit,1ms --delay "lognormal:0.02,0.3 slow:1x5"
     """
     source = sources.find(recipe)
     shared = Options(
         workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr, clip=clip,
-        partition=partition, precision=precision, device=device,
+        partition=partition, precision=precision, device=device, sim=sim or None,
+        network=network, delay=delay,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out)
     table = race.run(quiet=quiet)
@@ -229,7 +231,8 @@ def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
     """Save the table, print it with what was learned, and fail if a run failed."""
     from orchestra.cli.table import verdict
 
-    words = verdict(table, len(os.sched_getaffinity(0)))
+    virtual = any(facts.virtual for row in table.rows for facts in row.done)
+    words = verdict(table, None if virtual else len(os.sched_getaffinity(0)))
     record = table.as_record() | {"learned": words, "out": str(out)}
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.json").write_text(

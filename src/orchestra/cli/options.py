@@ -66,6 +66,26 @@ Spread = Annotated[
 CheckpointEvery = Annotated[
     int | None, typer.Option(help="Save everything every so many steps. Ctrl-C always does.", metavar="K")
 ]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE,LATENCY",
+        help="Such as 100mbit,1ms, with racks:4x8 behind it if you like, or a YAML file of hosts. "
+        "Default: 10gbit,0.1ms.",
+    ),
+]
+Delay = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND:NUMBERS",
+        help="Seconds a worker takes for a mini-batch: constant:0.05, exponential:0.05,0.02, lognormal:0.05,0.3, "
+        "pareto:0.05,2, markov:0.05,5,0.02,0.2; behind it slow:1x5 or pause:0.01,2 if you like.",
+    ),
+]
+Numerics = Annotated[
+    str | None, typer.Option(metavar="HOW", help="real, or off: timing only, nothing is computed. Default: real.")
+]
+Sim = Annotated[bool, typer.Option("--sim", help="Rehearse in virtual time: see --network and --delay.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the outcome: no progress, no messages.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
 
@@ -90,6 +110,10 @@ class Options:
     partition: str | None = None
     precision: str | None = None
     clip: float | None = None
+    sim: bool | None = None
+    network: str | None = None
+    delay: str | None = None
+    numerics: str | None = None
 
     def given(self) -> dict[str, Any]:
         """Those that were given, as JSON takes them."""
@@ -221,17 +245,23 @@ def _with_servers(strategy: Any, servers: int) -> Any:
 
 
 def _cluster(o: Options) -> dict[str, Change]:
-    given: dict[str, Any] = {"workers": o.workers, "device": o.device}
+    given: dict[str, Any] = {"workers": o.workers, "device": o.device, "delay": o.delay}
+    if o.sim:
+        given |= {"network": o.network, "numerics": o.numerics}
     given = {name: value for name, value in given.items() if value is not None}
     if o.workers is None and o.strategy is not None and is_solo(o.strategy):
         given["workers"] = 1
-    if not given:
+    if not given and not o.sim:
         return {}
 
     def change(old: Any) -> Any:
         from orchestra.cluster import Local
 
-        return dataclasses.replace(old or Local(), **given)
+        if not o.sim:
+            return dataclasses.replace(old or Local(), **given)
+        from orchestra.sim.simulated import Simulated
+
+        return Simulated(**({} if old is None else {"workers": old.workers}) | given)
 
     return {"cluster": change}
 

@@ -21,7 +21,8 @@ def run(
     servers: o.Servers = None, epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None,
     target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None, clip: o.Clip = None, seed: o.Seed = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None,
-    checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    delay: o.Delay = None, checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False,
+    quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 
@@ -38,7 +39,7 @@ def run(
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
         target=target, seed=seed, batch=batch, lr=lr, out=str(out) if out else None, device=device,
-        checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip,
+        checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
     )  # fmt: skip
     try:
         source = sources.find(recipe)
@@ -57,7 +58,8 @@ def carry_out(
     changes, problems = chosen.read(of_script=source.path is not None)
     if problems:
         raise ConfigError([*problems, *sources.problems_of(source, changes)])
-    forkserver.warm()  # imports torch in another process while this one does the same
+    if not chosen.sim:
+        forkserver.warm()  # imports torch in another process while this one does the same
     note = {"recipe": source.name, "args": list(args), "options": chosen.given()}
     with progress.choose(quiet=quiet, seconds=chosen.seconds) as display:
 

@@ -50,8 +50,10 @@ def describe(run: Path, facts: Facts) -> str:
     ended = {"budget": "", "target": "; the target was reached", "seconds": "; the time was up"}
     lines = [
         f"{facts.strategy} · {plural(facts.workers, 'worker')}{servers} · {facts.parameters:,} parameters",
-        f"  {plural(facts.steps, 'step')} of each worker in {facts.seconds:.2f} s"
-        f" ({facts.samples_per_second:,.0f} samples/s; set up in {facts.setup:.1f} s){ended.get(facts.stopped_by, '')}",
+        f"  {plural(facts.steps, 'step')} of each worker in {facts.seconds:.2f} {'virtual ' if facts.virtual else ''}s"
+        f" ({facts.samples_per_second:,.0f} samples/s"
+        + ("" if facts.virtual else f"; set up in {facts.setup:.1f} s")
+        + f"){ended.get(facts.stopped_by, '')}",
         f"  training loss {loss}{metrics}",
         f"  each worker sent {size(facts.sent_per_worker)} and received {size(facts.received_per_worker)}",
     ]

@@ -280,7 +280,7 @@ def _outcome(o: Outcome) -> dict[str, Any]:
 # In words.
 
 
-def verdict(table: Table, cores: int) -> list[str]:
+def verdict(table: Table, cores: int | None) -> list[str]:
     """What was learned, and how far it can be trusted: one sentence or two each."""
     winners = [row for row in table.ranked if row.always]
     said = [_winner(table, winners)] if winners else [_nobody(table)]
@@ -289,8 +289,8 @@ def verdict(table: Table, cores: int) -> list[str]:
             said.append("That is one process alone: here this model is too small for company to pay.")
         said += [*_traffic(table, winners[0]), *_doubt(table, winners)]
     said += _missed(table)
-    crowded = [row for row in table.rows if row.done and row.workers + row.servers > cores]
-    if crowded:
+    crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
+    if crowded and cores:
         most = max(row.workers + row.servers for row in crowded)
         said.append(
             f"Up to {most} processes shared {plural(cores, 'core')}, so waiting for a core counts as waiting: "

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from orchestra import checkpoint, run
+from orchestra import checkpoint, delays, run
 from orchestra.errors import OrchestraError
 from orchestra.events import Began, EventLog
 from orchestra.job import Job
@@ -28,7 +28,7 @@ from orchestra.launch.keeper import LocalKeeper
 from orchestra.node import Comm, Node
 from orchestra.transports.local import LocalTransport
 from orchestra.transports.memory import Arena, Plan
-from orchestra.transports.middleware import Metered
+from orchestra.transports.middleware import Delayed, Metered
 from orchestra.transports.waiting import Aborted
 from orchestra.vectors import ranges
 
@@ -86,7 +86,8 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
 
     with EventLog(job.run / f"events-{rank}.jsonl", complain) as log:
         transport = LocalTransport(arena, rank, patience=handover.patience, lockstep=job.strategy.synchronous)
-        meter = Metered(transport)
+        paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
+        meter = Metered(paced)
         node = _node(job, arena, rank, Comm(meter, *job.groups), log)
         if job.own_gpu and node.feed is not None:
             from orchestra.transports.nccl import NcclMeans  # torch.distributed is not needed otherwise

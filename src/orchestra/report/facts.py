@@ -51,6 +51,7 @@ class Facts:
     skipped: int
     stopped_by: str
     parameters: int
+    virtual: bool = False  # seconds are those of a rehearsal
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -109,6 +110,7 @@ def facts_of(run: Path) -> Facts:
         skipped=sum(isinstance(e, Skipped) for e in events),
         stopped_by=ending.get("stopped_by", "unknown"),
         parameters=config["parameters"],
+        virtual=config.get("cluster", {}).get("kind") == "simulated",
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,8 @@ class Simulated(Cluster):
     Same inputs, same events: a rehearsal can be repeated to the last digit, and so need not be resumed.
     """
 
+    keeps_checkpoints = False
+
     workers: int = 8
     network: Network | str = field(default_factory=lambda: Ethernet(gbit=10))
     delay: Delay | str = "constant:0.05"  # how long a worker computes on a mini-batch
@@ -53,13 +55,11 @@ class Simulated(Cluster):
         """What cannot be rehearsed."""
         if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 1:
             yield Problem("cluster.workers", self.workers, "must be a whole number of at least 1")
-        for name, read in (("network", self.get_network), ("delay", self.get_delay)):
-            try:
-                found = read()
-            except (ValueError, TypeError) as error:
-                yield Problem(f"cluster.{name}", getattr(self, name), str(error))
-            else:
-                yield from found.problems() if isinstance(found, Network) else delays.problems(found)
+        try:
+            yield from self.get_network().problems()
+        except ValueError as error:
+            yield Problem("cluster.network", self.network, str(error))
+        yield from delays.look(self.delay)
         choices = {"numerics": ("real", "off"), "fidelity": ("auto", "flows"), "fibers": ("auto", "greenlet", "thread")}
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -77,6 +77,17 @@ class Simulated(Cluster):
         """The delays, read if they were given as text."""
         return delays.parse(self.delay) if isinstance(self.delay, str) else self.delay
 
+    def about(self) -> dict[str, Any]:
+        """What to remember of it."""
+        return {
+            "kind": "simulated",
+            "network": str(self.get_network()),
+            "delay": str(self.get_delay()),
+            "numerics": self.numerics,
+            "fidelity": self.fidelity,
+            "ties": self.ties,
+        }
+
     def resolve_device(self) -> str:
         """`auto` takes CUDA where there is any."""
         if self.device == "auto":
@@ -93,13 +104,14 @@ class _Rehearsal:
 
     def __init__(self, order: Order, cluster: Simulated) -> None:
         self.order = order
-        self.job = job = order.job
+        self.timing_only = cluster.numerics == "off"
+        # Without numbers there is nothing to set aside and score.
+        self.job = job = replace(order.job, snapshot_every=None) if self.timing_only else order.job
         self.nodes = job.workers + job.servers
         self.kernel = Kernel(fiber=cluster.fibers, ties=cluster.ties)
         self.world = World(
             self.kernel, cluster.get_network(), self.nodes, job.workers, closed_forms=cluster.fidelity == "auto"
         )
-        self.timing_only = cluster.numerics == "off"
         self.delay = cluster.get_delay()
         self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings: list[str] = []

@@ -9,9 +9,33 @@ from typing import Generic, TypeVar, cast
 
 from torch import Tensor
 
-from orchestra.ops import Compute, Done, Handle, MeanUpdate, Op, Transport
+from orchestra.ops import Compute, Done, Handle, MeanUpdate, Op, Sleep, Transport
 
 T = TypeVar("T")
+
+
+class Delayed:
+    """Makes every mini-batch last as long as a given one, by sleeping: a slow machine, emulated."""
+
+    def __init__(self, inner: Transport, lasts: Callable[[int], float]) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.traffic = inner.traffic
+        self.now = inner.now
+        self.proceed = inner.proceed
+        self._lasts = lasts
+        self._step = 0
+
+    def start(self, op: Op[T]) -> Handle[T]:
+        """Pass the op on, and take one's time over gradients."""
+        if type(op) is not Compute or not op.work:
+            return self.inner.start(op)
+        due = self.now() + self._lasts(self._step)
+        self._step += 1
+        handle = self.inner.start(op)
+        self.inner.start(Sleep(max(0.0, due - self.now()))).wait()
+        return handle
 
 
 class Metered:

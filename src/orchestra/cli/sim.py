@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra sim`: rehearse a run on a cluster one does not have."""
+
+from __future__ import annotations
+
+from orchestra.cli import options as o
+from orchestra.cli import sources
+from orchestra.cli.options import Options
+from orchestra.cli.run import carry_out, conclude
+from orchestra.errors import ConfigError
+
+
+def sim(
+    recipe: o.What, args: o.Args = None, strategy: o.Strategy = None, workers: o.Workers = None,
+    network: o.Network = None, delay: o.Delay = None, servers: o.Servers = None, epochs: o.Epochs = None,
+    steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
+    clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None, precision: o.Precision = None,
+    device: o.Device = None, numerics: o.Numerics = None, out: o.Out = None, json_: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:  # fmt: skip
+    """Rehearse a run on virtual machines, in virtual time: the same strategies, real gradients, real convergence.
+
+    Nothing waits: a run of an hour takes as long as its gradients take to compute, one after the other. The same seed
+    gives the same run to the last digit. The run folder is that of a real run; its seconds are virtual.
+
+    For example:
+
+      orchestra sim digits --workers 16 --network 100mbit,1ms
+      orchestra sim digits -s "ps(consistency=asp())" -n 8 --delay "lognormal:0.05,0.3 slow:1x5" --seed 7
+      orchestra sim digits -s allreduce -n 1000 --steps 100 --numerics off --network 10gbit,50us
+    """
+    chosen = Options(
+        strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
+        target=target, seed=seed, batch=batch, lr=lr, out=str(out) if out else None, device=device,
+        partition=partition, precision=precision, clip=clip, sim=True, network=network, delay=delay, numerics=numerics,
+    )  # fmt: skip
+    try:
+        source = sources.find(recipe)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *chosen.read(of_script=True)[1]]) from None
+    conclude(source, chosen, carry_out(source, chosen, args or [], quiet=quiet), as_json=json_, quiet=quiet)

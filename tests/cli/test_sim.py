@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rehearsals from the command line, and real runs slowed down by the same delays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Orchestra
+from tests.zoo import events, train
+
+from orchestra import AllReduce, Local, Simulated, Steps
+from orchestra.events import Stepped
+
+SIM = ("sim", "digits", "--workers", "6", "--steps", "4", "--network", "100mbit,1ms", "--delay", "lognormal:0.05,0.3")
+
+
+def test_a_rehearsal_is_repeated_to_the_last_digit(orchestra: Orchestra) -> None:
+    first, again = (orchestra(*SIM, "--seed", "7", "--out", out, "--json").json for out in ("a", "b"))
+    assert first["virtual"]
+    assert first["steps"] == 4
+    assert {**first, "run": "", "model": ""} == {**again, "run": "", "model": ""}
+
+
+def test_the_summary_says_that_seconds_are_virtual(orchestra: Orchestra) -> None:
+    said = orchestra(*SIM)
+    assert said.code == 0
+    assert "virtual s" in said.out
+
+
+def test_timing_only_takes_hundreds_of_workers(orchestra: Orchestra) -> None:
+    said = orchestra("sim", "digits", "-n", "300", "--batch", "4", "--steps", "3", "--numerics", "off", "--json")
+    assert said.json["workers"] == 300
+    assert said.json["steps"] == 3
+
+
+def test_compare_in_virtual_time(orchestra: Orchestra) -> None:
+    race = ("compare", "digits", "--sim", "-s", "allreduce,localsgd", "-n", "4", "--epochs", "4")
+    said = orchestra(*race, "--network", "10mbit,1ms", "--target", "accuracy=0.9")
+    assert said.code == 0
+    assert "localsgd reached accuracy" in said.out
+    assert "shared" not in said.out  # no cores were
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("--network", "fast", "is not a rate"), ("--delay", "often", "is no delay"), ("--numerics", "some", "real, off")],
+)
+def test_bad_worlds_are_refused(option: str, value: str, said: str, orchestra: Orchestra) -> None:
+    answer = orchestra("sim", "digits", option, value)
+    assert answer.code == 2
+    assert said in answer.err
+
+
+def test_checkpoints_are_not_for_rehearsals(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="repeated, not resumed"):
+        train(AllReduce(), tmp_path / "run", cluster=Simulated(workers=2), checkpoint_every=Steps(2))
+
+
+def test_real_workers_are_as_slow_as_virtual_ones(tmp_path: Path) -> None:
+    """Who is late, and by how much, is the same in both worlds."""
+    delay = "exponential:0.05,0.03 slow:1x2"
+    worlds = {
+        "real": Local(workers=2, delay=delay),
+        "virtual": Simulated(workers=2, delay=delay, network="1000gbit,0s"),
+    }
+    steps: dict[str, list[float]] = {}
+    for name, cluster in worlds.items():
+        train(AllReduce(), tmp_path / name, cluster=cluster, budget=Steps(10))
+        steps[name] = [e.compute for e in events(tmp_path / name, 0) if isinstance(e, Stepped)]
+    assert steps["real"] == pytest.approx(steps["virtual"], rel=0.1)
+    assert all(a >= b - 1e-3 for a, b in zip(steps["real"], steps["virtual"], strict=True))
