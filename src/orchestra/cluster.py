@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from orchestra import delays
 from orchestra.delays import Delay
@@ -19,6 +19,7 @@ from orchestra.errors import Problem
 if TYPE_CHECKING:
     from orchestra.board import Progress
     from orchestra.job import Job
+    from orchestra.request import Request
 
 Device = Literal["cpu", "cuda", "auto"]
 
@@ -86,6 +87,10 @@ class Cluster(ABC):
     def about(self) -> dict[str, Any]:
         """What to remember of it."""
         return {"kind": type(self).__name__.lower()}
+
+    def misfits(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
+        """What of a request cannot be done there, now that model and data exist."""
+        return iter(())
 
     def one_gpu_each(self) -> bool:
         """Whether every worker has a GPU of its own."""

@@ -171,7 +171,7 @@ class Node:
             self.g.zero_()
             self.weight, self.loss = 0.0, math.nan
             return self.g
-        self.loss = start(Compute(lambda: self._differentiate(batch, size), size)).wait()
+        self.loss = start(Compute(lambda: self._differentiate(batch, size), size, batch)).wait()
         if math.isfinite(self.loss):
             self.weight = float(size)
             self.samples += size

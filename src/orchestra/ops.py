@@ -7,10 +7,10 @@ method. Strategies never build ops themselves; they speak through `Node` and `Co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -47,10 +47,15 @@ class Op(Generic[T]):
 
 @dataclass(slots=True)
 class Compute(Op[T]):
-    """Run `fn` on this node. `work` is the number of samples, for worlds that model how long that takes."""
+    """Run `fn` on this node.
+
+    For worlds that model how long that takes, or take several gradients at once: `work` is the number of samples, and
+    `batch` the mini-batch, if it is a gradient.
+    """
 
     fn: Callable[[], T]
     work: int
+    batch: Sequence[Any] | None = None
 
 
 @dataclass(slots=True)

@@ -179,7 +179,8 @@ def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data
     found = [*checks.check_data(data, batch=given.batch, workers=given.cluster.workers, partition=given.partition)]
     yield from found
     if not found and not unfit:
-        yield from checks.rehearse(module, data, given.loss, given.batch)
+        found = [*checks.rehearse(module, data, given.loss, given.batch)]
+        yield from found or given.cluster.misfits(given, module, data)
 
 
 def refuse(problems: Iterable[Problem]) -> None:

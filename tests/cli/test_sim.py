@@ -44,7 +44,11 @@ def test_compare_in_virtual_time(orchestra: Orchestra) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
-    [("--network", "fast", "is not a rate"), ("--delay", "often", "is no delay"), ("--numerics", "some", "real, off")],
+    [
+        ("--network", "fast", "is not a rate"),
+        ("--delay", "often", "is no delay"),
+        ("--numerics", "some", "one of real"),
+    ],
 )
 def test_bad_worlds_are_refused(option: str, value: str, said: str, orchestra: Orchestra) -> None:
     answer = orchestra("sim", "digits", option, value)

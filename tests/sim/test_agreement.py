@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.laws.examples import EXAMPLES, SYNCHRONOUS, workers_for
-from tests.zoo import INPUTS, Dicey, assert_same, events, make_data, train
+from tests.zoo import INPUTS, Dicey, assert_close, assert_same, events, make_data, make_model, train
 
 from orchestra import AllReduce, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
 from orchestra.errors import ConfigError, Deadlock, WorkerFailed
@@ -92,6 +92,21 @@ def test_nobody_gets_stuck_in_any_order(strategy: S, tmp_path: Path) -> None:
         rehearse(strategy, tmp_path / str(ties), steps=3, ties=ties, numerics="off", delay="constant:1")
 
 
+@every
+def test_gradients_taken_together_are_those_taken_alone(strategy: S, tmp_path: Path) -> None:
+    worlds: dict[str, Any] = {"delay": "lognormal:0.05,0.5", "network": "10mbit,1ms"}
+    alone = rehearse(strategy, tmp_path / "alone", **worlds)
+    together = rehearse(strategy, tmp_path / "together", numerics="batched", **worlds)
+    assert_close(alone.model, together.model, tolerance=2e-5)
+    assert alone.summary.seconds == together.summary.seconds
+
+
+def test_models_with_dice_or_buffers_are_not_taken_together(tmp_path: Path) -> None:
+    for model in (Dicey, lambda: torch.nn.Sequential(torch.nn.Dropout(), make_model())):
+        with pytest.raises(ConfigError, match='use "real"'):
+            rehearse(AllReduce(), tmp_path / "run", model=model, numerics="batched")
+
+
 def test_asynchronous_staleness_is_what_timing_makes_it(tmp_path: Path) -> None:
     """Three equal workers in turn: each push is two updates old."""
     result = train("ps(consistency=asp())", tmp_path, cluster=Simulated(workers=3), budget=Steps(20))
@@ -168,7 +183,7 @@ def test_what_a_node_raises_comes_first(tmp_path: Path) -> None:
         ({"delay": "lognormal:1"}, "needs 2 numbers: average, sigma"),
         ({"delay": "lognormall:1,2"}, "did you mean 'lognormal'"),
         ({"delay": "constant:-1"}, "must be a finite number of at least 0"),
-        ({"numerics": "none"}, "must be one of real, off"),
+        ({"numerics": "none"}, "must be one of real, batched, off"),
     ],
 )
 def test_bad_worlds_are_refused(cluster: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ Delay = Annotated[
     ),
 ]
 Numerics = Annotated[
-    str | None, typer.Option(metavar="HOW", help="real, or off: timing only, nothing is computed. Default: real.")
+    str | None,
+    typer.Option(metavar="HOW", help="real; batched: many gradients in one call; off: timing only. Default: real."),
 ]
 Sim = Annotated[bool, typer.Option("--sim", help="Rehearse in virtual time: see --network and --delay.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the outcome: no progress, no messages.")]

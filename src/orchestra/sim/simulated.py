@@ -3,31 +3,41 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
+from torch.utils.data import IterableDataset
 
 from orchestra import delays, networks, run, snapshot
 from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Cluster, Device, Ending, Order
-from orchestra.data.feed import IndexedFeed
+from orchestra.data.feed import IndexedFeed, Samples
 from orchestra.delays import Delay
 from orchestra.errors import Interrupted, OrchestraError, Problem, WorkerFailed
 from orchestra.events import Began, Event, encode
 from orchestra.networks import Ethernet, Network
 from orchestra.node import Comm, Node
+from orchestra.ops import Compute
 from orchestra.rng import exchange_states
+from orchestra.sim import numerics
 from orchestra.sim.fibers import Kind
 from orchestra.sim.kernel import Kernel
 from orchestra.sim.timing import timed
+from orchestra.sim.transport import connect
 from orchestra.sim.world import World
 from orchestra.transports.middleware import Metered
 from orchestra.vectors import ranges
+
+if TYPE_CHECKING:
+    from orchestra.request import Request
 
 _GLANCE = 0.1  # real seconds between two looks at the board
 _MANY = 4096  # events that a node may keep in memory
@@ -46,7 +56,7 @@ class Simulated(Cluster):
     network: Network | str = field(default_factory=lambda: Ethernet(gbit=10))
     delay: Delay | str = "constant:0.05"  # how long a worker computes on a mini-batch
     device: Device = "cpu"
-    numerics: Literal["real", "off"] = "real"  # off: timing only, nothing is computed
+    numerics: Literal["real", "batched", "off"] = "real"  # batched: many gradients in one call; off: timing only
     fidelity: Literal["auto", "flows"] = "auto"  # flows: collectives never take the short way by a formula
     ties: int | None = None  # order of events at equal times: None first come first served, else drawn from this seed
     fibers: Kind = "auto"
@@ -60,7 +70,11 @@ class Simulated(Cluster):
         except ValueError as error:
             yield Problem("cluster.network", self.network, str(error))
         yield from delays.look(self.delay)
-        choices = {"numerics": ("real", "off"), "fidelity": ("auto", "flows"), "fibers": ("auto", "greenlet", "thread")}
+        choices = {
+            "numerics": ("real", "batched", "off"),
+            "fidelity": ("auto", "flows"),
+            "fibers": ("auto", "greenlet", "thread"),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 yield Problem(f"cluster.{name}", getattr(self, name), f"must be one of {', '.join(known)}")
@@ -68,6 +82,19 @@ class Simulated(Cluster):
             yield Problem("cluster.device", self.device, 'must be "cpu", "cuda" or "auto"')
         elif self.device == "cuda" and not torch.cuda.is_available():
             yield Problem("cluster.device", self.device, 'no CUDA device is visible here: use "cpu" or "auto"')
+
+    def misfits(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
+        """Whether gradients can be taken together, if they are to be."""
+        if self.numerics != "batched":
+            return
+        if request.accumulate > 1 or request.precision != "float32":
+            reason: str | None = "accumulate= and precision= need one gradient at a time"
+        elif isinstance(data, IterableDataset):
+            reason = "a stream is read one mini-batch at a time"
+        else:
+            reason = numerics.why_not(module, request.loss, Samples(data).take(range(min(4, request.batch))))
+        if reason is not None:
+            yield Problem("cluster.numerics", "batched", f'{reason}: use "real"')
 
     def get_network(self) -> Network:
         """The network, read if it was given as text."""
@@ -105,6 +132,7 @@ class _Rehearsal:
     def __init__(self, order: Order, cluster: Simulated) -> None:
         self.order = order
         self.timing_only = cluster.numerics == "off"
+        self.batched = cluster.numerics == "batched"
         # Without numbers there is nothing to set aside and score.
         self.job = job = replace(order.job, snapshot_every=None) if self.timing_only else order.job
         self.nodes = job.workers + job.servers
@@ -112,6 +140,7 @@ class _Rehearsal:
         self.world = World(
             self.kernel, cluster.get_network(), self.nodes, job.workers, closed_forms=cluster.fidelity == "auto"
         )
+        self.transports = connect(self.world, self.nodes)
         self.delay = cluster.get_delay()
         self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings: list[str] = []
@@ -155,7 +184,7 @@ class _Rehearsal:
         """End soon: workers that go in step after the same step, the others where they are."""
         if self.world.stop_at is None:
             self.stopped_by = reason
-            self.world.stop_at = max(t.begun for t in self.world.transports[: self.job.workers]) + 1
+            self.world.stop_at = max(t.begun for t in self.transports[: self.job.workers]) + 1
 
     # Nodes.
 
@@ -178,7 +207,30 @@ class _Rehearsal:
             self.at_dice = rank
             self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
             lives.append(self._life(node, meter, log))
+        if self.batched:
+            self._gather_gradients([life.node for life in lives[: job.workers]])
         return lives
+
+    def _gather_gradients(self, nodes: list[Node]) -> None:
+        """Let all workers' gradients be taken together."""
+        first = nodes[0]
+        assert first.replica is not None
+        together = numerics.Batched(copy.deepcopy(first.replica.module), self.job.loss)
+        for node in nodes:
+            self.transports[node.rank].computing = partial(self._together, together, node)
+
+    def _together(self, together: numerics.Batched, node: Node, op: Compute[Any]) -> Callable[[], Any]:
+        if op.batch is None:
+            value = op.fn()
+            return lambda: value
+        pending = together.begin(node.x, op.batch)
+
+        def answer() -> float:
+            g, loss = together.end(pending)
+            node.g.copy_(g)
+            return loss
+
+        return answer
 
     def _timed_lives(self) -> list[_Life]:
         lives = []
@@ -189,11 +241,11 @@ class _Rehearsal:
         return lives
 
     def _connect(self, rank: int) -> tuple[Metered, Comm]:
-        job, transport = self.job, self.world.transports[rank]
+        job, transport = self.job, self.transports[rank]
         transport.lockstep = job.strategy.synchronous
         transport.lasts = delays.sampler(self.delay, job.seed, rank)
         if not self.timing_only:
-            transport.computing = lambda op: self._compute(rank, op.fn)
+            transport.computing = partial(self._compute, rank)
         meter = Metered(transport)
         return meter, Comm(meter, *job.groups)
 
@@ -218,12 +270,13 @@ class _Rehearsal:
 
         return body
 
-    def _compute(self, rank: int, fn: Callable[[], Any]) -> Any:
+    def _compute(self, rank: int, op: Compute[Any]) -> Callable[[], Any]:
         """Call something of a node's with that node's random numbers."""
         if self.at_dice != rank:
             self.random[self.at_dice] = exchange_states(self.random[rank], cuda=self.order.job.device == "cuda")
             self.at_dice = rank
-        return fn()
+        value = op.fn()
+        return lambda: value
 
     # Whoever watches.
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a virtual cluster and what passes between them: one rule per op, each in virtual seconds.
+"""What passes between the nodes of a virtual cluster: messages, and collectives as the flows of their algorithms.
 
-    Compute     the gradient is taken at the parameters held when it starts, and delivered when it ends: what others do
-                to the model meanwhile is what staleness is
-    Send, Recv  a flow from host to host; messages between the same two nodes keep their order, as on one connection
     Mean        begins when the last member has come, then a ring: reduce-scatter and all-gather
     Broadcast   one flow to each member; Gather: one flow from each to each
 
@@ -16,49 +13,28 @@ Where all hosts are alike and nothing else is under way, a collective's flows ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from orchestra.board import name_of
-from orchestra.delays import Sampler
 from orchestra.networks import Network
 from orchestra.ops import (
     Broadcast,
-    Compute,
-    Done,
     Gather,
     Group,
-    Handle,
-    Leave,
     Mean,
     MeanUpdate,
-    Message,
-    Op,
-    Recv,
-    Send,
-    Sleep,
-    Traffic,
 )
 from orchestra.sim import collectives
-from orchestra.sim.collectives import bytes_of, nbytes, vector_of
+from orchestra.sim.collectives import nbytes, vector_of
 from orchestra.sim.flows import Flows, Link
 from orchestra.sim.kernel import Kernel, Promise
 
 T = TypeVar("T")
 
 UP, DOWN = 0, 1  # kinds of links
-
-
-@dataclass(slots=True)
-class _Letter:
-    """A message, or a farewell, on its way."""
-
-    message: Message | None
-    source: int
-    size: int  # bytes
-    posted: float  # seconds
 
 
 @dataclass(slots=True)
@@ -87,7 +63,6 @@ class World:
         self._streams: dict[tuple[int, int], deque[tuple[float, Callable[[], None]]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self.under_way = 0  # messages and collectives in flight
-        self.transports = [SimTransport(self, rank, nodes) for rank in range(nodes)]
 
     # From host to host.
 
@@ -242,145 +217,6 @@ _FLOWS: dict[type[Any], Callable[..., None]] = {
     Broadcast: World.spread,
     Gather: World.exchange,
 }
-
-
-class SimTransport:
-    """One node's end of it."""
-
-    def __init__(self, world: World, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.traffic = Traffic()
-        self.computing: Callable[[Compute[Any]], Any] = lambda op: op.fn()  # how values come about
-        self.lasts: Sampler = lambda step: 0.0  # seconds of each gradient
-        self.lockstep = True
-        self.begun = 0
-        self._world = world
-        self._kernel = world.kernel
-        self._step = 0
-        self._boxes: dict[int, deque[_Letter]] = {}
-        self._arrivals: deque[int] = deque()  # sources of letters, in the order they came
-        self._left: set[int] = set()
-        self._awaited: Promise[None] | None = None
-        self._from: int | None = None  # whose letter is awaited; None: anybody's
-        self._rules: dict[type[Any], Callable[[Any], Any]] = {
-            Compute: self._compute,
-            Mean: self._collective,
-            MeanUpdate: self._collective,
-            Broadcast: self._collective,
-            Gather: self._collective,
-            Send: self._send,
-            Recv: self._recv,
-            Sleep: self._sleep,
-            Leave: self._leave,
-        }
-
-    def now(self) -> float:
-        """Virtual seconds since training began."""
-        return self._kernel.now
-
-    def start(self, op: Op[T]) -> Handle[T]:
-        """Carry out an op; returns when it is over, in virtual time."""
-        return Done(cast("T", self._rules[type(op)](op)))
-
-    def proceed(self, step: int) -> bool:
-        """Whether to begin `step`: not once the run is to stop, where all stop at the same one if they go in step."""
-        self.begun = step
-        stop_at = self._world.stop_at
-        return stop_at is None or (self.lockstep and step < stop_at)
-
-    # One node alone.
-
-    def _compute(self, op: Compute[Any]) -> Any:
-        if not op.work:
-            return self.computing(op)
-        seconds = self.lasts(self._step)
-        self._step += 1
-        return self._pause(seconds, self.computing(op))
-
-    def _pause(self, seconds: float, value: Any) -> Any:
-        promise: Promise[Any] = Promise(self._kernel, lambda: "time to pass")
-        self._kernel.after(seconds, promise.keep, value)
-        return promise.wait()
-
-    def _sleep(self, op: Sleep) -> None:
-        self._pause(op.seconds, None)
-
-    # Messages.
-
-    def _send(self, op: Send) -> None:
-        x = op.x if op.x.is_meta else op.x.detach().clone()
-        size = nbytes(x)
-        self.traffic.sent += size
-        self._post(op.to, _Letter(Message(self.rank, x, op.version, op.weight), self.rank, size, self._kernel.now))
-
-    def _leave(self, op: Leave) -> None:
-        for to in op.group.members:
-            self._post(to, _Letter(None, self.rank, 0, self._kernel.now))
-
-    def _post(self, to: int, letter: _Letter) -> None:
-        world = self._world
-        world.under_way += 1
-        world.carry(self.rank, to, letter.size, lambda: world.transports[to].deliver(letter))
-
-    def deliver(self, letter: _Letter) -> None:
-        """A letter has come."""
-        self._world.under_way -= 1
-        self._boxes.setdefault(letter.source, deque()).append(letter)
-        self._arrivals.append(letter.source)
-        if self._awaited is not None and (self._from is None or self._from == letter.source):
-            self._awaited.keep(None)
-            self._awaited = None
-
-    def _recv(self, op: Recv) -> Message | None:
-        asked = self._kernel.now
-        while True:
-            letter = self._take(op)
-            if letter is None:
-                sources = op.group.members if op.source is None else (op.source,)
-                if all(source in self._left for source in sources):
-                    return None
-                self._from = op.source
-                self._awaited = Promise(self._kernel, partial(self._whom, sources))
-                self._awaited.wait()
-            elif letter.message is None:
-                self._left.add(letter.source)
-            else:
-                self.traffic.received += letter.size
-                # Before it was sent there was nothing to do but wait; after that it was on its way.
-                self.traffic.waited += max(0.0, min(letter.posted, self._kernel.now) - asked)
-                return letter.message
-
-    def _take(self, op: Recv) -> _Letter | None:
-        """The letter that came first, from one node or from any of several."""
-        if op.source is not None:
-            box = self._boxes.get(op.source)
-            if not box:
-                return None
-            self._arrivals.remove(op.source)
-            return box.popleft()
-        for i, candidate in enumerate(self._arrivals):
-            if candidate in op.group:
-                del self._arrivals[i]
-                return self._boxes[candidate].popleft()
-        return None
-
-    def _whom(self, sources: Sequence[int]) -> str:
-        waited = [s for s in sources if s not in self._left]
-        return "a message from " + (", ".join(name_of(s, self._world.workers) for s in waited[:8]) or "nobody")
-
-    # Collectives.
-
-    def _collective(self, op: Any) -> Any:
-        if len(op.group) == 1:
-            return collectives.CARRY_OUT[type(op)](op.group, [op])[0]
-        asked = self._kernel.now
-        began, value = self._world.meet(self.rank, op, op.group).wait()
-        self.traffic.waited += began - asked
-        sent, received = bytes_of(op, self.rank)
-        self.traffic.sent += sent
-        self.traffic.received += received
-        return value
 
 
 def _racks(network: Network, nodes: int) -> list[tuple[Link, Link]]:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One node's end of a virtual cluster: one rule per op, each in virtual seconds.
+
+Compute     the gradient is taken at the parameters held when it starts, and delivered when it ends: what others do
+to the model meanwhile is what staleness is
+Send, Recv  a flow from host to host; messages between the same two nodes keep their order, as on one connection
+the others  see world.py
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from orchestra.board import name_of
+from orchestra.delays import Sampler
+from orchestra.ops import (
+    Broadcast,
+    Compute,
+    Done,
+    Gather,
+    Handle,
+    Leave,
+    Mean,
+    MeanUpdate,
+    Message,
+    Op,
+    Recv,
+    Send,
+    Sleep,
+    Traffic,
+)
+from orchestra.sim import collectives
+from orchestra.sim.collectives import bytes_of, nbytes
+from orchestra.sim.kernel import Promise
+from orchestra.sim.world import World
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Letter:
+    """A message, or a farewell, on its way."""
+
+    message: Message | None
+    source: int
+    size: int  # bytes
+    posted: float  # seconds
+
+
+class SimTransport:
+    """One node's end of it."""
+
+    def __init__(self, world: World, rank: int, size: int, others: list[SimTransport]) -> None:
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+        # How values come about: what is called when an op begins gives what is called when it ends.
+        self.computing: Callable[[Compute[Any]], Callable[[], Any]] = _at_once
+        self.lasts: Sampler = lambda step: 0.0  # seconds of each gradient
+        self.lockstep = True
+        self.begun = 0
+        self._world = world
+        self._others = others  # by rank, itself included
+        self._kernel = world.kernel
+        self._step = 0
+        self._boxes: dict[int, deque[_Letter]] = {}
+        self._arrivals: deque[int] = deque()  # sources of letters, in the order they came
+        self._left: set[int] = set()
+        self._awaited: Promise[None] | None = None
+        self._from: int | None = None  # whose letter is awaited; None: anybody's
+        self._rules: dict[type[Any], Callable[[Any], Any]] = {
+            Compute: self._compute,
+            Mean: self._collective,
+            MeanUpdate: self._collective,
+            Broadcast: self._collective,
+            Gather: self._collective,
+            Send: self._send,
+            Recv: self._recv,
+            Sleep: self._sleep,
+            Leave: self._leave,
+        }
+
+    def now(self) -> float:
+        """Virtual seconds since training began."""
+        return self._kernel.now
+
+    def start(self, op: Op[T]) -> Handle[T]:
+        """Carry out an op; returns when it is over, in virtual time."""
+        return Done(cast("T", self._rules[type(op)](op)))
+
+    def proceed(self, step: int) -> bool:
+        """Whether to begin `step`: not once the run is to stop, where all stop at the same one if they go in step."""
+        self.begun = step
+        stop_at = self._world.stop_at
+        return stop_at is None or (self.lockstep and step < stop_at)
+
+    # One node alone.
+
+    def _compute(self, op: Compute[Any]) -> Any:
+        answer = self.computing(op)
+        if op.work:
+            self._pause(self.lasts(self._step))
+            self._step += 1
+        return answer()
+
+    def _pause(self, seconds: float) -> None:
+        promise: Promise[None] = Promise(self._kernel, _time_to_pass)
+        self._kernel.after(seconds, promise.keep, None)
+        promise.wait()
+
+    def _sleep(self, op: Sleep) -> None:
+        self._pause(op.seconds)
+
+    # Messages.
+
+    def _send(self, op: Send) -> None:
+        x = op.x if op.x.is_meta else op.x.detach().clone()
+        size = nbytes(x)
+        self.traffic.sent += size
+        self._post(op.to, _Letter(Message(self.rank, x, op.version, op.weight), self.rank, size, self._kernel.now))
+
+    def _leave(self, op: Leave) -> None:
+        for to in op.group.members:
+            self._post(to, _Letter(None, self.rank, 0, self._kernel.now))
+
+    def _post(self, to: int, letter: _Letter) -> None:
+        world = self._world
+        world.under_way += 1
+        world.carry(self.rank, to, letter.size, lambda: self._others[to].deliver(letter))
+
+    def deliver(self, letter: _Letter) -> None:
+        """A letter has come."""
+        self._world.under_way -= 1
+        self._boxes.setdefault(letter.source, deque()).append(letter)
+        self._arrivals.append(letter.source)
+        if self._awaited is not None and (self._from is None or self._from == letter.source):
+            self._awaited.keep(None)
+            self._awaited = None
+
+    def _recv(self, op: Recv) -> Message | None:
+        asked = self._kernel.now
+        while True:
+            letter = self._take(op)
+            if letter is None:
+                sources = op.group.members if op.source is None else (op.source,)
+                if all(source in self._left for source in sources):
+                    return None
+                self._from = op.source
+                self._awaited = Promise(self._kernel, partial(self._whom, sources))
+                self._awaited.wait()
+            elif letter.message is None:
+                self._left.add(letter.source)
+            else:
+                self.traffic.received += letter.size
+                # Before it was sent there was nothing to do but wait; after that it was on its way.
+                self.traffic.waited += max(0.0, min(letter.posted, self._kernel.now) - asked)
+                return letter.message
+
+    def _take(self, op: Recv) -> _Letter | None:
+        """The letter that came first, from one node or from any of several."""
+        if op.source is not None:
+            box = self._boxes.get(op.source)
+            if not box:
+                return None
+            self._arrivals.remove(op.source)
+            return box.popleft()
+        for i, candidate in enumerate(self._arrivals):
+            if candidate in op.group:
+                del self._arrivals[i]
+                return self._boxes[candidate].popleft()
+        return None
+
+    def _whom(self, sources: Sequence[int]) -> str:
+        waited = [s for s in sources if s not in self._left]
+        return "a message from " + (", ".join(name_of(s, self._world.workers) for s in waited[:8]) or "nobody")
+
+    # Collectives.
+
+    def _collective(self, op: Any) -> Any:
+        if len(op.group) == 1:
+            return collectives.CARRY_OUT[type(op)](op.group, [op])[0]
+        asked = self._kernel.now
+        began, value = self._world.meet(self.rank, op, op.group).wait()
+        self.traffic.waited += began - asked
+        sent, received = bytes_of(op, self.rank)
+        self.traffic.sent += sent
+        self.traffic.received += received
+        return value
+
+
+def _at_once(op: Compute[Any]) -> Callable[[], Any]:
+    value = op.fn()
+    return lambda: value
+
+
+def _time_to_pass() -> str:
+    return "time to pass"
+
+
+def connect(world: World, nodes: int) -> list[SimTransport]:
+    """The ends of all nodes."""
+    transports: list[SimTransport] = []
+    transports += [SimTransport(world, rank, nodes, transports) for rank in range(nodes)]
+    return transports
