@@ -137,6 +137,8 @@ class Flows:
             return None
         host = hot[0] if hot else min(empty, key=lambda link: link.capacity)
         rho = host.capacity / (len(host.waiting) + 1)
+        if self._never_full(host, rho):
+            return host
         for link in flow.links:
             if link is not host and self._load(link, host, rho) + rho > link.capacity * _ROOM:
                 return None
@@ -145,7 +147,11 @@ class Flows:
     def _load(self, link: Link, host: Link, rho: float) -> float:
         """At most this much crosses a link if `host` serves its flows at rate ρ."""
         if len(link.flows) <= _FEW:
-            return sum(rho if flow.at is host else flow.rate for flow in link.flows)
+            load = 0.0
+            for flow in link.flows:
+                at = flow.at
+                load += rho if at is host else at.rho if at is not None else 0.0
+            return load
         return len(link.flows) * max([rho, *(other.rho for other in self._hot)])
 
     def _leaves_alone(self, host: Link) -> bool:
@@ -155,10 +161,14 @@ class Flows:
         if not host.alone:
             return False
         rho = host.capacity / len(host.waiting)
-        if self._single and self._rates[host.kind] - host.rho + rho <= self._least:
-            return True  # not even a link that one flow of each of them crosses would be full
+        if self._never_full(host, rho):
+            return True
         others = {link for _, _, flow in host.waiting for link in flow.links if link is not host}
         return all(self._load(link, host, rho) <= link.capacity * _ROOM for link in others)
+
+    def _never_full(self, host: Link, rho: float) -> bool:
+        """Whether not even a link that one flow of every link of this kind crosses would be full."""
+        return self._single and self._rates[host.kind] - host.rho + rho <= self._least
 
     def _join(self, flow: Flow, host: Link, size: float) -> None:
         host.advance(self._kernel.now)
@@ -201,7 +211,6 @@ class Flows:
         for flow in ended:
             for link in flow.links:
                 del link.flows[flow]
-            self._kernel.at(self._kernel.now, flow.arrived)
         if not host.waiting:
             self._set(host, 0.0)
             host.served = 0.0
@@ -212,6 +221,8 @@ class Flows:
             self._soon([host, *others])
         elif host.waiting:
             self._share(host)
+        for flow in ended:
+            flow.arrived()
 
     # All that are connected.
 
