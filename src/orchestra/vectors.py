@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def split(length: int, parts: int) -> list[slice]:
     return [slice(cut(length, parts, i), cut(length, parts, i + 1)) for i in range(parts)]
 
 
+@lru_cache(maxsize=1 << 14)
 def range_of(length: int, parts: int, i: int) -> slice:
     """Range `i` of a vector cut into `parts` of nearly equal size, a long one at whole cache lines."""
     if length < max(LARGE, _LINE * parts):
