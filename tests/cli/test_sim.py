@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,38 @@ def test_compare_in_virtual_time(orchestra: Orchestra) -> None:
     assert said.code == 0
     assert "localsgd reached accuracy" in said.out
     assert "shared" not in said.out  # no cores were
+
+
+def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
+    said = orchestra(
+        "sweep", "digits", "--sim", "-n", "4", "--epochs", "4", "--target", "accuracy=0.9", "--out", "swept",
+        "-s", "allreduce,localsgd", "--grid", "bandwidth=1mbit,1gbit", "--grid", "straggler=1,3",
+    )  # fmt: skip
+    assert said.code == 0
+    assert said.out.count("◂") == 1 + 4  # once in the title, once under each condition
+    record = json.loads((tmp_path / "swept" / "sweep.json").read_text())
+    times = {
+        tuple(c["values"].values()): {row["strategy"]: row["seconds_to_target"] for row in c["table"]["rows"]}
+        for c in record["conditions"]
+    }
+    assert times["1mbit", "1"]["allreduce"] > 5 * times["1gbit", "1"]["allreduce"]
+    assert times["1gbit", "3"]["allreduce"] > 2 * times["1gbit", "1"]["allreduce"]
+    assert (tmp_path / "swept" / "sweep.md").read_text().count("|") > 20
+
+
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ("speed=1", "is no axis"),
+        ("straggler=", "needs values"),
+        ("workers=many", "must be a number"),
+        ("bandwidth=1mbit", "needs --sim"),
+    ],
+)
+def test_bad_grids_are_refused(grid: str, said: str, orchestra: Orchestra) -> None:
+    answer = orchestra("sweep", "digits", "--grid", grid)
+    assert answer.code == 2
+    assert said in answer.err
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from orchestra.cli.resume import resume
 from orchestra.cli.run import run
 from orchestra.cli.sim import sim
 from orchestra.cli.strategies import strategies
+from orchestra.cli.sweep import sweep
 from orchestra.errors import Interrupted
 
 
@@ -81,6 +82,6 @@ def top(
 
 
 app.callback(help=flowing(top.__doc__ or ""))(top)
-for _verb in (demo, run, resume, sim, compare, strategies, explain):
+for _verb in (demo, run, resume, sim, compare, sweep, strategies, explain):
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 app.add_typer(data.app)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SNAPSHOTS = 40  # of a run: how finely the time to the target is told
 _WIDE = 125  # columns of a terminal that takes the table with its long headings
-_DEFAULT = "allreduce,ps,localsgd,slowmo"
+DEFAULT = "allreduce,ps,localsgd,slowmo"
 
 
 Name = Annotated[
@@ -41,7 +41,7 @@ Goal = Annotated[
 
 
 def compare(
-    recipe: Name, strategies: Strategies = _DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
+    recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
     network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
@@ -159,7 +159,8 @@ def prepare(
     if not source.holds_recipe:
         why = "defines no RECIPE = orchestra.Recipe(...), which compare needs"
         raise ConfigError([Problem("recipe", source.name, why)])
-    forkserver.warm()
+    if not shared.sim:
+        forkserver.warm()
     from orchestra import expression
 
     recipe = sources.load(source)
@@ -179,7 +180,7 @@ def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -
     from orchestra import checks, expression
 
     if not texts:
-        yield Problem("strategies", "", f"name at least one, e.g. {_DEFAULT}")
+        yield Problem("strategies", "", f"name at least one, e.g. {DEFAULT}")
     if seeds < 1:
         yield Problem("seeds", seeds, "must be at least 1")
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra sweep`: who wins under which conditions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestra.cli import compare as racing
+from orchestra.cli import options as o
+from orchestra.cli import sources, summary
+from orchestra.cli.options import Options
+from orchestra.errors import ConfigError, Problem, nearest
+
+if TYPE_CHECKING:
+    from orchestra.cli.table import Row, Table
+
+_NETWORK, _DELAY = "10gbit,0.1ms", "constant:0.05"
+
+Grid = Annotated[
+    list[str],
+    typer.Option(
+        metavar="AXIS=A,B,C",
+        help="Values to try; several axes are crossed. bandwidth, latency (with --sim), straggler (how many times "
+        "slower worker 0 is), workers, batch, lr.",
+    ),
+]
+
+
+def sweep(
+    recipe: racing.Name, grid: Grid, strategies: racing.Strategies = racing.DEFAULT, workers: o.Workers = None,
+    seeds: racing.Seeds = 1, epochs: o.Epochs = None, target: racing.Goal = None, batch: o.Batch = None,
+    lr: o.Lr = None, clip: o.Clip = None, partition: o.Spread = None, device: o.Device = None, sim: o.Sim = False,
+    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:  # fmt: skip
+    """Race strategies under every condition of a grid, and print who was first in each.
+
+    Each condition is a comparison as `orchestra compare` makes it, in a folder of its own. The table has a row for each
+    strategy and a column for each condition: seconds to the target, the winner of a column marked.
+
+    For example:
+
+      orchestra sweep digits --sim -n 8 --grid bandwidth=10mbit,100mbit,1gbit --grid straggler=1,5
+      orchestra sweep digits --sim --grid workers=2,4,8,16 -s "allreduce,ps(consistency=asp()),slowmo" --seeds 3
+    """
+    axes = [_axis(text) for text in grid]
+    base = Options(
+        workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr, clip=clip,
+        partition=partition, device=device, sim=sim or None, network=network, delay=delay,
+    )  # fmt: skip
+    problems = [*_problems(axes, sim)]
+    if problems:
+        raise ConfigError(problems)
+    source, texts = sources.find(recipe), o.split_strategies(strategies)
+    folder = out or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-sweep-{source.label}"
+    races = [
+        (values, racing.prepare(source, texts, _under(base, values), seeds, target, folder / _slug(values)))
+        for values in _conditions(axes)
+    ]
+    found = []
+    for i, (values, race) in enumerate(races):
+        if not quiet:
+            summary.say(f"condition {i + 1} of {len(races)}: {_words(values)}")
+        found.append(Condition(values, race.run(quiet=quiet)))
+    _conclude(found, folder, as_json=json_, quiet=quiet)
+
+
+# Axes.
+
+Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    name, _, values = text.partition("=")
+    return name.strip(), [value.strip() for value in values.split(",") if value.strip()]
+
+
+def _problems(axes: list[tuple[str, list[str]]], sim: bool) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for name, values in axes:
+        if name not in _AXES:
+            yield Problem("grid", name, f"is no axis; {nearest(name, _AXES)}")
+        elif name in ("bandwidth", "latency") and not sim:
+            yield Problem("grid", name, "needs --sim: the network of this machine is what it is")
+        if name in seen:
+            yield Problem("grid", name, "is given twice: put its values in one list")
+        seen.add(name)
+        if not values:
+            yield Problem("grid", f"{name}=", "needs values, e.g. straggler=1,2,5")
+        for value in values if name in ("straggler", "workers", "batch", "lr") else []:
+            try:
+                float(value)
+            except ValueError:
+                yield Problem("grid", f"{name}={value}", "must be a number")
+
+
+def _conditions(axes: list[tuple[str, list[str]]]) -> Iterator[Values]:
+    for values in itertools.product(*(values for _, values in axes)):
+        yield tuple(zip((name for name, _ in axes), values, strict=True))
+
+
+def _under(base: Options, values: Values) -> Options:
+    for name, value in values:
+        base = _AXES[name](base, value)
+    return base
+
+
+def _bandwidth(base: Options, value: str) -> Options:
+    _, comma, rest = (base.network or _NETWORK).partition(",")
+    return replace(base, network=f"{value}{comma}{rest}")
+
+
+def _latency(base: Options, value: str) -> Options:
+    first, *more = (base.network or _NETWORK).split()
+    rate, _, *rest = [*first.split(","), "0s"][: max(2, first.count(",") + 1)]
+    return replace(base, network=" ".join([",".join([rate, value, *rest]), *more]))
+
+
+def _straggler(base: Options, value: str) -> Options:
+    return base if float(value) == 1 else replace(base, delay=f"{base.delay or _DELAY} slow:1x{value}")
+
+
+_AXES: dict[str, Callable[[Options, str], Options]] = {
+    "bandwidth": _bandwidth,
+    "latency": _latency,
+    "straggler": _straggler,
+    "workers": lambda base, value: replace(base, workers=int(float(value))),
+    "batch": lambda base, value: replace(base, batch=int(float(value))),
+    "lr": lambda base, value: replace(base, lr=float(value)),
+}
+
+
+def _words(values: Values) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values)
+
+
+def _slug(values: Values) -> str:
+    return "-".join(f"{name}-{value}" for name, value in values)
+
+
+# The outcome.
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One comparison."""
+
+    values: Values
+    table: Table
+
+    @property
+    def winner(self) -> str | None:
+        """Who always reached the target, soonest."""
+        first = self.table.ranked[0]
+        return first.strategy if first.always else None
+
+    def cell(self, strategy: str) -> str:
+        """Seconds to the target, the winner's marked."""
+        row = self.table.row(strategy)
+        if row is None or not row.times:
+            return "not reached" if row is not None and row.done else "failed"
+        return _seconds(row) + (" ◂" if strategy == self.winner else "")
+
+
+def _seconds(row: Row) -> str:
+    missed = "" if row.always else f" ({len(row.times)}/{len(row.outcomes)})"
+    return f"{row.time:.3g} s{missed}"
+
+
+def _conclude(found: list[Condition], out: Path, *, as_json: bool, quiet: bool) -> None:
+    from rich.table import Table as Grid
+
+    strategies = [row.strategy for row in found[0].table.rows]
+    head = ["strategy", *(" · ".join(f"{name} {value}" for name, value in c.values) for c in found)]
+    rows = [[strategy, *(condition.cell(strategy) for condition in found)] for strategy in strategies]
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [head, ["---"] * len(head), *rows]
+    title = f"{found[0].table.recipe} · seconds to test {found[0].table.goal}; ◂ first under that condition"
+    text = "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+    (out / "sweep.md").write_text(text, encoding="utf-8")
+    record: dict[str, Any] = {
+        "recipe": found[0].table.recipe,
+        "conditions": [
+            {"values": dict(c.values), "winner": c.winner, "table": c.table.as_record()} for c in found
+        ],
+        "out": str(out),
+    }  # fmt: skip
+    (out / "sweep.json").write_text(json.dumps(summary.finite(record), indent=1), encoding="utf-8")
+    if as_json:
+        summary.print_json(record)
+        return
+    console = summary.console_for(20 + 16 * len(head))
+    table = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for i, heading in enumerate(head):
+        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=i == 0, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(f"\n{title}\n", style="bold")
+    console.print(table)
+    for sentence in _learned(found):
+        console.print(sentence)
+    if not quiet:
+        summary.say(f"\nsaved: {summary.nearby(out)}/sweep.md and sweep.json")
+
+
+def _learned(found: list[Condition]) -> list[str]:
+    winners = [c.winner for c in found if c.winner is not None]
+    if not winners:
+        advice = "Give more --epochs or a nearer --target."
+        return ["", f"Nobody reached the target in every run under any condition. {advice}"]
+    best = max(dict.fromkeys(winners), key=winners.count)
+    if len(set(winners)) == 1 and len(winners) == len(found):
+        return ["", f"{best} was first under every condition."]
+    others = [f"{c.winner} with {_words(c.values)}" for c in found if c.winner not in (None, best)]
+    rest = f"; {', '.join(others)}" if others else ""
+    return ["", f"{best} was first under {winners.count(best)} of {len(found)} conditions{rest}."]
