@@ -13,9 +13,9 @@ import torch
 from tests.laws.examples import EXAMPLES, SYNCHRONOUS, workers_for
 from tests.zoo import INPUTS, Dicey, assert_close, assert_same, events, make_data, make_model, train
 
-from orchestra import AllReduce, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
+from orchestra import AllReduce, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
 from orchestra.errors import ConfigError, Deadlock, WorkerFailed
-from orchestra.events import Ended
+from orchestra.events import Ended, Stepped
 from orchestra.expression import show
 from orchestra.node import Node
 
@@ -112,6 +112,21 @@ def test_asynchronous_staleness_is_what_timing_makes_it(tmp_path: Path) -> None:
     result = train("ps(consistency=asp())", tmp_path, cluster=Simulated(workers=3), budget=Steps(20))
     assert result.summary.staleness_max == 2
     assert result.summary.staleness_mean == pytest.approx(2, abs=0.2)
+
+
+def test_like_a_run_that_took_place(tmp_path: Path) -> None:
+    delay = "exponential:0.02,0.02"
+    train("ps", tmp_path / "real", cluster=Local(workers=2, delay=delay), budget=Steps(8))
+    cluster = Simulated.like(tmp_path / "real", network="1000gbit,0s")
+    assert cluster.workers == 2
+    train("ps", tmp_path / "again", cluster=cluster, budget=Steps(8))
+    for worker in (0, 1):
+        real, again = (
+            [e.compute for e in events(tmp_path / run, worker) if isinstance(e, Stepped)] for run in ("real", "again")
+        )
+        assert again == pytest.approx(real, abs=1e-6 * 8)
+    with pytest.raises(ConfigError, match="holds no events"):
+        Simulated.like(tmp_path)
 
 
 # How it ends.

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,9 +21,9 @@ from orchestra import delays, networks, run, snapshot
 from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Cluster, Device, Ending, Order
 from orchestra.data.feed import IndexedFeed, Samples
-from orchestra.delays import Delay
-from orchestra.errors import Interrupted, OrchestraError, Problem, WorkerFailed
-from orchestra.events import Began, Event, encode
+from orchestra.delays import Delay, Trace
+from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed
+from orchestra.events import Began, Event, Stepped, encode, read
 from orchestra.networks import Ethernet, Network
 from orchestra.node import Comm, Node
 from orchestra.ops import Compute
@@ -60,6 +61,12 @@ class Simulated(Cluster):
     fidelity: Literal["auto", "flows"] = "auto"  # flows: collectives never take the short way by a formula
     ties: int | None = None  # order of events at equal times: None first come first served, else drawn from this seed
     fibers: Kind = "auto"
+
+    @classmethod
+    def like(cls, run: str | Path, **more: Any) -> Simulated:
+        """With the computing times of a run that took place, step by step, and its number of workers unless given."""
+        times = recorded(Path(run))
+        return cls(**{"workers": len(times.times), "delay": times, **more})
 
     def problems(self) -> Iterator[Problem]:
         """What cannot be rehearsed."""
@@ -124,6 +131,18 @@ class Simulated(Cluster):
     def carry_out(self, order: Order) -> Ending:
         """Rehearse the job from its beginning to its end."""
         return _Rehearsal(order, self).run()
+
+
+def recorded(folder: Path) -> Trace:
+    """How long each worker of a run computed in each of its steps."""
+    found = []
+    for path in sorted(folder.glob("events-*.jsonl"), key=lambda p: int(p.stem.removeprefix("events-"))):
+        totals = [0.0, *(event.compute for event in read(path) if isinstance(event, Stepped))]
+        if len(totals) > 1:  # servers take no steps
+            found.append(tuple(b - a for a, b in pairwise(totals)))
+    if not found:
+        raise ConfigError([Problem("run", str(folder), "holds no events of workers: name the folder of a run")])
+    return Trace(tuple(found))
 
 
 class _Rehearsal:
