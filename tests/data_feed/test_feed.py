@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from orchestra import IID, Dirichlet, LabelSorted
-from orchestra.data.feed import IndexedFeed, StreamFeed, deal, fold, make_feed
+from orchestra.data.feed import IndexedFeed, StreamFeed, fold, hand, make_feed
 from orchestra.data.partitions import Partition
 
 partitions = st.one_of(
@@ -218,7 +218,7 @@ def test_a_stream_is_not_read_further_than_one_group_ahead() -> None:
 @given(count=st.integers(0, 60), size=st.integers(1, 8), batch=st.integers(1, 9))
 def test_dealing_leaves_nobody_alone_with_one_sample(count: int, size: int, batch: int) -> None:
     count = min(count, size * batch)
-    sizes = [s.stop - s.start for s in deal(count, size, batch)]
+    sizes = [s.stop - s.start for s in (hand(count, size, batch, rank) for rank in range(size))]
     assert sum(sizes) == count
     assert len(sizes) == size
     assert max(sizes) <= batch

@@ -9,6 +9,7 @@ samples.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from orchestra.data.partitions import IID, Partition
 from orchestra.rng import get_states, left_alone, seed_everything, set_states
-from orchestra.vectors import cut, split
+from orchestra.vectors import cut
 
 Batch = tuple[list[Any], int]  # the pieces (inputs..., target), and how many samples they hold
 
@@ -57,7 +58,7 @@ class Samples:
     def take(self, indices: Sequence[int]) -> list[Any]:
         """A batch of the samples with these indices."""
         if self._tensors is not None:
-            picked = torch.as_tensor(indices, dtype=torch.int64)
+            picked = torch.as_tensor(indices, dtype=torch.int64, device=self._tensors[0].device)
             return [t.index_select(0, picked) for t in self._tensors]
         return list(default_collate([self._data[i] for i in indices]))
 
@@ -100,18 +101,18 @@ class IndexedFeed:
         else:
             start = step * self._batch * self._size
             together = min(self._batch * self._size, len(self._order) - start)
-            part = deal(together, self._size, self._batch)[self._rank]
+            part = hand(together, self._size, self._batch, self._rank)
             here = slice(start + part.start, start + part.stop)
         chosen: list[int] = self._order[here].tolist()
         return chosen
 
     def _shuffle(self, epoch: int) -> Tensor:
         """The order of an epoch: of all samples, or of this rank's shard."""
-        generator = torch.Generator().manual_seed(fold(self._seed, epoch))
+        seed = fold(self._seed, epoch)
         if self._shards is None:
-            return torch.randperm(len(self._samples), generator=generator)
+            return _permutation(len(self._samples), seed)
         shard = self._shards[self._rank]
-        return shard[torch.randperm(len(shard), generator=generator)]
+        return shard[_permutation(len(shard), seed)]
 
     @property
     def epochs(self) -> float:
@@ -163,7 +164,7 @@ class StreamFeed:
     def next(self) -> Batch:
         """The batch at the current position; moves on, and begins the stream again at its end."""
         group = self._ahead
-        mine = group[deal(len(group), self._size, self._batch)[self._rank]]
+        mine = group[hand(len(group), self._size, self._batch, self._rank)]
         self.step += 1
         self._ahead = self._read()
         if not self._ahead:
@@ -191,17 +192,23 @@ class StreamFeed:
         return group
 
 
-def deal(count: int, size: int, batch: int) -> list[slice]:
-    """Divide the samples of one step among the workers.
+def hand(count: int, size: int, batch: int, rank: int) -> slice:
+    """One worker's share when the samples of a step are dealt out among `size` workers.
 
     Nobody gets a single sample when batches are larger and it can be helped: BatchNorm cannot train on one. Then some
     workers have none.
 
-    >>> deal(5, size=4, batch=8)
+    >>> [hand(5, 4, 8, rank) for rank in range(4)]
     [slice(0, 3, None), slice(3, 5, None), slice(5, 5, None), slice(5, 5, None)]
     """
     busy = min(size, max(1, count // 2, -(-count // batch)))
-    return split(count, busy) + [slice(count, count)] * (size - busy)
+    return slice(cut(count, busy, rank), cut(count, busy, rank + 1)) if rank < busy else slice(count, count)
+
+
+@lru_cache(maxsize=4)
+def _permutation(count: int, seed: int) -> Tensor:
+    """Drawn once for all workers of a process."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def is_tensors(data: Any) -> bool:
@@ -232,4 +239,4 @@ def fold(seed: int, *more: int) -> int:
     return state & 0x7FFFFFFFFFFFFFFF
 
 
-__all__ = ["Batch", "Feed", "IndexedFeed", "Samples", "StreamFeed", "deal", "fold", "is_tensors", "make_feed"]
+__all__ = ["Batch", "Feed", "IndexedFeed", "Samples", "StreamFeed", "fold", "hand", "is_tensors", "make_feed"]

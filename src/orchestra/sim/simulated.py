@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from orchestra import delays, networks, run, snapshot
 from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Cluster, Device, Ending, Order
-from orchestra.data.feed import IndexedFeed, Samples
+from orchestra.data.feed import IndexedFeed, Samples, is_tensors
 from orchestra.delays import Delay, Trace
 from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed
 from orchestra.events import Began, Event, Stepped, encode, read
@@ -219,7 +219,7 @@ class _Rehearsal:
             if rank < job.workers:
                 x = shared if shared is not None else x0.clone()
                 node = run.worker(job, rank, comm, log, x, torch.zeros_like(x), data=data)
-                data = node.feed.data if isinstance(node.feed, IndexedFeed) else None  # each reads its own stream
+                data = _shared(node.feed, x0.device)
             else:
                 part = ranges(x0.numel(), job.servers)[rank - job.workers]
                 node = run.server(job, rank, comm, log, x0[part].clone())
@@ -312,6 +312,13 @@ class _Rehearsal:
         job = self.job
         what = (job.run, self.order.about["strategy"], job.workers, job.servers, job.last_step)
         self.order.show(Progress(*what, True, self.kernel.now, tuple(self.rows)))
+
+
+def _shared(feed: Any, device: torch.device) -> Any:
+    """The data of one worker for the next, where they will be needed; streams are each worker's own."""
+    if not isinstance(feed, IndexedFeed):
+        return None
+    return tuple(t.to(device) for t in feed.data) if is_tensors(feed.data) else feed.data
 
 
 class _Log:
