@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check exhaustive bench clean
 
 setup: $(VENV)/.ready
 
@@ -24,6 +24,9 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest src tests
+
+exhaustive: setup
+	$(BIN)/python -m pytest tests -m exhaustive --timeout 1200
 
 bench: setup
 	$(BIN)/python -m benchmarks.all

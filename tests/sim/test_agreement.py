@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,24 @@ def test_timing_changes_nothing(strategy: S, tmp_path: Path) -> None:
         assert_same(first.model, rehearse(strategy, tmp_path / f"ties-{ties}", ties=ties).model)
 
 
+ORDERS = [pytest.param(20, id="20 orders"), pytest.param(1000, id="1000 orders", marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("orders", ORDERS)
 @every
-def test_nobody_gets_stuck_in_any_order(strategy: S, tmp_path: Path) -> None:
-    for ties in range(20):
-        rehearse(strategy, tmp_path / str(ties), steps=3, ties=ties, numerics="off", delay="constant:1")
+def test_nobody_gets_stuck_in_any_order(strategy: S, orders: int, tmp_path: Path) -> None:
+    for ties in range(orders):
+        out = tmp_path / str(ties)
+        rehearse(strategy, out, steps=3, ties=ties, numerics="off", delay="constant:1")
+        shutil.rmtree(out)
+
+
+@pytest.mark.exhaustive
+@synchronous
+def test_a_hundred_orders_change_nothing(strategy: S, tmp_path: Path) -> None:
+    first = rehearse(strategy, tmp_path / "first")
+    for ties in range(100):
+        assert_same(first.model, rehearse(strategy, tmp_path / f"ties-{ties}", ties=ties).model)
 
 
 @every
