@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ WORKLOADS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-def seconds(model: Any, shape: tuple[int, ...], numerics: Any, workers: int, steps: int, device: Any) -> float:
+def seconds(model: Any, shape: tuple[int, ...], numerics: Any, *, workers: int, steps: int, device: Any) -> float:
     """Of real time, for one asynchronous rehearsal."""
     cluster = orchestra.Simulated(
         workers=workers, device=device, numerics=numerics, network="10gbit,50us", delay="lognormal:0.05,0.3"
@@ -55,23 +56,32 @@ def seconds(model: Any, shape: tuple[int, ...], numerics: Any, workers: int, ste
 
 
 def main() -> None:
-    """Print a line for each model."""
+    """Print a line for each model: whole runs, in turn, several times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     for name, (model, shape) in WORKLOADS.items():
-        took = {}
-        for numerics in ("real", "batched"):
-            # The difference of a long and a short run: setting up and the first calls are in both.
-            short, long = (
-                seconds(model, shape, numerics, given.workers, s, given.device) for s in (2, 2 + given.steps)
-            )
-            took[numerics] = (long - short) / (given.steps * given.workers)
-        ratio = took["real"] / took["batched"]
-        each = ", ".join(f"{numerics} {value * 1e3:.3f} ms" for numerics, value in took.items())
-        print(f"{name}, {given.workers} workers on {given.device}: {each} a gradient; {ratio:.1f} times", flush=True)
+        run = functools.partial(seconds, model, shape, workers=given.workers, device=given.device)
+        took: dict[str, list[float]] = {"real": [], "batched": []}
+        for numerics in took:
+            run(numerics, steps=1)  # the first calls of a process choose kernels
+        for _ in range(given.rounds):
+            for numerics, found in took.items():
+                found.append(run(numerics, steps=given.steps) / (given.steps * given.workers) * 1e3)
+        each = ", ".join(f"{numerics} {_show(found)} ms" for numerics, found in took.items())
+        ratios = [real / batched for real, batched in zip(took["real"], took["batched"], strict=True)]
+        print(
+            f"{name}, {given.workers} workers x {given.steps} steps on {given.device}, set-up included: {each} a "
+            f"gradient; {_show(ratios)} times",
+            flush=True,
+        )
+
+
+def _show(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 if __name__ == "__main__":
