@@ -27,16 +27,10 @@ class PacedState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paced(Strategy[PacedState]):
-    """Stops at a gate every so many steps, so that a real run can take turns with its peers.
-
-    Before the first step of turn k a worker writes the seconds of turn k - 1's steps to GATE/done-k-RANK, then waits
-    for GATE/go-k. A step is taken from where it begins to where the next one does, so all that surrounds it is counted.
-    """
+class Around(Strategy[Any]):
+    """A strategy in most things like the one it is around."""
 
     base: Strategy[Any]
-    gate: str
-    every: int  # steps
 
     @property
     def servers(self) -> int:  # type: ignore[override]
@@ -49,6 +43,18 @@ class Paced(Strategy[PacedState]):
     @property
     def synchronous(self) -> bool:
         return self.base.synchronous
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paced(Around):
+    """Stops at a gate every so many steps, so that a real run can take turns with its peers.
+
+    Before the first step of turn k a worker writes the seconds of turn k - 1's steps to GATE/done-k-RANK, then waits
+    for GATE/go-k. A step is taken from where it begins to where the next one does, so all that surrounds it is counted.
+    """
+
+    gate: str
+    every: int  # steps
 
     def init(self, node: Node) -> PacedState:
         return PacedState(self.base.init(node))
@@ -78,22 +84,8 @@ class Paced(Strategy[PacedState]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithoutGradient(Strategy[Any]):
+class WithoutGradient(Around):
     """A strategy whose workers have their gradient for nothing: what is left is the exchange."""
-
-    base: Strategy[Any]
-
-    @property
-    def servers(self) -> int:  # type: ignore[override]
-        return self.base.servers
-
-    @property
-    def model_at(self) -> Where:
-        return self.base.model_at
-
-    @property
-    def synchronous(self) -> bool:
-        return self.base.synchronous
 
     def init(self, node: Node) -> Any:
         if node.feed is not None:

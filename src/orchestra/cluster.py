@@ -66,15 +66,23 @@ class Cluster(ABC):
     """A world to train in. Subclasses are frozen, keyword-only dataclasses."""
 
     workers: int
+    device: Device
     keeps_checkpoints: ClassVar[bool] = True
 
-    @abstractmethod
     def problems(self) -> Iterator[Problem]:
         """What cannot be run there."""
+        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 1:
+            yield Problem("cluster.workers", self.workers, "must be a whole number of at least 1")
+        if self.device not in ("cpu", "cuda", "auto"):
+            yield Problem("cluster.device", self.device, 'must be "cpu", "cuda" or "auto"')
+        elif self.device == "cuda" and not torch.cuda.is_available():
+            yield Problem("cluster.device", self.device, 'no CUDA device is visible here: use "cpu" or "auto"')
 
-    @abstractmethod
     def resolve_device(self) -> str:
-        """`cpu` or `cuda`."""
+        """`auto` takes CUDA where there is any."""
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.device
 
     @abstractmethod
     def carry_out(self, order: Order) -> Ending:
@@ -125,14 +133,9 @@ class Local(Cluster):
 
     def problems(self) -> Iterator[Problem]:
         """What cannot be run on this machine."""
-        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 1:
-            yield Problem("cluster.workers", self.workers, "must be a whole number of at least 1")
-        elif self.workers > 512:
+        yield from super().problems()
+        if isinstance(self.workers, int) and self.workers > 512:
             yield Problem("cluster.workers", self.workers, "is more than one machine will bear: at most 512")
-        if self.device not in ("cpu", "cuda", "auto"):
-            yield Problem("cluster.device", self.device, 'must be "cpu", "cuda" or "auto"')
-        elif self.device == "cuda" and not torch.cuda.is_available():
-            yield Problem("cluster.device", self.device, 'no CUDA device is visible here: use "cpu" or "auto"')
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
         if self.delay is not None:
@@ -145,12 +148,6 @@ class Local(Cluster):
         from orchestra.launch.local import Coordinator  # processes are not needed to describe a cluster
 
         return Coordinator(order, self.patience).run()
-
-    def resolve_device(self) -> str:
-        """`auto` takes CUDA where there is any."""
-        if self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return self.device
 
     def one_gpu_each(self) -> bool:
         """Where there are enough."""

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.conftest import Orchestra
-from tests.zoo import events, train
+from tests.zoo import SEED, Trap, events, train, trapped
 
 from orchestra import AllReduce, Local, Simulated, Steps
+from orchestra.delays import parse, sampler
+from orchestra.errors import WorkerLost
 from orchestra.events import Stepped
 
 SIM = ("sim", "digits", "--workers", "6", "--steps", "4", "--network", "100mbit,1ms", "--delay", "lognormal:0.05,0.3")
@@ -107,3 +113,17 @@ def test_real_workers_are_as_slow_as_virtual_ones(tmp_path: Path) -> None:
         steps[name] = [e.compute for e in events(tmp_path / name, 0) if isinstance(e, Stepped)]
     assert steps["real"] == pytest.approx(steps["virtual"], rel=0.1)
     assert all(a >= b - 1e-3 for a, b in zip(steps["real"], steps["virtual"], strict=True))
+
+
+def test_delays_go_on_where_they_were(tmp_path: Path) -> None:
+    """A resumed run meets the delays of its own steps, not those of the first ones again."""
+    cluster = Local(workers=2, delay="exponential:0.01,0.1")
+    given: dict[str, Any] = {"cluster": cluster, "checkpoint_every": Steps(4)}
+    die = Trap.at(0, 6, partial(os._exit, 1), size=2)
+    with pytest.raises(WorkerLost):
+        train(AllReduce(), tmp_path, budget=Steps(8), model=trapped(die), **given)
+    train(AllReduce(), tmp_path, budget=Steps(8), model=trapped(), resume=True, **given)
+    totals = [0.0, *(e.compute for e in events(tmp_path, 0) if isinstance(e, Stepped))]
+    delay = parse("exponential:0.01,0.1")
+    expected = [sampler(delay, SEED, 0)(step) for step in range(8)]
+    assert [b - a for a, b in pairwise(totals)] == pytest.approx(expected, abs=0.03)

@@ -52,7 +52,7 @@ def test_several_servers(n: int, m: int, tmp_path: Path) -> None:
     network = Network(hosts=(Host(up=BITS, down=BITS),))
     largest = 4 * math.ceil(S / 4 / m)
     expected = COMPUTE + 2 * n * largest / RATE
-    assert seconds(ParameterServer(servers=m), n, tmp_path, network=network) == pytest.approx(expected, rel=1e-2)
+    assert seconds(ParameterServer(servers=m), n, tmp_path, network=network) == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_server_that_is_never_free_sets_the_pace(tmp_path: Path) -> None:

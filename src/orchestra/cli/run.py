@@ -41,12 +41,17 @@ def run(
         target=target, seed=seed, batch=batch, lr=lr, out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
     )  # fmt: skip
-    try:
-        source = sources.find(recipe)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *chosen.read(of_script=True)[1]]) from None
+    source = find(recipe, chosen)
     runs = carry_out(source, chosen, args or [], quiet=quiet)
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
+
+
+def find(recipe: str, chosen: Options) -> Source:
+    """What is to be trained; if there is no such thing, what is wrong with the options is told as well."""
+    try:
+        return sources.find(recipe)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *chosen.read(of_script=True)[1]]) from None
 
 
 def carry_out(

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 from orchestra.cli import options as o
-from orchestra.cli import sources
 from orchestra.cli.options import Options
-from orchestra.cli.run import carry_out, conclude
-from orchestra.errors import ConfigError
+from orchestra.cli.run import carry_out, conclude, find
 
 
 def sim(
@@ -34,8 +32,5 @@ def sim(
         target=target, seed=seed, batch=batch, lr=lr, out=str(out) if out else None, device=device,
         partition=partition, precision=precision, clip=clip, sim=True, network=network, delay=delay, numerics=numerics,
     )  # fmt: skip
-    try:
-        source = sources.find(recipe)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *chosen.read(of_script=True)[1]]) from None
+    source = find(recipe, chosen)
     conclude(source, chosen, carry_out(source, chosen, args or [], quiet=quiet), as_json=json_, quiet=quiet)

@@ -96,6 +96,8 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
         life = run.Life(job, node, meter, log, tell, partial(arena.report, rank))
         if job.resume is not None:
             run.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
+            if isinstance(paced, Delayed):
+                paced.step = node.steps  # the delays go on where they were
         keeper = LocalKeeper(life, arena, transport, log)
         _settle_memory()
         tell({"kind": "ready", "node": rank})

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run on one machine: who saves when, agreed upon through words in shared memory.
 
-in step          all workers save after the same step and wait for the servers, which save when every worker has
-each at its own  the first worker that is not done asks the others, who save at the end of the step they are in:
-pace             nobody waits for another to catch up. Workers that are done stay, so that they can be asked
+    in step             all workers save after the same step and wait for the servers, which save when every worker has
+    each at its pace    the first worker that is not done asks the others, who save at the end of the step they are in:
+                        nobody waits for another to catch up
+
+Workers that are done stay, so that they can be asked.
 """
 
 from __future__ import annotations

@@ -54,12 +54,11 @@ class Link:
 class Flow:
     """Bytes on their way."""
 
-    __slots__ = ("arrived", "at", "end", "links", "number", "size")
+    __slots__ = ("arrived", "at", "end", "links", "number")
 
-    def __init__(self, number: int, links: tuple[Link, ...], size: float, arrived: Callable[[], None]) -> None:
+    def __init__(self, number: int, links: tuple[Link, ...], arrived: Callable[[], None]) -> None:
         self.number = number
         self.links = links
-        self.size = size  # bytes
         self.arrived = arrived
         self.at: Link | None = None  # which holds it back
         self.end = 0.0  # the count of that link at which it ends
@@ -96,7 +95,7 @@ class Flows:
     def start(self, links: tuple[Link, ...], size: float, arrived: Callable[[], None]) -> Flow:
         """Begin to send bytes over links; `arrived` is called when the last one has left."""
         self._count += 1
-        flow = Flow(self._count, links, size, arrived)
+        flow = Flow(self._count, links, arrived)
         if size <= 0 or not links:
             self._kernel.at(self._kernel.now, arrived)
             return flow

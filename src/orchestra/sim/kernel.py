@@ -47,7 +47,7 @@ class Kernel:
         self.now = 0.0
         self.events = 0
         self._kind = fiber
-        self._heap: list[tuple[float, float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = 0
         self._dice = None if ties is None else random.Random(ties)
         self._tasks: list[Task] = []
@@ -55,12 +55,12 @@ class Kernel:
 
     # Events.
 
-    def at(self, t: float, act: Callable[..., None], *args: Any) -> None:
+    def at(self, t: float, act: Callable[..., object], *args: Any) -> None:
         """Do something at a time that has not passed."""
         self._count += 1
         heapq.heappush(self._heap, (t, self._dice.random() if self._dice else 0.0, self._count, act, args))
 
-    def after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
+    def after(self, seconds: float, act: Callable[..., object], *args: Any) -> None:
         """Do something in a while."""
         self.at(self.now + seconds, act, *args)
 

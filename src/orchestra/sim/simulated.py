@@ -70,8 +70,7 @@ class Simulated(Cluster):
 
     def problems(self) -> Iterator[Problem]:
         """What cannot be rehearsed."""
-        if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 1:
-            yield Problem("cluster.workers", self.workers, "must be a whole number of at least 1")
+        yield from super().problems()
         try:
             yield from self.get_network().problems()
         except ValueError as error:
@@ -85,10 +84,6 @@ class Simulated(Cluster):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 yield Problem(f"cluster.{name}", getattr(self, name), f"must be one of {', '.join(known)}")
-        if self.device not in ("cpu", "cuda", "auto"):
-            yield Problem("cluster.device", self.device, 'must be "cpu", "cuda" or "auto"')
-        elif self.device == "cuda" and not torch.cuda.is_available():
-            yield Problem("cluster.device", self.device, 'no CUDA device is visible here: use "cpu" or "auto"')
 
     def misfits(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
         """Whether gradients can be taken together, if they are to be."""
@@ -121,12 +116,6 @@ class Simulated(Cluster):
             "fidelity": self.fidelity,
             "ties": self.ties,
         }
-
-    def resolve_device(self) -> str:
-        """`auto` takes CUDA where there is any."""
-        if self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return self.device
 
     def carry_out(self, order: Order) -> Ending:
         """Rehearse the job from its beginning to its end."""
@@ -240,8 +229,7 @@ class _Rehearsal:
 
     def _together(self, together: numerics.Batched, node: Node, op: Compute[Any]) -> Callable[[], Any]:
         if op.batch is None:
-            value = op.fn()
-            return lambda: value
+            return self._compute(node.rank, op)
         pending = together.begin(node.x, op.batch)
 
         def answer() -> float:

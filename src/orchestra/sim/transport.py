@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One node's end of a virtual cluster: one rule per op, each in virtual seconds.
 
-Compute     the gradient is taken at the parameters held when it starts, and delivered when it ends: what others do
-to the model meanwhile is what staleness is
-Send, Recv  a flow from host to host; messages between the same two nodes keep their order, as on one connection
-the others  see world.py
+    Compute     the gradient is taken at the parameters held when it starts, and delivered when it ends: what others do
+                to the model meanwhile is what staleness is
+    Send, Recv  a flow from host to host; messages between the same two nodes keep their order, as on one connection
+
+Collectives are in world.py.
 """
 
 from __future__ import annotations

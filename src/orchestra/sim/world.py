@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from orchestra.board import name_of
 from orchestra.networks import Network
@@ -31,8 +31,6 @@ from orchestra.sim import collectives
 from orchestra.sim.collectives import nbytes, vector_of
 from orchestra.sim.flows import Flows, Link
 from orchestra.sim.kernel import Kernel, Promise
-
-T = TypeVar("T")
 
 UP, DOWN = 0, 1  # kinds of links
 
@@ -89,12 +87,9 @@ class World:
 
         links = self._way(source, to)
         if here.message:
-            self.kernel.after(here.message, self._begin, links, size, sent)
+            self.kernel.after(here.message, self.flows.start, links, size, sent)
         else:
             self.flows.start(links, size, sent)
-
-    def _begin(self, links: tuple[Link, ...], size: float, sent: Callable[[], None]) -> None:
-        self.flows.start(links, size, sent)
 
     def _way(self, source: int, to: int) -> tuple[Link, ...]:
         if self._racks and (a := self._racks[source]) is not (b := self._racks[to]):

@@ -14,32 +14,8 @@ from orchestra.ops import Compute, Done, Handle, MeanUpdate, Op, Sleep, Transpor
 T = TypeVar("T")
 
 
-class Delayed:
-    """Makes every mini-batch last as long as a given one, by sleeping: a slow machine, emulated."""
-
-    def __init__(self, inner: Transport, lasts: Callable[[int], float]) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.size = inner.size
-        self.traffic = inner.traffic
-        self.now = inner.now
-        self.proceed = inner.proceed
-        self._lasts = lasts
-        self._step = 0
-
-    def start(self, op: Op[T]) -> Handle[T]:
-        """Pass the op on, and take one's time over gradients."""
-        if type(op) is not Compute or not op.work:
-            return self.inner.start(op)
-        due = self.now() + self._lasts(self._step)
-        self._step += 1
-        handle = self.inner.start(op)
-        self.inner.start(Sleep(max(0.0, due - self.now()))).wait()
-        return handle
-
-
-class Metered:
-    """Counts the seconds a node spends computing, communicating and waiting for others."""
+class Wrapper:
+    """A transport around another one."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -48,6 +24,32 @@ class Metered:
         self.traffic = inner.traffic
         self.now = inner.now
         self.proceed = inner.proceed
+
+
+class Delayed(Wrapper):
+    """Makes every mini-batch last as long as a given one, by sleeping: a slow machine, emulated."""
+
+    def __init__(self, inner: Transport, lasts: Callable[[int], float], step: int = 0) -> None:
+        super().__init__(inner)
+        self._lasts = lasts
+        self.step = step  # of the next mini-batch
+
+    def start(self, op: Op[T]) -> Handle[T]:
+        """Pass the op on, and take one's time over gradients."""
+        if type(op) is not Compute or not op.work:
+            return self.inner.start(op)
+        due = self.now() + self._lasts(self.step)
+        self.step += 1
+        handle = self.inner.start(op)
+        self.inner.start(Sleep(max(0.0, due - self.now()))).wait()
+        return handle
+
+
+class Metered(Wrapper):
+    """Counts the seconds a node spends computing, communicating and waiting for others."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
         self.compute = 0.0  # seconds
         self.communicate = 0.0  # seconds, waiting excluded
 
