@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.common import ROOT
 
-SCRIPTS = ("sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal")
+SCRIPTS = ("sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal", "prediction")
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
 _HEAD = """# Benchmarks

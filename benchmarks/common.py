@@ -146,9 +146,9 @@ MOST_TRIES = 5
 
 def _watched(measure: Callable[[], list[float]]) -> tuple[float, list[float], float]:
     """The share of the cores that went to strangers, what was measured, and our own processor seconds."""
-    began, busy, own = time.monotonic(), _busy(), _own()
+    began, busy, own = time.monotonic(), _busy(), own_seconds()
     value = measure()
-    took, own = time.monotonic() - began, _own() - own
+    took, own = time.monotonic() - began, own_seconds() - own
     strangers = (_busy() - busy - own) / (os.cpu_count() or 1) / took
     return max(0.0, strangers), value, own
 
@@ -166,7 +166,7 @@ def _cpu_line() -> list[int]:
     return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
 
 
-def _own() -> float:
+def own_seconds() -> float:
     """Processor seconds of this process and all its descendants, those that ended included."""
     parents, seconds = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):

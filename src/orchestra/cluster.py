@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from orchestra.board import Progress
     from orchestra.job import Job
     from orchestra.request import Request
+    from orchestra.strategy import Strategy
 
 Device = Literal["cpu", "cuda", "auto"]
 
@@ -99,6 +100,10 @@ class Cluster(ABC):
     def misfits(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
         """What of a request cannot be done there, now that model and data exist."""
         return iter(())
+
+    def settled(self, request: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Cluster:
+        """The same with every choice made, now that model and data exist."""
+        return self
 
     def one_gpu_each(self) -> bool:
         """Whether every worker has a GPU of its own."""

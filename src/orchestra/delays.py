@@ -10,6 +10,7 @@ whoever is late is late in both.
     lognormal:0.05,0.3           50 ms on average, multiplied by exp(σZ - σ²/2)
     markov:0.05,5,0.02,0.2       50 ms in good times, 5 times as long in bad ones, which begin with probability 0.02 a
                                  step and end with probability 0.2: slow steps come in a row
+    probe.json                   as `orchestra probe` measured it on a machine, at the run's own batch
     ... pause:0.01,2             besides, with probability 0.01 a step, 2 s in which nothing happens
     ... slow:1x5                 worker 0 takes 5 times as long
 """
@@ -21,8 +22,11 @@ import math
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 
+from orchestra import probe
 from orchestra.data.feed import fold
 from orchestra.errors import Problem, nearest
 
@@ -44,6 +48,10 @@ class Delay(ABC):
     @abstractmethod
     def mean(self) -> float:
         """Seconds on average, of a worker that is not slowed."""
+
+    def at(self, batch: int) -> Delay:
+        """For mini-batches of so many samples: the same, unless it was measured by batch."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,53 @@ class Trace(Delay):
 
 
 @dataclass(frozen=True)
+class Drawn(Delay):
+    """One of several durations, each as likely as the others."""
+
+    times: tuple[float, ...]  # seconds
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """By lot."""
+        return self.times[int(uniform(seed, worker, step) * len(self.times))]
+
+    def mean(self) -> float:
+        """Of them all."""
+        return statistics.fmean(self.times)
+
+
+@dataclass(frozen=True)
+class Measured(Delay):
+    """What a probe found at several batches; between two of them on the line through both."""
+
+    batch: int  # the one meant where none is given
+    times: tuple[tuple[int, tuple[float, ...]], ...]  # seconds of steps by batch, in ascending order
+
+    def at(self, batch: int) -> Delay:
+        """The durations measured at the closest batch, scaled to this one."""
+        closest, own = min(self.times, key=lambda each: abs(math.log(each[0] / batch)))
+        middle = statistics.median(own)
+        # Fewer samples never take less than their share of the time.
+        here = max(self._line(batch), middle * min(1.0, batch / closest))
+        return Drawn(own if batch == closest else tuple(t * here / middle for t in own))
+
+    def _line(self, batch: int) -> float:
+        """Through the two sizes around a batch, or the two at the end beyond which it lies."""
+        points = [(size, statistics.median(own)) for size, own in self.times]
+        if len(points) == 1:
+            return points[0][1] * batch / points[0][0]
+        (a, ta), (b, tb) = next((pair for pair in pairwise(points) if batch <= pair[1][0]), (points[-2], points[-1]))
+        return ta + (tb - ta) * (batch - a) / (b - a)
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """At the batch of the workload that was probed."""
+        return self.at(self.batch).seconds(seed, worker, step)
+
+    def mean(self) -> float:
+        """At the batch of the workload that was probed."""
+        return self.at(self.batch).mean()
+
+
+@dataclass(frozen=True)
 class Pause(Delay):
     """Now and then nothing happens for a while."""
 
@@ -166,6 +221,10 @@ class Pause(Delay):
     def mean(self) -> float:
         """The base's and the pauses'."""
         return self.base.mean() + self.probability * self.time
+
+    def at(self, batch: int) -> Delay:
+        """As the base is at that batch."""
+        return replace(self, base=self.base.at(batch))
 
 
 @dataclass(frozen=True)
@@ -184,6 +243,10 @@ class Slow(Delay):
         """Of the others."""
         return self.base.mean()
 
+    def at(self, batch: int) -> Delay:
+        """As the base is at that batch."""
+        return replace(self, base=self.base.at(batch))
+
 
 _KINDS: dict[str, type[Delay]] = {
     "constant": Constant,
@@ -195,18 +258,15 @@ _KINDS: dict[str, type[Delay]] = {
 
 
 def parse(text: str) -> Delay:
-    """Read `KIND:NUMBERS`, then any of `pause:P,SECONDS` and `slow:COUNTxFACTOR`, separated by blanks or semicolons.
+    """Read `KIND:NUMBERS` or the name of a probe's file, then any of `pause:P,SECONDS` and `slow:COUNTxFACTOR`.
+
+    Between the words stand blanks or semicolons.
 
     >>> parse("constant:0.05 slow:1x5")
     Slow(base=Constant(time=0.05), count=1, factor=5.0)
     """
     first, *more = text.replace(";", " ").split() or [""]
-    kind, _, numbers = first.partition(":")
-    if kind not in _KINDS:
-        raise ValueError(f"{kind!r} is no delay; {nearest(kind, _KINDS)}")
-    cls = _KINDS[kind]
-    wanted = [name for name in inspect.signature(cls).parameters]
-    delay = cls(*_numbers(first, numbers, wanted))
+    delay = measured(Path(first)) if first.endswith(".json") else _kind(first)
     for word in more:
         kind, _, numbers = word.partition(":")
         if kind == "pause":
@@ -218,6 +278,20 @@ def parse(text: str) -> Delay:
         else:
             raise ValueError(f"{word!r} is neither pause:PROBABILITY,SECONDS nor slow:COUNTxFACTOR")
     return delay
+
+
+def _kind(word: str) -> Delay:
+    kind, _, numbers = word.partition(":")
+    if kind not in _KINDS:
+        raise ValueError(f"{kind!r} is no delay; {nearest(kind, _KINDS)}")
+    cls = _KINDS[kind]
+    return cls(*_numbers(word, numbers, list(inspect.signature(cls).parameters)))
+
+
+def measured(path: Path) -> Measured:
+    """The computing times in a probe's file."""
+    found = probe.read(path)
+    return Measured(found.batch, tuple(sorted(found.compute.items())))
 
 
 def _numbers(word: str, text: str, wanted: Sequence[str]) -> list[float]:

@@ -128,6 +128,7 @@ _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]], tuple[str,
     )
     for kind, cls in _KINDS.items()
 }
+_decode = json.JSONDecoder().raw_decode
 _FLUSH = 0.5  # seconds an event may wait in memory
 
 
@@ -207,7 +208,7 @@ def read(path: Path) -> Iterator[Event]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                record = json.loads(line)
+                record, _ = _decode(line)
                 yield _KINDS[record.pop("event")](**record)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue

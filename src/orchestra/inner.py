@@ -58,6 +58,8 @@ class Inner:
         self.optimizer = factory(list(layers) if layers is not None else [self._flat])
         if fused:
             self._fuse()
+        # A user's own may add noise; torch's draw nothing.
+        self.draws = not type(self.optimizer).__module__.startswith("torch.optim.")
         self._schedule = schedule
         self._clip = clip
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]

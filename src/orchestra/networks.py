@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks to rehearse on: hosts with a link each to a switch, or to a switch per rack below a core.
 
-100mbit,1ms                    every host up and down at 100 Mbit/s, 1 ms from host to host
-10gbit,50us,5us                besides, 5 µs of work for every message
-100mbit,1ms racks:4x8          hosts in racks of 4; a rack's link to the core is 8 times too small for them
-hosts.yaml                     a list, one entry per host:  - {rate: 1gbit, latency: 0.2ms}
-- {up: 20mbit, down: 100mbit, latency: 10ms}
+    100mbit,1ms               every host up and down at 100 Mbit/s, 1 ms from host to host
+    10gbit,50us,5us           besides, 5 µs of work for every message
+    100mbit,1ms racks:4x8     hosts in racks of 4; a rack's link to the core is 8 times too small for them
+    hosts.yaml                a list, one entry per host:  - {rate: 1gbit, latency: 0.2ms}
+                                                           - {up: 20mbit, down: 100mbit, latency: 10ms}
+    probe.json [loopback]     hosts like the processes of a machine that `orchestra probe` measured: through shared
+                              memory, or through its sockets
+
+Nodes beyond the hosts that are listed take turns on them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from orchestra import probe
 from orchestra.errors import Problem
+from orchestra.probe import Exchange
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
@@ -25,12 +31,13 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One machine's link."""
+    """One machine: its link, and what it does beside computing gradients."""
 
     up: float  # bits per second
     down: float  # bits per second
     latency: float = 0.0  # seconds from here to the middle of the network
     message: float = 0.0  # seconds of work for every message sent
+    number: float = 0.0  # seconds of work for every number that is averaged or updated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,7 @@ class Network:
             yield Problem("cluster.network", self.hosts, "needs at least one host")
         for i, host in enumerate(self.hosts):
             for name, value in vars(host).items():
-                least = 0.0 if name in ("latency", "message") else math.ulp(0.0)
+                least = 0.0 if name in ("latency", "message", "number") else math.ulp(0.0)
                 if not (isinstance(value, int | float) and least <= value < math.inf):
                     kind = "at least 0" if least == 0 else "above 0"
                     yield Problem(f"cluster.network.hosts[{i}].{name}", value, f"must be a finite number {kind}")
@@ -75,14 +82,17 @@ def Ethernet(
 
 
 def parse(text: str) -> Network:
-    """Read a network as the command line takes it, or the name of a YAML file of hosts.
+    """Read a network as the command line takes it, or the name of a file of hosts or of a probe.
 
     >>> parse("100mbit,1ms").host(3)
-    Host(up=100000000.0, down=100000000.0, latency=0.0005, message=0.0)
+    Host(up=100000000.0, down=100000000.0, latency=0.0005, message=0.0, number=0.0)
     """
     first, *more = text.split() or [""]
     if first.endswith((".yaml", ".yml")):
         hosts = _read(Path(first))
+    elif first.endswith(".json"):
+        hosts = (_probed(Path(first), "loopback" in more),)
+        more = [word for word in more if word != "loopback"]
     else:
         rate, latency, message, *rest = [*first.split(","), "0s", "0s"][: max(3, first.count(",") + 1)]
         if rest:
@@ -112,6 +122,17 @@ def _read(path: Path) -> tuple[Host, ...]:
     return tuple(_entry(path, i, entry) for i, entry in enumerate(entries))
 
 
+def _probed(path: Path, loopback: bool) -> Host:
+    found = probe.read(path)
+    way = found.loopback if loopback else found.memory_exchange
+    return like(way, found.number)
+
+
+def like(way: Exchange, number: float) -> Host:
+    """A host that was measured."""
+    return Host(up=8 * way.rate, down=8 * way.rate, latency=way.latency / 2, message=way.message, number=number)
+
+
 def _entry(path: Path, i: int, entry: Mapping[str, Any]) -> Host:
     known = {"rate", *(f.name for f in fields(Host))}
     strange = sorted(set(entry) - known)
@@ -120,8 +141,8 @@ def _entry(path: Path, i: int, entry: Mapping[str, Any]) -> Host:
     up, down = entry.get("up", entry.get("rate")), entry.get("down", entry.get("rate"))
     if up is None or down is None:
         raise ValueError(f"{path}, host {i}: needs rate, or up and down")
-    latency, message = entry.get("latency", "0s"), entry.get("message", "0s")
-    return Host(up=_rate(up), down=_rate(down), latency=_time(latency) / 2, message=_time(message))
+    latency, message, number = (_time(entry.get(name, "0s")) for name in ("latency", "message", "number"))
+    return Host(up=_rate(up), down=_rate(down), latency=latency / 2, message=message, number=number)
 
 
 def _rate(text: object) -> float:

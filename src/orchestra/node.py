@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from orchestra.ops import (
     Transport,
 )
 from orchestra.replica import Replica
+from orchestra.vectors import weighted_mean
 
 
 class Log(Protocol):
@@ -165,13 +166,13 @@ class Node:
         assert self.feed is not None
         start = self.comm.transport.start
         self.inner.set_progress(self.epochs)
-        batch, size = start(Compute(self.feed.next, 0)).wait()
+        batch, size = start(Compute(self.feed.next, draws=self.feed.draws)).wait()
         self.steps += 1
         if size == 0:
             self.g.zero_()
             self.weight, self.loss = 0.0, math.nan
             return self.g
-        self.loss = start(Compute(lambda: self._differentiate(batch, size), size, batch)).wait()
+        self.loss = start(Compute(lambda: self._differentiate(batch, size), size, batch, draws=True)).wait()
         if math.isfinite(self.loss):
             self.weight = float(size)
             self.samples += size
@@ -208,7 +209,17 @@ class Node:
         if self.feed is None:
             self.steps += 1
             self.inner.set_progress(self.epochs)
-        self.comm.transport.start(Compute(lambda: self.inner.step(g), 0)).wait()
+        step = Compute(lambda: self.inner.step(g), numbers=g.numel(), draws=self.inner.draws)
+        self.comm.transport.start(step).wait()
+
+    def average(self, pushes: Sequence[Message]) -> float:
+        """g ← Σ bᵢ gᵢ / Σ bᵢ of what was pushed, in the order given. Gives Σ bᵢ; if that is zero, g stays as it is."""
+        weights = [push.weight for push in pushes]
+        if any(weights):
+            vectors = [push.x for push in pushes]
+            mean = Compute(lambda: weighted_mean(self.g, vectors, weights), numbers=len(pushes) * self.g.numel())
+            self.comm.transport.start(mean).wait()
+        return sum(weights)
 
     def local_step(self) -> None:
         """One step of the inner optimizer on this worker's own gradient; none if that gradient cannot be used."""

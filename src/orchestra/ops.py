@@ -50,12 +50,15 @@ class Compute(Op[T]):
     """Run `fn` on this node.
 
     For worlds that model how long that takes, or take several gradients at once: `work` is the number of samples, and
-    `batch` the mini-batch, if it is a gradient.
+    `batch` the mini-batch, if it is a gradient; `numbers` is how many elements of vectors it passes over, if it is not.
+    `draws`: it may draw from the global random generators, of which several nodes in one process have one each.
     """
 
     fn: Callable[[], T]
-    work: int
+    work: int = 0
     batch: Sequence[Any] | None = None
+    numbers: int = 0
+    draws: bool = False
 
 
 @dataclass(slots=True)

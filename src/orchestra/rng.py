@@ -14,7 +14,10 @@ import torch
 
 def seed_everything(seed: int) -> None:
     """Seed them all."""
-    torch.manual_seed(seed)
+    # torch.manual_seed would besides note, with a traceback, what to do if further kinds of devices come to life.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 

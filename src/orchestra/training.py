@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,7 @@ class _Training:
         self.module = given.model()
         self.data = given.data()
         refuse(second_look(given, self.strategy, self.module, self.data))
+        self.given = replace(given, cluster=given.cluster.settled(given, self.strategy, self.module, self.data))
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
         self.folder = Path(given.out) if given.out is not None else _new_folder(expression.show(self.strategy))
         self.saved: checkpoint.Saved | None = None
@@ -247,7 +248,7 @@ class _Training:
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
             resume=None if self.saved is None else self.saved.path.absolute(),
             threads=cluster.threads_for(cluster.workers + self.strategy.servers),
-            delay=cluster.get_delay(),
+            delay=delay.at(given.batch) if (delay := cluster.get_delay()) is not None else None,
         )
 
     def _scorer(self) -> Scorer:

@@ -67,7 +67,7 @@ MAY_KNOW = {
     "ops": set[str](),
     "vectors": set[str](),
     "strategy": {"errors", "node"},  # node only for its type
-    "node": {"data.feed", "errors", "events", "inner", "ops", "replica"},
+    "node": {"data.feed", "errors", "events", "inner", "ops", "replica", "vectors"},
     "strategies": {"errors", "node", "ops", "strategies", "strategy", "vectors"},
     "transports": {"board", "errors", "ops", "transports", "vectors"},
     "run": {

@@ -86,7 +86,7 @@ def test_bad_grids_are_refused(grid: str, said: str, orchestra: Orchestra) -> No
     [
         ("--network", "fast", "is not a rate"),
         ("--delay", "often", "is no delay"),
-        ("--numerics", "some", "one of real"),
+        ("--numerics", "some", "one of auto, real"),
     ],
 )
 def test_bad_worlds_are_refused(option: str, value: str, said: str, orchestra: Orchestra) -> None:

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from tests.zoo import make_model, train
+from tests.zoo import events, make_model, train
 
 from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy
 from orchestra.delays import Constant, Exponential
+from orchestra.events import Logged
 from orchestra.networks import Host, Network
+from orchestra.node import Node
+from orchestra.strategies.parameter_server import Consistency, ParameterServerState
 
 S = 4 * sum(p.numel() for p in make_model().parameters())  # bytes
 BITS, LATENCY, MESSAGE = 8e6, 3e-3, 2e-4
@@ -72,3 +76,67 @@ def test_the_slowest_of_n(tmp_path: Path) -> None:
     mean = 0.05 + 0.02 * sum(1 / k for k in range(1, n + 1))
     deviation = 0.02 * math.sqrt(sum(1 / k**2 for k in range(1, n + 1)))
     assert abs(result.summary.seconds / steps - mean) < 3 * deviation / math.sqrt(steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalvingDoubling(Strategy[None]):
+    """The messages of an all-reduce by recursive halving and doubling, on 64 numbers."""
+
+    def init(self, node: Node) -> None:
+        return None
+
+    def step(self, node: Node, s: None) -> None:
+        node.gradient()
+        rounds = [(2**k, 64 // 2 ** (k + 1)) for k in range(int(math.log2(len(node.comm.workers))))]
+        for distance, size in [*rounds, *reversed(rounds)]:
+            partner = node.rank ^ distance
+            node.comm.send(partner, node.x[:size])
+            node.comm.recv(partner)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_halving_and_doubling(n: int, tmp_path: Path) -> None:
+    """2 log₂N (α + o) + 2 (N-1)/N · S/R: every pair uses its links in both directions at once."""
+    size = 4 * 64
+    expected = COMPUTE + 2 * math.log2(n) * (LATENCY + MESSAGE) + 2 * (n - 1) / n * size / RATE
+    assert seconds(HalvingDoubling(), n, tmp_path) == pytest.approx(expected, rel=1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Consistency):
+    """Bulk synchronous, but notes when the first, the second, ... push of a round came."""
+
+    def serve(self, node: Node, s: ParameterServerState) -> None:
+        began, pushes = 0.0, []
+        for push in node.comm.inbox():
+            pushes.append(push)
+            node.log(f"arrival {len(pushes)}", node.now() - began)
+            if len(pushes) == len(node.comm.workers):
+                began = node.now()
+                for each in pushes:
+                    node.comm.send(each.source, node.x)
+                pushes.clear()
+
+
+def test_the_k_th_of_n(tmp_path: Path) -> None:
+    """Δ + (H_N - H_{N-K}) · scale for every K, within three standard errors."""
+    n, steps, shift, scale = 6, 400, 0.05, 0.02
+    network = Network(hosts=(Host(up=1e18, down=1e18),))
+    cluster = Simulated(workers=n, network=network, delay=Exponential(shift, scale), numerics="off")
+    train(ParameterServer(consistency=Recorded()), tmp_path, cluster=cluster, budget=Steps(steps))
+    logged = [e for e in events(tmp_path, n) if isinstance(e, Logged)]
+    for k in range(1, n + 1):
+        times = [e.value for e in logged if e.name == f"arrival {k}"]
+        assert len(times) == steps
+        terms = [1 / j for j in range(n - k + 1, n + 1)]
+        deviation = scale * math.sqrt(sum(term**2 for term in terms))
+        assert abs(sum(times) / steps - (shift + scale * sum(terms))) < 3 * deviation / math.sqrt(steps)
+
+
+@pytest.mark.parametrize(("strategy", "passes"), [(AllReduce(), 2), (ParameterServer(), 4)])
+def test_vectors_take_time_where_hosts_say_so(strategy: Strategy[Any], passes: int, tmp_path: Path) -> None:
+    """All-reduce averages a vector and updates it; a server averages one of each of three workers and updates."""
+    number = 1e-4
+    slow, fast = (Network(hosts=(Host(up=BITS, down=BITS, number=each),)) for each in (number, 0.0))
+    took = [seconds(strategy, 3, tmp_path / str(i), network=network) for i, network in enumerate((slow, fast))]
+    assert took[0] - took[1] == pytest.approx(passes * S / 4 * number, rel=1e-9)

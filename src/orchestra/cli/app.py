@@ -14,6 +14,7 @@ from orchestra.cli import data
 from orchestra.cli.compare import compare
 from orchestra.cli.demo import demo
 from orchestra.cli.explain import explain
+from orchestra.cli.probe import probe
 from orchestra.cli.resume import resume
 from orchestra.cli.run import run
 from orchestra.cli.sim import sim
@@ -73,6 +74,7 @@ def top(
       orchestra demo                            five strategies race on real data
       orchestra run digits --strategy slowmo    one run
       orchestra sim digits --workers 16         the same on a cluster you do not have
+      orchestra probe digits                    measure this machine for that
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
 
@@ -82,6 +84,6 @@ def top(
 
 
 app.callback(help=flowing(top.__doc__ or ""))(top)
-for _verb in (demo, run, resume, sim, compare, sweep, strategies, explain):
+for _verb in (demo, run, resume, sim, compare, sweep, probe, strategies, explain):
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 app.add_typer(data.app)

@@ -70,7 +70,7 @@ Network = Annotated[
     str | None,
     typer.Option(
         metavar="RATE,LATENCY",
-        help="Such as 100mbit,1ms, with racks:4x8 behind it if you like, or a YAML file of hosts. "
+        help="Such as 100mbit,1ms, with racks:4x8 behind it if you like, a YAML file of hosts, or a probe's file. "
         "Default: 10gbit,0.1ms.",
     ),
 ]
@@ -79,12 +79,15 @@ Delay = Annotated[
     typer.Option(
         metavar="KIND:NUMBERS",
         help="Seconds a worker takes for a mini-batch: constant:0.05, exponential:0.05,0.02, lognormal:0.05,0.3, "
-        "pareto:0.05,2, markov:0.05,5,0.02,0.2; behind it slow:1x5 or pause:0.01,2 if you like.",
+        "pareto:0.05,2, markov:0.05,5,0.02,0.2, or a probe's file; behind it slow:1x5 or pause:0.01,2 if you like.",
     ),
 ]
 Numerics = Annotated[
     str | None,
-    typer.Option(metavar="HOW", help="real; batched: many gradients in one call; off: timing only. Default: real."),
+    typer.Option(
+        metavar="HOW",
+        help="real: one gradient at a time; batched: many in one call; off: timing only. Default: what pays.",
+    ),
 ]
 Sim = Annotated[bool, typer.Option("--sim", help="Rehearse in virtual time: see --network and --delay.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the outcome: no progress, no messages.")]

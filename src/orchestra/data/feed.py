@@ -8,7 +8,7 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ class Feed(Protocol):
     epoch: int
     step: int  # within the epoch
     steps_per_epoch: int | None  # None: not known before the stream ends
+    draws: bool  # whether taking a batch may draw from the global random generators
 
     @property
     def epochs(self) -> float:
@@ -78,6 +79,8 @@ class IndexedFeed:
     ) -> None:
         self.data = data
         self._samples = Samples(data)
+        self.draws = not is_tensors(data)
+        self._pick: Callable[[list[int]], list[Any]] = self._samples.take
         self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
         count = len(self._samples)
         self._shards: list[Tensor] | None = None
@@ -132,7 +135,11 @@ class IndexedFeed:
         self.step += 1
         if self.step == self.steps_per_epoch:
             self.epoch, self.step = self.epoch + 1, 0
-        return (self._samples.take(chosen) if chosen else []), len(chosen)
+        return (self._pick(chosen) if chosen else []), len(chosen)
+
+    def give_indices(self) -> None:
+        """From now on, instead of samples: somebody else takes the samples of many batches at once."""
+        self._pick = lambda chosen: [chosen]
 
     def seek(self, epoch: int, step: int) -> None:
         """Go to a position."""
@@ -149,6 +156,7 @@ class StreamFeed:
 
     def __init__(self, data: Any, *, batch: int, seed: int, rank: int, size: int) -> None:
         self._data = data
+        self.draws = False  # a stream has generators of its own
         self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
         self.steps_per_epoch: int | None = None
         self._ahead: list[Any]

@@ -24,28 +24,30 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from orchestra.replica import Loss, flatten, trainable
 
+_SMALL, _MANY = 1 << 16, 8  # parameters up to which, and workers from which on, it pays on a CPU
 _TOLERANCE = 1e-4  # of the largest element: how far a gradient taken together may be from one taken alone
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pending:
-    """A gradient under way."""
+    """A gradient under way. Its worker waits for it meanwhile, and nobody else writes to its x."""
 
     x: Tensor
-    batch: Sequence[Tensor]
+    batch: Sequence[Any]  # pieces of a mini-batch; or one list of indices, where the data are known
     answer: tuple[Tensor, float] | None = None  # g and the loss
 
 
 class Batched:
-    """The gradients of one model at many parameters."""
+    """The gradients of one model at many parameters. With `data`, mini-batches are lists of indices into them."""
 
-    def __init__(self, module: nn.Module, loss: Loss) -> None:
+    def __init__(self, module: nn.Module, loss: Loss, data: Sequence[Tensor] | None = None) -> None:
         self._module = module.train()
         self._loss = loss
+        self._data = data
         self._shapes = {name: p.shape for name, p in trainable(module).items()}
         self._fixed = {n: p.detach() for n, p in module.named_parameters() if n not in self._shapes}
         self._gradients: Callable[..., tuple[Tensor, Tensor]] = vmap(grad_and_value(self._value), randomness="error")
-        self._waiting: dict[tuple[Any, ...], list[Pending]] = {}
+        self._waiting: dict[Any, list[Pending]] = {}
         self.calls = 0
         self.taken = 0
 
@@ -58,10 +60,10 @@ class Batched:
         *inputs, target = batch
         return self._loss(functional_call(self._module, parameters, tuple(inputs)), target)
 
-    def begin(self, x: Tensor, batch: Sequence[Tensor]) -> Pending:
-        """A worker begins: its parameters may change from now on."""
-        pending = Pending(x.clone(), [piece.to(x.device) for piece in batch])
-        key = tuple((tuple(piece.shape), piece.dtype) for piece in batch)
+    def begin(self, x: Tensor, batch: Sequence[Any]) -> Pending:
+        """A worker begins."""
+        pending = Pending(x, batch)
+        key = tuple((piece.shape, piece.dtype) for piece in batch) if self._data is None else len(batch[0])
         self._waiting.setdefault(key, []).append(pending)
         return pending
 
@@ -78,13 +80,33 @@ class Batched:
         self.calls += 1
         self.taken += len(group)
         x = torch.stack([pending.x for pending in group])
-        batch = [torch.stack(column) for column in zip(*(pending.batch for pending in group), strict=True)]
         with torch.enable_grad():
-            g, losses = self._gradients(x, *batch)
+            g, losses = self._gradients(x, *self._batches(group, x.device))
         finite = torch.isfinite(g.sum(1))
         values = torch.where(finite, losses, math.nan).tolist()  # the one wait for a GPU
-        for pending, row, value in zip(group, g, values, strict=True):
+        for pending, row, value in zip(group, g.unbind(), values, strict=True):
             pending.answer = (row, value)
+
+    def _batches(self, group: list[Pending], device: torch.device) -> list[Tensor]:
+        """All mini-batches, one upon the other."""
+        if self._data is None:
+            columns = zip(*(pending.batch for pending in group), strict=True)
+            return [torch.stack([piece.to(device) for piece in column]) for column in columns]
+        indices = torch.tensor([pending.batch[0] for pending in group])
+        picked = indices.view(-1).to(device)
+        return [t.index_select(0, picked).view(*indices.shape, *t.shape[1:]) for t in self._data]
+
+
+def pays(module: nn.Module, device: str, workers: int) -> bool:
+    """Whether taking gradients together is faster, by what was measured (benchmarks/batched.py).
+
+    A rule and not a stopwatch, so that the same call gives the same run.
+    """
+    if device != "cpu":
+        return workers > 1
+    holders = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+    small = sum(p.numel() for p in module.parameters()) <= _SMALL
+    return small and workers >= _MANY and all(isinstance(part, nn.Linear) for part in holders)
 
 
 def why_not(module: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> str | None:

@@ -35,7 +35,7 @@ from orchestra.ops import (
     Traffic,
 )
 from orchestra.sim import collectives
-from orchestra.sim.collectives import bytes_of, nbytes
+from orchestra.sim.collectives import bytes_of, nbytes, vector_of
 from orchestra.sim.kernel import Promise
 from orchestra.sim.world import World
 
@@ -50,6 +50,7 @@ class _Letter:
     source: int
     size: int  # bytes
     posted: float  # seconds
+    read: Promise[None] | None = None  # kept when the receiver is done with a lent vector
 
 
 class SimTransport:
@@ -65,12 +66,14 @@ class SimTransport:
         self.lockstep = True
         self.begun = 0
         self._world = world
+        self._number = world.network.host(rank).number
         self._others = others  # by rank, itself included
         self._kernel = world.kernel
         self._step = 0
         self._boxes: dict[int, deque[_Letter]] = {}
         self._arrivals: deque[int] = deque()  # sources of letters, in the order they came
         self._left: set[int] = set()
+        self._lent: dict[int, Promise[None]] = {}  # vectors of others that this node may still be reading
         self._awaited: Promise[None] | None = None
         self._from: int | None = None  # whose letter is awaited; None: anybody's
         self._rules: dict[type[Any], Callable[[Any], Any]] = {
@@ -79,7 +82,6 @@ class SimTransport:
             MeanUpdate: self._collective,
             Broadcast: self._collective,
             Gather: self._collective,
-            Send: self._send,
             Recv: self._recv,
             Sleep: self._sleep,
             Leave: self._leave,
@@ -90,7 +92,9 @@ class SimTransport:
         return self._kernel.now
 
     def start(self, op: Op[T]) -> Handle[T]:
-        """Carry out an op; returns when it is over, in virtual time."""
+        """Carry out an op; returns when it is over, in virtual time, but for vectors that are lent."""
+        if type(op) is Send:
+            return cast("Handle[T]", self._send(op))
         return Done(cast("T", self._rules[type(op)](op)))
 
     def proceed(self, step: int) -> bool:
@@ -106,7 +110,14 @@ class SimTransport:
         if op.work:
             self._pause(self.lasts(self._step))
             self._step += 1
+        elif op.numbers:
+            self._pass_over(op.numbers)
         return answer()
+
+    def _pass_over(self, numbers: int) -> None:
+        """Work on vectors, if that takes any time here."""
+        if self._number:
+            self._pause(numbers * self._number)
 
     def _pause(self, seconds: float) -> None:
         promise: Promise[None] = Promise(self._kernel, _time_to_pass)
@@ -118,14 +129,33 @@ class SimTransport:
 
     # Messages.
 
-    def _send(self, op: Send) -> None:
-        x = op.x if op.x.is_meta else op.x.detach().clone()
-        size = nbytes(x)
+    def _send(self, op: Send) -> Handle[None]:
+        if self._lent:
+            self._release(op.to)
+        size = nbytes(op.x)
         self.traffic.sent += size
-        self._post(op.to, _Letter(Message(self.rank, x, op.version, op.weight), self.rank, size, self._kernel.now))
+        read: Promise[None] | None = None
+        if op.lend and not op.x.is_meta:
+            read = Promise(self._kernel, partial(self._reader, op.to))
+            x = op.x.detach()
+        else:
+            x = op.x if op.x.is_meta else op.x.detach().clone()
+        message = Message(self.rank, x, op.version, op.weight)
+        self._post(op.to, _Letter(message, self.rank, size, self._kernel.now, read))
+        return _NOTHING if read is None else read
+
+    def _reader(self, to: int) -> str:
+        return f"{name_of(to, self._world.workers)} to have read a message"
+
+    def _release(self, source: int) -> None:
+        """This node no longer looks at what was lent to it."""
+        read = self._lent.pop(source, None)
+        if read is not None:
+            read.keep(None)
 
     def _leave(self, op: Leave) -> None:
         for to in op.group.members:
+            self._release(to)
             self._post(to, _Letter(None, self.rank, 0, self._kernel.now))
 
     def _post(self, to: int, letter: _Letter) -> None:
@@ -144,6 +174,9 @@ class SimTransport:
 
     def _recv(self, op: Recv) -> Message | None:
         asked = self._kernel.now
+        if self._lent:
+            for source in [s for s in self._lent if (s in op.group if op.source is None else s == op.source)]:
+                self._release(source)
         while True:
             letter = self._take(op)
             if letter is None:
@@ -156,6 +189,8 @@ class SimTransport:
             elif letter.message is None:
                 self._left.add(letter.source)
             else:
+                if letter.read is not None:
+                    self._lent[letter.source] = letter.read
                 self.traffic.received += letter.size
                 # Before it was sent there was nothing to do but wait; after that it was on its way.
                 self.traffic.waited += max(0.0, min(letter.posted, self._kernel.now) - asked)
@@ -190,7 +225,12 @@ class SimTransport:
         sent, received = bytes_of(op, self.rank)
         self.traffic.sent += sent
         self.traffic.received += received
+        if isinstance(op, Mean | MeanUpdate):
+            self._pass_over(vector_of(op).numel())  # its share of everyone's vector, which makes one whole
         return value
+
+
+_NOTHING: Handle[None] = Done(None)
 
 
 def _at_once(op: Compute[Any]) -> Callable[[], Any]:

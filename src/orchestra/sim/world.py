@@ -55,6 +55,7 @@ class World:
         self.flows = Flows(kernel, single=network.rack is None)
         self.stop_at: int | None = None  # the step before which workers stop, where they stop together
         self._closed_forms = closed_forms and network.symmetric
+        self._hosts = [network.host(n) for n in range(nodes)]
         self._up = [Link(f"up {n}", network.host(n).up / 8, UP) for n in range(nodes)]
         self._down = [Link(f"down {n}", network.host(n).down / 8, DOWN) for n in range(nodes)]
         self._racks = _racks(network, nodes)
@@ -74,8 +75,8 @@ class World:
         self._depart(source, to, size, arrived)
 
     def _depart(self, source: int, to: int, size: float, arrived: Callable[[], None]) -> None:
-        here, there = self.network.host(source), self.network.host(to)
-        latency = here.latency + there.latency
+        here = self._hosts[source]
+        latency = here.latency + self._hosts[to].latency
 
         def sent() -> None:
             self.kernel.after(latency, arrived)

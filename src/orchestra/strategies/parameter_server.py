@@ -32,7 +32,7 @@ from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.ops import Handle
 from orchestra.strategy import Strategy, knob
-from orchestra.vectors import ranges, weighted_mean
+from orchestra.vectors import ranges
 
 
 @dataclass
@@ -60,11 +60,9 @@ class BSP(Consistency):
         for pushes in node.comm.rounds():
             for answer in answers:
                 answer.wait()  # at once: whoever pushes again has read the last answer
-            weights = [push.weight for push in pushes]
-            if any(weights):
-                weighted_mean(node.g, [push.x for push in pushes], weights)
+            if samples := node.average(pushes):
                 node.update(node.g)
-                node.samples += int(sum(weights))
+                node.samples += int(samples)
             s.versions[0] += 1
             answers = [node.comm.start_send(push.source, node.x, version=s.versions[0]) for push in pushes]
 

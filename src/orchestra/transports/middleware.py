@@ -62,13 +62,14 @@ class Metered(Wrapper):
         """Pass the op on and note how long it took."""
         if isinstance(op, MeanUpdate):
             op = cast("Op[T]", replace(op, apply=self._timed(op.apply)))
-        began, waited, computed = self.now(), self.traffic.waited, self.compute
+        now, traffic = self.now, self.traffic
+        began, waited, computed = now(), traffic.waited, self.compute
         handle = self.inner.start(op)
-        took = self.now() - began
+        took = now() - began
         if type(op) is Compute:
             self.compute += took
-        else:
-            self.communicate += took - (self.traffic.waited - waited) - (self.compute - computed)
+        elif took:
+            self.communicate += took - (traffic.waited - waited) - (self.compute - computed)
         return handle if isinstance(handle, Done) else _MeteredHandle(self, handle)
 
     def _timed(self, apply: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

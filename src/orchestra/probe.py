@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of a machine and a workload on it, in a file: `orchestra probe` writes it, rehearsals read it.
+
+delay="probe.json"               computing times drawn from those measured, at the run's own batch
+network="probe.json"             hosts that exchange tensors like processes of this machine do
+network="probe.json loopback"    likewise, through the sockets of this machine
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_FORMAT = "orchestra probe 1"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A way between two processes."""
+
+    rate: float  # bytes per second
+    latency: float  # seconds until the first byte of a message is there
+    message: float  # seconds of the sender's own work for a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One machine, and one workload on it."""
+
+    workload: str
+    parameters: int
+    machine: str
+    threads: int  # of the process that computed
+    batch: int  # the workload's own
+    compute: Mapping[int, tuple[float, ...]]  # seconds of each step, by batch
+    memory: float  # bytes per second copied by one process
+    number: float  # seconds for every number that an optimizer updates
+    memory_exchange: Exchange  # between two processes, through memory that both map
+    loopback: Exchange  # between two processes, through a socket
+
+    def dump(self) -> str:
+        """As the text of a file, one figure a line."""
+        parts = {"format": _FORMAT, **asdict(self)}
+        return "{\n" + ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in parts.items()) + "\n}\n"
+
+
+def read(path: Path) -> Probe:
+    """What `dump` wrote. Raises a ValueError that says what is wrong with the file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}: `orchestra probe RECIPE` writes one") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, Mapping) or found.get("format") != _FORMAT:
+        raise ValueError(f"{path} was not written by this version of `orchestra probe`: run it again")
+    try:
+        probe = _made(found)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): run `orchestra probe` again") from None
+    if not probe.compute or not all(_plausible(probe)):
+        raise ValueError(f"{path} holds figures that no machine has: run `orchestra probe` again")
+    return probe
+
+
+def _made(found: Mapping[str, Any]) -> Probe:
+    given = {field.name: found[field.name] for field in fields(Probe)}
+    given["compute"] = {int(batch): tuple(map(float, times)) for batch, times in given["compute"].items()}
+    for way in ("memory_exchange", "loopback"):
+        given[way] = Exchange(**given[way])
+    return Probe(**given)
+
+
+def _plausible(probe: Probe) -> list[bool]:
+    ways = (probe.memory_exchange, probe.loopback)
+    times = [t for own in probe.compute.values() for t in own]
+    return [
+        bool(times) and all(own for own in probe.compute.values()),
+        all(batch > 0 for batch in probe.compute),
+        all(math.isfinite(t) and t >= 0 for t in times),
+        math.isfinite(probe.number) and probe.number >= 0,
+        all(math.isfinite(w.rate) and w.rate > 0 and w.latency >= 0 and w.message >= 0 for w in ways),
+    ]

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run in virtual time: every node set up as it would be in a process of its own, then let live."""
+
+from __future__ import annotations
+
+import copy
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestra import delays, run, snapshot
+from orchestra.board import Progress, Report, name_of
+from orchestra.cluster import Ending, Order
+from orchestra.data.feed import IndexedFeed, is_tensors
+from orchestra.errors import Interrupted, OrchestraError, WorkerFailed
+from orchestra.events import Began, Event, encode
+from orchestra.networks import Network
+from orchestra.node import Comm, Node
+from orchestra.ops import Compute
+from orchestra.rng import exchange_states
+from orchestra.sim.kernel import Kernel
+from orchestra.sim.numerics import Batched
+from orchestra.sim.timing import timed
+from orchestra.sim.transport import connect
+from orchestra.sim.world import World
+from orchestra.transports.middleware import Metered
+from orchestra.vectors import ranges
+
+_GLANCE = 0.1  # real seconds between two looks at the board
+_MANY = 4096  # events that a node may keep in memory
+
+
+class Rehearsal:
+    """One run in virtual time."""
+
+    def __init__(
+        self, order: Order, kernel: Kernel, network: Network, numerics: str, *, closed_forms: bool = True
+    ) -> None:
+        self.order = order
+        self.timing_only = numerics == "off"
+        self.batched = numerics == "batched"
+        # Without numbers there is nothing to set aside and score.
+        self.job = job = replace(order.job, snapshot_every=None) if self.timing_only else order.job
+        self.nodes = job.workers + job.servers
+        self.kernel = kernel
+        self.world = World(kernel, network, self.nodes, job.workers, closed_forms=closed_forms)
+        self.transports = connect(self.world, self.nodes)
+        assert job.delay is not None
+        self.delay = job.delay
+        self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
+        self.warnings: list[str] = []
+        self.stopped_by = "budget"
+        self.shown = 0.0
+        self.random: dict[int, Any] = {}  # where each node's generators stand
+        self.at_dice = -1  # the node whose they are now
+
+    def run(self) -> Ending:
+        """Set up all nodes, then let virtual time pass."""
+        # As many as a process of a real run would have: sums in other pieces would round otherwise.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.job.threads)
+        try:
+            return self._run()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self) -> Ending:
+        lives = self._timed_lives() if self.timing_only else self._lives()
+        for life in lives:
+            self.kernel.spawn(name_of(life.rank, self.job.workers), self._living(life))
+        if self.order.seconds is not None:
+            self.kernel.at(self.order.seconds, self.stop, "seconds")
+        try:
+            self.kernel.run(self._glance)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"stopped at {self.kernel.now:.6g} virtual seconds. A rehearsal is not saved: the same call repeats it."
+            ) from None
+        finally:
+            for life in lives:
+                life.log.close()
+        self._show()
+        if self.timing_only:
+            x0 = snapshot.Part(self.kernel.now, 0, 0, 0, self.order.x0, {})
+            snapshot.write(self.job.run / snapshot.FINAL, 0, x0)
+        return Ending(self.stopped_by, self.warnings)
+
+    def stop(self, reason: str) -> None:
+        """End soon: workers that go in step after the same step, the others where they are."""
+        if self.world.stop_at is None:
+            self.stopped_by = reason
+            self.world.stop_at = max(t.begun for t in self.transports[: self.job.workers]) + 1
+
+    # Nodes.
+
+    def _lives(self) -> list[_Life]:
+        """Every node with its own module, vectors and random numbers; the data are there once."""
+        job, x0 = self.job, self.order.x0.to(self.job.device)
+        shared = x0.clone() if job.owns_range else None
+        data: Any = None
+        lives = []
+        for rank in range(self.nodes):
+            log = _Log(job.run / f"events-{rank}.jsonl")
+            meter, comm = self._connect(rank)
+            if rank < job.workers:
+                x = shared if shared is not None else x0.clone()
+                node = run.worker(job, rank, comm, log, x, torch.zeros_like(x), data=data)
+                data = _shared(node.feed, x0.device)
+            else:
+                part = ranges(x0.numel(), job.servers)[rank - job.workers]
+                node = run.server(job, rank, comm, log, x0[part].clone())
+            self.at_dice = rank
+            self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
+            lives.append(self._life(node, meter, log))
+        if self.batched:
+            self._gather_gradients([life.node for life in lives[: job.workers]], data if is_tensors(data) else None)
+        return lives
+
+    def _gather_gradients(self, nodes: list[Node], data: Any) -> None:
+        """Let all workers' gradients be taken together, and their samples if these are tensors."""
+        first = nodes[0]
+        assert first.replica is not None
+        together = Batched(copy.deepcopy(first.replica.module), self.job.loss, data)
+        for node in nodes:
+            self.transports[node.rank].computing = partial(self._together, together, node)
+            if data is not None:
+                assert isinstance(node.feed, IndexedFeed)
+                node.feed.give_indices()
+
+    def _together(self, together: Batched, node: Node, op: Compute[Any]) -> Callable[[], Any]:
+        if op.batch is None:
+            return self._compute(node.rank, op)
+        pending = together.begin(node.x, op.batch)
+
+        def answer() -> float:
+            g, loss = together.end(pending)
+            if self.job.layerwise:
+                node.g.copy_(g)  # of which the layers' gradients are views
+            else:
+                node.g = g
+            return loss
+
+        return answer
+
+    def _timed_lives(self) -> list[_Life]:
+        lives = []
+        for rank in range(self.nodes):
+            log = _Log(self.job.run / f"events-{rank}.jsonl")
+            meter, comm = self._connect(rank)
+            at_once = not self.world.network.host(rank).number
+            lives.append(self._life(timed(self.job, rank, comm, log, self.order.x0, at_once=at_once), meter, log))
+        return lives
+
+    def _connect(self, rank: int) -> tuple[Metered, Comm]:
+        job, transport = self.job, self.transports[rank]
+        transport.lockstep = job.strategy.synchronous
+        transport.lasts = delays.sampler(self.delay, job.seed, rank)
+        if not self.timing_only:
+            transport.computing = partial(self._compute, rank)
+        meter = Metered(transport)
+        return meter, Comm(meter, *job.groups)
+
+    def _life(self, node: Node, meter: Metered, log: _Log) -> _Life:
+        def show(row: Report) -> None:
+            self.rows[node.rank] = row
+
+        return _Life(self.job, node, meter, log, self._hear, show)
+
+    def _living(self, life: _Life) -> Callable[[], None]:
+        name = name_of(life.rank, self.job.workers)
+
+        def body() -> None:
+            life.log.write(Began(0.0, life.rank, "server" if life.is_server else "worker", 0.0))
+            keeper = _Keeper(self, life)
+            try:
+                run.serve(life, keeper) if life.is_server else run.work(life, keeper)
+            except (OrchestraError, KeyboardInterrupt):
+                raise
+            except Exception:
+                raise WorkerFailed(name, traceback.format_exc()) from None
+
+        return body
+
+    def _compute(self, rank: int, op: Compute[Any]) -> Callable[[], Any]:
+        """Call something of a node's, with that node's random numbers if it may need any."""
+        if op.draws and self.at_dice != rank:
+            self.random[self.at_dice] = exchange_states(self.random[rank], cuda=self.order.job.device == "cuda")
+            self.at_dice = rank
+        value = op.fn()
+        return lambda: value
+
+    # Whoever watches.
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        name = name_of(said["node"], self.job.workers)
+        self.warnings.append(f"{name} could not set aside the model at step {said['step']}: {said['error']}.")
+
+    def _glance(self) -> None:
+        if time.monotonic() - self.shown > _GLANCE:
+            self._show()
+            self.shown = time.monotonic()
+
+    def _show(self) -> None:
+        job = self.job
+        what = (job.run, self.order.about["strategy"], job.workers, job.servers, job.last_step)
+        self.order.show(Progress(*what, True, self.kernel.now, tuple(self.rows)))
+
+
+def _shared(feed: Any, device: torch.device) -> Any:
+    """The data of one worker for the next, where they will be needed; streams are each worker's own."""
+    if not isinstance(feed, IndexedFeed):
+        return None
+    return tuple(t.to(device) for t in feed.data) if is_tensors(feed.data) else feed.data
+
+
+class _Log:
+    """Keeps events in memory and appends them to a file now and then: a thousand nodes cannot all hold one open."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        """Record an event."""
+        self._waiting.append(event)
+        if len(self._waiting) >= _MANY:
+            self.close()
+
+    def close(self) -> None:
+        """Bring everything so far to the file."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(encode(event) for event in self._waiting))
+        self._waiting.clear()
+
+
+@dataclass
+class _Life(run.Life):
+    log: _Log
+
+
+@dataclass
+class _Keeper:
+    """Nothing is kept: but a score may end the run, at the very virtual moment of its snapshot."""
+
+    rehearsal: Rehearsal
+    life: _Life
+    snapshots: int = 0
+
+    def after_step(self, before: int) -> None:
+        """Score what was just set aside, if a score could end the run."""
+        order = self.rehearsal.order
+        if order.has_target and self.life.snapshots > self.snapshots:
+            self.snapshots = self.life.snapshots
+            order.scorer.rest()
+            if order.scorer.target_reached():
+                self.rehearsal.stop("target")
+
+    def interrupted(self) -> bool:
+        """Never: Ctrl-C ends a rehearsal at once."""
+        return False
+
+    def break_off(self) -> None:
+        """Nothing to save."""
+
+    def stay(self) -> bool:
+        """Without numbers there is no model to set aside."""
+        return not self.rehearsal.timing_only
+
+    def after_service(self) -> bool:
+        """Likewise."""
+        return not self.rehearsal.timing_only
