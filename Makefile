@@ -29,6 +29,7 @@ exhaustive: setup
 	$(BIN)/python -m pytest tests -m exhaustive --timeout 1200
 
 bench: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.all
 
 clean:

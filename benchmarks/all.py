@@ -9,9 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from benchmarks.common import ROOT
 
-SCRIPTS = ("sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal", "prediction")
+SCRIPTS = (
+    "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal", "kernels",
+    "prediction", "batched", "batched_gpu",
+)  # fmt: skip
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
 _HEAD = """# Benchmarks
@@ -26,7 +31,8 @@ one script by itself with the command given.
 def main() -> None:
     """Run the scripts one after the other, each in a process of its own; sections of those not run are kept."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scripts", nargs="*", default=SCRIPTS, help=f"which of {', '.join(SCRIPTS)}; all by default")
+    here = [name for name in SCRIPTS if not name.endswith("_gpu") or torch.cuda.is_available()]
+    parser.add_argument("scripts", nargs="*", default=here, help=f"which of {', '.join(SCRIPTS)}; all by default")
     sections = _sections(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name in parser.parse_args().scripts:
         if name not in SCRIPTS:

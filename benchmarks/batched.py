@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much faster is a rehearsal whose gradients are taken together? Whole runs, on the CPU or on one GPU."""
+"""How much faster is a rehearsal whose gradients are taken together? Whole runs, on the CPU."""
 
 from __future__ import annotations
 
-import argparse
 import functools
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import orchestra
+from benchmarks.common import Outcome, Rounds, main
 from orchestra.models import LeNet5, mlp
 
 SAMPLES, BATCH = 16_384, 32
@@ -30,6 +29,7 @@ def data(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 WORKLOADS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "LeNet-5": (LeNet5, (1, 28, 28)),
     "MLP 784-256-10": (functools.partial(mlp, 784, 256, 10), (784,)),
+    "MLP 64-128-64-10": (functools.partial(mlp, 64, 128, 64, 10), (64,)),
 }
 
 
@@ -55,34 +55,39 @@ def seconds(model: Any, shape: tuple[int, ...], numerics: Any, *, workers: int, 
         return time.perf_counter() - began
 
 
-def main() -> None:
-    """Print a line for each model: whole runs, in turn, several times."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
+def compare(device: str, workers: int, steps: int, rounds: int) -> Outcome:
+    """Whole runs in turn."""
+    outcome = Outcome(
+        f"Gradients taken together, {'CPU' if device == 'cpu' else 'one GPU'}",
+        f"Rehearsals of {workers} workers x {steps} steps, batch {BATCH}, an asynchronous server, log-normal delays; "
+        f"real time of whole runs, set-up included, by gradient, in ms; {rounds} rounds in turn.",
+    )
+    rows, goals = [], []
     for name, (model, shape) in WORKLOADS.items():
-        run = functools.partial(seconds, model, shape, workers=given.workers, device=given.device)
-        took: dict[str, list[float]] = {"real": [], "batched": []}
-        for numerics in took:
+        run = functools.partial(seconds, model, shape, workers=workers, device=device)
+        took = Rounds()
+        for numerics in ("real", "batched"):
             run(numerics, steps=1)  # the first calls of a process choose kernels
-        for _ in range(given.rounds):
-            for numerics, found in took.items():
-                found.append(run(numerics, steps=given.steps) / (given.steps * given.workers) * 1e3)
-        each = ", ".join(f"{numerics} {_show(found)} ms" for numerics, found in took.items())
-        ratios = [real / batched for real, batched in zip(took["real"], took["batched"], strict=True)]
-        print(
-            f"{name}, {given.workers} workers x {given.steps} steps on {given.device}, set-up included: {each} a "
-            f"gradient; {_show(ratios)} times",
-            flush=True,
-        )
+        for _ in range(rounds):
+            for numerics in ("real", "batched"):
+                took.add(numerics, run(numerics, steps=steps) / (steps * workers) * 1e3)
+        ratio = took.ratio("real", "batched")
+        rows.append([name, took["real"].show(2), took["batched"].show(2), ratio.show(2)])
+        if device != "cpu" and name in GOALS:
+            goals.append((f"{name} at least {GOALS[name]} times as fast", ratio.median >= GOALS[name]))
+    outcome.table(["model", "one at a time", "together", "times as fast"], rows)
+    for goal in goals:
+        outcome.goal(*goal)
+    return outcome
 
 
-def _show(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+GOALS = {"LeNet-5": 15, "MLP 784-256-10": 40}
+
+
+def measure(rounds: int) -> Outcome:
+    """On the CPU."""
+    return compare("cpu", 32, 16, rounds)
 
 
 if __name__ == "__main__":
-    main()
+    main(measure, rounds=5)

@@ -246,8 +246,9 @@ def machine() -> str:
         platform.machine(),
     )
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return (
-        f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}: {os.cpu_count()} cores of {model}, "
+        f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}: {os.cpu_count()} cores of {model}{gpu}, "
         f"torch {torch.__version__}, Python {platform.python_version()}; load {load}, steal {steal():.1%} since boot."
     )
 

@@ -35,6 +35,7 @@ class Progress:
     begun: bool  # whether all nodes are ready and training has begun
     t: float  # seconds of training
     nodes: tuple[Report, ...]  # workers, then servers
+    real: float | None = None  # real seconds so far, where those of training are virtual
 
     @property
     def step(self) -> int:

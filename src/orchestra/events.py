@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,7 +31,7 @@ class Began:
     setup: float  # seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would make it four times as slow, and there are millions
 class Stepped:
     """A worker finished a step. Seconds, bytes and samples are totals since the start of the run."""
 
@@ -48,7 +49,7 @@ class Stepped:
     received: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would make it four times as slow, and there are millions
 class Logged:
     """A strategy had something to say: a name and a number."""
 
@@ -192,7 +193,15 @@ def _text(value: Any) -> str:
     kind = type(value)
     if kind is float:
         return repr(value) if math.isfinite(value) else "null"
-    return str(value) if kind is int else json.dumps(_plain(value), separators=(",", ":"))
+    if kind is int:
+        return str(value)
+    return _quoted(value) if kind is str else json.dumps(_plain(value), separators=(",", ":"))
+
+
+@lru_cache(maxsize=256)
+def _quoted(text: str) -> str:
+    """The names that strategies give their figures are few."""
+    return json.dumps(text)
 
 
 def _plain(value: Any) -> Any:

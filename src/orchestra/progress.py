@@ -54,12 +54,13 @@ class Picture:
 
     title: str
     t: float  # seconds of training
+    real: float | None  # real seconds, where those are virtual
     step: int  # of the slowest worker
     last_step: int | None
     fraction: float | None  # of the budget that is spent
-    left: float | None  # seconds
+    left: float | None  # real seconds
     loss: float | None
-    rate: float  # samples per second
+    rate: float  # samples per second of training
     metrics: dict[str, float]
     nodes: list[NodeLine]
 
@@ -84,13 +85,15 @@ class Observer:
             self._run = now.run
             self._seen.clear()
         fraction = self._fraction(now)
+        passed = now.t if now.real is None else now.real
         return Picture(
             title=self.title or _title(now),
             t=now.t,
+            real=now.real,
             step=now.step,
             last_step=now.last_step,
             fraction=fraction,
-            left=now.t * (1 - fraction) / fraction if fraction and now.t > 0.5 else None,
+            left=passed * (1 - fraction) / fraction if fraction and passed > 0.5 else None,
             loss=now.loss,
             rate=self._rate(now.t, now.samples),
             metrics=latest_score(now.run),
@@ -168,7 +171,11 @@ class PlainView:
 def plain_line(p: Picture) -> str:
     """One moment as one line of text."""
     shares = "  ".join(f"{kind} {p.share(kind):.0%}" for kind, _, _ in _KINDS)
-    return f"[{p.t:7.1f} s] {p.title}  {'  '.join(_figures(p))}  {shares}"
+    return f"[{_clock(p):>9}] {p.title}  {'  '.join(_figures(p))}  {shares}"
+
+
+def _clock(p: Picture) -> str:
+    return f"{p.t:.1f} s" if p.real is None else f"{p.t:.1f} virtual s in {p.real:.1f} s"
 
 
 def _figures(p: Picture) -> list[str]:
@@ -176,7 +183,7 @@ def _figures(p: Picture) -> list[str]:
     if p.loss is not None:
         found.append(f"loss {p.loss:.4g}")
     if p.rate:
-        found.append(f"{p.rate:,.0f} samples/s")
+        found.append(f"{p.rate:,.0f} samples/{'' if p.real is None else 'virtual '}s")
     found += [f"test {name} {value:.4g}" for name, value in list(p.metrics.items())[:2]]
     if p.left is not None:
         found.append(f"{duration(p.left)} left")
@@ -232,7 +239,7 @@ def drawing(p: Picture, width: int, height: int) -> Text:
     percent = "" if p.fraction is None else f" {p.fraction:4.0%}"
     bar = max(10, min(60, width - 20))
     filled = round(bar * (p.fraction or 0.0))
-    text.append("━" * filled, "cyan").append("─" * (bar - filled), "dim").append(f"{percent}  {p.t:.1f} s\n")
+    text.append("━" * filled, "cyan").append("─" * (bar - filled), "dim").append(f"{percent}  {_clock(p)}\n")
     text.append(" · ".join(_figures(p)))
     room = max(1, height - 5)
     shown = p.nodes if len(p.nodes) <= room else p.nodes[: room - 1]

@@ -78,9 +78,10 @@ def test_the_interval_of_many_seeds_leaves_out_the_extremes() -> None:
     assert row("x", *map(float, range(1, 12))).interval == (2.0, 10.0)
 
 
-def picture(nodes: int) -> Picture:
+def picture(nodes: int, real: float | None = None) -> Picture:
     lines = [NodeLine(f"worker {i}", 12_345, 0.5, 0.2, 0.3) for i in range(nodes)]
-    return Picture("slowmo(tau=8) · many workers", 12.0, 12_345, 99_999, 0.12, 88.0, 0.5, 1e5, {"accuracy": 0.9}, lines)
+    figures = (12_345, 99_999, 0.12, 88.0, 0.5, 1e5, {"accuracy": 0.9})
+    return Picture("slowmo(tau=8) · many workers", 12.0, real, *figures, lines)
 
 
 def test_the_display_fits_a_small_terminal() -> None:
@@ -99,3 +100,10 @@ def test_the_plain_line() -> None:
     assert "step 12,345/99,999" in line
     assert "compute 50%  communicate 20%  wait 30%" in line
     assert "1 min 28 s left" in line
+    assert line.startswith("[   12.0 s]")
+
+
+def test_a_rehearsal_has_two_clocks() -> None:
+    shown = picture(2, real=3.5)
+    assert plain_line(shown).startswith("[12.0 virtual s in 3.5 s]")
+    assert "12.0 virtual s in 3.5 s" in drawing(shown, 80, 24).plain

@@ -56,6 +56,7 @@ class Rehearsal:
         self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings: list[str] = []
         self.stopped_by = "budget"
+        self.began = time.monotonic()
         self.shown = 0.0
         self.random: dict[int, Any] = {}  # where each node's generators stand
         self.at_dice = -1  # the node whose they are now
@@ -209,7 +210,7 @@ class Rehearsal:
     def _show(self) -> None:
         job = self.job
         what = (job.run, self.order.about["strategy"], job.workers, job.servers, job.last_step)
-        self.order.show(Progress(*what, True, self.kernel.now, tuple(self.rows)))
+        self.order.show(Progress(*what, True, self.kernel.now, tuple(self.rows), time.monotonic() - self.began))
 
 
 def _shared(feed: Any, device: torch.device) -> Any:
