@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -129,7 +130,7 @@ _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]], tuple[str,
     )
     for kind, cls in _KINDS.items()
 }
-_decode = json.JSONDecoder().raw_decode
+_TOGETHER = 1000  # lines that are read at once
 _FLUSH = 0.5  # seconds an event may wait in memory
 
 
@@ -214,10 +215,25 @@ def read(path: Path) -> Iterator[Event]:
     """The events of a file. Lines cut short or of an unknown kind are passed over: a run may be under way, or newer."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record, _ = _decode(line)
-                yield _KINDS[record.pop("event")](**record)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while lines := list(islice(file, _TOGETHER)):
+            for record in _records(lines):
+                try:
+                    yield _KINDS[record.pop("event")](**record)
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    continue
+
+
+def _records(lines: list[str]) -> list[Any]:
+    """Lines of JSON, all at once if they are whole, which is twice as fast."""
+    try:
+        together: list[Any] = json.loads(f"[{','.join(lines)}]")
+        if len(together) == len(lines):
+            return together
+    except ValueError:
+        pass
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
