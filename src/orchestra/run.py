@@ -228,13 +228,14 @@ def take_snapshot(life: Life) -> None:
 def set_aside(life: Life, folder: Path) -> bool:
     """Write this node's part of the model; False if it holds none."""
     job, node, where = life.job, life.node, life.job.strategy.model_at
-    holds = life.is_server or where == "apart" or (where == "everywhere" and life.rank == 0)
+    equal = where in ("everywhere", "copies")
+    holds = life.is_server or where == "apart" or (equal and life.rank == 0)
     buffers = node.replica.buffers() if node.replica is not None else {}
     if not holds and not buffers:
         return False
     start = ranges(job.parameters, job.servers)[life.rank - job.workers].start if life.is_server else 0
     x: Tensor | None = node.x if holds else None
-    samples = job.samples_by(node.steps) if where == "everywhere" else node.samples
+    samples = job.samples_by(node.steps) if equal else node.samples
     snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers))
     return True
 

@@ -90,6 +90,7 @@ class Scorer:
         holders = [p for p in parts if p.x is not None]
         samples = {
             "everywhere": holders[0].samples,
+            "copies": holders[0].samples,
             "servers": max(p.samples for p in holders),
             "apart": sum(p.samples for p in holders),
         }[self.strategy.model_at]
@@ -114,7 +115,7 @@ class Scorer:
         buffers = bool(persistent_buffers(self.module))
         workers = set(range(self.workers))
         servers = set(range(self.workers, self.workers + self.strategy.servers))
-        wanted = {"everywhere": {0}, "servers": servers, "apart": workers}[self.strategy.model_at]
+        wanted = {"everywhere": {0}, "copies": {0}, "servers": servers, "apart": workers}[self.strategy.model_at]
         return (wanted | (workers if buffers else set())) <= found
 
     def _record(self, scored: Scored) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
-Where = Literal["everywhere", "servers", "apart"]
+Where = Literal["everywhere", "copies", "servers", "apart"]
 
 
 def knob(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
@@ -45,7 +45,8 @@ class Strategy(ABC, Generic[S]):
         """Where the model is between two steps.
 
         `everywhere`: all replicas are always equal, so one x may serve them all; x changes only by `mean_update`.
-        `servers`: each server holds a range. `apart`: each worker holds its own; the model is their mean.
+        `copies`: they are always equal, but each worker updates its own. `servers`: each server holds a range.
+        `apart`: each worker holds its own; the model is their mean.
         """
         return "apart"
 

@@ -68,7 +68,8 @@ MAY_KNOW = {
     "vectors": set[str](),
     "strategy": {"errors", "node"},  # node only for its type
     "node": {"data.feed", "errors", "events", "inner", "ops", "replica", "vectors"},
-    "strategies": {"errors", "node", "ops", "strategies", "strategy", "vectors"},
+    "collectives": {"collectives", "node", "vectors"},
+    "strategies": {"collectives", "errors", "node", "ops", "strategies", "strategy", "vectors"},
     "transports": {"board", "errors", "ops", "transports", "vectors"},
     "run": {
         "board",

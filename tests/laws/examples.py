@@ -7,8 +7,9 @@ import dataclasses
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo, Strategy
+from orchestra.collectives.double_tree import trees
 from orchestra.strategies import PARTS, STRATEGIES
-from orchestra.vectors import ranges
+from orchestra.vectors import ranges, split
 
 WORKERS = 3
 
@@ -59,6 +60,52 @@ def alone(strategy: Strategy[Any]) -> Strategy[Any]:
     return strategy
 
 
+def numbers_sent(algorithm: str, p: int, n: int) -> list[int]:
+    """Numbers that every worker sends in an all-reduce of n of them, from the pages in `collectives`."""
+    if p == 1:
+        return [0]
+    sizes = [part.stop - part.start for part in split(n, p)]
+    q = 1 << (p.bit_length() - 1)
+    e, stages = p - q, q.bit_length() - 1
+    folds = [(n, 0) if r % 2 == 0 else (n, 1) for r in range(2 * e)] + [(0, 1)] * (p - 2 * e)  # more, takes part
+    members = [*range(1, 2 * e, 2), *range(2 * e, p)]
+    powers = [2**k for k in range(stages + 1)]
+    match algorithm:
+        case "ring":
+            return [2 * n - sizes[(r + 1) % p] - sizes[(r + 2) % p] for r in range(p)]
+        case "halving_doubling":
+            cuts = [part.start for part in split(n, q)] + [n]
+            doubling = [sum(cuts[i // d * d + d] - cuts[i // d * d] for d in powers[:stages]) for i in range(q)]
+            windows = [n - cuts[i + 1] + cuts[i] + doubling[i] for i in range(q)]
+            return [more + (windows[members.index(r)] if active else 0) for r, (more, active) in enumerate(folds)]
+        case "butterfly":
+            return [more + active * stages * n for more, active in folds]
+        case "tree":
+            below = [sum(r % (2 * d) == 0 and r + d < p for d in powers) for r in range(p)]
+            return [n * (below[r] + (r > 0)) for r in range(p)]
+        case "double_tree":
+            halves = [part.stop - part.start for part in split(n, 2)]
+            placed = [[tree[r] for tree in trees(p)] for r in range(p)]
+            return [
+                sum(h * (len(at.below) + (at.above is not None)) for h, at in zip(halves, both, strict=True))
+                for both in placed
+            ]
+        case "hierarchical":
+            g = max(g for g in range(1, p + 1) if p % g == 0 and g * g <= p)
+            within = [part.stop - part.start for part in split(n, g)]
+            found = []
+            for r in range(p):
+                i, k, m = r % g, r // g, p // g
+                mine = within[(i + 1) % g]
+                across = [part.stop - part.start for part in split(mine, m)]
+                inner = 2 * n - mine - within[(i + 2) % g] if g > 1 else 0
+                found.append(inner + 2 * mine - across[(k + 1) % m] - across[(k + 2) % m])
+            return found
+        case "one_device":
+            return [(p - 1) * n, *[n] * (p - 1)]
+    raise AssertionError(f"give the formula of {algorithm} here, as on its page")
+
+
 def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) -> list[list[int]]:
     """Bytes sent by every worker and by every server, from the formulas in the docstrings."""
     size = 4 * numel
@@ -68,8 +115,10 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
     match strategy:
         case Solo():
             return [[0] * workers, []]
-        case AllReduce():
+        case AllReduce(algorithm="native"):
             return [[steps * m for m in mean], []]
+        case AllReduce(algorithm=algorithm):
+            return [[steps * 4 * sent for sent in numbers_sent(algorithm, workers, numel)], []]
         case LocalSGD(tau=tau):
             return [[-(-steps // tau) * m for m in mean], []]
         case ParameterServer(servers=servers):

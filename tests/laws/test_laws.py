@@ -201,7 +201,8 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, wanted: int, 
     by_worker, by_server = bytes_sent(strategy, workers, steps, PARAMETERS)
     assert sent == by_worker + by_server
     assert sum(received) == sum(sent)
-    assert received == sent  # pushes and pulls, reduce-scatter and all-gather: symmetric for every strategy so far
+    if getattr(strategy, "algorithm", "native") == "native":
+        assert received == sent  # pushes and pulls, reduce-scatter and all-gather: symmetric
     assert "Bytes" in (strategies_doc(strategy) or "")
 
 

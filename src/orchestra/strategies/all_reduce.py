@@ -11,7 +11,11 @@ Patarasuk, Yuan. "Bandwidth optimal all-reduce algorithms for clusters of workst
 
 N workers with batch b follow the path of one process with batch N·b. One worker is plain SGD.
 
-Bytes sent per worker and step, for a model of S bytes: 2 (N−1)/N · S on average over the workers, 2 (N−1) S in all.
+The mean is taken by whatever is best where it runs (`native`), or by the messages of an algorithm in `collectives/`:
+the same path but for rounding, other traffic.
+
+Bytes sent per worker and step, for a model of S bytes: 2 (N−1)/N · S on average over the workers, 2 (N−1) S in all;
+by an algorithm, what its file says.
 """
 
 from __future__ import annotations
@@ -19,22 +23,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestra.collectives import ALGORITHMS, mean_
 from orchestra.node import Node
-from orchestra.strategy import Strategy
+from orchestra.strategy import Strategy, knob
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Strategy[None]):
     """Every step uses the mean gradient of all workers."""
 
+    algorithm: Literal[
+        "native", "ring", "halving_doubling", "butterfly", "tree", "double_tree", "hierarchical", "one_device"
+    ] = knob("native", "how the mean is taken: native is the best there is, the others are messages between workers")
+
     @property
-    def model_at(self) -> Literal["everywhere"]:
+    def model_at(self) -> Literal["everywhere", "copies"]:
         """All replicas are equal after every step."""
-        return "everywhere"
+        return "everywhere" if self.algorithm == "native" else "copies"
 
     def init(self, node: Node) -> None:
         """Nothing to remember."""
 
     def step(self, node: Node, s: None) -> None:
         """Average, then update: the same everywhere."""
-        node.mean_update(node.gradient())
+        g = node.gradient()
+        if self.algorithm == "native":
+            node.mean_update(g)
+        elif mean_(node.comm, g, node.weight, ALGORITHMS[self.algorithm]):
+            node.update(g)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Butterfly: recursive doubling, with chunks as tasks that overtake one another's stages.
+
+Li, Davis, Jarvis. "Optimizing Machine Learning on Apache Spark in HPC Environments", MLHPC 2017.
+http://wrap.warwick.ac.uk/95878/
+
+    task (k, c), stage k of chunk c:   chunk c += the partner's (r xor 2^k) chunk c, as it was after stage k-1
+    depends on (k-1, c) here and there, and on nothing else
+
+So while one chunk is added up the next is under way and the one after that is being sent. Both partners add the same
+two numbers, so all workers have the same bits. Of the workers, a power of two takes part; the others fold: folding.py.
+
+lg q stages and lg q n bytes of every worker: the fewest rounds, which is best for short vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from orchestra.collectives.folding import folded
+from orchestra.node import Comm
+from orchestra.vectors import split
+
+_CHUNKS, _LEAST = 8, 1 << 12  # chunks of a vector; numbers that are worth a message of their own
+
+
+def chunks_of(numel: int) -> int:
+    """In how many chunks a vector travels."""
+    return max(1, min(_CHUNKS, numel // _LEAST))
+
+
+def butterfly(comm: Comm, x: Tensor, weight: float) -> float:
+    """x ← Σ xᵢ; gives Σ wᵢ."""
+    return folded(comm, x, weight, partial(_among, comm, x))
+
+
+def _among(comm: Comm, x: Tensor, members: Sequence[int], weight: float) -> float:
+    r = members.index(comm.rank)
+    partners = [members[r ^ 1 << k] for k in range(len(members).bit_length() - 1)]
+    chunks = [x[part] for part in split(x.numel(), chunks_of(x.numel()))]
+    weights = [weight] * len(chunks)
+    comm.send(partners[0], chunks[0], weight=weight)
+    # A front of tasks goes through the stages: (0, t), (1, t-1), ... the furthest first.
+    for t in range(len(chunks) + len(partners) - 1):
+        if t + 1 < len(chunks):
+            comm.send(partners[0], chunks[t + 1], weight=weight)
+        for k in range(min(t, len(partners) - 1), max(-1, t - len(chunks)), -1):
+            c = t - k
+            came = comm.recv(partners[k])
+            chunks[c].add_(came.x)
+            weights[c] += came.weight
+            if k + 1 < len(partners):
+                comm.send(partners[k + 1], chunks[c], weight=weights[c])
+    return weights[0]

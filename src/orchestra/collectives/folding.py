@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For algorithms that need a power of two: workers beyond it fold into their neighbours first.
+
+    p = q + e, q the largest power of two
+    of the first 2e workers the even ones send all they have to the odd one after them, and wait for the result
+    the q that are left add up among themselves
+
+n bytes more of each of the 2e, and two rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from orchestra.node import Comm
+
+
+def folded(comm: Comm, x: Tensor, weight: float, among: Callable[[list[int], float], float]) -> float:
+    """Fold, let the q members and their weight be added up by `among`, unfold."""
+    p, rank = len(comm.workers), comm.rank
+    e = p - (1 << (p.bit_length() - 1))
+    if rank < 2 * e and rank % 2 == 0:
+        comm.send(rank + 1, x, weight=weight)
+        result = comm.recv(rank + 1)
+        x.copy_(result.x)
+        return result.weight
+    if rank < 2 * e:
+        came = comm.recv(rank - 1)
+        x.add_(came.x)
+        weight += came.weight
+    total = among([*range(1, 2 * e, 2), *range(2 * e, p)], weight)
+    if rank < 2 * e:
+        comm.send(rank - 1, x, weight=total)
+    return total

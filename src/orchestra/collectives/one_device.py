@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduction to one device: everybody sends to worker 0, which adds up in order of rank and sends the sum to everybody.
+
+What TensorFlow calls ReductionToOneDevice, and a synchronous server that computes gradients as well.
+
+    worker i > 0:   send x to worker 0;  x ← what comes back
+    worker 0:       x += what comes from 1, 2, ... p-1;   send x to each of them
+
+2 (p-1) n bytes through one link: its time grows with the number of workers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from orchestra.node import Comm
+
+
+def one_device(comm: Comm, x: Tensor, weight: float) -> float:
+    """x ← Σ xᵢ; gives Σ wᵢ."""
+    first, *others = comm.workers.members
+    if comm.rank != first:
+        comm.send(first, x, weight=weight)
+        result = comm.recv(first)
+        x.copy_(result.x)
+        return result.weight
+    for other in others:
+        came = comm.recv(other)
+        x.add_(came.x)
+        weight += came.weight
+    for other in others:
+        comm.send(other, x, weight=weight)
+    return weight
