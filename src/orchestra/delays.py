@@ -5,6 +5,7 @@ Every duration is a pure function of (seed, worker, step), so a real run and its
 whoever is late is late in both.
 
     constant:0.05                every step takes 50 ms
+    constant:0.05,0.05,0.1       likewise, but those of worker 2 take 100 ms; further workers take turns
     exponential:0.05,0.02        Δ + Exp: at least 50 ms, 20 ms more on average         (Dutta et al. 2018)
     pareto:0.05,2                at least 50 ms, a tail of index α = 2
     lognormal:0.05,0.3           50 ms on average, multiplied by exp(σZ - σ²/2)
@@ -274,6 +275,8 @@ def parse(text: str) -> Delay:
             delay = Pause(delay, probability, seconds)
         elif kind == "slow":
             count, factor = _numbers(word, numbers.replace("x", ","), ["count", "factor"])
+            if not count.is_integer():
+                raise ValueError(f"{word!r}: the number of slow workers must be a whole one")
             delay = Slow(delay, int(count), factor)
         else:
             raise ValueError(f"{word!r} is neither pause:PROBABILITY,SECONDS nor slow:COUNTxFACTOR")
@@ -282,6 +285,8 @@ def parse(text: str) -> Delay:
 
 def _kind(word: str) -> Delay:
     kind, _, numbers = word.partition(":")
+    if kind == "constant" and "," in numbers:
+        return Trace(tuple((t,) for t in _numbers(word, numbers, numbers.split(","))))
     if kind not in _KINDS:
         raise ValueError(f"{kind!r} is no delay; {nearest(kind, _KINDS)}")
     cls = _KINDS[kind]
@@ -299,7 +304,7 @@ def _numbers(word: str, text: str, wanted: Sequence[str]) -> list[float]:
         found = [float(number) for number in text.split(",")]
     except ValueError:
         found = []
-    if len(found) != len(wanted):
+    if len(found) != len(wanted) or not all(map(math.isfinite, found)):
         raise ValueError(f"{word!r} needs {len(wanted)} numbers: {', '.join(wanted)}")
     return found
 
@@ -311,13 +316,17 @@ def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
             yield from problems(value, where)
         elif isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
             yield Problem(f"{where}.{name}", value, "must be a finite number of at least 0")
-    if isinstance(delay, Pareto) and delay.alpha <= 0:
-        yield Problem(f"{where}.alpha", delay.alpha, "must be above 0")
+    if isinstance(delay, Pareto) and delay.alpha < 0.1:
+        yield Problem(f"{where}.alpha", delay.alpha, "must be at least 0.1: with less, some steps would never end")
     for name in ("begin", "end", "probability"):
         if getattr(delay, name, 0) > 1:
             yield Problem(f"{where}.{name}", getattr(delay, name), "is a probability: at most 1")
-    if isinstance(delay, Trace) and not (delay.times and all(delay.times)):
-        yield Problem(f"{where}.times", delay.times, "needs at least one duration per worker")
+    if isinstance(delay, Trace):
+        wrong = [t for own in delay.times for t in own if not (t >= 0 and math.isfinite(t))]
+        if not (delay.times and all(delay.times)):
+            yield Problem(f"{where}.times", delay.times, "needs at least one duration per worker")
+        elif wrong:
+            yield Problem(f"{where}.times", wrong[0], "must be finite numbers of at least 0")
 
 
 def look(given: Delay | str) -> Iterator[Problem]:

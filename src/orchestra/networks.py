@@ -25,6 +25,7 @@ from orchestra import probe
 from orchestra.errors import Problem
 from orchestra.probe import Exchange
 
+_LARGEST = 1 << 20  # bytes of a file of hosts
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
@@ -67,9 +68,10 @@ class Network:
                 if not (isinstance(value, int | float) and least <= value < math.inf):
                     kind = "at least 0" if least == 0 else "above 0"
                     yield Problem(f"cluster.network.hosts[{i}].{name}", value, f"must be a finite number {kind}")
-        if self.rack is not None and self.rack < 1:
-            yield Problem("cluster.network.rack", self.rack, "must be at least 1 host")
-        if not (self.oversubscription > 0 and math.isfinite(self.oversubscription)):
+        if self.rack is not None and not (isinstance(self.rack, int) and self.rack >= 1):
+            yield Problem("cluster.network.rack", self.rack, "must be a whole number of at least 1 host")
+        times = self.oversubscription
+        if not (isinstance(times, int | float) and times > 0 and math.isfinite(times)):
             yield Problem("cluster.network.oversubscription", self.oversubscription, "must be a number above 0")
 
 
@@ -112,10 +114,17 @@ def _read(path: Path) -> tuple[Host, ...]:
     import yaml
 
     try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"{path} is larger than {_LARGEST} bytes: that is no list of hosts")
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {str(error)[:200]}") from None
     if isinstance(entries, Mapping):
+        strange = [key for key in entries if key != "hosts"]
+        if strange:
+            raise ValueError(
+                f"{path}: {str(strange[0])[:40]!r} is not known here; racks are given as racks:4x8 behind it"
+            )
         entries = entries.get("hosts")
     if not isinstance(entries, Sequence) or not entries or not all(isinstance(e, Mapping) for e in entries):
         raise ValueError(f"{path} must hold a list of hosts, each like {{rate: 1gbit, latency: 0.2ms}}")
@@ -135,9 +144,11 @@ def like(way: Exchange, number: float) -> Host:
 
 def _entry(path: Path, i: int, entry: Mapping[str, Any]) -> Host:
     known = {"rate", *(f.name for f in fields(Host))}
-    strange = sorted(set(entry) - known)
-    if strange:
-        raise ValueError(f"{path}, host {i}: {strange[0]!r} is none of {', '.join(sorted(known))}")
+    for key, value in entry.items():
+        if key not in known:
+            raise ValueError(f"{path}, host {i}: {str(key)[:40]!r} is none of {', '.join(sorted(known))}")
+        if not isinstance(value, str | int | float):
+            raise ValueError(f"{path}, host {i}: {key} must be text such as 100mbit or 1ms")
     up, down = entry.get("up", entry.get("rate")), entry.get("down", entry.get("rate"))
     if up is None or down is None:
         raise ValueError(f"{path}, host {i}: needs rate, or up and down")

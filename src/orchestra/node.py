@@ -49,6 +49,11 @@ class Comm:
         self.servers = servers
         self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
 
+    @property
+    def rank(self) -> int:
+        """Id of this node; workers come first."""
+        return self.transport.rank
+
     def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
         """The weighted mean of x over the workers, as a new tensor."""
         mean = x.clone()
@@ -144,7 +149,7 @@ class Node:
     @property
     def rank(self) -> int:
         """Id of this node; workers come first."""
-        return self.comm.transport.rank
+        return self.comm.rank
 
     @property
     def lr(self) -> float:

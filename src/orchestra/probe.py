@@ -54,21 +54,23 @@ def read(path: Path) -> Probe:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}: `orchestra probe RECIPE` writes one") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, Mapping) or found.get("format") != _FORMAT:
         raise ValueError(f"{path} was not written by this version of `orchestra probe`: run it again")
     try:
         probe = _made(found)
+        plausible = all(_plausible(probe))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}): run `orchestra probe` again") from None
-    if not probe.compute or not all(_plausible(probe)):
+    if not plausible:
         raise ValueError(f"{path} holds figures that no machine has: run `orchestra probe` again")
     return probe
 
 
 def _made(found: Mapping[str, Any]) -> Probe:
     given = {field.name: found[field.name] for field in fields(Probe)}
+    given["batch"] = int(given["batch"])
     given["compute"] = {int(batch): tuple(map(float, times)) for batch, times in given["compute"].items()}
     for way in ("memory_exchange", "loopback"):
         given[way] = Exchange(**given[way])
@@ -77,11 +79,11 @@ def _made(found: Mapping[str, Any]) -> Probe:
 
 def _plausible(probe: Probe) -> list[bool]:
     ways = (probe.memory_exchange, probe.loopback)
-    times = [t for own in probe.compute.values() for t in own]
     return [
-        bool(times) and all(own for own in probe.compute.values()),
-        all(batch > 0 for batch in probe.compute),
-        all(math.isfinite(t) and t >= 0 for t in times),
+        bool(probe.compute) and all(probe.compute.values()),
+        all(batch > 0 for batch in (probe.batch, *probe.compute)),
+        all(math.isfinite(t) and t > 0 for times in probe.compute.values() for t in times),
         math.isfinite(probe.number) and probe.number >= 0,
-        all(math.isfinite(w.rate) and w.rate > 0 and w.latency >= 0 and w.message >= 0 for w in ways),
+        all(math.isfinite(w.rate) and w.rate > 0 for w in ways),
+        all(math.isfinite(t) and t >= 0 for w in ways for t in (w.latency, w.message)),
     ]

@@ -15,6 +15,8 @@ from tests.cli.conftest import Orchestra
 from tests.zoo import SEED, Trap, events, train, trapped
 
 from orchestra import AllReduce, Local, Simulated, Steps
+from orchestra.cli import sweep
+from orchestra.cli.options import Options
 from orchestra.delays import parse, sampler
 from orchestra.errors import WorkerLost
 from orchestra.events import Stepped
@@ -71,7 +73,7 @@ def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
     [
         ("speed=1", "is no axis"),
         ("straggler=", "needs values"),
-        ("workers=many", "must be a number"),
+        ("workers=many", "must be a whole number of at least 1"),
         ("bandwidth=1mbit", "needs --sim"),
     ],
 )
@@ -127,3 +129,53 @@ def test_delays_go_on_where_they_were(tmp_path: Path) -> None:
     delay = parse("exponential:0.01,0.1")
     expected = [sampler(delay, SEED, 0)(step) for step in range(8)]
     assert [b - a for a, b in pairwise(totals)] == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--grid", "straggler=2,2"], "names a value twice"),
+        (["--grid", "straggler=0"], "must be a finite number above 0"),
+        (["--grid", "workers=2.7"], "must be a whole number"),
+        (["--grid", "bandwidth=1mbit", "--network", "hosts.yaml"], "not a file"),
+    ],
+)
+def test_grids_that_mean_nothing_are_refused(arguments: list[str], said: str, orchestra: Orchestra) -> None:
+    answer = orchestra("sweep", "digits", "--sim", *arguments)
+    assert answer.code == 2
+    assert said in answer.err
+
+
+def test_a_grid_changes_nothing_but_its_axis() -> None:
+    base = Options(network="10mbit,1ms,2us racks:4x8", delay="constant:0.1")
+    assert sweep._bandwidth(base, "1gbit").network == "1gbit,1ms,2us racks:4x8"
+    assert sweep._latency(base, "5ms").network == "10mbit,5ms,2us racks:4x8"
+    assert [sweep._straggler(base, f).delay for f in ("1", "3")] == ["constant:0.1 slow:1x1", "constant:0.1 slow:1x3"]
+
+
+def test_a_network_needs_a_rehearsal(orchestra: Orchestra) -> None:
+    answer = orchestra("compare", "digits", "--network", "10mbit")
+    assert answer.code == 2
+    assert "needs --sim" in answer.err
+
+
+def test_a_script_keeps_its_own_virtual_cluster(orchestra: Orchestra, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import functools, torch, orchestra\n"
+        "orchestra.train(model=functools.partial(torch.nn.Linear, 2, 1),\n"
+        "    data=lambda: (torch.zeros(64, 2), torch.zeros(64, 1)), loss=torch.nn.functional.mse_loss,\n"
+        "    optimizer=functools.partial(torch.optim.SGD, lr=0.1), batch=2, budget=orchestra.Steps(2), out='out',\n"
+        "    cluster=orchestra.Simulated(workers=3, network='1mbit,100ms', delay='constant:3', ties=4))\n"
+    )
+    assert orchestra("sim", "script.py", "--workers", "2").code == 0
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert about["workers"] == 2
+    assert about["cluster"]["ties"] == 4
+    assert about["cluster"]["delay"] == "Constant(time=3.0)"
+
+
+def test_time_that_stands_still_is_noticed(orchestra: Orchestra) -> None:
+    answer = orchestra("sim", "regression", "-n", "2", "--delay", "constant:0", "--seconds", "1", "--network", "1gbit",
+                       "--numerics", "off", "-s", "localsgd(tau=1000000)")  # fmt: skip
+    assert answer.code != 0
+    assert "stands still" in answer.err

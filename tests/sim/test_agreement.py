@@ -17,9 +17,11 @@ from tests.laws.examples import EXAMPLES, SYNCHRONOUS, workers_for
 from tests.zoo import INPUTS, Dicey, assert_close, assert_same, events, make_data, make_large, make_model, train
 
 from orchestra import AllReduce, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
+from orchestra.delays import Trace
 from orchestra.errors import ConfigError, Deadlock, WorkerFailed
 from orchestra.events import Ended, Logged, Stepped
 from orchestra.expression import show
+from orchestra.networks import Host, Network
 from orchestra.node import Node
 
 S = Strategy[Any]
@@ -157,6 +159,26 @@ def test_gradients_are_taken_together_where_that_pays(
     assert json.loads((tmp_path / "config.json").read_text())["cluster"]["numerics"] == chosen
 
 
+class Masked(torch.nn.Module):
+    """Has a buffer that never changes."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("mask", torch.tensor([1.0, 0.0] * 3 + [1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x * self.mask)
+        return y
+
+
+def test_buffers_that_stay_the_same_do_no_harm(tmp_path: Path) -> None:
+    both = [rehearse(AllReduce(), tmp_path / n, model=Masked, numerics=n).model for n in ("real", "batched")]
+    assert_close(*both, tolerance=2e-5)
+
+
 def test_models_with_dice_or_buffers_are_not_taken_together(tmp_path: Path) -> None:
     for model in (Dicey, lambda: torch.nn.Sequential(torch.nn.Dropout(), make_model())):
         with pytest.raises(ConfigError, match='use "real"'):
@@ -239,7 +261,111 @@ def test_like_a_run_that_took_place(tmp_path: Path) -> None:
         Simulated.like(tmp_path)
 
 
+@every
+@pytest.mark.parametrize("number", [0.0, 1e-6])
+@pytest.mark.parametrize("model", [make_model, make_large])
+def test_without_numbers_everything_takes_as_long(strategy: S, number: float, model: Any, tmp_path: Path) -> None:
+    network = Network(hosts=(Host(up=1e8, down=1e8, latency=1e-3, message=1e-4, number=number),))
+    found = [
+        rehearse(strategy, tmp_path / numerics, model=model, steps=9, network=network, numerics=numerics).summary
+        for numerics in ("real", "off")
+    ]
+    for figure in ("seconds", "samples", "steps", "sent_total", "sent_per_worker"):
+        real, off = (getattr(each, figure) for each in found)
+        assert off == pytest.approx(real, rel=1e-9), figure
+
+
+def test_large_models_too(tmp_path: Path) -> None:
+    """Where every worker updates a range of one x."""
+    real = train(AllReduce(), tmp_path / "real", workers=3, model=make_large, budget=Steps(4))
+    assert_same(real.model, rehearse(AllReduce(), tmp_path / "virtual", model=make_large, steps=4).model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Strategy[Any]):
+    """Meets the others when it begins, draws a number there, keeps its gradient, and averages without gradients."""
+
+    def init(self, node: Node) -> Any:
+        node.comm.mean_(node.x)
+        return [float(torch.rand((), generator=node.rng)), node.g]
+
+    def step(self, node: Node, s: Any) -> None:
+        with torch.no_grad():
+            node.comm.mean_(node.x)
+        node.gradient()
+        node.x.sub_(s[1], alpha=0.01 * s[0])
+        node.comm.mean_(node.x)
+
+
+def test_a_strategy_may_do_odd_things(tmp_path: Path) -> None:
+    real = train(Odd(), tmp_path / "real", workers=3, budget=Steps(5))
+    for numerics in ("real", "batched"):
+        virtual = rehearse(Odd(), tmp_path / f"{numerics} numbers", steps=5, numerics=numerics)
+        assert_close(real.model, virtual.model, tolerance=1e-6 if numerics == "batched" else 0.0)
+    assert torch.is_grad_enabled()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pushing(Strategy[None]):
+    """Workers push and never ask for an answer."""
+
+    servers: int = 1
+
+    @property
+    def model_at(self) -> Any:
+        return "servers"
+
+    def init(self, node: Node) -> None:
+        return None
+
+    def step(self, node: Node, s: None) -> None:
+        node.gradient()
+        node.comm.send(node.comm.servers.members[0], node.g[:0])
+
+    def serve(self, node: Node, s: None) -> None:
+        node.log("came", sum(1 for _ in node.comm.inbox()))
+
+
+def test_farewells_come_last_in_any_order(tmp_path: Path) -> None:
+    for ties in range(20):
+        rehearse(Pushing(), tmp_path / str(ties), steps=2, ties=ties)
+        assert [e.value for e in events(tmp_path / str(ties), 3) if isinstance(e, Logged)] == [6]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interrupting(Pushing):
+    """The server sends while the workers average."""
+
+    def step(self, node: Node, s: None) -> None:
+        node.gradient()
+        node.comm.mean_(node.x)
+        node.comm.recv(node.comm.servers.members[0])
+        node.comm.send(node.comm.servers.members[0], node.g[:1])
+
+    def serve(self, node: Node, s: None) -> None:
+        for worker in node.comm.workers.members:
+            node.comm.send(worker, node.x)
+        left = len(node.comm.workers)
+        for message in node.comm.inbox():
+            left -= 1
+            if left >= 0:
+                node.comm.send(message.source, node.x)
+
+
+def test_other_traffic_slows_a_mean_down(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"network": "10kbit,1ms", "delay": "constant:0.001", "numerics": "off", "steps": 2}
+    times = [
+        rehearse(Interrupting(), tmp_path / how, fidelity=how, **given).summary.seconds for how in ("auto", "flows")
+    ]
+    assert times[0] == times[1]
+
+
 # How it ends.
+
+
+def test_the_budget_that_was_spent_is_named(tmp_path: Path) -> None:
+    result = train(AllReduce(), tmp_path, cluster=Simulated(workers=2), budget=Steps(5) | Seconds(1000))
+    assert result.summary.stopped_by == "budget"
 
 
 def test_seconds_are_virtual(tmp_path: Path) -> None:
@@ -277,8 +403,9 @@ class Silent(Strategy[None]):
 
 
 def test_a_deadlock_names_the_line_of_the_strategy(tmp_path: Path) -> None:
-    with pytest.raises(Deadlock, match=r"worker 0 waits for a message from worker 1 \(test_agreement\.py:\d+, step\)"):
-        train(Silent(), tmp_path, cluster=Simulated(workers=2))
+    line = r"worker 0 waits for a message from worker 1 \(test_agreement\.py:\d+, step\)"
+    with pytest.raises(Deadlock, match=rf"at 0 s nobody can go on:\n  {line}"):
+        train(Silent(), tmp_path, cluster=Simulated(workers=2), budget=Steps(3) | Seconds(5000))
 
 
 class Failing(torch.nn.Linear):
@@ -308,6 +435,14 @@ def test_what_a_node_raises_comes_first(tmp_path: Path) -> None:
         ({"delay": "lognormal:1"}, "needs 2 numbers: average, sigma"),
         ({"delay": "lognormall:1,2"}, "did you mean 'lognormal'"),
         ({"delay": "constant:-1"}, "must be a finite number of at least 0"),
+        ({"delay": "constant:1 slow:infx2"}, "needs 2 numbers"),
+        ({"delay": "constant:1 slow:1.7x2"}, "must be a whole one"),
+        ({"delay": "pareto:0.05,0.001"}, "must be at least 0.1"),
+        ({"delay": Trace(((0.5, -1.0),))}, "must be finite numbers of at least 0"),
+        ({"network": 5}, "must be a network such as"),
+        ({"network": Network(hosts=(Host(up=1, down=1),), rack=1.5)}, "must be a whole number of at least 1 host"),  # type: ignore[arg-type]
+        ({"network": Network(hosts=(Host(up=1, down=1),), oversubscription=None)}, "oversubscription"),  # type: ignore[arg-type]
+        ({"ties": [1]}, "must be a whole number, or None"),
         ({"numerics": "none"}, "must be one of auto, real, batched, off"),
     ],
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from tests.zoo import events, make_model, train
+from tests.zoo import events, make_data, make_model, train
 
 from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy
 from orchestra.delays import Constant, Exponential
@@ -46,8 +47,47 @@ def test_ring(n: int, fidelity: Literal["auto", "flows"], tmp_path: Path) -> Non
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_one_server(n: int, tmp_path: Path) -> None:
     """All push at once into one link, and pull at once out of it."""
-    expected = COMPUTE + 2 * n * S / RATE + 2 * (LATENCY + MESSAGE)
-    assert seconds(ParameterServer(), n, tmp_path) == pytest.approx(expected, rel=1e-9)
+    network = Network(hosts=(Host(up=BITS, down=BITS, latency=LATENCY / 2),))
+    expected = COMPUTE + 2 * n * S / RATE + 2 * LATENCY
+    assert seconds(ParameterServer(), n, tmp_path, network=network) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_work_on_messages_is_done_one_after_the_other(n: int, tmp_path: Path) -> None:
+    """The last worker is answered after the others, pushes, and is answered last again."""
+    work = 0.01  # much more than a message is under way
+    network = Network(hosts=(Host(up=BITS, down=BITS, latency=LATENCY / 2, message=work),))
+    expected = COMPUTE + (n + 1) * work + 2 * S / RATE + 2 * LATENCY
+    first = (n - 1) * S / RATE / STEPS  # in the first step all push at once
+    assert seconds(ParameterServer(), n, tmp_path, network=network) == pytest.approx(expected + first, rel=1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives(Strategy[None]):
+    """A broadcast and a gather in every step."""
+
+    def init(self, node: Node) -> None:
+        return None
+
+    def step(self, node: Node, s: None) -> None:
+        node.gradient()
+        node.comm.broadcast_(node.x, root=1)
+        node.comm.gather(node.x)
+
+
+@pytest.mark.parametrize("message", [0.0, 1e-4, 5e-3])
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_broadcast_and_gather_by_formula_and_by_flows(n: int, message: float, tmp_path: Path) -> None:
+    network = Network(hosts=(Host(up=BITS, down=BITS, latency=LATENCY / 2, message=message),))
+    both = [seconds(Collectives(), n, tmp_path, fidelity=each, network=network) for each in ("auto", "flows")]
+    assert both[0] == pytest.approx(both[1], rel=1e-9)
+
+
+def test_a_rack_has_a_narrow_way_out(tmp_path: Path) -> None:
+    """Two racks of two, a core 4 times too small: in every round two flows cross it, one each way, at half a link."""
+    network = Network(hosts=(Host(up=BITS, down=BITS),), rack=2, oversubscription=4.0)
+    expected = COMPUTE + 2 * 3 * (S / 4 / (RATE / 2))
+    assert seconds(AllReduce(), 4, tmp_path, network=network) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("n", "m"), [(4, 2), (6, 3)])
@@ -72,7 +112,7 @@ def test_the_slowest_of_n(tmp_path: Path) -> None:
     n, steps = 8, 400
     network = Network(hosts=(Host(up=1e18, down=1e18),))
     cluster = Simulated(workers=n, network=network, delay=Exponential(0.05, 0.02), numerics="off")
-    result = train(AllReduce(), tmp_path, cluster=cluster, budget=Steps(steps))
+    result = train(AllReduce(), tmp_path, cluster=cluster, budget=Steps(steps), data=partial(make_data, 4800))
     mean = 0.05 + 0.02 * sum(1 / k for k in range(1, n + 1))
     deviation = 0.02 * math.sqrt(sum(1 / k**2 for k in range(1, n + 1)))
     assert abs(result.summary.seconds / steps - mean) < 3 * deviation / math.sqrt(steps)
@@ -123,7 +163,8 @@ def test_the_k_th_of_n(tmp_path: Path) -> None:
     n, steps, shift, scale = 6, 400, 0.05, 0.02
     network = Network(hosts=(Host(up=1e18, down=1e18),))
     cluster = Simulated(workers=n, network=network, delay=Exponential(shift, scale), numerics="off")
-    train(ParameterServer(consistency=Recorded()), tmp_path, cluster=cluster, budget=Steps(steps))
+    data = partial(make_data, 3600)  # a full batch for everyone in every step
+    train(ParameterServer(consistency=Recorded()), tmp_path, cluster=cluster, budget=Steps(steps), data=data)
     logged = [e for e in events(tmp_path, n) if isinstance(e, Logged)]
     for k in range(1, n + 1):
         times = [e.value for e in logged if e.name == f"arrival {k}"]

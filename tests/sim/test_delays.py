@@ -82,3 +82,33 @@ def test_hosts_from_a_file(tmp_path: Path) -> None:
     path.write_text("- {rate: 1gbit, colour: red}\n")
     with pytest.raises(ValueError, match=r"host 0: 'colour' is none of"):
         parse_network(str(path))
+
+
+LINES = "".join(f"{c}: &{c} [*{p}, *{p}]\n" for p, c in pairwise("abcdefghijklmnopqrstuvw"))
+BOMB = f"a: &a [x, x]\n{LINES}hosts: [{{rate: *w}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hosts: [{rate: 1gbit}]\nrack: 4\n", "racks are given as racks:4x8"),
+        ("- {rate: 1gbit, 5: 6}\n", "'5' is none of"),
+        ("- {rate: [1, 2]}\n", "must be text such as"),
+        ("[" * 3000, "cannot be read"),
+        (BOMB, "is not known here"),
+        ("- {rate: &a [x, x], up: &b [*a, *a], down: &c [*b, *b]}\n", "must be text such as"),
+        ("- {rate: 1gbit}\n" * 100_000, "is larger than"),
+    ],
+)
+def test_files_that_hold_no_hosts_are_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        parse_network(str(path))
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_constants_by_host() -> None:
+    delay = parse("constant:0.05,0.1")
+    assert [delay.seconds(0, worker, 7) for worker in range(4)] == [0.05, 0.1, 0.05, 0.1]

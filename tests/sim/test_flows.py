@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from orchestra.sim.flows import Flow, Flows, Link
 from orchestra.sim.kernel import Kernel
+from orchestra.sim.world import DOWN, UP
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,31 @@ class Wish:
     size: float
 
 
-def wishes_of(seed: int, hosts: int, count: int) -> list[Wish]:
-    """Some at odd times, some at the same."""
+def wishes_of(seed: int, hosts: int, count: int, *, once: bool = False) -> list[Wish]:
+    """Some at odd times, some at the same; `once`: at most one between the same two hosts."""
     dice = random.Random(seed)
+    every = [[a, b] for a in range(hosts) for b in range(hosts) if a != b]
+    count = min(count, len(every)) if once else count
     times = [dice.choice([dice.random() * 2, round(dice.random() * 4) / 2]) for _ in range(count)]
-    pairs = [dice.sample(range(hosts), 2) for _ in range(count)]
+    pairs = dice.sample(every, count) if once else [dice.sample(range(hosts), 2) for _ in range(count)]
     return [Wish(t, a, b, dice.choice([1e5, 2e5, 3.3e5])) for t, (a, b) in zip(times, pairs, strict=True)]
 
 
 def ends_of(
-    wishes: list[Wish], ups: list[float], downs: list[float], core: float | None = None, *, check: bool = False
+    wishes: list[Wish],
+    ups: list[float],
+    downs: list[float],
+    core: float | None = None,
+    *,
+    check: bool = False,
+    single: bool = False,
 ) -> list[float]:
-    """When each flow ends."""
+    """When each flow ends. `single`: as a world with one switch has it, where two hosts have one flow at a time."""
     kernel = Kernel()
-    up, down = [Link(f"up {i}", c) for i, c in enumerate(ups)], [Link(f"down {i}", c) for i, c in enumerate(downs)]
+    up = [Link(f"up {i}", c, UP) for i, c in enumerate(ups)]
+    down = [Link(f"down {i}", c, DOWN) for i, c in enumerate(downs)]
     middle = () if core is None else (Link("core", core),)
-    flows = Flows(kernel)
+    flows = Flows(kernel, single=single)
     live: dict[int, Flow] = {}
     ends = [0.0] * len(wishes)
     looks: list[float] = []
@@ -84,6 +94,7 @@ def assert_fair(live: list[Flow]) -> None:
 
 
 rates = st.sampled_from([0.5e6, 1e6, 1e6, 1e6, 2e6])
+wide = st.sampled_from([1e4, 0.5e6, 1e6, 1e6, 2e6, 1e9])
 
 
 @settings(max_examples=150, deadline=None)
@@ -95,6 +106,18 @@ rates = st.sampled_from([0.5e6, 1e6, 1e6, 1e6, 2e6])
 def test_every_moment_is_max_min_fair(seed: int, capacities: list[tuple[float, float]], core: float | None) -> None:
     wishes = wishes_of(seed, len(capacities), 50)
     ends_of(wishes, [up for up, _ in capacities], [down for _, down in capacities], core, check=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), capacities=st.lists(st.tuples(wide, wide), min_size=2, max_size=8))
+def test_every_moment_is_fair_behind_one_switch(seed: int, capacities: list[tuple[float, float]]) -> None:
+    wishes = wishes_of(seed, len(capacities), 50, once=True)
+    ends_of(wishes, [up for up, _ in capacities], [down for _, down in capacities], check=True, single=True)
+
+
+def test_the_first_flow_into_a_slow_link_is_held_back() -> None:
+    ends = ends_of([Wish(0.0, 0, 1, 1e6)], [125e6] * 2, [125e6, 125e3], single=True)
+    assert ends == pytest.approx([8.0], rel=1e-12)
 
 
 def test_the_short_way_and_the_long_way_agree() -> None:
@@ -137,10 +160,11 @@ def test_many_flows_into_few_hosts_stay_cheap() -> None:
 _SIMGRID = Path(__file__).with_name("simgrid_oracle.py")
 
 
-def test_against_simgrid() -> None:
+@pytest.mark.parametrize("single", [False, True], ids=["any flows", "one switch"])
+def test_against_simgrid(single: bool) -> None:
     """SimGrid's plain fluid model, in a process of its own: it ends its process when it is done."""
     for seed in range(10):
-        wishes = wishes_of(seed, 10, 60)
+        wishes = wishes_of(seed, 10, 60, once=single)
         text = "\n".join(f"{w.at!r} {w.source} {w.to} {w.size!r}" for w in wishes)
         command = [sys.executable, str(_SIMGRID)]
         answer = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
@@ -148,4 +172,4 @@ def test_against_simgrid() -> None:
             pytest.skip("SimGrid is not installed: apt-get install python3-simgrid")
         assert answer.returncode == 0, answer.stderr
         expected = [float(line) for line in answer.stdout.split()]
-        assert ends_of(wishes, [1e6] * 10, [1e6] * 10) == pytest.approx(expected, rel=1e-9)
+        assert ends_of(wishes, [1e6] * 10, [1e6] * 10, single=single) == pytest.approx(expected, rel=1e-9)

@@ -118,3 +118,46 @@ def test_what_one_raises_ends_the_run_and_unwinds_the_others(kind: Kind) -> None
     with pytest.raises(ZeroDivisionError, match="hasty"):
         kernel.run()
     assert unwound == ["patient"]
+
+
+@both
+def test_a_task_may_begin_another(kind: Kind) -> None:
+    kernel, seen = Kernel(fiber=kind), list[tuple[object, object]]()
+
+    def child() -> None:
+        nap(kernel, 1.0)
+        seen.append(("child", kernel.now))
+
+    def parent() -> None:
+        kernel.spawn("child", child)
+        nap(kernel, 2.0)
+        seen.append(("parent", kernel.now))
+
+    kernel.spawn("parent", parent)
+    kernel.run()
+    assert seen == [("child", 1.0), ("parent", 2.0)]
+
+
+@both
+def test_modes_of_torch_are_each_task_s_own(kind: Kind) -> None:
+    kernel, seen = Kernel(fiber=kind), list[tuple[object, object]]()
+
+    def quiet() -> None:
+        with torch.no_grad(), torch.autocast("cpu"):
+            nap(kernel, 2.0)
+
+    def other() -> None:
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+    kernel.spawn("quiet", quiet)
+    kernel.spawn("other", other)
+    kernel.run()
+    assert seen == [(True, False)]
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("t", [-1.0, float("nan")])
+def test_time_goes_forward(t: float) -> None:
+    with pytest.raises(ValueError, match="already"):
+        Kernel().at(t, print)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra compare`: run strategies against each other, for real."""
+"""`orchestra compare`: run strategies against each other, for real or in virtual time."""
 
 from __future__ import annotations
 
@@ -230,16 +230,9 @@ def _new_folder(label: str) -> Path:
 
 def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
     """Save the table, print it with what was learned, and fail if a run failed."""
-    from orchestra.cli.table import verdict
-
-    virtual = any(facts.virtual for row in table.rows for facts in row.done)
-    words = verdict(table, None if virtual else len(os.sched_getaffinity(0)))
+    words = _learned(table)
     record = table.as_record() | {"learned": words, "out": str(out)}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.json").write_text(
-        json.dumps(summary.finite(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    (out / "table.md").write_text(table.markdown() + "\n" + " ".join(words) + "\n", encoding="utf-8")
+    _save(table, words, record, out)
     if as_json:
         summary.print_json(record)
     else:
@@ -249,6 +242,26 @@ def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
             summary.say(f"next: orchestra explain {table.ranked[0].strategy.split('(')[0]}")
     if any(row.failures for row in table.rows):
         raise typer.Exit(1)
+
+
+def save(table: Table, out: Path) -> None:
+    """Write the table, and what was learned, to the folder of the runs."""
+    words = _learned(table)
+    _save(table, words, table.as_record() | {"learned": words, "out": str(out)}, out)
+
+
+def _learned(table: Table) -> list[str]:
+    from orchestra.cli.table import verdict
+
+    virtual = any(facts.virtual for row in table.rows for facts in row.done)
+    return verdict(table, None if virtual else len(os.sched_getaffinity(0)))
+
+
+def _save(table: Table, words: list[str], record: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(summary.finite(record), indent=1, ensure_ascii=False)
+    (out / "table.json").write_text(text + "\n", encoding="utf-8")
+    (out / "table.md").write_text(table.markdown() + "\n" + " ".join(words) + "\n", encoding="utf-8")
 
 
 def _print(table: Table, words: list[str]) -> None:

@@ -39,7 +39,10 @@ Goal = Annotated[
 Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Folder for the results. Default: a new one under runs/.")
 ]
-Workers = Annotated[int | None, typer.Option("--workers", "-n", help="Worker processes. Default: 2.", metavar="N")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", "-n", help="Workers. Default: 2 processes, or 8 virtual machines.", metavar="N"),
+]
 Epochs = Annotated[
     float | None,
     typer.Option(help="Passes over the data, by all workers together. Default: the recipe's own.", metavar="E"),
@@ -249,6 +252,8 @@ def _with_servers(strategy: Any, servers: int) -> Any:
 
 
 def _cluster(o: Options) -> dict[str, Change]:
+    if o.network is not None and not o.sim:
+        raise ConfigError([Problem("network", o.network, "needs --sim: the network of this machine is what it is")])
     given: dict[str, Any] = {"workers": o.workers, "device": o.device, "delay": o.delay}
     if o.sim:
         given |= {"network": o.network, "numerics": o.numerics}
@@ -265,6 +270,8 @@ def _cluster(o: Options) -> dict[str, Change]:
             return dataclasses.replace(old or Local(), **given)
         from orchestra.sim.simulated import Simulated
 
+        if isinstance(old, Simulated):
+            return dataclasses.replace(old, **given)
         return Simulated(**({} if old is None else {"workers": old.workers}) | given)
 
     return {"cluster": change}

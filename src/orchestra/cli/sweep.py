@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -56,7 +57,9 @@ def sweep(
         workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr, clip=clip,
         partition=partition, device=device, sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
-    problems = [*_problems(axes, sim)]
+    problems = [*_problems(axes, sim, network)]
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        problems.append(Problem("out", str(out), "is not empty: choose a new folder"))
     if problems:
         raise ConfigError(problems)
     source, texts = sources.find(recipe), o.split_strategies(strategies)
@@ -66,10 +69,18 @@ def sweep(
         for values in _conditions(axes)
     ]
     found = []
-    for i, (values, race) in enumerate(races):
-        if not quiet:
-            summary.say(f"condition {i + 1} of {len(races)}: {_words(values)}")
-        found.append(Condition(values, race.run(quiet=quiet)))
+    try:
+        for i, (values, race) in enumerate(races):
+            if not quiet:
+                summary.say(f"condition {i + 1} of {len(races)}: {_words(values)}")
+            table = race.run(quiet=quiet)
+            racing.save(table, race.out)
+            found.append(Condition(values, table))
+    except KeyboardInterrupt:
+        if found:
+            _save(found, folder)
+            summary.say(f"the {len(found)} conditions that were done are in {summary.nearby(folder)}/sweep.md")
+        raise
     _conclude(found, folder, as_json=json_, quiet=quiet)
 
 
@@ -83,23 +94,35 @@ def _axis(text: str) -> tuple[str, list[str]]:
     return name.strip(), [value.strip() for value in values.split(",") if value.strip()]
 
 
-def _problems(axes: list[tuple[str, list[str]]], sim: bool) -> Iterator[Problem]:
+def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None) -> Iterator[Problem]:
     seen: set[str] = set()
     for name, values in axes:
         if name not in _AXES:
             yield Problem("grid", name, f"is no axis; {nearest(name, _AXES)}")
         elif name in ("bandwidth", "latency") and not sim:
             yield Problem("grid", name, "needs --sim: the network of this machine is what it is")
+        elif name in ("bandwidth", "latency") and (network or "").split(" ")[0].endswith((".json", ".yaml", ".yml")):
+            yield Problem("grid", name, f"needs a network such as {_NETWORK}, not a file: {network}")
+        if len(set(values)) < len(values):
+            yield Problem("grid", f"{name}={','.join(values)}", "names a value twice")
         if name in seen:
             yield Problem("grid", name, "is given twice: put its values in one list")
         seen.add(name)
         if not values:
             yield Problem("grid", f"{name}=", "needs values, e.g. straggler=1,2,5")
-        for value in values if name in ("straggler", "workers", "batch", "lr") else []:
-            try:
-                float(value)
-            except ValueError:
-                yield Problem("grid", f"{name}={value}", "must be a number")
+        for value in values if name in ("workers", "batch") else []:
+            if not value.isdigit() or int(value) < 1:
+                yield Problem("grid", f"{name}={value}", "must be a whole number of at least 1")
+        for value in values if name in ("straggler", "lr") else []:
+            if not _is_positive(value):
+                yield Problem("grid", f"{name}={value}", "must be a finite number above 0")
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _conditions(axes: list[tuple[str, list[str]]]) -> Iterator[Values]:
@@ -114,8 +137,8 @@ def _under(base: Options, values: Values) -> Options:
 
 
 def _bandwidth(base: Options, value: str) -> Options:
-    _, comma, rest = (base.network or _NETWORK).partition(",")
-    return replace(base, network=f"{value}{comma}{rest}")
+    first, *more = (base.network or _NETWORK).split()
+    return replace(base, network=" ".join([",".join([value, *first.split(",")[1:]]), *more]))
 
 
 def _latency(base: Options, value: str) -> Options:
@@ -125,15 +148,15 @@ def _latency(base: Options, value: str) -> Options:
 
 
 def _straggler(base: Options, value: str) -> Options:
-    return base if float(value) == 1 else replace(base, delay=f"{base.delay or _DELAY} slow:1x{value}")
+    return replace(base, delay=f"{base.delay or _DELAY} slow:1x{value}")  # also by 1: all conditions have a delay
 
 
 _AXES: dict[str, Callable[[Options, str], Options]] = {
     "bandwidth": _bandwidth,
     "latency": _latency,
     "straggler": _straggler,
-    "workers": lambda base, value: replace(base, workers=int(float(value))),
-    "batch": lambda base, value: replace(base, batch=int(float(value))),
+    "workers": lambda base, value: replace(base, workers=int(value)),
+    "batch": lambda base, value: replace(base, batch=int(value)),
     "lr": lambda base, value: replace(base, lr=float(value)),
 }
 
@@ -175,17 +198,11 @@ def _seconds(row: Row) -> str:
     return f"{row.time:.3g} s{missed}"
 
 
-def _conclude(found: list[Condition], out: Path, *, as_json: bool, quiet: bool) -> None:
-    from rich.table import Table as Grid
-
-    strategies = [row.strategy for row in found[0].table.rows]
-    head = ["strategy", *(" · ".join(f"{name} {value}" for name, value in c.values) for c in found)]
-    rows = [[strategy, *(condition.cell(strategy) for condition in found)] for strategy in strategies]
-    out.mkdir(parents=True, exist_ok=True)
+def _save(found: list[Condition], out: Path) -> dict[str, Any]:
+    """Write the table and all figures; gives the figures."""
+    head, rows = _cells(found)
     lines = [head, ["---"] * len(head), *rows]
-    title = f"{found[0].table.recipe} · seconds to test {found[0].table.goal}; ◂ first under that condition"
-    text = "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
-    (out / "sweep.md").write_text(text, encoding="utf-8")
+    text = "\n".join([_title(found), "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
     record: dict[str, Any] = {
         "recipe": found[0].table.recipe,
         "conditions": [
@@ -193,7 +210,34 @@ def _conclude(found: list[Condition], out: Path, *, as_json: bool, quiet: bool) 
         ],
         "out": str(out),
     }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "sweep.md").write_text(text, encoding="utf-8")
     (out / "sweep.json").write_text(json.dumps(summary.finite(record), indent=1), encoding="utf-8")
+    return record
+
+
+def _title(found: list[Condition]) -> str:
+    return f"{found[0].table.recipe} · seconds to test {found[0].table.goal}; ◂ first under that condition"
+
+
+def _cells(found: list[Condition]) -> tuple[list[str], list[list[str]]]:
+    head = ["strategy", *(" · ".join(f"{name} {value}" for name, value in c.values) for c in found)]
+    strategies = [row.strategy for row in found[0].table.rows]
+    return head, [[strategy, *(condition.cell(strategy) for condition in found)] for strategy in strategies]
+
+
+def _conclude(found: list[Condition], out: Path, *, as_json: bool, quiet: bool) -> None:
+    """Save everything, print the table, and fail if a run failed."""
+    record = _save(found, out)
+    _print(found, out, record, as_json=as_json, quiet=quiet)
+    if any(row.failures for condition in found for row in condition.table.rows):
+        raise typer.Exit(1)
+
+
+def _print(found: list[Condition], out: Path, record: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
+    from rich.table import Table as Grid
+
+    head, rows = _cells(found)
     if as_json:
         summary.print_json(record)
         return
@@ -203,7 +247,7 @@ def _conclude(found: list[Condition], out: Path, *, as_json: bool, quiet: bool) 
         table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=i == 0, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    console.print(f"\n{title}\n", style="bold")
+    console.print(f"\n{_title(found)}\n", style="bold")
     console.print(table)
     for sentence in _learned(found):
         console.print(sentence)

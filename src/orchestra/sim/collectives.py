@@ -26,7 +26,7 @@ def _mean(group: Group, ops: Sequence[Mean]) -> list[float]:
 
 def _mean_update(group: Group, ops: Sequence[MeanUpdate]) -> list[None]:
     weights = [op.weight for op in ops]
-    if any(weights):
+    if any(weights) and not ops[0].g.is_meta:
         parts = ranges(ops[0].g.numel(), len(ops))
         for op, part in zip(ops, parts, strict=True):
             mine = op.g[part]
@@ -42,12 +42,14 @@ def _mean_update(group: Group, ops: Sequence[MeanUpdate]) -> list[None]:
 def _broadcast(group: Group, ops: Sequence[Broadcast]) -> list[None]:
     source = ops[group.index(ops[0].root)].x
     for op in ops:
-        if op.x is not source:
+        if op.x is not source and not source.is_meta:
             op.x.copy_(source)
     return [None for _ in ops]
 
 
 def _gather(group: Group, ops: Sequence[Gather]) -> list[list[Tensor]]:
+    if ops[0].x.is_meta:
+        return [[other.x for other in ops] for _ in ops]
     return [[other.x.detach().clone() for other in ops] for _ in ops]
 
 

@@ -54,6 +54,22 @@ def make(kind: Kind, body: Callable[[], None]) -> Fiber:
     return GreenletFiber(body) if kind == "greenlet" else ThreadFiber(body)
 
 
+Modes = tuple[bool, bool, bool]
+
+
+def modes() -> Modes:
+    """What torch keeps by thread, and fibers on greenlets must have each for itself: grad mode, autocast by device."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def restore(before: Modes) -> None:
+    """Go back to them."""
+    recording, *casting = before
+    torch.set_grad_enabled(recording)
+    for device, enabled in zip(("cpu", "cuda"), casting, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+
+
 class GreenletFiber:
     """A stack of its own in the same thread."""
 
@@ -63,10 +79,13 @@ class GreenletFiber:
         self.done = False
         self.error: BaseException | None = None
         self._body = body
-        self._hub: Any = getcurrent()
-        self._own: Any = greenlet(self._run, parent=self._hub)
+        self._hub: Any = None  # whoever resumed it
+        self._modes = modes()
+        self._own: Any = greenlet(self._run)
+        self._current = getcurrent
 
     def _run(self) -> None:
+        restore(self._modes)
         try:
             self._body()
         except Killed:
@@ -77,14 +96,16 @@ class GreenletFiber:
 
     def resume(self) -> None:
         """Let it run until it parks or ends."""
+        if self._hub is None:
+            self._own.parent = self._hub = self._current()
         self._own.switch()
 
     def park(self) -> None:
-        """Set it aside. Whether gradients are recorded is a matter of the thread, and so must be kept."""
-        recording = torch.is_grad_enabled()
+        """Set it aside. Whether gradients are recorded, and how, is a matter of the thread, and so must be kept."""
+        mine = modes()
         self._hub.switch()
-        if torch.is_grad_enabled() != recording:
-            torch.set_grad_enabled(recording)
+        if modes() != mine:
+            restore(mine)
 
     def kill(self) -> None:
         """Unwind it; one that never ran has nothing to unwind."""

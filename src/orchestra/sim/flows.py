@@ -99,12 +99,13 @@ class Flows:
         if size <= 0 or not links:
             self._kernel.at(self._kernel.now, arrived)
             return flow
+        for link in links:
+            if link.capacity < self._least:
+                self._least = link.capacity
         dirty = self._dirty
         host = None if dirty and any(link in dirty for link in links) else self._joins_alone(flow)
         for link in links:
             link.flows[flow] = None
-            if link.capacity < self._least:
-                self._least = link.capacity
         if host is not None:
             host.alone = True
             self._join(flow, host, size)

@@ -52,8 +52,10 @@ class Kernel:
         self._ready: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._count = 0
         self._dice = None if ties is None else random.Random(ties)
+        self.shuffles = ties is not None  # events at equal times
         self._tasks: list[Task] = []
         self._current: Task | None = None
+        self._stirred = 0.0  # when a task last ran
 
     # Events.
 
@@ -63,6 +65,8 @@ class Kernel:
             # Whatever else is due now was asked for before, so it need not be put in order.
             self._ready.append((act, args))
             return
+        if not t >= self.now:
+            raise ValueError(f"something is to happen at {t} s, but it is {self.now} s already")
         self._count += 1
         heapq.heappush(self._heap, (t, self._dice.random() if self._dice else 0.0, self._count, act, args))
 
@@ -101,6 +105,7 @@ class Kernel:
         if task.fiber.done:
             return
         self._current = task
+        self._stirred = self.now
         task.fiber.resume()
         self._current = None
         if task.fiber.done:
@@ -111,12 +116,13 @@ class Kernel:
     # The run.
 
     def run(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Go on until nothing is left to happen; `heartbeat` is called now and then."""
+        """Go on until nothing is left to happen, or nobody to whom; `heartbeat` is called now and then."""
         heap, ready, pop = self._heap, self._ready, heapq.heappop
         # Hardly any garbage here is circular, and looking for it among so many objects takes a quarter of the time.
         before = gc.get_threshold()
         gc.freeze()
         gc.set_threshold(200_000, 50, 1000)
+        modes, peopled = fibers.modes(), bool(self._tasks)
         try:
             while heap or ready:
                 if ready and (not heap or heap[0][0] > self.now):
@@ -127,10 +133,13 @@ class Kernel:
                 self.events += 1
                 if self.events & 255 == 0:
                     heartbeat()
+                if peopled and not self._tasks:
+                    break
             if self._tasks:
                 raise Deadlock(self._who_waits())
         finally:
             self.close()
+            fibers.restore(modes)
             gc.set_threshold(*before)
             gc.unfreeze()
 
@@ -149,7 +158,7 @@ class Kernel:
         ]
         more = len(self._tasks) - len(lines)
         return "\n".join(
-            [f"at {self.now:.6g} s nobody can go on:", *lines, *([f"  and {more} more"] if more > 0 else [])]
+            [f"at {self._stirred:.6g} s nobody can go on:", *lines, *([f"  and {more} more"] if more > 0 else [])]
         )
 
 

@@ -18,7 +18,7 @@ from orchestra import delays, run, snapshot
 from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Ending, Order
 from orchestra.data.feed import IndexedFeed, is_tensors
-from orchestra.errors import Interrupted, OrchestraError, WorkerFailed
+from orchestra.errors import Deadlock, Interrupted, OrchestraError, WorkerFailed
 from orchestra.events import Began, Event, encode
 from orchestra.networks import Network
 from orchestra.node import Comm, Node
@@ -26,13 +26,14 @@ from orchestra.ops import Compute
 from orchestra.rng import exchange_states
 from orchestra.sim.kernel import Kernel
 from orchestra.sim.numerics import Batched
-from orchestra.sim.timing import timed
+from orchestra.sim.timing import momenta_of, timed
 from orchestra.sim.transport import connect
 from orchestra.sim.world import World
 from orchestra.transports.middleware import Metered
 from orchestra.vectors import ranges
 
 _GLANCE = 0.1  # real seconds between two looks at the board
+_STILL = 20  # looks for each node at a clock that does not move; 256 events lie between two of them
 _MANY = 4096  # events that a node may keep in memory
 
 
@@ -58,6 +59,7 @@ class Rehearsal:
         self.stopped_by = "budget"
         self.began = time.monotonic()
         self.shown = 0.0
+        self.seen_at, self.still = 0.0, 0
         self.random: dict[int, Any] = {}  # where each node's generators stand
         self.at_dice = -1  # the node whose they are now
 
@@ -72,20 +74,20 @@ class Rehearsal:
             torch.set_num_threads(threads)
 
     def _run(self) -> Ending:
-        lives = self._timed_lives() if self.timing_only else self._lives()
-        for life in lives:
-            self.kernel.spawn(name_of(life.rank, self.job.workers), self._living(life))
+        born = self._timed_nodes() if self.timing_only else self._nodes()
+        for node, meter, log in born:
+            self.kernel.spawn(name_of(node.rank, self.job.workers), self._living(node, meter, log))
         if self.order.seconds is not None:
             self.kernel.at(self.order.seconds, self.stop, "seconds")
         try:
-            self.kernel.run(self._glance)
+            self.kernel.run(self._heartbeat)
         except KeyboardInterrupt:
             raise Interrupted(
                 f"stopped at {self.kernel.now:.6g} virtual seconds. A rehearsal is not saved: the same call repeats it."
             ) from None
         finally:
-            for life in lives:
-                life.log.close()
+            for _, _, log in born:
+                log.close()
         self._show()
         if self.timing_only:
             x0 = snapshot.Part(self.kernel.now, 0, 0, 0, self.order.x0, {})
@@ -100,12 +102,12 @@ class Rehearsal:
 
     # Nodes.
 
-    def _lives(self) -> list[_Life]:
+    def _nodes(self) -> list[tuple[Node, Metered, _Log]]:
         """Every node with its own module, vectors and random numbers; the data are there once."""
         job, x0 = self.job, self.order.x0.to(self.job.device)
         shared = x0.clone() if job.owns_range else None
         data: Any = None
-        lives = []
+        born = []
         for rank in range(self.nodes):
             log = _Log(job.run / f"events-{rank}.jsonl")
             meter, comm = self._connect(rank)
@@ -118,10 +120,10 @@ class Rehearsal:
                 node = run.server(job, rank, comm, log, x0[part].clone())
             self.at_dice = rank
             self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
-            lives.append(self._life(node, meter, log))
+            born.append((node, meter, log))
         if self.batched:
-            self._gather_gradients([life.node for life in lives[: job.workers]], data if is_tensors(data) else None)
-        return lives
+            self._gather_gradients([node for node, _, _ in born[: job.workers]], data if is_tensors(data) else None)
+        return born
 
     def _gather_gradients(self, nodes: list[Node], data: Any) -> None:
         """Let all workers' gradients be taken together, and their samples if these are tensors."""
@@ -141,22 +143,21 @@ class Rehearsal:
 
         def answer() -> float:
             g, loss = together.end(pending)
-            if self.job.layerwise:
-                node.g.copy_(g)  # of which the layers' gradients are views
-            else:
-                node.g = g
+            node.g.copy_(g)
             return loss
 
         return answer
 
-    def _timed_lives(self) -> list[_Life]:
-        lives = []
+    def _timed_nodes(self) -> list[tuple[Node, Metered, _Log]]:
+        job, x0 = self.job, self.order.x0
+        data, momenta = job.data(), momenta_of(job, x0)
+        born = []
         for rank in range(self.nodes):
-            log = _Log(self.job.run / f"events-{rank}.jsonl")
+            log = _Log(job.run / f"events-{rank}.jsonl")
             meter, comm = self._connect(rank)
             at_once = not self.world.network.host(rank).number
-            lives.append(self._life(timed(self.job, rank, comm, log, self.order.x0, at_once=at_once), meter, log))
-        return lives
+            born.append((timed(job, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
+        return born
 
     def _connect(self, rank: int) -> tuple[Metered, Comm]:
         job, transport = self.job, self.transports[rank]
@@ -167,19 +168,18 @@ class Rehearsal:
         meter = Metered(transport)
         return meter, Comm(meter, *job.groups)
 
-    def _life(self, node: Node, meter: Metered, log: _Log) -> _Life:
+    def _living(self, node: Node, meter: Metered, log: _Log) -> Callable[[], None]:
+        name = name_of(node.rank, self.job.workers)
+
         def show(row: Report) -> None:
             self.rows[node.rank] = row
 
-        return _Life(self.job, node, meter, log, self._hear, show)
-
-    def _living(self, life: _Life) -> Callable[[], None]:
-        name = name_of(life.rank, self.job.workers)
-
         def body() -> None:
-            life.log.write(Began(0.0, life.rank, "server" if life.is_server else "worker", 0.0))
-            keeper = _Keeper(self, life)
+            log.write(Began(0.0, node.rank, "worker" if node.rank < self.job.workers else "server", 0.0))
             try:
+                self._take_dice(node.rank)
+                life = _Life(self.job, node, meter, log, self._hear, show)
+                keeper = _Keeper(self, life)
                 run.serve(life, keeper) if life.is_server else run.work(life, keeper)
             except (OrchestraError, KeyboardInterrupt):
                 raise
@@ -190,17 +190,35 @@ class Rehearsal:
 
     def _compute(self, rank: int, op: Compute[Any]) -> Callable[[], Any]:
         """Call something of a node's, with that node's random numbers if it may need any."""
-        if op.draws and self.at_dice != rank:
+        if op.draws:
+            self._take_dice(rank)
+        value = op.fn()
+        self._glance()
+        return lambda: value
+
+    def _take_dice(self, rank: int) -> None:
+        """Let the global random numbers be a node's own."""
+        if self.at_dice != rank and rank in self.random:
             self.random[self.at_dice] = exchange_states(self.random[rank], cuda=self.order.job.device == "cuda")
             self.at_dice = rank
-        value = op.fn()
-        return lambda: value
 
     # Whoever watches.
 
     def _hear(self, said: dict[str, Any]) -> None:
         name = name_of(said["node"], self.job.workers)
         self.warnings.append(f"{name} could not set aside the model at step {said['step']}: {said['error']}.")
+
+    def _heartbeat(self) -> None:
+        """Now and then: show where the run is, and see that time passes if only time can end it."""
+        self._glance()
+        self.still = self.still + 1 if self.kernel.now == self.seen_at else 0
+        self.seen_at = self.kernel.now
+        endless = self.job.last_step is None and self.job.last_epoch is None
+        if endless and self.still > _STILL * self.nodes:
+            raise Deadlock(
+                f"virtual time stands still at {self.kernel.now:.6g} s: steps take no time, so a budget in seconds is "
+                "never spent. Give --delay a duration, or a budget in steps."
+            )
 
     def _glance(self) -> None:
         if time.monotonic() - self.shown > _GLANCE:

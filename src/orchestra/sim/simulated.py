@@ -64,9 +64,17 @@ class Simulated(Cluster):
         """What cannot be rehearsed."""
         yield from super().problems()
         try:
-            yield from self.get_network().problems()
+            network = self.get_network()
         except ValueError as error:
             yield Problem("cluster.network", self.network, str(error))
+        else:
+            if isinstance(network, Network):
+                yield from network.problems()
+            else:
+                kind = 'must be a network such as Ethernet(gbit=10), or text such as "100mbit,1ms"'
+                yield Problem("cluster.network", network, kind)
+        if self.ties is not None and not isinstance(self.ties, int):
+            yield Problem("cluster.ties", self.ties, "must be a whole number, or None for first come first served")
         yield from delays.look(self.delay)
         choices = {
             "numerics": get_args(Numerics),
@@ -129,7 +137,8 @@ class Simulated(Cluster):
 def recorded(folder: Path) -> Trace:
     """How long each worker of a run computed in each of its steps."""
     found = []
-    for path in sorted(folder.glob("events-*.jsonl"), key=lambda p: int(p.stem.removeprefix("events-"))):
+    numbered = [p for p in folder.glob("events-*.jsonl") if p.stem.removeprefix("events-").isdigit()]
+    for path in sorted(numbered, key=lambda p: int(p.stem.removeprefix("events-"))):
         totals = [0.0, *(event.compute for event in read(path) if isinstance(event, Stepped))]
         if len(totals) > 1:  # servers take no steps
             found.append(tuple(b - a for a, b in pairwise(totals)))

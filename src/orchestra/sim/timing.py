@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that compute nothing: vectors have a length but no numbers, so that thousands of them can be timed."""
+"""Nodes that compute nothing: vectors have a length but no numbers, so that thousands of them can be timed.
+
+All that takes time or traffic is as with numbers: the sizes of mini-batches, who updates what, how many momenta.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +11,58 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
+from orchestra.data.feed import IndexedFeed
+from orchestra.inner import Inner
 from orchestra.node import Comm, Log, Node
 from orchestra.ops import Compute, Message
+from orchestra.replica import trainable
 from orchestra.vectors import ranges
 
 if TYPE_CHECKING:
     from orchestra.job import Job
 
 
-def timed(job: Job, rank: int, comm: Comm, log: Log, x0: Tensor, *, at_once: bool) -> Node:
+def timed(
+    job: Job, rank: int, comm: Comm, log: Log, x0: Tensor, data: Any, momenta: Sequence[int], *, at_once: bool
+) -> Node:
     """A worker or a server without numbers; `at_once`: averages and updates take no time."""
-    inner: Any = _Inner()
     if rank < job.workers:
         x = torch.empty_like(x0, device="meta")
-        feed: Any = _Feed(job.batch, job.steps_per_epoch)
-        node = _TimedNode(comm, inner, x, log=log, seed=job.seed, feed=feed)
-        node.at_once = at_once
-        return node
+        return _TimedNode(comm, _Inner(x, momenta), x, at_once, log, job, feed=_feed(job, rank, data))
     part = ranges(x0.numel(), job.servers)[rank - job.workers]
     x = torch.empty(part.stop - part.start, dtype=x0.dtype, device="meta")
-    node = _TimedNode(comm, inner, x, log=log, seed=job.seed, samples_per_epoch=job.samples_per_epoch)
-    node.at_once = at_once
-    return node
+    return _TimedNode(comm, _Inner(x, [x.numel() for _ in momenta]), x, at_once, log, job)
 
 
 class _TimedNode(Node):
-    at_once = True
+    """Takes its time over gradients, averages and updates, and does nothing."""
+
+    def __init__(self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, job: Job, feed: Any = None) -> None:
+        more: dict[str, Any] = {"samples_per_epoch": job.samples_per_epoch} if feed is None else {}
+        super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, owns_range=job.owns_range, **more)
+        self._at_once = at_once
 
     def _differentiate(self, batch: list[Any], size: int) -> float:
         return 0.0
 
     def average(self, pushes: Sequence[Message]) -> float:
         """Take one's time over it."""
-        self._pass_over(len(pushes) * self.x.numel())
-        return sum(push.weight for push in pushes)
+        weights = sum(push.weight for push in pushes)
+        if weights:
+            self._pass_over(len(pushes) * self.x.numel())
+        return weights
 
     def update(self, g: Tensor) -> None:
         """Count, and take one's time over it."""
         if self.feed is None:
             self.steps += 1
+        self.inner.step(g)
         self._pass_over(self.x.numel())
 
     def _pass_over(self, numbers: int) -> None:
-        if not self.at_once:
+        if not self._at_once:
             self.comm.transport.start(Compute(_nothing, numbers=numbers)).wait()
 
 
@@ -60,23 +71,52 @@ def _nothing() -> None:
 
 
 class _Inner:
-    """An optimizer with nothing to optimize."""
+    """An optimizer with nothing to optimize, but with as many momenta as the real one."""
 
     lr = 1.0
     draws = False
 
+    def __init__(self, x: Tensor, lengths: Sequence[int]) -> None:
+        self._momenta = [x.new_empty(length) for length in lengths]
+        self._begun = False
+
     def set_progress(self, epochs: float) -> None:
         """No schedule."""
 
+    def step(self, g: Tensor) -> None:
+        """From the first on there are momenta."""
+        self._begun = True
+
     def reset(self) -> None:
-        """No momenta."""
+        """Forget them."""
+        self._begun = False
 
     def vectors(self) -> list[Tensor]:
-        """None."""
-        return []
+        """Those it has."""
+        return self._momenta if self._begun else []
 
 
-class _Feed:
+def momenta_of(job: Job, x0: Tensor) -> list[int]:
+    """The lengths of the vectors that a worker's optimizer keeps, by a trial."""
+    layers = list(trainable(job.model()).values()) if job.layerwise else None
+    for p in layers or []:
+        p.grad = torch.zeros_like(p)
+    inner = Inner(job.optimizer, x0.clone(), layers=layers)
+    inner.step(torch.zeros_like(x0))
+    return [vector.numel() for vector in inner.vectors()]
+
+
+def _feed(job: Job, rank: int, data: Any) -> Any:
+    """Mini-batches of the true sizes; of a stream, whose length nobody knows, full ones."""
+    if isinstance(data, IterableDataset):
+        return _Stream(job.batch, job.steps_per_epoch)
+    feed = IndexedFeed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition)
+    feed.give_indices()
+    feed.draws = False
+    return feed
+
+
+class _Stream:
     """Full batches, without samples in them."""
 
     draws = False

@@ -4,10 +4,12 @@
     Mean        begins when the last member has come, then a ring: reduce-scatter and all-gather
     Broadcast   one flow to each member; Gather: one flow from each to each
 
-Where all hosts are alike and nothing else is under way, a collective's flows are all equal, and its time is a formula:
+Where all hosts are alike, all nodes take part and nothing else is under way, a collective's flows are all equal, and
+its time is a formula:
 
     Mean        2 (N-1) (S/N / R + α + o)        S bytes, N members, rate R, latency α, work per message o
-    Broadcast   (N-1) S / R + α + o              Gather likewise
+    Gather      max(o + (N-1) S/R, (N-1) o + S/R) + α
+    Broadcast   (N-1) S / R + α                  if messages take no work
 """
 
 from __future__ import annotations
@@ -56,10 +58,12 @@ class World:
         self.stop_at: int | None = None  # the step before which workers stop, where they stop together
         self._closed_forms = closed_forms and network.symmetric
         self._hosts = [network.host(n) for n in range(nodes)]
+        self._busy = [0.0] * nodes  # until when a host works on messages
         self._up = [Link(f"up {n}", network.host(n).up / 8, UP) for n in range(nodes)]
         self._down = [Link(f"down {n}", network.host(n).down / 8, DOWN) for n in range(nodes)]
         self._racks = _racks(network, nodes)
         self._streams: dict[tuple[int, int], deque[tuple[float, Callable[[], None]]]] = {}
+        self._flying: dict[tuple[int, int], deque[Callable[[], None]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self.under_way = 0  # messages and collectives in flight
 
@@ -79,7 +83,13 @@ class World:
         latency = here.latency + self._hosts[to].latency
 
         def sent() -> None:
-            self.kernel.after(latency, arrived)
+            if self.kernel.shuffles:
+                # Messages of the same two nodes may arrive at the same time, but never in another order.
+                flying = self._flying.setdefault((source, to), deque())
+                flying.append(arrived)
+                self.kernel.after(latency, lambda: flying.popleft()())
+            else:
+                self.kernel.after(latency, arrived)
             stream = self._streams[source, to]
             if stream:
                 self._depart(source, to, *stream.popleft())
@@ -88,7 +98,9 @@ class World:
 
         links = self._way(source, to)
         if here.message:
-            self.kernel.after(here.message, self.flows.start, links, size, sent)
+            # The work on a message is done after that on the messages before it.
+            self._busy[source] = done = max(self._busy[source], self.kernel.now) + here.message
+            self.kernel.at(done, self.flows.start, links, size, sent)
         else:
             self.flows.start(links, size, sent)
 
@@ -132,10 +144,16 @@ class World:
                 self.under_way -= 1
             promise.keep((began, values[group.index(member)]))
 
-        if self._closed_forms and self.under_way == 1 and not self._streams:
+        if self._alone(group, ops[0]):
             self.kernel.after(self._seconds(group, ops[0]), self._complete_all, group, complete)
         else:
             _FLOWS[type(ops[0])](self, group, ops[0], complete)
+
+    def _alone(self, group: Group, op: Any) -> bool:
+        """Whether a formula tells when every member of a collective is done, and no other traffic can change that."""
+        in_turn = isinstance(op, Broadcast) and self._hosts[0].message  # then they are not done at the same time
+        everyone = len(group) == len(self._hosts) and self.under_way == 1 and not self._streams
+        return self._closed_forms and everyone and not in_turn
 
     def _complete_all(self, group: Group, complete: Callable[[int], None]) -> None:
         for member in group.members:
@@ -146,14 +164,15 @@ class World:
         n, host = len(group), self.network.hosts[0]
         size = nbytes(vector_of(op))
         slower = min(host.up, host.down) / 8
-        fixed = 2 * host.latency + host.message
+        latency = 2 * host.latency
         match op:
             case Mean() | MeanUpdate():
-                return 2 * (n - 1) * (size / n / slower + fixed)
+                return 2 * (n - 1) * (size / n / slower + latency + host.message)
             case Broadcast():
-                return max((n - 1) * size / (host.up / 8), size / slower) + fixed
+                return max((n - 1) * size / (host.up / 8), size / slower) + latency
             case _:
-                return (n - 1) * size / slower + fixed
+                first, rest = host.message + (n - 1) * size / slower, (n - 1) * host.message + size / slower
+                return max(first, rest) + latency
 
     def ring(self, group: Group, op: Mean | MeanUpdate, complete: Callable[[int], None]) -> None:
         """The flows of a mean: 2 (N-1) rounds in which every member sends a part to the next one."""
@@ -201,10 +220,10 @@ class World:
             if not left[member]:
                 complete(member)
 
-        for source in group.members:
-            for member in group.members:
-                if member != source:
-                    self.carry(source, member, nbytes(op.x), partial(arrived, member))
+        members = group.members
+        for i, source in enumerate(members):
+            for member in (*members[i + 1 :], *members[:i]):  # everyone begins with another
+                self.carry(source, member, nbytes(op.x), partial(arrived, member))
 
 
 _FLOWS: dict[type[Any], Callable[..., None]] = {
