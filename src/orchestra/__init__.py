@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from orchestra.cluster import Local
     from orchestra.data.partitions import IID, Dirichlet, LabelSorted
     from orchestra.errors import ConfigError, OrchestraError
+    from orchestra.networks import Ethernet
     from orchestra.node import Node
     from orchestra.recipe import Recipe
     from orchestra.sim.simulated import Simulated
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "Dirichlet",
     "Epochs",
+    "Ethernet",
     "LabelSorted",
     "Local",
     "LocalSGD",
@@ -58,6 +60,7 @@ _HOMES = {
     "cluster": ("Local",),
     "data.partitions": ("IID", "Dirichlet", "LabelSorted"),
     "errors": ("ConfigError", "OrchestraError"),
+    "networks": ("Ethernet",),
     "node": ("Node",),
     "recipe": ("Recipe",),
     "sim.simulated": ("Simulated",),

@@ -101,6 +101,11 @@ class Cluster(ABC):
         """What of a request cannot be done there, now that model and data exist."""
         return iter(())
 
+    @property
+    def trains(self) -> bool:
+        """Whether anything is learned there: not where only time passes."""
+        return True
+
     def settled(self, request: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Cluster:
         """The same with every choice made, now that model and data exist."""
         return self

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from pathlib import Path
 from orchestra import probe
 from orchestra.data.feed import fold
 from orchestra.errors import Problem, nearest
+from orchestra.words import plural
 
 _NORMAL = statistics.NormalDist()
 
@@ -266,7 +268,7 @@ def parse(text: str) -> Delay:
     >>> parse("constant:0.05 slow:1x5")
     Slow(base=Constant(time=0.05), count=1, factor=5.0)
     """
-    first, *more = text.replace(";", " ").split() or [""]
+    first, *more = re.sub(r",\s+", ",", text.replace(";", " ")).split() or [""]
     delay = measured(Path(first)) if first.endswith(".json") else _kind(first)
     for word in more:
         kind, _, numbers = word.partition(":")
@@ -285,6 +287,10 @@ def parse(text: str) -> Delay:
 
 def _kind(word: str) -> Delay:
     kind, _, numbers = word.partition(":")
+    if not numbers and math.isfinite(_number(word)):
+        return Constant(_number(word))
+    if kind in ("pause", "slow"):
+        raise ValueError(f"{word!r} needs a delay before it, e.g. constant:0.05 {word}")
     if kind == "constant" and "," in numbers:
         return Trace(tuple((t,) for t in _numbers(word, numbers, numbers.split(","))))
     if kind not in _KINDS:
@@ -300,13 +306,25 @@ def measured(path: Path) -> Measured:
 
 
 def _numbers(word: str, text: str, wanted: Sequence[str]) -> list[float]:
-    try:
-        found = [float(number) for number in text.split(",")]
-    except ValueError:
-        found = []
+    found = [_number(each) for each in text.split(",")]
     if len(found) != len(wanted) or not all(map(math.isfinite, found)):
-        raise ValueError(f"{word!r} needs {len(wanted)} numbers: {', '.join(wanted)}")
+        raise ValueError(f"{word!r} needs {plural(len(wanted), 'number')}: {', '.join(wanted)}; times are in seconds")
     return found
+
+
+def _number(text: str) -> float:
+    """A number, or seconds given in another unit; NaN if it is neither.
+
+    >>> _number("0.05"), _number("50ms")
+    (0.05, 0.05)
+    """
+    for unit, factor in (("ms", 1e-3), ("us", 1e-6), ("s", 1.0), ("", 1.0)):
+        if text.endswith(unit):
+            try:
+                return float(text.removesuffix(unit)) * factor
+            except ValueError:
+                return math.nan
+    return math.nan
 
 
 def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
@@ -316,6 +334,8 @@ def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
             yield from problems(value, where)
         elif isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
             yield Problem(f"{where}.{name}", value, "must be a finite number of at least 0")
+    if isinstance(delay, Slow) and not delay.factor > 0:
+        yield Problem(f"{where}.factor", delay.factor, "must be above 0: how many times as long slow workers take")
     if isinstance(delay, Pareto) and delay.alpha < 0.1:
         yield Problem(f"{where}.alpha", delay.alpha, "must be at least 0.1: with less, some steps would never end")
     for name in ("begin", "end", "probability"):

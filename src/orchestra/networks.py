@@ -26,7 +26,8 @@ from orchestra.errors import Problem
 from orchestra.probe import Exchange
 
 _LARGEST = 1 << 20  # bytes of a file of hosts
-_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_UNITS = {prefix + unit: factor for prefix, factor in _PREFIXES.items() for unit in ("bit", "bps", "bit/s")}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
@@ -89,7 +90,7 @@ def parse(text: str) -> Network:
     >>> parse("100mbit,1ms").host(3)
     Host(up=100000000.0, down=100000000.0, latency=0.0005, message=0.0, number=0.0)
     """
-    first, *more = text.split() or [""]
+    first, *more = re.sub(r",\s+", ",", text).split() or [""]
     if first.endswith((".yaml", ".yml")):
         hosts = _read(Path(first))
     elif first.endswith(".json"):
@@ -170,7 +171,7 @@ def _time(text: object) -> float:
 
 
 def _quantity(text: object, units: Mapping[str, float], what: str) -> float:
-    found = re.fullmatch(r"\s*([\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)\s*", str(text).lower())
+    found = re.fullmatch(r"\s*([\d.]+(?:e[-+]?\d+)?)\s*([a-zµ/]+)\s*", str(text).lower())
     if found is None or found[2] not in units:
         raise ValueError(f"{text!r} is not {what}")
     return float(found[1]) * units[found[2]]

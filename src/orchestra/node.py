@@ -74,14 +74,23 @@ class Comm:
 
     def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> None:
         """Send x; it may be changed as soon as this returns."""
+        self._require(to)
         self.transport.start(Send(to, x, version, weight)).wait()
 
     def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
         """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
+        self._require(to)
         return self.transport.start(Send(to, x, version, weight, lend=True))
+
+    def _require(self, other: int) -> None:
+        """Refuse a node that is not there, or oneself."""
+        if not 0 <= other < self.transport.size or other == self.rank:
+            others = f"the others are among 0 to {self.transport.size - 1}"
+            raise ValueError(f"node {self.rank} has no node {other} to speak with: {others}")
 
     def recv(self, source: int) -> Message:
         """The next message from one node."""
+        self._require(source)
         message = self._next(source)
         if message is None:
             raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")

@@ -55,7 +55,7 @@ def read(path: Path) -> Probe:
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}: `orchestra probe RECIPE` writes one") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise ValueError(f"{path} cannot be read ({error}): run `orchestra probe` again") from None
     if not isinstance(found, Mapping) or found.get("format") != _FORMAT:
         raise ValueError(f"{path} was not written by this version of `orchestra probe`: run it again")
     try:

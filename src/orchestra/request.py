@@ -176,7 +176,9 @@ def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data
     if given.schedule is not None and strategy.servers and isinstance(data, IterableDataset):
         message = "cannot be followed by servers, which do not see where a stream ends: use a map-style Dataset"
         yield Problem("schedule", given.schedule, message)
-    found = [*checks.check_data(data, batch=given.batch, workers=given.cluster.workers, partition=given.partition)]
+    # Without numbers no sample is looked at, so there may be fewer than workers.
+    batch, workers = (given.batch, given.cluster.workers) if given.cluster.trains else (1, 1)
+    found = [*checks.check_data(data, batch=batch, workers=workers, partition=given.partition)]
     yield from found
     if not found and not unfit:
         found = [*checks.rehearse(module, data, given.loss, given.batch)]

@@ -154,6 +154,8 @@ class _Training:
         self.data = given.data()
         refuse(second_look(given, self.strategy, self.module, self.data))
         self.given = replace(given, cluster=given.cluster.settled(given, self.strategy, self.module, self.data))
+        if not given.cluster.trains:
+            self.given = replace(self.given, evaluate=None)
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
         self.folder = Path(given.out) if given.out is not None else _new_folder(expression.show(self.strategy))
         self.saved: checkpoint.Saved | None = None

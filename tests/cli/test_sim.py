@@ -179,3 +179,53 @@ def test_time_that_stands_still_is_noticed(orchestra: Orchestra) -> None:
                        "--numerics", "off", "-s", "localsgd(tau=1000000)")  # fmt: skip
     assert answer.code != 0
     assert "stands still" in answer.err
+
+
+def test_thousands_of_workers_need_no_samples(orchestra: Orchestra) -> None:
+    said = orchestra("sim", "digits", "-n", "2000", "--steps", "3", "--numerics", "off", "--network", "10gbit,50us")
+    assert said.code == 0, said.err
+    assert "timing only: nothing was trained" in said.out
+    assert "accuracy" not in said.out
+
+
+def test_what_to_try_next_is_in_the_same_world(orchestra: Orchestra) -> None:
+    said = orchestra(*SIM)
+    assert '--sim --network "100mbit,1ms" --delay "lognormal:0.05,0.3"' in said.err
+
+
+def test_steps_of_fast_and_slow_workers_are_told_apart(orchestra: Orchestra) -> None:
+    said = orchestra("sim", "digits", "-n", "4", "--seconds", "1", "-s", "ps(consistency=asp())",
+                     "--delay", "constant:0.05 slow:1x5")  # fmt: skip
+    assert "4 to 20 steps of each worker" in said.out or "5 to 20 steps of each worker" in said.out
+
+
+def test_a_comparison_says_where_it_took_place(orchestra: Orchestra, tmp_path: Path) -> None:
+    said = orchestra("compare", "digits", "--sim", "--network", "10mbps,1ms", "--epochs", "0.2", "-s", "allreduce",
+                     "--out", "out")  # fmt: skip
+    assert "virtual seconds: network 10mbps,1ms, delay constant:0.05" in said.out
+    assert "virtual seconds" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_a_bad_condition_is_refused_before_the_first_runs(orchestra: Orchestra, tmp_path: Path) -> None:
+    answer = orchestra("sweep", "digits", "--sim", "--grid", "bandwidth=10mbit,1gbx")
+    assert answer.code == 2
+    assert "'1gbx' is not a rate" in answer.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("topic", "word"), [("delay", "lognormal:0.05,0.3"), ("network", "hosts.yaml")])
+def test_worlds_are_explained(topic: str, word: str, orchestra: Orchestra) -> None:
+    assert word in orchestra("explain", topic).out
+
+
+def test_a_script_may_end_as_scripts_do(orchestra: Orchestra, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import functools, sys, torch, orchestra\n"
+        "orchestra.train(model=functools.partial(torch.nn.Linear, 2, 1),\n"
+        "    data=lambda: (torch.zeros(64, 2), torch.zeros(64, 1)), loss=torch.nn.functional.mse_loss,\n"
+        "    optimizer=functools.partial(torch.optim.SGD, lr=0.1), batch=2, budget=orchestra.Steps(2))\n"
+        "sys.exit(0)\n"
+    )
+    said = orchestra("sim", "script.py", "-n", "2")
+    assert said.code == 0
+    assert "allreduce · 2 workers" in said.out

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +79,34 @@ def test_an_asynchronous_server_trains_gpu_workers(tmp_path: Path) -> None:
 
 def test_one_worker_on_a_gpu_is_plain_torch(tmp_path: Path) -> None:
     assert run("solo", "auto", tmp_path / "gpu", workers=1).metrics["accuracy"] > 0.8
+
+
+def make_dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+def rehearse(strategy: str, out: Path, **cluster: Any) -> orchestra.Result:
+    return orchestra.train(
+        model=make_dense,
+        data=make_data,
+        loss=F.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+        strategy=strategy,
+        cluster=orchestra.Simulated(workers=6, delay="lognormal:0.05,0.4", network="100mbit,1ms", **cluster),
+        batch=16,
+        budget=orchestra.Steps(20),
+        out=out,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "slowmo(tau=4)", "ps(consistency=asp(), servers=2)"])
+def test_rehearsals_on_a_gpu_follow_those_on_the_processor(strategy: str, tmp_path: Path) -> None:
+    """In the same virtual time, one gradient at a time or many in one call."""
+    processor = rehearse(strategy, tmp_path / "cpu", numerics="real")
+    x = torch.cat([p.flatten() for p in processor.model.parameters()])
+    for numerics in ("real", "batched", "auto"):
+        gpu = rehearse(strategy, tmp_path / numerics, device="cuda", numerics=numerics)
+        assert gpu.summary.seconds == processor.summary.seconds
+        assert torch.allclose(torch.cat([p.flatten() for p in gpu.model.parameters()]), x, atol=1e-3)
+    chosen = json.loads((tmp_path / "auto" / "config.json").read_text())["cluster"]["numerics"]
+    assert chosen == "batched"

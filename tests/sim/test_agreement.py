@@ -408,6 +408,25 @@ def test_a_deadlock_names_the_line_of_the_strategy(tmp_path: Path) -> None:
         train(Silent(), tmp_path, cluster=Simulated(workers=2), budget=Steps(3) | Seconds(5000))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lost(Strategy[None]):
+    """Sends to somebody who is not there."""
+
+    to: int = 99
+
+    def init(self, node: Node) -> None:
+        return None
+
+    def step(self, node: Node, s: None) -> None:
+        node.comm.send(self.to, node.x)
+
+
+@pytest.mark.parametrize("to", [99, -1, 0])
+def test_messages_to_nobody_are_refused(to: int, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=f"has no node {to} to speak with"):
+        train(Lost(to=to), tmp_path, cluster=Simulated(workers=2), budget=Steps(1))
+
+
 class Failing(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(INPUTS, 1)

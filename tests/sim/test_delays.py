@@ -112,3 +112,9 @@ def test_files_that_hold_no_hosts_are_refused(text: str, said: str, tmp_path: Pa
 def test_constants_by_host() -> None:
     delay = parse("constant:0.05,0.1")
     assert [delay.seconds(0, worker, 7) for worker in range(4)] == [0.05, 0.1, 0.05, 0.1]
+
+
+def test_units() -> None:
+    assert parse("constant:50ms") == parse("0.05") == parse("50ms") == Constant(0.05)
+    assert parse("lognormal: 0.05, 0.3".replace(": ", ":")) == LogNormal(0.05, 0.3)
+    assert parse_network("1gbps, 1ms") == parse_network("1Gbit/s,1ms") == parse_network("1000mbit,0.001s")

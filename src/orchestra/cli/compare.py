@@ -131,10 +131,11 @@ class Race:
     def _told(self, outcome: Outcome) -> str:
         if outcome.facts is None:
             return f"failed: {outcome.failed}"
-        name, total = self.target.metric, f"{outcome.facts.seconds:.2f} s in all"
+        unit = "virtual s" if outcome.facts.virtual else "s"
+        name, total = self.target.metric, f"{outcome.facts.seconds:.2f} {unit} in all"
         if outcome.seconds is None:
             return f"{name} {self.target.value:g} not reached, best {outcome.best:.4g}; {total}"
-        return f"{name} {self.target.value:g} after {outcome.seconds:.2f} s; {total}, final {outcome.final:.4g}"
+        return f"{name} {self.target.value:g} after {outcome.seconds:.2f} {unit}; {total}, final {outcome.final:.4g}"
 
     def _table(self, outcomes: dict[str, list[Outcome]]) -> Table:
         from orchestra import expression
@@ -147,7 +148,15 @@ class Race:
         ]
         baseline = "allreduce" if "allreduce" in self.strategies else self.strategies[0]
         workers = self.shared.workers or 2
-        return Table(self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
+        what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
+        return Table(*what, world=self._world())
+
+    def _world(self) -> str:
+        """Where it takes place, if that is not here."""
+        if not self.shared.sim:
+            return ""
+        default = self.shared.changes()["cluster"](None)
+        return f"virtual seconds: network {self.shared.network or '10gbit,0.1ms'}, delay {default.delay}"
 
 
 def prepare(
@@ -189,8 +198,11 @@ def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -
     for text in texts:
         chosen = _for(text, shared)
         try:
-            chosen.changes()
-            found = [*checks.check_strategy(expression.parse(text), chosen.workers or 1, shared.clip)]
+            cluster = chosen.changes()["cluster"](None)
+            found = [
+                *cluster.problems(),
+                *checks.check_strategy(expression.parse(text), chosen.workers or 1, shared.clip),
+            ]
         except ConfigError as error:
             found = [*error.problems]
         for problem in found:  # those of shared options would be told again for every strategy

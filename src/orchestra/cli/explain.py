@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +16,14 @@ if TYPE_CHECKING:
     from orchestra.cli.catalogue import Knob
 
 
+_WORLDS = {"network": "orchestra.networks", "delay": "orchestra.delays"}
+
+
 def explain(
-    name: Annotated[str, typer.Argument(help="A strategy or a part of one, such as slowmo, ps, asp.", metavar="NAME")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A strategy or a part of one, such as slowmo, ps, asp; or network, delay.", metavar="NAME"),
+    ],
     json_: Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")] = False,
 ) -> None:
     """Explain a strategy: paper, pseudo-code, bytes on the wire, knobs with their ranges, expressions to try.
@@ -24,10 +32,14 @@ def explain(
 
       orchestra explain slowmo
       orchestra explain asp
+      orchestra explain delay         what --delay takes; likewise network
     """
     from orchestra.cli import catalogue, summary
     from orchestra.strategies import PARTS
 
+    if name in _WORLDS:
+        print(inspect.cleandoc(importlib.import_module(_WORLDS[name]).__doc__ or ""), flush=True)
+        return
     cls = catalogue.find(name)
     if json_:
         summary.print_json(_as_record(cls))

@@ -74,7 +74,7 @@ Network = Annotated[
     typer.Option(
         metavar="RATE,LATENCY",
         help="Such as 100mbit,1ms, with racks:4x8 behind it if you like, a YAML file of hosts, or a probe's file. "
-        "Default: 10gbit,0.1ms.",
+        "Default: 10gbit,0.1ms. More: orchestra explain network.",
     ),
 ]
 Delay = Annotated[
@@ -82,7 +82,8 @@ Delay = Annotated[
     typer.Option(
         metavar="KIND:NUMBERS",
         help="Seconds a worker takes for a mini-batch: constant:0.05, exponential:0.05,0.02, lognormal:0.05,0.3, "
-        "pareto:0.05,2, markov:0.05,5,0.02,0.2, or a probe's file; behind it slow:1x5 or pause:0.01,2 if you like.",
+        "pareto:0.05,2, markov:0.05,5,0.02,0.2, or a probe's file; behind it slow:1x5 or pause:0.01,2 if you like. "
+        "Default in rehearsals: constant:0.05. More: orchestra explain delay.",
     ),
 ]
 Numerics = Annotated[

@@ -93,17 +93,26 @@ def conclude(source: Source, chosen: Options, runs: list[Path], *, as_json: bool
         summary.print_json(records[0] if len(records) == 1 else {"runs": records})
         return
     print("\n\n".join(summary.describe(path, facts) for path, facts in found), flush=True)
-    if not quiet:
-        facts = found[-1][1]
-        summary.say(f"\nnext: {next_command(source, facts.strategy, facts.workers)}")
+    facts = found[-1][1]
+    if not quiet and facts.trained:
+        summary.say(f"\nnext: {next_command(source, facts.strategy, facts.workers, chosen)}")
 
 
-def next_command(source: Source, strategy: str, workers: int) -> str:
-    """Something worth trying after a run."""
+def next_command(source: Source, strategy: str, workers: int, chosen: Options | None = None) -> str:
+    """Something worth trying after a run, in the same world."""
     what = source.name if source.path is None else summary.nearby(source.path)
+    world = "" if chosen is None else _world(chosen)
     if not source.holds_recipe:
         other = "slowmo" if strategy != "slowmo" else "localsgd"
-        return f"orchestra run {what} --strategy {other}"
+        return f"orchestra {'sim' if world else 'run'} {what} --strategy {other}{world.removeprefix(' --sim')}"
     rivals = ["allreduce", "localsgd" if strategy.startswith("slowmo") else "slowmo"]
     rivals = [strategy, *(rival for rival in rivals if rival != strategy)]
-    return f'orchestra compare {what} --strategies "{",".join(rivals)}" --workers {max(2, workers)}'
+    return f'orchestra compare {what} --strategies "{",".join(rivals)}" --workers {max(2, workers)}{world}'
+
+
+def _world(chosen: Options) -> str:
+    """The options that say where a rehearsal takes place."""
+    if not chosen.sim:
+        return ""
+    given = (("network", chosen.network), ("delay", chosen.delay))
+    return " --sim" + "".join(f' --{name} "{value}"' for name, value in given if value is not None)

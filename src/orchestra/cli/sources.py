@@ -112,7 +112,11 @@ def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], 
         return
     with _at_home(source.path, args), overrides.using(changes):
         if not source.holds_recipe:
-            runpy.run_path(str(source.path), run_name="__main__")
+            try:
+                runpy.run_path(str(source.path), run_name="__main__")
+            except SystemExit as end:  # as scripts end, also when all is well
+                if end.code not in (None, 0):
+                    raise
         else:
             module = _import(source.path)
             # A script may keep a recipe in a variable and train with it: then all is done.

@@ -50,11 +50,11 @@ def describe(run: Path, facts: Facts) -> str:
     ended = {"budget": "", "target": "; the target was reached", "seconds": "; the time was up"}
     lines = [
         f"{facts.strategy} · {plural(facts.workers, 'worker')}{servers} · {facts.parameters:,} parameters",
-        f"  {plural(facts.steps, 'step')} of each worker in {facts.seconds:.2f} {'virtual ' if facts.virtual else ''}s"
+        f"  {_steps(facts)} of each worker in {facts.seconds:.2f} {'virtual ' if facts.virtual else ''}s"
         f" ({facts.samples_per_second:,.0f} samples/s"
         + ("" if facts.virtual else f"; set up in {facts.setup:.1f} s")
         + f"){ended.get(facts.stopped_by, '')}",
-        f"  training loss {loss}{metrics}",
+        f"  training loss {loss}{metrics}" if facts.trained else "  timing only: nothing was trained",
         f"  each worker sent {size(facts.sent_per_worker)} and received {size(facts.received_per_worker)}",
     ]
     if facts.staleness_mean is not None:
@@ -63,6 +63,12 @@ def describe(run: Path, facts: Facts) -> str:
         lines.append(f"  {plural(facts.skipped, 'gradient')} not finite, not used")
     lines += ["", *_nodes(facts), "", f"  run    {nearby(run)}", f"  model  {nearby(run / 'model.safetensors')}"]
     return "\n".join(lines)
+
+
+def _steps(facts: Facts) -> str:
+    if facts.most_steps is None or facts.most_steps == facts.steps:
+        return plural(facts.steps, "step")
+    return f"{facts.steps:,} to {facts.most_steps:,} steps"
 
 
 def _nodes(facts: Facts) -> list[str]:

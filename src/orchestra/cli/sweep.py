@@ -217,7 +217,9 @@ def _save(found: list[Condition], out: Path) -> dict[str, Any]:
 
 
 def _title(found: list[Condition]) -> str:
-    return f"{found[0].table.recipe} · seconds to test {found[0].table.goal}; ◂ first under that condition"
+    table = found[0].table
+    virtual = "virtual " if table.world else ""
+    return f"{table.recipe} · {virtual}seconds to test {table.goal}; ◂ first under that condition"
 
 
 def _cells(found: list[Condition]) -> tuple[list[str], list[list[str]]]:

@@ -133,6 +133,7 @@ class Table:
     epochs: float
     baseline: str
     rows: tuple[Row, ...]
+    world: str = ""  # where it took place, if not on this machine
 
     @property
     def ranked(self) -> list[Row]:
@@ -170,6 +171,7 @@ class Table:
         return (
             f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
             f"{plural(self.seeds, 'seed')}{spread} · {self.epochs:g} epochs"
+            + (f" · {self.world}" if self.world else "")
         )
 
     def columns(self, *, narrow: bool = False) -> list[str]:

@@ -52,6 +52,8 @@ class Facts:
     stopped_by: str
     parameters: int
     virtual: bool = False  # seconds are those of a rehearsal
+    trained: bool = True  # False: only time passed
+    most_steps: int | None = None  # of the fastest worker
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -88,6 +90,7 @@ def facts_of(run: Path) -> Facts:
     samples = sum(e.samples for e in workers)
     stale = [int(e.value) for e in events if isinstance(e, Logged) and e.name == "staleness"]
     scores = scores_of(run)
+    trained = config.get("cluster", {}).get("numerics") != "off"
     return Facts(
         strategy=config["strategy"],
         workers=config["workers"],
@@ -98,8 +101,8 @@ def facts_of(run: Path) -> Facts:
         seconds=seconds,
         setup=max((e.setup for e in began), default=0.0),
         samples_per_second=samples / seconds if seconds else 0.0,
-        loss=final_loss(stepped),
-        metrics=scores[-1].metrics if scores else {},
+        loss=final_loss(stepped) if trained else None,
+        metrics=scores[-1].metrics if scores and trained else {},
         sent_per_worker=_mean([e.sent for e in workers]),
         received_per_worker=_mean([e.received for e in workers]),
         sent_total=sum(e.sent for e in ended.values()),
@@ -111,6 +114,8 @@ def facts_of(run: Path) -> Facts:
         stopped_by=ending.get("stopped_by", "unknown"),
         parameters=config["parameters"],
         virtual=config.get("cluster", {}).get("kind") == "simulated",
+        trained=trained,
+        most_steps=max((e.step for e in workers), default=None),
     )
 
 

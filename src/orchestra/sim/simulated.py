@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from orchestra import delays, networks
+from orchestra.budget import Target, parts
 from orchestra.cluster import Cluster, Device, Ending, Order
 from orchestra.data.feed import Samples
 from orchestra.delays import Delay, Trace
@@ -85,8 +86,15 @@ class Simulated(Cluster):
             if getattr(self, name) not in known:
                 yield Problem(f"cluster.{name}", getattr(self, name), f"must be one of {', '.join(known)}")
 
+    @property
+    def trains(self) -> bool:
+        """Not without numbers."""
+        return self.numerics != "off"
+
     def misfits(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
-        """Whether gradients can be taken together, if they are to be."""
+        """Whether gradients can be taken together, if they are to be; and what needs numbers where there are none."""
+        if not self.trains and any(isinstance(part, Target) for part in parts(request.budget)):
+            yield Problem("cluster.numerics", "off", "a target is never reached where nothing is trained")
         if self.numerics == "batched" and (reason := self._why_not(request, module, data)) is not None:
             yield Problem("cluster.numerics", "batched", f'{reason}: use "real"')
 

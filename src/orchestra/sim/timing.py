@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from orchestra.data.feed import IndexedFeed
+from orchestra.data.feed import IndexedFeed, Samples
 from orchestra.inner import Inner
 from orchestra.node import Comm, Log, Node
 from orchestra.ops import Compute, Message
@@ -107,8 +107,8 @@ def momenta_of(job: Job, x0: Tensor) -> list[int]:
 
 
 def _feed(job: Job, rank: int, data: Any) -> Any:
-    """Mini-batches of the true sizes; of a stream, whose length nobody knows, full ones."""
-    if isinstance(data, IterableDataset):
+    """Mini-batches of the true sizes; full ones of a stream, whose length nobody knows, and of too few samples."""
+    if isinstance(data, IterableDataset) or job.batch * job.workers > len(Samples(data)):
         return _Stream(job.batch, job.steps_per_epoch)
     feed = IndexedFeed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition)
     feed.give_indices()
