@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measuring this machine, by the means that real runs use.
 
-computing      the steps of short runs of the workload, one worker, at several batches
-exchange       messages thrown to and fro between the two workers of a real run, small ones and large ones
-loopback       the same between two processes with a socket between them
-memory         a copy of more than any cache holds
-numbers        an optimizer's step over a large vector
+    computing      the steps of short runs of the workload, one worker, at several batches (cli/probe.py)
+    exchange       messages thrown to and fro between the two workers of a real run, small ones and large ones
+    loopback       the same between two processes with a socket between them
+    memory         a copy of more than any cache holds
+    numbers        an optimizer's step over a large vector
 
 A message of S bytes takes  message + latency + S / rate:  small ones give the first two, large ones the rate.
 """

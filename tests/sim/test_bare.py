@@ -21,8 +21,11 @@ def missing(name, path=None, target=None):
 
 
 PathFinder.find_spec = missing
+import importlib.util
 import torch
 import orchestra
+
+assert importlib.util.find_spec("greenlet") is None
 
 for strategy in ("slowmo(tau=2)", "ps(consistency=asp(), servers=2)"):
     result = orchestra.train(

@@ -134,12 +134,8 @@ class SimTransport:
             self._release(op.to)
         size = nbytes(op.x)
         self.traffic.sent += size
-        read: Promise[None] | None = None
-        if op.lend and not op.x.is_meta:
-            read = Promise(self._kernel, partial(self._reader, op.to))
-            x = op.x.detach()
-        else:
-            x = op.x if op.x.is_meta else op.x.detach().clone()
+        read: Promise[None] | None = Promise(self._kernel, partial(self._reader, op.to)) if op.lend else None
+        x = op.x if op.lend or op.x.is_meta else op.x.detach().clone()
         message = Message(self.rank, x, op.version, op.weight)
         self._post(op.to, _Letter(message, self.rank, size, self._kernel.now, read))
         return _NOTHING if read is None else read
