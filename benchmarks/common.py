@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -22,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from orchestra import probing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -241,16 +242,10 @@ def quiet_parent() -> None:
 
 def machine() -> str:
     """Date, cores, model, versions, and how busy the machine is."""
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return (
-        f"{time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}: {os.cpu_count()} cores of {model}{gpu}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}; load {load}, steal {steal():.1%} since boot."
-    )
+    now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return f"{now}: {probing.machine()}{gpu}; load {load}, steal {steal():.1%} since boot."
 
 
 def steal() -> float:

@@ -16,10 +16,11 @@ from tests.zoo import SEED, Trap, events, train, trapped
 
 from orchestra import AllReduce, Local, Simulated, Steps
 from orchestra.cli import sweep
-from orchestra.cli.options import Options
+from orchestra.cli.options import DELAY, NETWORK, Options
 from orchestra.delays import parse, sampler
 from orchestra.errors import WorkerLost
 from orchestra.events import Stepped
+from orchestra.networks import parse as parse_network
 
 SIM = ("sim", "digits", "--workers", "6", "--steps", "4", "--network", "100mbit,1ms", "--delay", "lognormal:0.05,0.3")
 
@@ -159,14 +160,23 @@ def test_a_network_needs_a_rehearsal(orchestra: Orchestra) -> None:
     assert "needs --sim" in answer.err
 
 
+SCRIPT = """
+import functools, torch, orchestra
+orchestra.train(
+    model=functools.partial(torch.nn.Linear, 2, 1),
+    data=lambda: (torch.zeros(64, 2), torch.zeros(64, 1)),
+    loss=torch.nn.functional.mse_loss,
+    optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+    batch=2,
+    budget=orchestra.Steps(2),
+    {more}
+)
+"""
+
+
 def test_a_script_keeps_its_own_virtual_cluster(orchestra: Orchestra, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import functools, torch, orchestra\n"
-        "orchestra.train(model=functools.partial(torch.nn.Linear, 2, 1),\n"
-        "    data=lambda: (torch.zeros(64, 2), torch.zeros(64, 1)), loss=torch.nn.functional.mse_loss,\n"
-        "    optimizer=functools.partial(torch.optim.SGD, lr=0.1), batch=2, budget=orchestra.Steps(2), out='out',\n"
-        "    cluster=orchestra.Simulated(workers=3, network='1mbit,100ms', delay='constant:3', ties=4))\n"
-    )
+    cluster = "orchestra.Simulated(workers=3, network='1mbit,100ms', delay='constant:3', ties=4)"
+    (tmp_path / "script.py").write_text(SCRIPT.format(more=f"out='out', cluster={cluster}"))
     assert orchestra("sim", "script.py", "--workers", "2").code == 0
     about = json.loads((tmp_path / "out" / "config.json").read_text())
     assert about["workers"] == 2
@@ -219,13 +229,12 @@ def test_worlds_are_explained(topic: str, word: str, orchestra: Orchestra) -> No
 
 
 def test_a_script_may_end_as_scripts_do(orchestra: Orchestra, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import functools, sys, torch, orchestra\n"
-        "orchestra.train(model=functools.partial(torch.nn.Linear, 2, 1),\n"
-        "    data=lambda: (torch.zeros(64, 2), torch.zeros(64, 1)), loss=torch.nn.functional.mse_loss,\n"
-        "    optimizer=functools.partial(torch.optim.SGD, lr=0.1), batch=2, budget=orchestra.Steps(2))\n"
-        "sys.exit(0)\n"
-    )
+    (tmp_path / "script.py").write_text(SCRIPT.format(more="") + "raise SystemExit(0)\n")
     said = orchestra("sim", "script.py", "-n", "2")
     assert said.code == 0
     assert "allreduce · 2 workers" in said.out
+
+
+def test_defaults_are_those_of_the_cluster() -> None:
+    assert Simulated().get_network() == parse_network(NETWORK)
+    assert Simulated().delay == DELAY

@@ -155,8 +155,8 @@ class Race:
         """Where it takes place, if that is not here."""
         if not self.shared.sim:
             return ""
-        default = self.shared.changes()["cluster"](None)
-        return f"virtual seconds: network {self.shared.network or '10gbit,0.1ms'}, delay {default.delay}"
+        delay = self.shared.delay or o.DELAY
+        return f"virtual seconds: network {self.shared.network or o.NETWORK}, delay {delay}"
 
 
 def prepare(
@@ -242,13 +242,11 @@ def _new_folder(label: str) -> Path:
 
 def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
     """Save the table, print it with what was learned, and fail if a run failed."""
-    words = _learned(table)
-    record = table.as_record() | {"learned": words, "out": str(out)}
-    _save(table, words, record, out)
+    record = save(table, out)
     if as_json:
         summary.print_json(record)
     else:
-        _print(table, words)
+        _print(table, record["learned"])
         if not quiet:
             summary.say(f"\nsaved: {summary.nearby(out)}/table.md and table.json")
             summary.say(f"next: orchestra explain {table.ranked[0].strategy.split('(')[0]}")
@@ -256,24 +254,18 @@ def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
         raise typer.Exit(1)
 
 
-def save(table: Table, out: Path) -> None:
-    """Write the table, and what was learned, to the folder of the runs."""
-    words = _learned(table)
-    _save(table, words, table.as_record() | {"learned": words, "out": str(out)}, out)
-
-
-def _learned(table: Table) -> list[str]:
+def save(table: Table, out: Path) -> dict[str, Any]:
+    """Write the table, and what was learned, to the folder of the runs; gives all of it."""
     from orchestra.cli.table import verdict
 
     virtual = any(facts.virtual for row in table.rows for facts in row.done)
-    return verdict(table, None if virtual else len(os.sched_getaffinity(0)))
-
-
-def _save(table: Table, words: list[str], record: dict[str, Any], out: Path) -> None:
+    words = verdict(table, None if virtual else len(os.sched_getaffinity(0)))
+    record = table.as_record() | {"learned": words, "out": str(out)}
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary.finite(record), indent=1, ensure_ascii=False)
     (out / "table.json").write_text(text + "\n", encoding="utf-8")
     (out / "table.md").write_text(table.markdown() + "\n" + " ".join(words) + "\n", encoding="utf-8")
+    return record
 
 
 def _print(table: Table, words: list[str]) -> None:

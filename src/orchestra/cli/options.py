@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _WHAT = f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train."
 
+NETWORK, DELAY = "10gbit,0.1ms", "constant:0.05"  # those of `Simulated`, which would have to wait for torch
+
 What = Annotated[str, typer.Argument(metavar="RECIPE|SCRIPT", help=_WHAT, show_default=False)]
 Args = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="After --: arguments for the script.", show_default=False)
@@ -41,7 +43,7 @@ Out = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", "-n", help="Workers. Default: 2 processes, or 8 virtual machines.", metavar="N"),
+    typer.Option("--workers", "-n", help="Workers. Default: 2; of orchestra sim 8.", metavar="N"),
 ]
 Epochs = Annotated[
     float | None,
@@ -74,7 +76,7 @@ Network = Annotated[
     typer.Option(
         metavar="RATE,LATENCY",
         help="Such as 100mbit,1ms, with racks:4x8 behind it if you like, a YAML file of hosts, or a probe's file. "
-        "Default: 10gbit,0.1ms. More: orchestra explain network.",
+        f"Default: {NETWORK}. More: orchestra explain network.",
     ),
 ]
 Delay = Annotated[
@@ -83,7 +85,7 @@ Delay = Annotated[
         metavar="KIND:NUMBERS",
         help="Seconds a worker takes for a mini-batch: constant:0.05, exponential:0.05,0.02, lognormal:0.05,0.3, "
         "pareto:0.05,2, markov:0.05,5,0.02,0.2, or a probe's file; behind it slow:1x5 or pause:0.01,2 if you like. "
-        "Default in rehearsals: constant:0.05. More: orchestra explain delay.",
+        f"Default in rehearsals: {DELAY}. More: orchestra explain delay.",
     ),
 ]
 Numerics = Annotated[

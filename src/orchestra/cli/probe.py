@@ -93,18 +93,15 @@ def _measure(
         if not quiet:
             summary.say(what)
 
-    compute: dict[int, tuple[float, ...]] = {}
     with tempfile.TemporaryDirectory(prefix="orchestra-probe-") as folder:
         tell(f"a step of {source.label}, up to {_SECONDS:g} s each, at batch")
         about, times = _steps_of(source, args, None, threads, device, Path(folder) / "own")
         own = int(about["batch"])
-        sizes = wanted or sorted({max(1, round(own * factor)) for factor in _FACTORS})
-        for batch in sizes:
-            if batch != own:
-                _, times_here = _steps_of(source, args, batch, threads, device, Path(folder) / str(batch))
-            compute[batch] = times if batch == own else times_here
+        compute = {own: times}
+        for batch in sorted({own, *(wanted or (max(1, round(own * factor)) for factor in _FACTORS))}):
+            if batch not in compute:
+                _, compute[batch] = _steps_of(source, args, batch, threads, device, Path(folder) / str(batch))
             tell(f"  {batch:>5}: {statistics.median(compute[batch]) * 1e3:.3g} ms")
-    compute.setdefault(own, times)
     tell("memory, and messages between two processes")
     return Probe(
         workload=source.label,

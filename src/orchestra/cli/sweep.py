@@ -23,8 +23,6 @@ from orchestra.errors import ConfigError, Problem, nearest
 if TYPE_CHECKING:
     from orchestra.cli.table import Row, Table
 
-_NETWORK, _DELAY = "10gbit,0.1ms", "constant:0.05"
-
 Grid = Annotated[
     list[str],
     typer.Option(
@@ -102,7 +100,7 @@ def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None)
         elif name in ("bandwidth", "latency") and not sim:
             yield Problem("grid", name, "needs --sim: the network of this machine is what it is")
         elif name in ("bandwidth", "latency") and (network or "").split(" ")[0].endswith((".json", ".yaml", ".yml")):
-            yield Problem("grid", name, f"needs a network such as {_NETWORK}, not a file: {network}")
+            yield Problem("grid", name, f"needs a network such as {o.NETWORK}, not a file: {network}")
         if len(set(values)) < len(values):
             yield Problem("grid", f"{name}={','.join(values)}", "names a value twice")
         if name in seen:
@@ -137,18 +135,18 @@ def _under(base: Options, values: Values) -> Options:
 
 
 def _bandwidth(base: Options, value: str) -> Options:
-    first, *more = (base.network or _NETWORK).split()
+    first, *more = (base.network or o.NETWORK).split()
     return replace(base, network=" ".join([",".join([value, *first.split(",")[1:]]), *more]))
 
 
 def _latency(base: Options, value: str) -> Options:
-    first, *more = (base.network or _NETWORK).split()
+    first, *more = (base.network or o.NETWORK).split()
     rate, _, *rest = [*first.split(","), "0s"][: max(2, first.count(",") + 1)]
     return replace(base, network=" ".join([",".join([rate, value, *rest]), *more]))
 
 
 def _straggler(base: Options, value: str) -> Options:
-    return replace(base, delay=f"{base.delay or _DELAY} slow:1x{value}")  # also by 1: all conditions have a delay
+    return replace(base, delay=f"{base.delay or o.DELAY} slow:1x{value}")  # also by 1: all conditions have a delay
 
 
 _AXES: dict[str, Callable[[Options, str], Options]] = {
