@@ -121,12 +121,11 @@ Event = Began | Stepped | Logged | Skipped | Snapped | Scored | Saved | Ended
 _KINDS: dict[str, type[Any]] = {
     cls.__name__.lower(): cls for cls in (Began, Stepped, Logged, Skipped, Snapped, Scored, Saved, Ended)
 }
-# How the line of a kind begins, its values, and their names.
-_LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]], tuple[str, ...]]] = {
+# The names of a kind's values, and how to get them.
+_LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
     cls: (
-        f'{{"event":"{kind}",',
+        f'{{{{"event":"{kind}",' + ",".join(f'"{f.name}":{{}}' for f in fields(cls)) + "}}\n",
         operator.attrgetter(*(f.name for f in fields(cls))),
-        tuple(f'"{f.name}":' for f in fields(cls)),
     )
     for kind, cls in _KINDS.items()
 }
@@ -184,18 +183,17 @@ class EventLog:
 
 def encode(event: Event) -> str:
     """One line of JSON. What is not finite becomes null, which every JSON reader takes."""
-    opening, fields_of, names = _LAYOUT[type(event)]
-    body = ",".join([name + _text(value) for name, value in zip(names, fields_of(event), strict=True)])
-    return f"{opening}{body}}}\n"
+    line, values_of = _LAYOUT[type(event)]
+    return line.format(*[_text(value) for value in values_of(event)])
 
 
-def _text(value: Any) -> str:
+def _text(value: Any) -> Any:
     """As `json.dumps` writes it; a run has millions of these, and nearly all are numbers."""
     kind = type(value)
+    if kind is int:
+        return value
     if kind is float:
         return repr(value) if math.isfinite(value) else "null"
-    if kind is int:
-        return str(value)
     return _quoted(value) if kind is str else json.dumps(_plain(value), separators=(",", ":"))
 
 

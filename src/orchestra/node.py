@@ -45,14 +45,10 @@ class Comm:
 
     def __init__(self, transport: Transport, workers: Group, servers: Group) -> None:
         self.transport = transport
+        self.rank = transport.rank  # id of this node; workers come first
         self.workers = workers
         self.servers = servers
         self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
-
-    @property
-    def rank(self) -> int:
-        """Id of this node; workers come first."""
-        return self.transport.rank
 
     def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
         """The weighted mean of x over the workers, as a new tensor."""

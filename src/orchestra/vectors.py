@@ -59,6 +59,16 @@ def ranges(length: int, parts: int) -> list[slice]:
     return [range_of(length, parts, i) for i in range(parts)]
 
 
+def parts_of(x: Tensor, parts: int) -> Sequence[Tensor]:
+    """The ranges of a vector, as views."""
+    return torch.split_with_sizes(x, _sizes(x.numel(), parts))
+
+
+@lru_cache
+def _sizes(length: int, parts: int) -> list[int]:
+    return [part.stop - part.start for part in ranges(length, parts)]
+
+
 def share_of_mean(x: Tensor, parts: int, index: int) -> int:
     """Bytes that one of `parts` members sends, and as many that it receives, in a mean of x.
 

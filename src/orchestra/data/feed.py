@@ -80,7 +80,7 @@ class IndexedFeed:
         self.data = data
         self._samples = Samples(data)
         self.draws = not is_tensors(data)
-        self._pick: Callable[[list[int]], list[Any]] = self._samples.take
+        self._pick: Callable[[], list[Any]] = lambda: self._samples.take(self.indices(self.epoch, self.step))
         self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
         count = len(self._samples)
         self._shards: list[Tensor] | None = None
@@ -90,6 +90,7 @@ class IndexedFeed:
             self._shards = partition.shards(self._samples.labels(), size, seed)
             self.steps_per_epoch = max(-(-len(shard) // batch) for shard in self._shards)
         self.epoch = self.step = 0
+        self._count = count if self._shards is None else len(self._shards[rank])  # of the samples it picks from
         self._order_of = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -97,17 +98,17 @@ class IndexedFeed:
         """The samples of this rank at a step of an epoch."""
         if self._order_of != epoch:
             self._order, self._order_of = self._shuffle(epoch), epoch
+        chosen: list[int] = self._order[self._here(step)].tolist()
+        return chosen
+
+    def _here(self, step: int) -> slice:
+        """Where in the order of an epoch this rank's samples of a step are."""
         if self._shards is not None:
             assert self.steps_per_epoch is not None
-            count, steps = len(self._order), self.steps_per_epoch
-            here = slice(cut(count, steps, step), cut(count, steps, step + 1))
-        else:
-            start = step * self._batch * self._size
-            together = min(self._batch * self._size, len(self._order) - start)
-            part = hand(together, self._size, self._batch, self._rank)
-            here = slice(start + part.start, start + part.stop)
-        chosen: list[int] = self._order[here].tolist()
-        return chosen
+            return slice(cut(self._count, self.steps_per_epoch, step), cut(self._count, self.steps_per_epoch, step + 1))
+        start = step * self._batch * self._size
+        part = hand(min(self._batch * self._size, self._count - start), self._size, self._batch, self._rank)
+        return slice(start + part.start, start + part.stop)
 
     def _shuffle(self, epoch: int) -> Tensor:
         """The order of an epoch: of all samples, or of this rank's shard."""
@@ -131,15 +132,22 @@ class IndexedFeed:
 
     def next(self) -> Batch:
         """The batch at the current position; moves on."""
-        chosen = self.indices(self.epoch, self.step)
+        here = self._here(self.step)
+        size = here.stop - here.start
+        batch = self._pick() if size else []
         self.step += 1
         if self.step == self.steps_per_epoch:
             self.epoch, self.step = self.epoch + 1, 0
-        return (self._pick(chosen) if chosen else []), len(chosen)
+        return batch, size
 
     def give_indices(self) -> None:
         """From now on, instead of samples: somebody else takes the samples of many batches at once."""
-        self._pick = lambda chosen: [chosen]
+        self._pick = lambda: [self.indices(self.epoch, self.step)]
+
+    def give_nothing(self) -> None:
+        """From now on, but the number of samples: nobody looks at them."""
+        self._pick = lambda: []
+        self.draws = False
 
     def seek(self, epoch: int, step: int) -> None:
         """Go to a position."""

@@ -70,6 +70,10 @@ def restore(before: Modes) -> None:
         torch.set_autocast_enabled(device, enabled)
 
 
+# Those that the last greenlet left behind: asking torch takes longer than switching.
+_in_force: list[Modes | None] = [None]
+
+
 class GreenletFiber:
     """A stack of its own in the same thread."""
 
@@ -80,12 +84,11 @@ class GreenletFiber:
         self.error: BaseException | None = None
         self._body = body
         self._hub: Any = None  # whoever resumed it
-        self._modes = modes()
+        self._modes = modes()  # when it last ran
         self._own: Any = greenlet(self._run)
         self._current = getcurrent
 
     def _run(self) -> None:
-        restore(self._modes)
         try:
             self._body()
         except Killed:
@@ -93,19 +96,21 @@ class GreenletFiber:
         except BaseException as error:
             self.error = error
         self.done = True
+        _in_force[0] = modes()
 
     def resume(self) -> None:
-        """Let it run until it parks or ends."""
+        """Let it run until it parks or ends, with its own modes: torch keeps them by thread, and all share one."""
         if self._hub is None:
             self._own.parent = self._hub = self._current()
+            _in_force[0] = None
+        if self._modes != _in_force[0]:
+            restore(self._modes)
         self._own.switch()
 
     def park(self) -> None:
-        """Set it aside. Whether gradients are recorded, and how, is a matter of the thread, and so must be kept."""
-        mine = modes()
+        """Set it aside."""
+        self._modes = _in_force[0] = modes()
         self._hub.switch()
-        if modes() != mine:
-            restore(mine)
 
     def kill(self) -> None:
         """Unwind it; one that never ran has nothing to unwind."""

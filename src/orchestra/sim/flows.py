@@ -15,10 +15,12 @@ raise all rates together, fix those whose link is full, go on with the rest (Ber
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from orchestra.sim.kernel import Kernel
 
@@ -38,7 +40,7 @@ class Link:
         self.kind = kind  # flows that cross two links of one kind share no other link
         self.capacity = capacity  # bytes per second
         self.flows: dict[Flow, None] = {}  # all that cross it
-        self.waiting: list[tuple[float, int, Flow]] = []  # those it holds back, by the count at which they end
+        self.waiting: deque[tuple[float, int, Flow]] = deque()  # those it holds back, by the count at which they end
         self.rho = 0.0  # their rate
         self.served = 0.0  # V, at `since`
         self.since = 0.0
@@ -54,12 +56,12 @@ class Link:
 class Flow:
     """Bytes on their way."""
 
-    __slots__ = ("arrived", "at", "end", "links", "number")
+    __slots__ = ("about", "arrived", "at", "end", "links", "number")
 
-    def __init__(self, number: int, links: tuple[Link, ...], arrived: Callable[[], None]) -> None:
+    def __init__(self, number: int, links: tuple[Link, ...], arrived: Callable[..., None], about: Any) -> None:
         self.number = number
         self.links = links
-        self.arrived = arrived
+        self.arrived, self.about = arrived, about
         self.at: Link | None = None  # which holds it back
         self.end = 0.0  # the count of that link at which it ends
 
@@ -92,12 +94,12 @@ class Flows:
         self.filled = 0  # how often rates were computed anew, and
         self.touched = 0  # for how many flows in all
 
-    def start(self, links: tuple[Link, ...], size: float, arrived: Callable[[], None]) -> Flow:
+    def start(self, links: tuple[Link, ...], size: float, arrived: Callable[..., None], *about: Any) -> Flow:
         """Begin to send bytes over links; `arrived` is called when the last one has left."""
         self._count += 1
-        flow = Flow(self._count, links, arrived)
+        flow = Flow(self._count, links, arrived, about)
         if size <= 0 or not links:
-            self._kernel.at(self._kernel.now, arrived)
+            self._kernel.at(self._kernel.now, arrived, *about)
             return flow
         for link in links:
             if link.capacity < self._least:
@@ -129,13 +131,17 @@ class Flows:
 
     def _joins_alone(self, flow: Flow) -> Link | None:
         """The link that will hold a new flow back, if no other flow but those it holds already is concerned."""
-        hot = [link for link in flow.links if link.waiting]
-        if len(hot) > 1 or (hot and not hot[0].alone):
-            return None
-        empty = [link for link in flow.links if not link.flows]
-        if not hot and not empty:
-            return None
-        host = hot[0] if hot else min(empty, key=lambda link: link.capacity)
+        host: Link | None = None
+        for link in flow.links:
+            if link.waiting:
+                if host is not None or not link.alone:
+                    return None
+                host = link
+        if host is None:
+            empty = [link for link in flow.links if not link.flows]
+            if not empty:
+                return None
+            host = min(empty, key=lambda link: link.capacity)
         rho = host.capacity / (len(host.waiting) + 1)
         if self._never_full(host, rho):
             return host
@@ -174,12 +180,15 @@ class Flows:
         host.advance(self._kernel.now)
         flow.at = host
         flow.end = host.served + size
-        heapq.heappush(host.waiting, (flow.end, flow.number, flow))
+        place = (flow.end, flow.number, flow)
+        if host.waiting and place < host.waiting[-1]:
+            bisect.insort(host.waiting, place)
+        else:  # flows are mostly of a size, so that the last to come is the last to end
+            host.waiting.append(place)
         self._hot[host] = None
 
     def _share(self, host: Link) -> None:
-        """A link that holds back all its flows serves them equally."""
-        host.advance(self._kernel.now)
+        """A link that holds back all its flows, and is up to date, serves them equally."""
         self._set(host, host.capacity / len(host.waiting))
         self._await(host)
 
@@ -189,7 +198,8 @@ class Flows:
 
     def _await(self, host: Link) -> None:
         """Expect the next flow of a link to end. If it turns out later than expected, it is expected again then."""
-        due = self._kernel.now + max(0.0, host.waiting[0][0] - host.served) / host.rho
+        left = host.waiting[0][0] - host.served
+        due = self._kernel.now + left / host.rho if left > 0 else self._kernel.now
         if due < host.due:
             host.due = due
             self._kernel.at(due, self._end, host, due)
@@ -198,31 +208,35 @@ class Flows:
         if due != host.due:
             return
         host.due = _NEVER
-        host.advance(self._kernel.now)
+        now = self._kernel.now
+        host.advance(now)
         end = host.waiting[0][0]
         left = end - host.served
-        if left > _NOTHING * end and self._kernel.now + left / host.rho > self._kernel.now:
+        if left > _NOTHING * end and now + left / host.rho > now:
             self._await(host)
             return
         host.served = end  # exactly, so that equal flows end at equal times
-        ended = [heapq.heappop(host.waiting)[2]]
-        while host.waiting and host.waiting[0][0] <= end:
-            ended.append(heapq.heappop(host.waiting)[2])
+        waiting = host.waiting
+        ended = [waiting.popleft()[2]]
+        while waiting and waiting[0][0] <= end:
+            ended.append(waiting.popleft()[2])
+        # Whoever shared another link with them may now be faster, unless those links held nobody back.
+        others = []
         for flow in ended:
             for link in flow.links:
                 del link.flows[flow]
-        if not host.waiting:
+                if link is not host and link.waiting:
+                    others.append(link)
+        if not waiting:
             self._set(host, 0.0)
             host.served = 0.0
             del self._hot[host]
-        # Whoever shared another link with them may now be faster, unless those links held nobody back.
-        others = [link for flow in ended for link in flow.links if link is not host and link.waiting]
         if others or host in self._dirty or not self._leaves_alone(host):
             self._soon([host, *others])
-        elif host.waiting:
+        elif waiting:
             self._share(host)
         for flow in ended:
-            flow.arrived()
+            flow.arrived(*flow.about)
 
     # All that are connected.
 
@@ -249,8 +263,7 @@ class Flows:
             for flow in held:
                 flow.at = link
                 flow.end = link.served + left[flow]
-                link.waiting.append((flow.end, flow.number, flow))
-            heapq.heapify(link.waiting)
+            link.waiting.extend(sorted((flow.end, flow.number, flow) for flow in held))
             self._hot[link] = None
             self._await(link)
         for link in touched:

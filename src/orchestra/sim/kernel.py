@@ -38,7 +38,7 @@ class Task:
 
     name: str
     fiber: fibers.Fiber = field(init=False)
-    awaits: Callable[[], str] | None = None  # for what, in words, while it is parked
+    awaits: Promise[Any] | None = None  # while it is parked
 
 
 class Kernel:
@@ -94,10 +94,10 @@ class Kernel:
         """Let a parked task go on, now."""
         self.at(self.now, self._run, task)
 
-    def park(self, awaits: Callable[[], str]) -> None:
+    def park(self, promise: Promise[Any]) -> None:
         """Set the running task aside until it is woken."""
         task = self.current
-        task.awaits = awaits
+        task.awaits = promise
         task.fiber.park()
         task.awaits = None
 
@@ -153,7 +153,7 @@ class Kernel:
 
     def _who_waits(self) -> str:
         lines = [
-            f"  {task.name} waits for {task.awaits() if task.awaits else 'nothing'}{_place(task.fiber.frame())}"
+            f"  {task.name} waits for {task.awaits.what() if task.awaits else 'nothing'}{_place(task.fiber.frame())}"
             for task in self._tasks[:20]
         ]
         more = len(self._tasks) - len(lines)
@@ -175,11 +175,12 @@ def _place(frame: FrameType | None) -> str:
 class Promise(Generic[T]):
     """A handle whose answer comes at a virtual time."""
 
-    __slots__ = ("_awaits", "_kernel", "_task", "_value", "done")
+    __slots__ = ("_about", "_kernel", "_task", "_value", "_words", "done")
 
-    def __init__(self, kernel: Kernel, awaits: Callable[[], str]) -> None:
+    def __init__(self, kernel: Kernel, words: Callable[..., str], *about: Any) -> None:
+        """What is awaited is put into words only if nothing else can happen: there are millions of promises."""
         self._kernel = kernel
-        self._awaits = awaits
+        self._words, self._about = words, about
         self._task: Task | None = None
         self._value: T
         self.done = False
@@ -195,5 +196,9 @@ class Promise(Generic[T]):
         """Set the running task aside until the answer is there."""
         if not self.done:
             self._task = self._kernel.current
-            self._kernel.park(self._awaits)
+            self._kernel.park(self)
         return self._value
+
+    def what(self) -> str:
+        """What is awaited."""
+        return self._words(*self._about)

@@ -111,8 +111,7 @@ def _feed(job: Job, rank: int, data: Any) -> Any:
     if isinstance(data, IterableDataset) or job.batch * job.workers > len(Samples(data)):
         return _Stream(job.batch, job.steps_per_epoch)
     feed = IndexedFeed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition)
-    feed.give_indices()
-    feed.draws = False
+    feed.give_nothing()
     return feed
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from orchestra.board import name_of
@@ -134,7 +133,7 @@ class SimTransport:
             self._release(op.to)
         size = nbytes(op.x)
         self.traffic.sent += size
-        read: Promise[None] | None = Promise(self._kernel, partial(self._reader, op.to)) if op.lend else None
+        read: Promise[None] | None = Promise(self._kernel, self._reader, op.to) if op.lend else None
         x = op.x if op.lend or op.x.is_meta else op.x.detach().clone()
         message = Message(self.rank, x, op.version, op.weight)
         self._post(op.to, _Letter(message, self.rank, size, self._kernel.now, read))
@@ -157,21 +156,25 @@ class SimTransport:
     def _post(self, to: int, letter: _Letter) -> None:
         world = self._world
         world.under_way += 1
-        world.carry(self.rank, to, letter.size, lambda: self._others[to].deliver(letter))
+        world.carry(self.rank, to, letter.size, self._others[to].deliver, letter)
 
     def deliver(self, letter: _Letter) -> None:
         """A letter has come."""
         self._world.under_way -= 1
-        self._boxes.setdefault(letter.source, deque()).append(letter)
-        self._arrivals.append(letter.source)
-        if self._awaited is not None and (self._from is None or self._from == letter.source):
+        source = letter.source
+        box = self._boxes.get(source)
+        if box is None:
+            box = self._boxes[source] = deque()
+        box.append(letter)
+        self._arrivals.append(source)
+        if self._awaited is not None and (self._from is None or self._from == source):
             self._awaited.keep(None)
             self._awaited = None
 
     def _recv(self, op: Recv) -> Message | None:
         asked = self._kernel.now
         if self._lent:
-            for source in [s for s in self._lent if (s in op.group if op.source is None else s == op.source)]:
+            for source in [s for s in self._lent if s in op.group] if op.source is None else [op.source]:
                 self._release(source)
         while True:
             letter = self._take(op)
@@ -180,7 +183,7 @@ class SimTransport:
                 if all(source in self._left for source in sources):
                     return None
                 self._from = op.source
-                self._awaited = Promise(self._kernel, partial(self._whom, sources))
+                self._awaited = Promise(self._kernel, self._whom, sources)
                 self._awaited.wait()
             elif letter.message is None:
                 self._left.add(letter.source)
@@ -189,7 +192,8 @@ class SimTransport:
                     self._lent[letter.source] = letter.read
                 self.traffic.received += letter.size
                 # Before it was sent there was nothing to do but wait; after that it was on its way.
-                self.traffic.waited += max(0.0, min(letter.posted, self._kernel.now) - asked)
+                if letter.posted > asked:
+                    self.traffic.waited += letter.posted - asked
                 return letter.message
 
     def _take(self, op: Recv) -> _Letter | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from orchestra.board import name_of
@@ -35,6 +34,8 @@ from orchestra.sim.flows import Flows, Link
 from orchestra.sim.kernel import Kernel, Promise
 
 UP, DOWN = 0, 1  # kinds of links
+Way = tuple[int, int]  # from node to node
+_NONE: deque[Any] = deque(maxlen=0)  # nothing waits behind a message, as is mostly so
 
 
 @dataclass(slots=True)
@@ -62,49 +63,54 @@ class World:
         self._up = [Link(f"up {n}", network.host(n).up / 8, UP) for n in range(nodes)]
         self._down = [Link(f"down {n}", network.host(n).down / 8, DOWN) for n in range(nodes)]
         self._racks = _racks(network, nodes)
-        self._streams: dict[tuple[int, int], deque[tuple[float, Callable[[], None]]]] = {}
-        self._flying: dict[tuple[int, int], deque[Callable[[], None]]] = {}
+        self._streams: dict[Way, deque[tuple[float, Callable[..., None], tuple[Any, ...]]]] = {}
+        self._flying: dict[Way, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self.under_way = 0  # messages and collectives in flight
 
     # From host to host.
 
-    def carry(self, source: int, to: int, size: float, arrived: Callable[[], None]) -> None:
+    def carry(self, source: int, to: int, size: float, arrived: Callable[..., None], *about: Any) -> None:
         """Send bytes from node to node; calls `arrived` when the last one is there."""
-        stream = self._streams.get((source, to))
-        if stream is not None:
-            stream.append((size, arrived))
-            return
-        self._streams[source, to] = deque()
-        self._depart(source, to, size, arrived)
-
-    def _depart(self, source: int, to: int, size: float, arrived: Callable[[], None]) -> None:
-        here = self._hosts[source]
-        latency = here.latency + self._hosts[to].latency
-
-        def sent() -> None:
-            if self.kernel.shuffles:
-                # Messages of the same two nodes may arrive at the same time, but never in another order.
-                flying = self._flying.setdefault((source, to), deque())
-                flying.append(arrived)
-                self.kernel.after(latency, lambda: flying.popleft()())
-            else:
-                self.kernel.after(latency, arrived)
-            stream = self._streams[source, to]
-            if stream:
-                self._depart(source, to, *stream.popleft())
-            else:
-                del self._streams[source, to]
-
-        links = self._way(source, to)
-        if here.message:
-            # The work on a message is done after that on the messages before it.
-            self._busy[source] = done = max(self._busy[source], self.kernel.now) + here.message
-            self.kernel.at(done, self.flows.start, links, size, sent)
+        way = source, to
+        stream = self._streams.get(way)
+        if stream is None:
+            self._streams[way] = _NONE
+            self._depart(way, size, arrived, about)
+        elif stream is _NONE:
+            self._streams[way] = deque([(size, arrived, about)])
         else:
-            self.flows.start(links, size, sent)
+            stream.append((size, arrived, about))
 
-    def _way(self, source: int, to: int) -> tuple[Link, ...]:
+    def _depart(self, way: Way, size: float, arrived: Callable[..., None], about: tuple[Any, ...]) -> None:
+        source = way[0]
+        if work := self._hosts[source].message:
+            # The work on a message is done after that on the messages before it.
+            self._busy[source] = done = max(self._busy[source], self.kernel.now) + work
+            self.kernel.at(done, self.flows.start, self._links(*way), size, self._sent, way, arrived, about)
+        else:
+            self.flows.start(self._links(*way), size, self._sent, way, arrived, about)
+
+    def _sent(self, way: Way, arrived: Callable[..., None], about: tuple[Any, ...]) -> None:
+        latency = self._hosts[way[0]].latency + self._hosts[way[1]].latency
+        if self.kernel.shuffles:
+            # Messages of the same two nodes may arrive at the same time, but never in another order.
+            flying = self._flying.setdefault(way, deque())
+            flying.append((arrived, about))
+            self.kernel.after(latency, self._land, flying)
+        else:
+            self.kernel.after(latency, arrived, *about)
+        stream = self._streams[way]
+        if stream:
+            self._depart(way, *stream.popleft())
+        else:
+            del self._streams[way]
+
+    def _land(self, flying: deque[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        arrived, about = flying.popleft()
+        arrived(*about)
+
+    def _links(self, source: int, to: int) -> tuple[Link, ...]:
         if self._racks and (a := self._racks[source]) is not (b := self._racks[to]):
             return (self._up[source], a[0], b[1], self._down[to])
         return (self._up[source], self._down[to])
@@ -184,7 +190,7 @@ class World:
             # A round's part can leave once the part before has come.
             while sent[i] < rounds and sent[i] <= got[i]:
                 sent[i] += 1
-                self.carry(group.members[i], group.members[(i + 1) % n], size, lambda: receive((i + 1) % n))
+                self.carry(group.members[i], group.members[(i + 1) % n], size, receive, (i + 1) % n)
 
         def receive(i: int) -> None:
             got[i] += 1
@@ -209,7 +215,7 @@ class World:
 
         for member in group.members:
             if member != op.root:
-                self.carry(op.root, member, nbytes(op.x), partial(arrived, member))
+                self.carry(op.root, member, nbytes(op.x), arrived, member)
 
     def exchange(self, group: Group, op: Gather, complete: Callable[[int], None]) -> None:
         """The flows of a gather: from everyone to everyone."""
@@ -223,7 +229,7 @@ class World:
         members = group.members
         for i, source in enumerate(members):
             for member in (*members[i + 1 :], *members[:i]):  # everyone begins with another
-                self.carry(source, member, nbytes(op.x), partial(arrived, member))
+                self.carry(source, member, nbytes(op.x), arrived, member)
 
 
 _FLOWS: dict[type[Any], Callable[..., None]] = {

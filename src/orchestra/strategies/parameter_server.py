@@ -32,7 +32,7 @@ from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.ops import Handle
 from orchestra.strategy import Strategy, knob
-from orchestra.vectors import ranges
+from orchestra.vectors import parts_of
 
 
 @dataclass
@@ -112,15 +112,14 @@ class ParameterServer(Strategy[ParameterServerState]):
 
     def step(self, node: Node, s: ParameterServerState) -> None:
         """Push the gradient, pull the parameters."""
-        g = node.gradient()
-        parts = list(zip(node.comm.servers.members, ranges(g.numel(), self.servers), strict=True))
+        g, servers = node.gradient(), node.comm.servers.members
         pushed = [
-            node.comm.start_send(server, g[part], version=version, weight=node.weight)
-            for (server, part), version in zip(parts, s.versions, strict=True)
+            node.comm.start_send(server, part, version=version, weight=node.weight)
+            for server, part, version in zip(servers, parts_of(g, self.servers), s.versions, strict=True)
         ]
-        for i, (server, part) in enumerate(parts):
+        for i, (server, part) in enumerate(zip(servers, parts_of(node.x, self.servers), strict=True)):
             pulled = node.comm.recv(server)
-            node.x[part].copy_(pulled.x)
+            part.copy_(pulled.x)
             s.versions[i] = pulled.version
         for push in pushed:
             push.wait()
