@@ -10,13 +10,28 @@ if TYPE_CHECKING:
     from orchestra.board import Progress
     from orchestra.budget import Budget, Epochs, Samples, Seconds, Steps, Target
     from orchestra.cluster import Local
+    from orchestra.consistency import (
+        ASP,
+        BSP,
+        SSP,
+        AsPushed,
+        BackupWorkers,
+        BoundedDelay,
+        DelayCompensated,
+        KAsync,
+        KBatchAsync,
+        KBatchSync,
+        KSync,
+        SoftSync,
+        StalenessAware,
+    )
     from orchestra.data.partitions import IID, Dirichlet, LabelSorted
     from orchestra.errors import ConfigError, OrchestraError
     from orchestra.networks import Ethernet
     from orchestra.node import Node
     from orchestra.recipe import Recipe
     from orchestra.sim.simulated import Simulated
-    from orchestra.strategies import ASP, BSP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
+    from orchestra.strategies import AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
     from orchestra.strategy import Strategy, knob
     from orchestra.training import Result, train
 
@@ -26,12 +41,21 @@ __all__ = [
     "ASP",
     "BSP",
     "IID",
+    "SSP",
     "AllReduce",
+    "AsPushed",
+    "BackupWorkers",
+    "BoundedDelay",
     "Budget",
     "ConfigError",
+    "DelayCompensated",
     "Dirichlet",
     "Epochs",
     "Ethernet",
+    "KAsync",
+    "KBatchAsync",
+    "KBatchSync",
+    "KSync",
     "LabelSorted",
     "Local",
     "LocalSGD",
@@ -45,7 +69,9 @@ __all__ = [
     "Seconds",
     "Simulated",
     "SlowMo",
+    "SoftSync",
     "Solo",
+    "StalenessAware",
     "Steps",
     "Strategy",
     "Target",
@@ -58,13 +84,28 @@ _HOMES = {
     "board": ("Progress",),
     "budget": ("Budget", "Epochs", "Samples", "Seconds", "Steps", "Target"),
     "cluster": ("Local",),
+    "consistency": (
+        "ASP",
+        "BSP",
+        "SSP",
+        "AsPushed",
+        "BackupWorkers",
+        "BoundedDelay",
+        "DelayCompensated",
+        "KAsync",
+        "KBatchAsync",
+        "KBatchSync",
+        "KSync",
+        "SoftSync",
+        "StalenessAware",
+    ),
     "data.partitions": ("IID", "Dirichlet", "LabelSorted"),
     "errors": ("ConfigError", "OrchestraError"),
     "networks": ("Ethernet",),
     "node": ("Node",),
     "recipe": ("Recipe",),
     "sim.simulated": ("Simulated",),
-    "strategies": ("ASP", "BSP", "AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"),
+    "strategies": ("AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"),
     "strategy": ("Strategy", "knob"),
     "training": ("Result", "train"),
 }

@@ -17,6 +17,7 @@ from orchestra.inner import Inner
 from orchestra.ops import (
     Broadcast,
     Compute,
+    Departed,
     Gather,
     Group,
     Handle,
@@ -68,10 +69,10 @@ class Comm:
         """The x of every worker, in rank order."""
         return self.transport.start(Gather(x, self.workers)).wait()
 
-    def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> None:
-        """Send x; it may be changed as soon as this returns."""
+    def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
+        """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
         self._require(to)
-        self.transport.start(Send(to, x, version, weight)).wait()
+        self.transport.start(Send(to, x, version, weight, tag=tag)).wait()
 
     def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
         """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
@@ -84,27 +85,34 @@ class Comm:
             others = f"the others are among 0 to {self.transport.size - 1}"
             raise ValueError(f"node {self.rank} has no node {other} to speak with: {others}")
 
-    def recv(self, source: int) -> Message:
-        """The next message from one node."""
+    def recv(self, source: int, *, at_rest: bool = False) -> Message:
+        """The next message from one node. `at_rest`: nothing happened since the last step, so the run may be saved."""
         self._require(source)
-        message = self._next(source)
-        if message is None:
+        message = self._next(source, at_rest=at_rest)
+        if not isinstance(message, Message):
             raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
         return message
 
     def inbox(self) -> Iterator[Message]:
         """Messages from the workers as they come, until every worker has left."""
-        while (message := self._next(None)) is not None:
+        while isinstance(message := self._next(None), Message):
             yield message
+
+    def arrivals(self) -> Iterator[Message | Departed]:
+        """The same, and who leaves."""
+        while (came := self._next(None, departures=True)) is not None:
+            yield came
 
     def rounds(self) -> Iterator[list[Message]]:
         """One message from each worker that has not left, in rank order, again and again."""
-        while pushed := [m for w in self.workers.members if (m := self._next(w)) is not None]:
+        while pushed := [m for w in self.workers.members if isinstance(m := self._next(w), Message)]:
             yield pushed
 
-    def _next(self, source: int | None) -> Message | None:
+    def _next(
+        self, source: int | None, *, departures: bool = False, at_rest: bool = False
+    ) -> Message | Departed | None:
         self.between_messages()
-        return self.transport.start(Recv(source, self.workers)).wait()
+        return self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
 
     def leave(self) -> None:
         """Tell the servers that this worker sends nothing more."""
@@ -140,6 +148,7 @@ class Node:
         self.weight = 0.0  # samples behind g; zero if g must not be used
         self.loss = math.nan  # of the last mini-batch
         self.skipped = 0  # gradients that were not finite
+        self.abandoned = False  # whether the last mini-batch was given up
         self.replica = replica
         self.feed = feed
         self.inner = inner
@@ -157,6 +166,11 @@ class Node:
         return self.comm.rank
 
     @property
+    def serves(self) -> bool:
+        """Whether this node is a server."""
+        return self.feed is None
+
+    @property
     def lr(self) -> float:
         """γ: the learning rate in force."""
         return self.inner.lr
@@ -168,22 +182,31 @@ class Node:
             return self.feed.epochs
         return self.samples / self._samples_per_epoch if self._samples_per_epoch else 0.0
 
-    def gradient(self) -> Tensor:
+    def gradient(self, *, unless: Group | None = None) -> Tensor:
         """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.
 
-        A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else.
+        A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else. One
+        is `abandoned` if meanwhile a message comes from the nodes in `unless`.
         """
         assert self.feed is not None
         start = self.comm.transport.start
         self.inner.set_progress(self.epochs)
         batch, size = start(Compute(self.feed.next, draws=self.feed.draws)).wait()
         self.steps += 1
+        self.abandoned = False
         if size == 0:
             self.g.zero_()
             self.weight, self.loss = 0.0, math.nan
             return self.g
-        self.loss = start(Compute(lambda: self._differentiate(batch, size), size, batch, draws=True)).wait()
-        if math.isfinite(self.loss):
+        taking = Compute(lambda: self._differentiate(batch, size), size, batch, draws=True, unless=unless)
+        loss: float | None = start(taking).wait()
+        if loss is None:
+            self.abandoned = True
+            self.weight, self.loss = 0.0, math.nan
+            self.log("abandoned", 1)
+            return self.g
+        self.loss = loss
+        if math.isfinite(loss):
             self.weight = float(size)
             self.samples += size
             self._in_a_row = 0

@@ -52,6 +52,7 @@ class Compute(Op[T]):
     For worlds that model how long that takes, or take several gradients at once: `work` is the number of samples, and
     `batch` the mini-batch, if it is a gradient; `numbers` is how many elements of vectors it passes over, if it is not.
     `draws`: it may draw from the global random generators, of which several nodes in one process have one each.
+    `unless`: it is given up, and answers None, if a message from one of these nodes is there before it ends.
     """
 
     fn: Callable[[], T]
@@ -59,6 +60,7 @@ class Compute(Op[T]):
     batch: Sequence[Any] | None = None
     numbers: int = 0
     draws: bool = False
+    unless: Group | None = None
 
 
 @dataclass(slots=True)
@@ -111,21 +113,29 @@ class Send(Op[None]):
     version: int = 0
     weight: float = 1.0
     lend: bool = False
+    tag: int = 0
 
 
 @dataclass(slots=True)
-class Recv(Op["Message | None"]):
-    """The next message from `source`, or from whoever comes first; None when those asked have all left."""
+class Recv(Op["Message | Departed | None"]):
+    """The next message from `source`, or from whoever comes first; None when those asked have all left.
+
+    `departures`: it is answered when somebody leaves, too. `at_rest`: this node is as it was after its last step, so
+    that the run may be saved while it waits.
+    """
 
     source: int | None
     group: Group
+    departures: bool = False
+    at_rest: bool = False
 
 
 @dataclass(slots=True)
-class Sleep(Op[None]):
-    """Do nothing for a while."""
+class Sleep(Op[bool]):
+    """Do nothing for a while, unless a message comes from one of some nodes: answers whether it did not."""
 
     seconds: float
+    unless: Group | None = None
 
 
 @dataclass(slots=True)
@@ -146,6 +156,14 @@ class Message:
     x: Tensor
     version: int
     weight: float
+    tag: int = 0
+
+
+@dataclass(slots=True)
+class Departed:
+    """A node that sends nothing more."""
+
+    source: int
 
 
 class Handle(Protocol[T_co]):

@@ -6,7 +6,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo, Strategy
+from orchestra import (
+    ASP,
+    SSP,
+    AllReduce,
+    BackupWorkers,
+    BoundedDelay,
+    DelayCompensated,
+    KAsync,
+    KBatchSync,
+    KSync,
+    LocalSGD,
+    ParameterServer,
+    SlowMo,
+    SoftSync,
+    Solo,
+    Strategy,
+)
 from orchestra.collectives.double_tree import trees
 from orchestra.strategies import PARTS, STRATEGIES
 from orchestra.vectors import ranges, split
@@ -16,6 +32,12 @@ WORKERS = 3
 MORE: tuple[Strategy[Any], ...] = (
     ParameterServer(servers=3),
     ParameterServer(consistency=ASP(), servers=2),
+    ParameterServer(consistency=SSP(staleness=0), servers=2),
+    ParameterServer(consistency=BackupWorkers(b=1), servers=2),
+    ParameterServer(consistency=KSync(k=2), servers=2),
+    ParameterServer(consistency=KSync(k=WORKERS)),
+    ParameterServer(consistency=KAsync(k=2), servers=2),
+    ParameterServer(consistency=ASP(), correction=DelayCompensated(lam=2.0, adaptive=True)),
     SlowMo(tau=2, base=AllReduce()),
     SlowMo(tau=4, base=LocalSGD(tau=2)),
 )
@@ -36,7 +58,7 @@ def variants(cls: type[Any]) -> list[Any]:
             found.append(cls(**short, **{f.name: 2}))
         elif isinstance(kind, type):
             found += [cls(**short, **{f.name: part()}) for part in PARTS if issubclass(part, kind)]
-    return found
+    return [strategy for strategy in found if not [*strategy.demands(WORKERS)] or cls is Solo]
 
 
 def all_examples() -> list[Strategy[Any]]:
@@ -48,15 +70,44 @@ EXAMPLES = all_examples()
 SYNCHRONOUS = [s for s in EXAMPLES if s.synchronous]
 
 
+def cancels(strategy: Strategy[Any]) -> bool:
+    """Whether some mini-batches of a strategy may never be looked at."""
+    match strategy:
+        case ParameterServer(consistency=KSync(k=k)):
+            return k < WORKERS
+        case ParameterServer(consistency=KBatchSync()):
+            return True
+    return False
+
+
+CERTAIN = [s for s in EXAMPLES if not cancels(s)]
+
+
+def counted(strategy: Strategy[Any]) -> bool:
+    """Whether it does not depend on timing how much is sent."""
+    match strategy:
+        case ParameterServer(consistency=SoftSync() | BoundedDelay()):
+            return False
+    return not cancels(strategy)
+
+
+COUNTED = [s for s in EXAMPLES if counted(s)]
+
+
 def workers_for(strategy: Strategy[Any], wanted: int = WORKERS) -> int:
-    """As many as wanted, unless the strategy takes only one."""
-    return 1 if [*strategy.demands(wanted)] else wanted
+    """As many as wanted, unless the strategy takes only others."""
+    return next(n for n in (wanted, WORKERS, 1) if not [*strategy.demands(n)])
 
 
 def alone(strategy: Strategy[Any]) -> Strategy[Any]:
     """The case of a strategy in which a world of one is plain training."""
-    if isinstance(strategy, SlowMo):
-        return dataclasses.replace(strategy, alpha=1.0, beta=0.0, buffers="maintain")
+    match strategy:
+        case SlowMo():
+            return dataclasses.replace(strategy, alpha=1.0, beta=0.0, buffers="maintain")
+        case ParameterServer(consistency=KSync() | KAsync() as consistency):
+            return dataclasses.replace(strategy, consistency=dataclasses.replace(consistency, k=1))
+        case ParameterServer(consistency=BackupWorkers()):
+            return dataclasses.replace(strategy, consistency=BackupWorkers(b=0))
     return strategy
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.laws.examples import EXAMPLES, SYNCHRONOUS, WORKERS, alone, bytes_sent, workers_for
+from tests.laws.examples import CERTAIN, EXAMPLES, SYNCHRONOUS, WORKERS, alone, bytes_sent, workers_for
 from tests.zoo import (
     BATCH,
     Dicey,
@@ -26,6 +26,7 @@ from tests.zoo import (
     assert_same,
     die_after,
     ended,
+    events,
     make_model,
     note_and_die,
     plain,
@@ -37,8 +38,21 @@ from tests.zoo import (
 )
 
 import orchestra
-from orchestra import ASP, AllReduce, ParameterServer, Progress, SlowMo, Steps, Strategy, checkpoint, strategies
+from orchestra import (
+    ASP,
+    AllReduce,
+    ParameterServer,
+    Progress,
+    SlowMo,
+    Steps,
+    Strategy,
+    checkpoint,
+    consistency,
+    strategies,
+)
+from orchestra.consistency.base import OnRequest
 from orchestra.errors import Interrupted, WorkerFailed, WorkerLost
+from orchestra.events import Logged
 from orchestra.expression import parse, show
 from orchestra.inner import Factory
 from orchestra.vectors import split
@@ -46,6 +60,7 @@ from orchestra.vectors import split
 S = Strategy[Any]
 PARAMETERS = sum(p.numel() for p in make_model().parameters())
 every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
+certain = pytest.mark.parametrize("strategy", CERTAIN, ids=show)  # to compute every mini-batch
 synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS, ids=show)
 
 
@@ -58,7 +73,7 @@ def test_the_catalogue_is_covered() -> None:
 
 @every
 def test_frozen_hashable_and_read_back(strategy: S) -> None:
-    assert eval(repr(strategy), vars(strategies)) == strategy
+    assert eval(repr(strategy), vars(strategies) | vars(consistency)) == strategy
     assert parse(show(strategy)) == strategy
     assert len({strategy, copy.deepcopy(strategy)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -136,7 +151,7 @@ def _keep_the_parts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 # Save, stop, go on.
 
 
-@every
+@certain
 def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     workers, out = workers_for(strategy), tmp_path / "run"
     given: dict[str, Any] = {"workers": workers, "budget": Steps(9), "checkpoint_every": Steps(3)}
@@ -155,7 +170,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
         assert resumed.summary.samples == never.summary.samples
 
 
-@every
+@certain
 def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     workers, out = workers_for(strategy), tmp_path / "run"
     # For every other one a checkpoint is due at the very step at which the run is stopped.
@@ -177,7 +192,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
         assert_same(resumed.model, train(strategy, tmp_path / "never", model=trapped(model=Dicey), **given).model)
 
 
-@every
+@certain
 def test_ctrl_c_in_the_last_step_loses_nothing(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     pressed = Trap.at(0, 3, partial(press_ctrl_c, os.getpid()), size=workers)
@@ -198,12 +213,27 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, wanted: int, 
     train(strategy, tmp_path, workers=workers, budget=Steps(steps))
     sent = [ended(tmp_path, node).sent for node in range(workers + strategy.servers)]
     received = [ended(tmp_path, node).received for node in range(workers + strategy.servers)]
+    if isinstance(strategy, ParameterServer) and isinstance(strategy.consistency, OnRequest):
+        check_what_was_needed(strategy, tmp_path, workers, steps)
+        return
     by_worker, by_server = bytes_sent(strategy, workers, steps, PARAMETERS)
     assert sent == by_worker + by_server
     assert sum(received) == sum(sent)
     if getattr(strategy, "algorithm", "native") == "native":
         assert received == sent  # pushes and pulls, reduce-scatter and all-gather: symmetric
     assert "Bytes" in (strategies_doc(strategy) or "")
+
+
+def check_what_was_needed(strategy: ParameterServer, run: Path, workers: int, steps: int) -> None:
+    """S is sent unless the gradient was cancelled; S is received unless x is still the same."""
+    for worker in range(workers):
+        logged = [e for e in events(run, worker) if isinstance(e, Logged)]
+        cancelled = sum(e.name == "abandoned" for e in logged)
+        unchanged = int(sum(e.value for e in logged if e.name == "unchanged"))
+        assert ended(run, worker).sent == 4 * PARAMETERS * (steps - cancelled)
+        assert ended(run, worker).received == 4 * (PARAMETERS * steps - unchanged)
+    nodes = range(workers + strategy.servers)
+    assert sum(ended(run, n).sent for n in nodes) == sum(ended(run, n).received for n in nodes)
 
 
 def strategies_doc(strategy: S) -> str | None:
@@ -220,7 +250,7 @@ def processes() -> list[psutil.Process]:
     return [grandchild for child in psutil.Process().children() for grandchild in child.children(recursive=True)]
 
 
-@every
+@certain
 def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: Path) -> None:
     workers, step = workers_for(strategy), EXAMPLES.index(strategy) % 4
     shared = set(os.listdir("/dev/shm"))
@@ -234,7 +264,7 @@ def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: 
     assert {n for n in set(os.listdir("/dev/shm")) - shared if "orchestra" in n or "psm" in n} == set()
 
 
-@every
+@certain
 def test_a_worker_that_raises_ends_the_run_with_its_traceback_first(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     victim = workers - 1

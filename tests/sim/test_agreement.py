@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.examples import EXAMPLES, SYNCHRONOUS, workers_for
+from tests.laws.examples import COUNTED, EXAMPLES, SYNCHRONOUS, cancels, workers_for
 from tests.zoo import INPUTS, Dicey, assert_close, assert_same, events, make_data, make_large, make_model, train
 
 from orchestra import AllReduce, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
@@ -44,7 +44,7 @@ def test_simulated_is_real(strategy: S, tmp_path: Path) -> None:
     assert_same(real.model, virtual.model)
 
 
-@every
+@pytest.mark.parametrize("strategy", COUNTED, ids=show)
 def test_bytes_are_the_same(strategy: S, tmp_path: Path) -> None:
     train(strategy, tmp_path / "real", workers=workers_for(strategy), budget=Steps(7))
     rehearse(strategy, tmp_path / "virtual")
@@ -207,10 +207,20 @@ def test_asynchronous_runs_end_in_the_same_band(strategy: S, tmp_path: Path) -> 
             ("virtual", Simulated(workers=3, delay=delay, network=network)),
         )
     )
+    if cancels(strategy):  # chance then also decides which samples count: no two runs of a seed are alike
+        ends = [sum(loss_of(run.model) for run in runs) / len(seeds) for runs in (real, virtual)]
+        assert ends[1] == pytest.approx(ends[0], rel=0.3)
+        return
     # The seeds differ by a third; the two worlds, seed by seed, by a fiftieth.
     for a, b in zip(real, virtual, strict=True):
-        assert b.summary.loss == pytest.approx(a.summary.loss, rel=0.15)
-        assert b.summary.staleness_mean == pytest.approx(a.summary.staleness_mean, abs=0.3)
+        assert loss_of(b.model) == pytest.approx(loss_of(a.model), rel=0.15)
+        assert b.summary.staleness_mean == pytest.approx(a.summary.staleness_mean, abs=0.5)
+
+
+def loss_of(model: torch.nn.Module) -> float:
+    x, y = make_data()
+    with torch.no_grad():
+        return float(torch.nn.functional.mse_loss(model(x), y))
 
 
 @dataclass(frozen=True, kw_only=True)

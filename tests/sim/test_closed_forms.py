@@ -13,11 +13,11 @@ import pytest
 from tests.zoo import events, make_data, make_model, train
 
 from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy
+from orchestra.consistency import BSP, Consistency, Correction, ServerState
 from orchestra.delays import Constant, Exponential
 from orchestra.events import Logged
 from orchestra.networks import Host, Network
 from orchestra.node import Node
-from orchestra.strategies.parameter_server import Consistency, ParameterServerState
 
 S = 4 * sum(p.numel() for p in make_model().parameters())  # bytes
 BITS, LATENCY, MESSAGE = 8e6, 3e-3, 2e-4
@@ -146,7 +146,10 @@ def test_halving_and_doubling(n: int, tmp_path: Path) -> None:
 class Recorded(Consistency):
     """Bulk synchronous, but notes when the first, the second, ... push of a round came."""
 
-    def serve(self, node: Node, s: ParameterServerState) -> None:
+    def work(self, node: Node, s: ServerState) -> None:
+        BSP().work(node, s)
+
+    def serve(self, node: Node, s: ServerState, correction: Correction) -> None:
         began, pushes = 0.0, []
         for push in node.comm.inbox():
             pushes.append(push)

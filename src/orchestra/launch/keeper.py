@@ -3,7 +3,7 @@
 
     in step             all workers save after the same step and wait for the servers, which save when every worker has
     each at its pace    the first worker that is not done asks the others, who save at the end of the step they are in:
-                        nobody waits for another to catch up
+                        nobody waits for another to catch up; or before a step that others do not let them begin
 
 Workers that are done stay, so that they can be asked.
 """
@@ -33,6 +33,8 @@ class LocalKeeper:
         self._saved_as = arena.words[SAVE_WANTED]  # label of this node's newest part of a checkpoint
         if life.is_server:
             transport.mailbox.when_idle = self._while_idle
+        elif not self._synchronous:
+            transport.mailbox.when_at_rest = self._while_at_rest
 
     # A worker's side.
 
@@ -50,6 +52,13 @@ class LocalKeeper:
             self._transport.ring_everybody()
         if words[SAVE_WANTED] > self._saved_as:
             self._save_with_servers(words[SAVE_WANTED])
+
+    def _while_at_rest(self) -> None:
+        """Save if asked to while another lets this worker wait: it might do so until this one has saved."""
+        wanted, began = self._words[SAVE_WANTED], self._life.node.now()
+        if wanted > self._saved_as:
+            self._save_with_servers(wanted)
+            self._transport.traffic.waited -= self._life.node.now() - began  # it will be taken for waiting
 
     def interrupted(self) -> bool:
         """Whether the run is broken off, to go on another day."""

@@ -20,8 +20,10 @@ from orchestra.delays import Sampler
 from orchestra.ops import (
     Broadcast,
     Compute,
+    Departed,
     Done,
     Gather,
+    Group,
     Handle,
     Leave,
     Mean,
@@ -75,6 +77,7 @@ class SimTransport:
         self._lent: dict[int, Promise[None]] = {}  # vectors of others that this node may still be reading
         self._awaited: Promise[None] | None = None
         self._from: int | None = None  # whose letter is awaited; None: anybody's
+        self._alarm: tuple[Group, Promise[bool]] | None = None  # whose letters disturb it
         self._rules: dict[type[Any], Callable[[Any], Any]] = {
             Compute: self._compute,
             Mean: self._collective,
@@ -107,8 +110,9 @@ class SimTransport:
     def _compute(self, op: Compute[Any]) -> Any:
         answer = self.computing(op)
         if op.work:
-            self._pause(self.lasts(self._step))
             self._step += 1
+            if not self._sleep(Sleep(self.lasts(self._step - 1), op.unless)):
+                return None
         elif op.numbers:
             self._pass_over(op.numbers)
         return answer()
@@ -123,8 +127,18 @@ class SimTransport:
         self._kernel.after(seconds, promise.keep, None)
         promise.wait()
 
-    def _sleep(self, op: Sleep) -> None:
-        self._pause(op.seconds)
+    def _sleep(self, op: Sleep) -> bool:
+        if op.unless is None:
+            self._pause(op.seconds)
+            return True
+        if any(self._boxes.get(source) for source in op.unless.members):
+            return False
+        promise: Promise[bool] = Promise(self._kernel, _time_to_pass)
+        self._alarm = (op.unless, promise)
+        self._kernel.after(op.seconds, _keep_once, promise)
+        undisturbed = promise.wait()
+        self._alarm = None
+        return undisturbed
 
     # Messages.
 
@@ -135,7 +149,7 @@ class SimTransport:
         self.traffic.sent += size
         read: Promise[None] | None = Promise(self._kernel, self._reader, op.to) if op.lend else None
         x = op.x if op.lend or op.x.is_meta else op.x.detach().clone()
-        message = Message(self.rank, x, op.version, op.weight)
+        message = Message(self.rank, x, op.version, op.weight, op.tag)
         self._post(op.to, _Letter(message, self.rank, size, self._kernel.now, read))
         return _NOTHING if read is None else read
 
@@ -170,8 +184,10 @@ class SimTransport:
         if self._awaited is not None and (self._from is None or self._from == source):
             self._awaited.keep(None)
             self._awaited = None
+        elif self._alarm is not None and source in self._alarm[0] and not self._alarm[1].done:
+            self._alarm[1].keep(False)
 
-    def _recv(self, op: Recv) -> Message | None:
+    def _recv(self, op: Recv) -> Message | Departed | None:
         asked = self._kernel.now
         if self._lent:
             for source in [s for s in self._lent if s in op.group] if op.source is None else [op.source]:
@@ -187,6 +203,8 @@ class SimTransport:
                 self._awaited.wait()
             elif letter.message is None:
                 self._left.add(letter.source)
+                if op.departures:
+                    return Departed(letter.source)
             else:
                 if letter.read is not None:
                     self._lent[letter.source] = letter.read
@@ -236,6 +254,11 @@ _NOTHING: Handle[None] = Done(None)
 def _at_once(op: Compute[Any]) -> Callable[[], Any]:
     value = op.fn()
     return lambda: value
+
+
+def _keep_once(promise: Promise[bool]) -> None:
+    if not promise.done:
+        promise.keep(True)
 
 
 def _time_to_pass() -> str:

@@ -63,14 +63,14 @@ class LocalTransport:
         self._small = 0
         self._barriers = 0
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
-            Compute: lambda op: Done(op.fn()),
+            Compute: self._compute,
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,
             Gather: self._gather,
             Send: self.mailbox.send,
             Recv: self.mailbox.recv,
-            Sleep: self._sleep,
+            Sleep: lambda op: Done(self.mailbox.sleep(op)),
             Leave: self.mailbox.leave,
         }
 
@@ -124,6 +124,16 @@ class LocalTransport:
             STOP_AT, lambda: words[STOP_AT] != 0, lambda: "the coordinator to say after which step to stop"
         )
         return self._lockstep and step < words[STOP_AT]
+
+    def _compute(self, op: Compute[Any]) -> Handle[Any]:
+        """Call it; what is not wanted any more is found out before and after, not in the middle."""
+        if op.unless is None:
+            return Done(op.fn())
+        asleep = Sleep(0, op.unless)
+        if not self.mailbox.sleep(asleep):
+            return Done(None)
+        value = op.fn()
+        return Done(value if self.mailbox.sleep(asleep) else None)
 
     # Collectives.
 
@@ -279,7 +289,3 @@ class LocalTransport:
         self.traffic.sent += (len(op.group) - 1) * nbytes
         self.traffic.received += (len(op.group) - 1) * nbytes
         return Done(copies)
-
-    def _sleep(self, op: Sleep) -> Handle[None]:
-        time.sleep(op.seconds)
-        return Done(None)

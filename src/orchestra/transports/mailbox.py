@@ -11,16 +11,17 @@ at most two messages under way                      sender or sends to it
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from orchestra.ops import Done, Handle, Leave, Message, Recv, Send, Traffic
+from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.transports.memory import Arena
 from orchestra.transports.waiting import Waiter
 
-_HEADER = struct.Struct("=IIQQqd")  # kind, dtype, place, numel, version, weight
+_HEADER = struct.Struct("=HHIQQqd")  # kind, dtype, tag, place, numel, version, weight
 _BODY, _FAREWELL = 1, 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 _LEND_FROM = 1 << 16  # bytes; copying less than this costs less than making the sender wait for its vector
@@ -31,6 +32,7 @@ class Mailbox:
 
     def __init__(self, arena: Arena, rank: int, waiter: Waiter, traffic: Traffic) -> None:
         self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
+        self.when_at_rest: Callable[[], None] = lambda: None  # likewise, if it is as it was after its last step
         self._arena = arena
         self._words = arena.words
         self._plan = plan = arena.plan
@@ -67,7 +69,7 @@ class Mailbox:
             arena.require_room(x)
             place = self._plan.slot(self._rank, to, number % 2)
             arena.tensor(place, x.numel(), x.dtype).copy_(x.reshape(-1))
-        self._post(to, _BODY, _DTYPES.index(x.dtype), place, x.numel(), op.version, op.weight)
+        self._post(to, _BODY, _DTYPES.index(x.dtype), op.tag, place, x.numel(), op.version, op.weight)
         self._traffic.sent += nbytes
         return _Lent(self, to, number + 1) if lent else Done(None)
 
@@ -76,7 +78,7 @@ class Mailbox:
         for to in op.group.members:
             self._release(to)
             self.await_release(to, self._sent[to] - 1)
-            self._post(to, _FAREWELL, 0, 0, 0, 0, 0.0)
+            self._post(to, _FAREWELL, 0, 0, 0, 0, 0, 0.0)
         return Done(None)
 
     def _post(self, to: int, *header: float) -> None:
@@ -104,7 +106,7 @@ class Mailbox:
 
     # Receiving.
 
-    def recv(self, op: Recv) -> Handle[Message | None]:
+    def recv(self, op: Recv) -> Handle[Message | Departed | None]:
         """Take the next message from one node, or from whoever comes first."""
         sources = op.group.members if op.source is None else (op.source,)
         for source in sources:
@@ -113,6 +115,8 @@ class Mailbox:
         def ready() -> bool:
             if self._arrived(sources) is not None or all(self._left[s] for s in sources):
                 return True
+            if op.at_rest:
+                self.when_at_rest()
             self.when_idle()
             return False
 
@@ -127,6 +131,23 @@ class Mailbox:
             message = self._take(arrived)
             if message is not None:
                 return Done(message)
+            if op.departures:
+                return Done(Departed(arrived))
+
+    def sleep(self, op: Sleep) -> bool:
+        """Sleep for a while; whether no message came from those whose messages disturb it."""
+        if op.unless is None:
+            time.sleep(op.seconds)
+            return True
+        until, bell = time.perf_counter() + op.seconds, self._bell[self._rank]
+        while True:
+            seen = self._words[bell]
+            if self._arrived(op.unless.members) is not None:
+                return False
+            left = until - time.perf_counter()
+            if left <= 0:
+                return True
+            self._words.wait(bell, seen, left)
 
     def _arrived(self, sources: Sequence[int]) -> int | None:
         """A source with a message waiting; the one served last comes last, so that nobody is passed over."""
@@ -140,7 +161,7 @@ class Mailbox:
         number = self._taken[source]
         self._taken[source] = number + 1
         self._turn = source + 1
-        kind, dtype, place, numel, version, weight = _HEADER.unpack_from(
+        kind, dtype, tag, place, numel, version, weight = _HEADER.unpack_from(
             self._arena.memory, self._headers_by[source][number % 2]
         )
         if kind == _FAREWELL:
@@ -149,7 +170,7 @@ class Mailbox:
             return None
         x = self._arena.tensor(place, numel, _DTYPES[dtype])
         self._traffic.received += x.numel() * x.element_size()
-        return Message(source, x, version, weight)
+        return Message(source, x, version, weight, tag)
 
     def _release(self, source: int) -> None:
         """Tell a sender that what came from it so far is no longer looked at."""

@@ -41,8 +41,8 @@ class Delayed(Wrapper):
         due = self.now() + self._lasts(self.step)
         self.step += 1
         handle = self.inner.start(op)
-        self.inner.start(Sleep(max(0.0, due - self.now()))).wait()
-        return handle
+        undisturbed = self.inner.start(Sleep(max(0.0, due - self.now()), op.unless)).wait()
+        return handle if undisturbed else cast("Handle[T]", Done(None))
 
 
 class Metered(Wrapper):

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K-sync, K-batch-sync, K-async, K-batch-async: an update with the first K gradients.
+
+Dutta, Joshi, Ghosh, Dube, Nagpurkar. "Slow and Stale Gradients Can Win the Race: Error-Runtime Trade-offs in
+Distributed SGD", AISTATS 2018. https://arxiv.org/abs/1803.01113
+
+    x ← x − γ/K Σ g over the first K gradients, of P workers; X is the time of one, H a harmonic number
+
+                     the first K                    the others         E[T] of an update    X exponential, rate μ
+    K-sync           of different workers           are cancelled      E[X_{K:P}]           (H_P − H_{P−K}) / μ
+    K-batch-sync     at the present x, whoever's    are cancelled                           K / (P μ)
+    K-async          of different workers           go on, stale       ≤ K-sync             (H_P − H_{P−K}) / μ
+    K-batch-async    whoever's                      go on, stale       K E[X] / P           K / (P μ)
+
+K-sync with K = P is BSP, K-async with K = 1 is ASP. A worker whose gradient is cancelled stops in the middle where
+gradients are only waited for, and at the end of its mini-batch where they are really computed; the mini-batch is lost.
+
+Bytes per worker and step: S sent unless the gradient was cancelled; S received unless x is still the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orchestra.consistency.base import NOTICE, OnRequest, ServerState, Service, pull, push
+from orchestra.errors import Problem
+from orchestra.node import Node
+from orchestra.ops import Message
+from orchestra.strategy import knob
+
+_K = "K: gradients in an update"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KSync(OnRequest):
+    """The first K of the workers; the others' gradients are cancelled."""
+
+    k: int = knob(1, _K, least=1)
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """K different workers."""
+        return at_most(self.k, workers)
+
+    def work(self, node: Node, s: ServerState) -> None:
+        """Pull, compute unless cancelled, push."""
+        pull(node, s)
+        g = node.gradient(unless=node.comm.servers)
+        if not node.abandoned:
+            push(node, s, g)
+
+    def take(self, at: Service, push: Message) -> None:
+        """Keep it, unless it comes too late."""
+        hold_in_time(at, push)
+
+    def settle(self, at: Service) -> None:
+        """Update; who has not pushed yet need not."""
+        if of_workers(at, self.k):
+            _renew(at, at.active - {held.source for held in at.s.held})
+
+    def may_read(self, at: Service, worker: int, version: int) -> bool:
+        """When there is something new."""
+        return at.version > version
+
+
+@dataclass(frozen=True, kw_only=True)
+class KBatchSync(OnRequest):
+    """The first K mini-batches at the present x, whoever's; others are cancelled."""
+
+    k: int = knob(1, _K, least=1)
+
+    def work(self, node: Node, s: ServerState) -> None:
+        """Pull what is new, compute unless cancelled, push."""
+        pull(node, s)
+        g = node.gradient(unless=node.comm.servers)
+        if not node.abandoned:
+            push(node, s, g)
+
+    def take(self, at: Service, push: Message) -> None:
+        """Keep it, unless it comes too late."""
+        hold_in_time(at, push)
+
+    def settle(self, at: Service) -> None:
+        """Update; everybody is at work at what is the past now."""
+        if of_anybody(at, self.k):
+            _renew(at, at.active)
+
+    def may_read(self, at: Service, worker: int, version: int) -> bool:
+        """At once: what there is, it works on."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class KAsync(OnRequest):
+    """The first K of the workers; the others go on with what they have."""
+
+    k: int = knob(1, _K, least=1)
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """K different workers."""
+        return at_most(self.k, workers)
+
+    def settle(self, at: Service) -> None:
+        """Update with all that came."""
+        if of_workers(at, self.k):
+            at.apply(at.s.held)
+
+    def may_read(self, at: Service, worker: int, version: int) -> bool:
+        """When its own gradient is applied."""
+        return all(held.source != worker for held in at.s.held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KBatchAsync(OnRequest):
+    """Any K mini-batches; nobody ever waits."""
+
+    k: int = knob(1, _K, least=1)
+
+    def settle(self, at: Service) -> None:
+        """Update with all that came."""
+        if of_anybody(at, self.k):
+            at.apply(at.s.held)
+
+    def may_read(self, at: Service, worker: int, version: int) -> bool:
+        """At once."""
+        return True
+
+
+def of_workers(at: Service, k: int) -> bool:
+    """Whether gradients of k workers are in, or of as many as are left."""
+    sources = {held.source for held in at.s.held}
+    return len(sources) >= min(k, len(at.active | sources)) > 0
+
+
+def of_anybody(at: Service, k: int) -> bool:
+    """Whether k gradients are in, or nobody is left to push another."""
+    return len(at.s.held) >= k or (bool(at.s.held) and not at.active)
+
+
+def hold_in_time(at: Service, push: Message) -> None:
+    """Keep a gradient taken at the present x; count another one and drop it."""
+    if push.version < at.version:
+        at.node.log("late", at.version - push.version)
+    else:
+        at.hold(push)
+
+
+def at_most(k: int, workers: int) -> Iterator[Problem]:
+    """K different workers must exist."""
+    if k > workers:
+        yield Problem("strategy.consistency.k", k, f"is more than the {workers} workers there are")
+
+
+def _renew(at: Service, concerned: set[int]) -> None:
+    """Update, and tell those who are computing that it is for nothing; once is enough."""
+    at.apply(at.s.held)
+    for worker in sorted(concerned - at.told - {*at.asking}):
+        at.told.add(worker)
+        at.node.comm.send(worker, at.node.x[:0], version=at.version, tag=NOTICE)
