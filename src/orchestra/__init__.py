@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from orchestra.errors import ConfigError, OrchestraError
     from orchestra.networks import Ethernet
     from orchestra.node import Node
+    from orchestra.optimizers import LAMB, LARS
     from orchestra.recipe import Recipe
+    from orchestra.schedules import Polynomial, StepDecay, Warmup
     from orchestra.sim.simulated import Simulated
     from orchestra.strategies import ASP, BSP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
     from orchestra.strategy import Strategy, knob
@@ -26,6 +28,8 @@ __all__ = [
     "ASP",
     "BSP",
     "IID",
+    "LAMB",
+    "LARS",
     "AllReduce",
     "Budget",
     "ConfigError",
@@ -38,6 +42,7 @@ __all__ = [
     "Node",
     "OrchestraError",
     "ParameterServer",
+    "Polynomial",
     "Progress",
     "Recipe",
     "Result",
@@ -46,9 +51,11 @@ __all__ = [
     "Simulated",
     "SlowMo",
     "Solo",
+    "StepDecay",
     "Steps",
     "Strategy",
     "Target",
+    "Warmup",
     "knob",
     "train",
 ]
@@ -62,7 +69,9 @@ _HOMES = {
     "errors": ("ConfigError", "OrchestraError"),
     "networks": ("Ethernet",),
     "node": ("Node",),
+    "optimizers": ("LAMB", "LARS"),
     "recipe": ("Recipe",),
+    "schedules": ("Polynomial", "StepDecay", "Warmup"),
     "sim.simulated": ("Simulated",),
     "strategies": ("ASP", "BSP", "AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"),
     "strategy": ("Strategy", "knob"),

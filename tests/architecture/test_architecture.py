@@ -69,6 +69,8 @@ MAY_KNOW = {
     "strategy": {"errors", "node"},  # node only for its type
     "node": {"data.feed", "errors", "events", "inner", "ops", "replica", "vectors"},
     "collectives": {"collectives", "node", "vectors"},
+    "optimizers": {"optimizers"},
+    "schedules": {"strategy"},
     "strategies": {"collectives", "errors", "node", "ops", "strategies", "strategy", "vectors"},
     "transports": {"board", "errors", "ops", "transports", "vectors"},
     "run": {
@@ -102,6 +104,7 @@ MAY_KNOW = {
         "report",
         "request",
         "rng",
+        "schedules",
         "scoring",
         "snapshot",
         "strategy",
