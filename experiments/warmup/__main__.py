@@ -2,7 +2,7 @@
 """Warm-up at 8 times the batch.
 
 Goyal et al. "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017. https://arxiv.org/abs/1706.02677
-(Table 2: ResNet-50 at 8,192 instead of 256 samples a step, with and without warm-up)
+(ResNet-50 at 8,192 instead of 256 samples a step, with and without warm-up)
 
     small       1 worker  × 16 samples, learning rate η
     no warm-up  8 workers × 16 samples, 8 η from the first step on

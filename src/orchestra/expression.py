@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies, optimizers and schedules as text: `slowmo(tau=12)`, `lars(lr=2.0)`, `warmup(epochs=2, factor=8)`.
+"""Strategies, optimizers and schedules as text: `slowmo(tau=12)`, `lars(lr=0.5)`, `warmup(epochs=2, factor=8)`.
 
 Text is read with `ast` against a vocabulary and never evaluated. A bare name means its defaults.
 """
@@ -74,7 +74,7 @@ def parse_optimizer(text: str) -> Factory:
     >>> parse_optimizer("sgd(lr=0.1)").keywords
     {'lr': 0.1}
     """
-    words = _Vocabulary("optimizer", "lars(lr=2.0)", {**_by_name(*ELEMENTWISE, LARS, LAMB)}, _partial)
+    words = _Vocabulary("optimizer", "lars(lr=0.5)", {**_by_name(*ELEMENTWISE, LARS, LAMB)}, _partial)
     value = _read(text, words)
     if not isinstance(value, partial):
         raise words.refuse(text, f"is not an optimizer; write it like {words.example}")

@@ -54,8 +54,11 @@ class Inner:
         clip: float | None = None,
         fused: bool = False,
     ) -> None:
-        self._parameters = list(layers) if layers is not None else [nn.Parameter(x, requires_grad=True)]
-        self.optimizer = factory(list(self._parameters))
+        self._flat = None if layers is not None else nn.Parameter(x, requires_grad=True)
+        self._layers = list(layers or [])
+        self._given: Tensor | None = None  # the last g, and the layers' parts of it
+        self._parts: tuple[Tensor, ...] = ()
+        self.optimizer = factory(list(self._layers) if self._flat is None else [self._flat])
         if fused:
             self._fuse()
         # A user's own may add noise; torch's and ours draw nothing.
@@ -85,12 +88,19 @@ class Inner:
         if self._clip is not None:
             with torch.no_grad():
                 g.mul_(torch.clamp(self._clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0))
-        start = 0
-        for p in self._parameters:
-            stop = start + p.numel()
-            p.grad = g[start:stop].view(p.shape)
-            start = stop
+        if self._flat is not None:
+            self._flat.grad = g
+        else:
+            self._hand_out(g)
         self.optimizer.step()
+
+    def _hand_out(self, g: Tensor) -> None:
+        """Let every layer's gradient be its part of g, whoever filled it."""
+        if g is not self._given:
+            pieces = zip(self._layers, torch.split_with_sizes(g, [p.numel() for p in self._layers]), strict=True)
+            self._given, self._parts = g, tuple(piece.view(p.shape) for p, piece in pieces)
+        for p, part in zip(self._layers, self._parts, strict=True):
+            p.grad = part
 
     def reset(self) -> None:
         """Forget all momenta, as if the next step were the first."""

@@ -3,16 +3,19 @@
 
 Goyal et al. "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017. https://arxiv.org/abs/1706.02677
 
-    k ← samples of a step of all workers / reference batch       linear scaling: k times the batch, k times the rate
-    γ(e) = η (1 + (k − 1) e/E)   for e < E,   k η afterwards      gradual warm-up over E epochs
-    γ(e) = η                     for e < E,   k η afterwards      constant warm-up
-    γ(e) = k η                                                   none (E = 0)
+    k ← samples of a step of all workers / reference batch      linear scaling: k times the batch, k times the rate
+    γ(e) = η (1 + (k − 1) e/E)   for e < E,   k η afterwards     gradual warm-up over E epochs
+    γ(e) = η                     for e < E,   k η afterwards     constant warm-up
+    γ(e) = k η                                                  none (E = 0)
 
 η is the optimizer's own learning rate, the one that was found with the reference batch.
 
-    schedule=Warmup(factor=8)                                     k = 8, from 1 over 5 epochs
-    schedule=Warmup(reference=256, then=StepDecay(at=(30, 60, 80)))   k from batch and workers; the paper's run
-    --schedule "warmup(epochs=2, reference=16, then=polynomial(epochs=90, power=2))"
+    schedule=Warmup(factor=8)                                           k = 8, reached after 5 epochs
+    schedule=Warmup(reference=256, then=StepDecay(at=(30, 60, 80)))     k from batch and workers; as in the paper
+    --schedule "warmup(epochs=2, reference=16, how=constant, then=polynomial(epochs=20, power=2))"
+
+    warmup(epochs=5, factor=1, reference=None, start=1, how=gradual, then=constant)     k = factor · samples / reference
+    stepdecay(at=(30, 60, 80), by=0.1)          polynomial(epochs=90, power=2)          constant
 
 A schedule goes by samples seen, on servers as well, so batch and workers do not shift it, and a resumed run is where it
 was. Linear scaling supposes that all workers' gradients make one step (all-reduce, a synchronous server). Where each is

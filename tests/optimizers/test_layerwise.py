@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from orchestra import LAMB, LARS, AllReduce, LocalSGD, ParameterServer, Simulated, SlowMo, Steps, Strategy, Warmup
 from orchestra.data.feed import IndexedFeed
 from orchestra.errors import CheckpointError, ConfigError
-from orchestra.inner import Factory
+from orchestra.inner import Factory, Inner
 from orchestra.rng import seed_everything
 
 lars: Factory = partial(LARS, lr=0.3, momentum=0.9, weight_decay=1e-3, eta=0.02)
@@ -279,6 +279,19 @@ def test_gradients_taken_together_reach_the_layers(optimizer: Factory, tmp_path:
     assert_close(one.model, many.model, tolerance=1e-4)
     seed_everything(SEED)
     assert float((flat(many.model) - flat(make_model())).abs().max()) > 1e-3
+
+
+@both
+def test_layers_take_the_gradient_that_is_given_whoever_filled_it(optimizer: Factory) -> None:
+    params, alone = parameters(), parameters()
+    inner, other = Inner(optimizer, torch.empty(0), layers=params), optimizer(alone)
+    for step in range(3):
+        inner.step(torch.cat([g.reshape(-1) for g in gradients(step)]))
+        for p, g in zip(alone, gradients(step), strict=True):
+            p.grad = g
+        other.step()
+    for p, q in zip(params, alone, strict=True):
+        assert torch.equal(p, q)
 
 
 @both

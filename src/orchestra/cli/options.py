@@ -61,7 +61,7 @@ Optimizer = Annotated[
     str | None,
     typer.Option(
         metavar="EXPR",
-        help='Such as "lars(lr=2.0)" or "adamw(lr=3e-3)". Default: the recipe\'s own. '
+        help='Such as "lars(lr=0.5)" or "adamw(lr=3e-3)". Default: the recipe\'s own. '
         "More: orchestra explain optimizer.",
     ),
 ]
