@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from orchestra.errors import ConfigError, OrchestraError
     from orchestra.networks import Ethernet
     from orchestra.node import Node
+    from orchestra.optimizers import LAMB, LARS
     from orchestra.recipe import Recipe
+    from orchestra.schedules import Polynomial, StepDecay, Warmup
     from orchestra.sim.simulated import Simulated
     from orchestra.strategies import AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
     from orchestra.strategy import Strategy, knob
@@ -41,6 +43,8 @@ __all__ = [
     "ASP",
     "BSP",
     "IID",
+    "LAMB",
+    "LARS",
     "SSP",
     "AllReduce",
     "AsPushed",
@@ -62,6 +66,7 @@ __all__ = [
     "Node",
     "OrchestraError",
     "ParameterServer",
+    "Polynomial",
     "Progress",
     "Recipe",
     "Result",
@@ -72,9 +77,11 @@ __all__ = [
     "SoftSync",
     "Solo",
     "StalenessAware",
+    "StepDecay",
     "Steps",
     "Strategy",
     "Target",
+    "Warmup",
     "knob",
     "train",
 ]
@@ -103,7 +110,9 @@ _HOMES = {
     "errors": ("ConfigError", "OrchestraError"),
     "networks": ("Ethernet",),
     "node": ("Node",),
+    "optimizers": ("LAMB", "LARS"),
     "recipe": ("Recipe",),
+    "schedules": ("Polynomial", "StepDecay", "Warmup"),
     "sim.simulated": ("Simulated",),
     "strategies": ("AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"),
     "strategy": ("Strategy", "knob"),

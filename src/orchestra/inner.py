@@ -2,8 +2,8 @@
 """The inner optimizer: any `torch.optim` class, on a flat vector.
 
 Optimizers that treat every element alike (SGD, Adam, ...) see one flat parameter, or one range of it, so a range can
-be updated by whoever owns it. Those that look at whole layers (Muon, anything with several parameter groups) see the
-module's own parameters.
+be updated by whoever owns it. Those that look at whole layers (LARS, LAMB, Muon, any with several parameter groups) see
+the module's own parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 Factory = Callable[..., optim.Optimizer]
 Schedule = Callable[[float], float]
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
     optim.AdamW,
@@ -37,7 +37,7 @@ _FUSABLE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
     """Whether the optimizer a factory makes may be given ranges of a flat vector."""
     made = factory(list(params))
-    alike = type(made) in _ELEMENTWISE and len(made.param_groups) == 1
+    alike = type(made) in ELEMENTWISE and len(made.param_groups) == 1
     return alike and len(made.param_groups[0]["params"]) == len(params)
 
 
@@ -55,11 +55,14 @@ class Inner:
         fused: bool = False,
     ) -> None:
         self._flat = None if layers is not None else nn.Parameter(x, requires_grad=True)
-        self.optimizer = factory(list(layers) if layers is not None else [self._flat])
+        self._layers = list(layers or [])
+        self._given: Tensor | None = None  # the last g, and the layers' parts of it
+        self._parts: tuple[Tensor, ...] = ()
+        self.optimizer = factory(list(self._layers) if self._flat is None else [self._flat])
         if fused:
             self._fuse()
-        # A user's own may add noise; torch's draw nothing.
-        self.draws = not type(self.optimizer).__module__.startswith("torch.optim.")
+        # A user's own may add noise; torch's and ours draw nothing.
+        self.draws = not type(self.optimizer).__module__.startswith(("torch.optim.", "orchestra.optimizers."))
         self._schedule = schedule
         self._clip = clip
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -81,13 +84,23 @@ class Inner:
         self.lr = self._base[0] * factor
 
     def step(self, g: Tensor) -> None:
-        """One update with gradient g, clipped in place if asked for. Layers take theirs from their own `.grad`."""
+        """One update with gradient g, clipped in place if asked for; a layer's is its range of g."""
         if self._clip is not None:
             with torch.no_grad():
                 g.mul_(torch.clamp(self._clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0))
         if self._flat is not None:
             self._flat.grad = g
+        else:
+            self._hand_out(g)
         self.optimizer.step()
+
+    def _hand_out(self, g: Tensor) -> None:
+        """Let every layer's gradient be its part of g, whoever filled it."""
+        if g is not self._given:
+            pieces = zip(self._layers, torch.split_with_sizes(g, [p.numel() for p in self._layers]), strict=True)
+            self._given, self._parts = g, tuple(piece.view(p.shape) for p, piece in pieces)
+        for p, part in zip(self._layers, self._parts, strict=True):
+            p.grad = part
 
     def reset(self) -> None:
         """Forget all momenta, as if the next step were the first."""

@@ -23,8 +23,9 @@ from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, Problem
 from orchestra.inner import Factory, Schedule
 from orchestra.replica import Loss, problems_of
+from orchestra.schedules import Curve
 from orchestra.scoring import Evaluate
-from orchestra.strategy import Strategy
+from orchestra.strategy import Strategy, check_fields
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
         batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
         precision=given.precision, optimizer=given.optimizer,
     )  # fmt: skip
+    if isinstance(given.schedule, Curve):
+        yield from check_fields(given.schedule, "schedule")
     if given.evaluate is not None and given.evaluation_data is None:
         yield Problem("evaluation_data", None, "must come with evaluate: a function that makes the data to score on")
     if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -86,9 +87,9 @@ def check_fields(part: Any, where: str) -> Iterator[Problem]:
             yield Problem(name, value, message)
         elif isinstance(value, float) and not math.isfinite(value):
             yield Problem(name, value, "must be a finite number")
-        elif least is not None and value < least:
+        elif least is not None and value is not None and value < least:
             yield Problem(name, value, f"must be at least {least:g}")
-        elif most is not None and value > most:
+        elif most is not None and value is not None and value > most:
             yield Problem(name, value, f"must be at most {most:g}")
         elif dataclasses.is_dataclass(value):
             yield from check_fields(value, name)
@@ -99,6 +100,9 @@ def _misfit(value: Any, hint: Any) -> str | None:
     if get_origin(hint) is Literal:
         allowed = get_args(hint)
         return None if value in allowed else f"must be one of {', '.join(map(str, allowed))}"
+    if isinstance(hint, types.UnionType):  # of a value and None
+        found = [_misfit(value, part) for part in get_args(hint) if part is not types.NoneType]
+        return None if value is None or None in found else f"{found[0]}, or None"
     expected = get_origin(hint) or hint
     if expected is float:
         return None if isinstance(value, int | float) and not isinstance(value, bool) else "must be a number"
@@ -106,6 +110,8 @@ def _misfit(value: Any, hint: Any) -> str | None:
         return None if isinstance(value, int) and not isinstance(value, bool) else "must be a whole number"
     if isinstance(expected, type) and not isinstance(value, expected):
         return f"must be {_article(expected.__name__)}"
+    if expected is tuple:
+        return next((f"has {v!r}, which {why}" for v in value if (why := _misfit(v, get_args(hint)[0]))), None)
     return None
 
 

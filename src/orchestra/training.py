@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
-from orchestra import checkpoint, expression, overrides, progress, snapshot
+from orchestra import checkpoint, expression, overrides, progress, schedules, snapshot
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Cluster, Ending, Local, Order
@@ -144,11 +144,12 @@ class _Training:
     """One call of `train`, from the arguments to the result."""
 
     def __init__(self, given: Request) -> None:
-        self.given = given
         strategy, problems = read_strategy(given)
         refuse([*problems, *first_look(given, strategy)])
         assert strategy is not None
         self.strategy = strategy
+        together = given.batch * given.cluster.workers
+        self.given = given = replace(given, schedule=schedules.settle(given.schedule, together))
         seed_everything(given.seed)
         self.module = given.model()
         self.data = given.data()
@@ -278,6 +279,7 @@ class _Training:
             "model": checkpoint.fingerprint(shapes),
             "data": "a stream" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
             "optimizer": _settings(self.given.optimizer(list(trainable(self.module).values()))),
+            "schedule": expression.show(s) if isinstance(s := self.given.schedule, schedules.Curve) else None,
             "precision": self.given.precision,
             "clip": job.clip,
             "accumulate": job.accumulate,

@@ -71,6 +71,8 @@ MAY_KNOW = {
     "collectives": {"collectives", "node", "vectors"},
     "consistency": {"consistency", "errors", "node", "ops", "strategy", "vectors"},
     "strategies": {"collectives", "consistency", "errors", "node", "ops", "strategies", "strategy", "vectors"},
+    "optimizers": {"optimizers"},
+    "schedules": {"strategy"},
     "transports": {"board", "errors", "ops", "transports", "vectors"},
     "run": {
         "board",
@@ -103,6 +105,7 @@ MAY_KNOW = {
         "report",
         "request",
         "rng",
+        "schedules",
         "scoring",
         "snapshot",
         "strategy",

@@ -192,3 +192,14 @@ def test_a_demo_is_not_put_over_something_else(orchestra: Orchestra) -> None:
     said = orchestra("demo")
     assert said.code == 2
     assert Path("runs/demo/precious").read_text() == "mine"
+
+
+def test_an_optimizer_and_a_schedule_from_the_command_line(orchestra: Orchestra, tmp_path: Path) -> None:
+    given = ("-n", "2", "--optimizer", "lars(lr=0.1, eta=0.02)", "--schedule", "warmup(epochs=1, reference=16)")
+    first = orchestra("run", "digits", "--epochs", "1", "--checkpoint-every", "20", *given, "--out", "run", "-q")
+    assert first.code == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["schedule"] == "warmup(epochs=1, factor=2.0)"
+    assert config["optimizer"].startswith("LARS ")
+    assert orchestra("resume", "run", "--epochs", "2", "--json", "-q").json["steps"] == 90
+    assert orchestra("compare", "digits", "--sim", "--epochs", "1", *given, "-s", "allreduce,localsgd", "-q").code == 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli.conftest import Orchestra
 
-from orchestra import expression
+from orchestra import LARS, AllReduce, Warmup, expression
 from orchestra.budget import Epochs, Seconds, Target
 from orchestra.cli.options import Options, read_partition, split_strategies
 from orchestra.cluster import Local
@@ -86,6 +88,19 @@ def test_explain_a_misspelt_name(orchestra: Orchestra) -> None:
         (("run", "digits", "--strategy", "slomo"), "did you mean 'slowmo'?"),
         (("run", "digits", "--strategy", "slowmo(taw=3)"), "did you mean 'tau'?"),
         (("run", "digits", "--partition", "dirichlt"), "did you mean 'dirichlet'?"),
+        (("run", "digits", "--optimizer", "larz"), "did you mean 'lars'?"),
+        (("run", "digits", "--optimizer", "lars"), "missing 1 required positional argument: 'lr'"),
+        (
+            ("run", "digits", "--optimizer", "sgd(lrr=1)"),
+            "optimizer sgd.lrr = 1    is not an option; did you mean 'lr'?",
+        ),
+        (("run", "digits", "--optimizer", "7"), "is not an optimizer; write it like lars("),
+        (("run", "digits", "--optimizer", "lars(0.5)"), "arguments of lars need their names, e.g. lars(lr=...)"),
+        (("run", "digits", "--optimizer", "lars(lr=1)", "-s", "ps"), "a server of ParameterServer holds a range"),
+        (("run", "digits", "--schedule", "warmpu"), "did you mean 'warmup'?"),
+        (("run", "digits", "--schedule", "warmup(epochs=-1)"), "schedule.epochs = -1    must be at least 0"),
+        (("run", "digits", "--schedule", "warmup(how=fast)"), "must be one of gradual, constant"),
+        (("compare", "digits", "--schedule", "warmup(then=lars)"), "no schedule is called 'lars'"),
         (("run", "digits", "--target", "accuracy"), "accuracy=0.95"),
         (("run", "digits", "--servers", "2", "--strategy", "slowmo"), "has no servers"),
         (("run", "digits", "--stratgy", "slowmo"), "--strategy"),
@@ -143,6 +158,32 @@ def test_servers_change_the_strategy_there_was() -> None:
 
 def test_solo_has_one_worker() -> None:
     assert Options(strategy="solo").changes()["cluster"](Local(workers=4)).workers == 1
+
+
+def test_an_optimizer_and_a_schedule_are_chosen() -> None:
+    params = [torch.nn.Parameter(torch.ones(2, 2))]
+    changes = Options(optimizer="lars(lr=0.5, eta=0.02)", schedule="warmup(epochs=2, factor=8)").changes()
+    made = changes["optimizer"](torch.optim.SGD)(params)
+    assert isinstance(made, LARS)
+    assert (made.defaults["lr"], made.defaults["eta"]) == (0.5, 0.02)
+    assert changes["schedule"](None) == Warmup(epochs=2, factor=8)
+    assert Options(optimizer="adamw", lr=0.3).changes()["optimizer"](None)(params).defaults["lr"] == 0.3
+    kept = Options(lr=0.3).changes()["optimizer"](partial(torch.optim.SGD, momentum=0.5))(params)
+    assert (kept.defaults["lr"], kept.defaults["momentum"]) == (0.3, 0.5)
+    assert "optimizer" not in Options(schedule="constant").changes()
+
+
+def test_words_need_no_quotes() -> None:
+    assert expression.parse("allreduce(algorithm=ring)") == AllReduce(algorithm="ring")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("lars", "λ ← η"), ("lamb", "φ(‖x‖)"), ("schedule", "k η"), ("optimizer", "--opt")]
+)
+def test_explain_shows_the_page_of_a_part_of_training(name: str, words: str, orchestra: Orchestra) -> None:
+    said = orchestra("explain", name)
+    assert said.code == 0
+    assert words in said.out
 
 
 def test_lists_and_partitions() -> None:

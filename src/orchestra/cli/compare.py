@@ -42,7 +42,8 @@ Goal = Annotated[
 
 def compare(
     recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
-    epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None, clip: o.Clip = None,
+    epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
+    optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
     network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
@@ -61,9 +62,9 @@ def compare(
     """
     source = sources.find(recipe)
     shared = Options(
-        workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr, clip=clip,
-        partition=partition, precision=precision, device=device, sim=sim or None,
-        network=network, delay=delay,
+        workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr,
+        optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, precision=precision,
+        device=device, sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out)
     table = race.run(quiet=quiet)

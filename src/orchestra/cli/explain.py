@@ -16,13 +16,23 @@ if TYPE_CHECKING:
     from orchestra.cli.catalogue import Knob
 
 
-_WORLDS = {"network": "orchestra.networks", "delay": "orchestra.delays"}
+_PAGES = {
+    "network": "orchestra.networks",
+    "delay": "orchestra.delays",
+    "optimizer": "orchestra.optimizers",
+    "lars": "orchestra.optimizers.lars",
+    "lamb": "orchestra.optimizers.lamb",
+    "schedule": "orchestra.schedules",
+}
 
 
 def explain(
     name: Annotated[
         str,
-        typer.Argument(help="A strategy or a part of one, such as slowmo, ps, asp; or network, delay.", metavar="NAME"),
+        typer.Argument(
+            help="A strategy or a part of one, such as slowmo, ps, asp; or network, delay, optimizer, schedule.",
+            metavar="NAME",
+        ),
     ],
     json_: Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")] = False,
 ) -> None:
@@ -32,13 +42,14 @@ def explain(
 
       orchestra explain slowmo
       orchestra explain asp
-      orchestra explain delay         what --delay takes; likewise network
+      orchestra explain delay         what --delay takes; likewise network, optimizer, schedule
+      orchestra explain lars          an optimizer for large mini-batches; likewise lamb
     """
     from orchestra.cli import catalogue, summary
     from orchestra.strategies import PARTS
 
-    if name in _WORLDS:
-        print(inspect.cleandoc(importlib.import_module(_WORLDS[name]).__doc__ or ""), flush=True)
+    if name in _PAGES:
+        print(inspect.cleandoc(importlib.import_module(_PAGES[name]).__doc__ or ""), flush=True)
         return
     cls = catalogue.find(name)
     if json_:

@@ -57,6 +57,22 @@ Batch = Annotated[
 Lr = Annotated[
     float | None, typer.Option(help="Learning rate of the inner optimizer. Default: the recipe's own.", metavar="RATE")
 ]
+Optimizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="EXPR",
+        help='Such as "lars(lr=0.5)" or "adamw(lr=3e-3)". Default: the recipe\'s own. '
+        "More: orchestra explain optimizer.",
+    ),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        metavar="EXPR",
+        help='Of the learning rate, such as "warmup(epochs=5, reference=16)". Default: the recipe\'s own. '
+        "More: orchestra explain schedule.",
+    ),
+]
 Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient. Default: any.", metavar="NORM")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or auto. Default: cpu.", metavar="DEVICE")]
 Precision = Annotated[str | None, typer.Option(help="float32 or bf16 (mixed). Default: float32.", metavar="TYPE")]
@@ -114,6 +130,8 @@ class Options:
     seed: int | None = None
     batch: int | None = None
     lr: float | None = None
+    optimizer: str | None = None
+    schedule: str | None = None
     out: str | None = None
     device: str | None = None
     checkpoint_every: int | None = None
@@ -143,7 +161,7 @@ class Options:
         """
         problems: list[Problem] = []
         found: dict[str, Change] = {}
-        for read in (_plain, _strategy, _cluster, _budget, _optimizer, _partition):
+        for read in (_plain, _strategy, _cluster, _budget, _optimizer, _schedule, _partition):
             try:
                 found |= _later(self) if of_script and read is _strategy else read(self)
             except ConfigError as error:
@@ -315,11 +333,23 @@ def _budget(o: Options) -> dict[str, Change]:
 
 
 def _optimizer(o: Options) -> dict[str, Change]:
-    if o.lr is None:
+    if o.optimizer is None and o.lr is None:
         return {}
-    if not (math.isfinite(o.lr) and o.lr >= 0):
+    from orchestra import expression
+
+    if o.lr is not None and not (math.isfinite(o.lr) and o.lr >= 0):
         raise ConfigError([Problem("lr", o.lr, "must be a finite number of at least 0")])
-    return {"optimizer": lambda old: functools.partial(old, lr=o.lr)}
+    chosen = None if o.optimizer is None else expression.parse_optimizer(o.optimizer)
+    rate = {} if o.lr is None else {"lr": o.lr}
+    return {"optimizer": lambda old: functools.partial(chosen or old, **rate)}
+
+
+def _schedule(o: Options) -> dict[str, Change]:
+    if o.schedule is None:
+        return {}
+    from orchestra import expression
+
+    return {"schedule": _set(expression.parse_schedule(o.schedule))}
 
 
 def _partition(o: Options) -> dict[str, Change]:

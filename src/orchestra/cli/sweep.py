@@ -36,7 +36,8 @@ Grid = Annotated[
 def sweep(
     recipe: racing.Name, grid: Grid, strategies: racing.Strategies = racing.DEFAULT, workers: o.Workers = None,
     seeds: racing.Seeds = 1, epochs: o.Epochs = None, target: racing.Goal = None, batch: o.Batch = None,
-    lr: o.Lr = None, clip: o.Clip = None, partition: o.Spread = None, device: o.Device = None, sim: o.Sim = False,
+    lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
+    partition: o.Spread = None, device: o.Device = None, sim: o.Sim = False,
     network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
@@ -52,8 +53,9 @@ def sweep(
     """
     axes = [_axis(text) for text in grid]
     base = Options(
-        workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr, clip=clip,
-        partition=partition, device=device, sim=sim or None, network=network, delay=delay,
+        workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr,
+        optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, device=device,
+        sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
     problems = [*_problems(axes, sim, network)]
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):

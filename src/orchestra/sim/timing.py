@@ -99,8 +99,6 @@ class _Inner:
 def momenta_of(job: Job, x0: Tensor) -> list[int]:
     """The lengths of the vectors that a worker's optimizer keeps, by a trial."""
     layers = list(trainable(job.model()).values()) if job.layerwise else None
-    for p in layers or []:
-        p.grad = torch.zeros_like(p)
     inner = Inner(job.optimizer, x0.clone(), layers=layers)
     inner.step(torch.zeros_like(x0))
     return [vector.numel() for vector in inner.vectors()]

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers for large mini-batches, which torch does not have. They are used like torch's own, with any strategy.
+
+    optimizer=partial(orchestra.LARS, lr=0.5, eta=0.02)                 in Python
+    --optimizer "lars(lr=0.5, eta=0.02)"                                on the command line
+    --optimizer "adamw(lr=3e-3, betas=(0.9, 0.98))"                     likewise torch's: sgd, adam, rmsprop, ...
+
+Both look at whole layers, so they do not go with servers, of which each holds a range of the model. Their pages:
+`orchestra explain lars`, `orchestra explain lamb`. What goes well with them: `orchestra explain schedule`.
+"""
+
+from orchestra.optimizers.lamb import LAMB
+from orchestra.optimizers.lars import LARS
+
+__all__ = ["LAMB", "LARS"]

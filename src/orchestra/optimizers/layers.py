@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What optimizers with a rate for each layer share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def evaluated(closure: Callable[[], float] | None) -> float | None:
+    """The loss that a closure computes anew, as `torch.optim.Optimizer.step` allows."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
+def by_kind(group: dict[str, Any]) -> Iterator[tuple[list[Tensor], bool]]:
+    """A group's parameters that have a gradient: those of at least `least_ndim` dimensions, and the others.
+
+    The others are biases and the gains of normalisation: they are neither decayed nor given a rate of their own.
+    """
+    for whole in (True, False):
+        found = [p for p in group["params"] if p.grad is not None and (p.ndim >= group["least_ndim"]) == whole]
+        if found:
+            yield found, whole
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of each, at least in single precision: half would overflow at a norm of 65,504."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.promote_types(tensors[0].dtype, torch.float32)))
+
+
+def require(name: str, value: float, least: float, below: float = math.inf) -> None:
+    """Refuse a hyper-parameter out of its range."""
+    if not least <= value < below:
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{name} = {value} must be at least {least:g}{limit}")
