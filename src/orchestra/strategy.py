@@ -14,6 +14,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from orchestra.errors import Problem
@@ -84,6 +85,8 @@ def check_fields(part: Any, where: str) -> Iterator[Problem]:
         least, most = field.metadata.get("least"), field.metadata.get("most")
         if message:
             yield Problem(name, value, message)
+        elif value is None:
+            continue
         elif isinstance(value, float) and not math.isfinite(value):
             yield Problem(name, value, "must be a finite number")
         elif least is not None and value < least:
@@ -99,6 +102,9 @@ def _misfit(value: Any, hint: Any) -> str | None:
     if get_origin(hint) is Literal:
         allowed = get_args(hint)
         return None if value in allowed else f"must be one of {', '.join(map(str, allowed))}"
+    if get_origin(hint) is UnionType:  # something, or None
+        message = _misfit(value, get_args(hint)[0])
+        return f"{message} or None" if message and value is not None else None
     expected = get_origin(hint) or hint
     if expected is float:
         return None if isinstance(value, int | float) and not isinstance(value, bool) else "must be a number"
