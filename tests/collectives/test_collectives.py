@@ -16,6 +16,7 @@ from tests.transports.world import World as Processes
 from torch import Tensor
 
 from orchestra.collectives import ALGORITHMS, Sum, hierarchical, mean_
+from orchestra.collectives.butterfly import butterfly
 from orchestra.collectives.double_tree import trees
 from orchestra.networks import Host, Network
 from orchestra.node import Comm
@@ -87,7 +88,7 @@ def messages_sent(algorithm: str, p: int, n: int, group: int | None) -> list[int
         case "ring":
             return [2 * (p - 1)] * p
         case "halving_doubling" | "butterfly":
-            own = 2 * lg if algorithm == "halving_doubling" else max(1, min(8, n // 4096)) * lg
+            own = 2 * lg if algorithm == "halving_doubling" else max(1, min(8, n // 16384)) * lg
             return [1, 1 + own] * e + [own] * (p - 2 * e)
         case "tree":
             below = [sum(r % (2 << k) == 0 and r + (1 << k) < p for k in range(p.bit_length())) for r in range(p)]
@@ -177,6 +178,17 @@ def test_both_trees_keep_all_links_full(p: int) -> None:
     done = carry_out(ALGORITHMS["double_tree"], [torch.empty(n, device="meta") for _ in range(p)])
     least = 2 * 4 * n / RATE
     assert least < done.seconds < (1 + math.log2(p) / 64) * least + 2 * math.log2(p) * LATENCY < 1.1 * least
+
+
+@pytest.mark.parametrize("p", [4, 8])
+def test_chunks_of_a_butterfly_are_added_up_while_others_are_under_way(p: int) -> None:
+    """Where adding takes as long as sending: nearly half the time of one chunk, which does one after the other."""
+    n, network = 1 << 20, Network(hosts=(Host(up=8 * RATE, down=8 * RATE, latency=LATENCY / 2, number=4 / RATE),))
+    xs = [torch.empty(n, device="meta") for _ in range(p)]
+    whole = carry_out(partial(butterfly, chunks=1), xs, on=network).seconds
+    least = math.log2(p) * 4 * n / RATE
+    assert whole == pytest.approx(2 * least + math.log2(p) * LATENCY, rel=1e-9)
+    assert least < carry_out(butterfly, xs, on=network).seconds < 1.2 * least
 
 
 # Racks of 4 hosts, whose links to each other are `times` too small for them.

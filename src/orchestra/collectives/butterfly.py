@@ -25,7 +25,7 @@ from orchestra.collectives.folding import folded
 from orchestra.node import Comm
 from orchestra.vectors import split
 
-_CHUNKS, _LEAST = 8, 1 << 12  # chunks of a vector; numbers that are worth a message of their own
+_CHUNKS, _LEAST = 8, 1 << 14  # chunks of a vector; numbers that are worth a message of their own
 
 
 def chunks_of(numel: int) -> int:
@@ -44,11 +44,12 @@ def _among(comm: Comm, x: Tensor, count: int, members: Sequence[int], weight: fl
     chunks = [x[part] for part in split(x.numel(), count)]
     weights = [weight] * len(chunks)
     comm.send(partners[0], chunks[0], weight=weight)
-    # A front of tasks goes through the stages: (0, t), (1, t-1), ... the furthest first.
+    # A front of tasks goes through the stages: (0, t), (1, t-1), ... What one needs was sent in the front before, so
+    # it is under way while the others of that front are added up.
     for t in range(len(chunks) + len(partners) - 1):
         if t + 1 < len(chunks):
             comm.send(partners[0], chunks[t + 1], weight=weight)
-        for k in range(min(t, len(partners) - 1), max(-1, t - len(chunks)), -1):
+        for k in range(max(0, t - len(chunks) + 1), min(t + 1, len(partners))):
             c = t - k
             came = comm.recv(partners[k])
             comm.add_(chunks[c], came.x)
