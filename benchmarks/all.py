@@ -15,7 +15,7 @@ from benchmarks.common import ROOT
 
 SCRIPTS = (
     "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal", "kernels",
-    "prediction", "batched", "batched_gpu",
+    "prediction", "crossover", "batched", "batched_gpu",
 )  # fmt: skip
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -58,7 +58,7 @@ def _run(name: str) -> str:
 def _sections(text: str) -> dict[str, str]:
     """The sections of a results file by the script that made them."""
     parts = text.split("\n## ")[1:]
-    found = [re.search(r"`python -m benchmarks\.(\w+)`", part) for part in parts]
+    found = [re.search(r"`python -m benchmarks\.(\w+)[^`]*`", part) for part in parts]
     return {match[1]: f"## {part.rstrip()}\n" for match, part in zip(found, parts, strict=True) if match}
 
 

@@ -127,10 +127,10 @@ def interleave(contestants: dict[str, Callable[[], list[float]]], rounds: int) -
     for number in range(rounds):
         order = list(contestants.items())
         for name, measure in order if number % 2 == 0 else reversed(order):
-            tries = [_watched(measure)]
+            tries = [watched(measure)]
             while tries[-1][0] > QUIET and time.monotonic() < deadline and len(tries) < MOST_TRIES:
                 time.sleep(0.5)
-                tries.append(_watched(measure))
+                tries.append(watched(measure))
             foreign, samples, processor = min(tries)
             result.samples[name].append(samples)
             result.foreign[name].append(foreign)
@@ -145,7 +145,7 @@ EXTRA_SECONDS = 60.0  # after so long a disturbed turn is kept as it is
 MOST_TRIES = 5
 
 
-def _watched(measure: Callable[[], list[float]]) -> tuple[float, list[float], float]:
+def watched(measure: Callable[[], list[float]]) -> tuple[float, list[float], float]:
     """The share of the cores that went to strangers, what was measured, and our own processor seconds."""
     began, busy, own = time.monotonic(), _busy(), own_seconds()
     value = measure()

@@ -61,6 +61,10 @@ class Comm:
         """x ← the weighted mean of x over the workers, in place. Gives the sum of the weights; if 0, x stays."""
         return self.transport.start(Mean(x, self.workers, weight)).wait()
 
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        """x ← x + y, in place: what an algorithm made of messages computes, in a world where that may take time."""
+        self.transport.start(Compute(lambda: x.add_(y), numbers=x.numel())).wait()
+
     def broadcast_(self, x: Tensor, *, root: int = 0) -> None:
         """x ← x of worker `root`, in place."""
         self.transport.start(Broadcast(x, root, self.workers)).wait()

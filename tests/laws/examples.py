@@ -30,6 +30,7 @@ from orchestra.vectors import ranges, split
 WORKERS = 3
 
 MORE: tuple[Strategy[Any], ...] = (
+    AllReduce(algorithm="hierarchical", group=2),
     ParameterServer(servers=3),
     ParameterServer(consistency=ASP(), servers=2),
     ParameterServer(consistency=SSP(staleness=0), servers=2),
@@ -111,7 +112,7 @@ def alone(strategy: Strategy[Any]) -> Strategy[Any]:
     return strategy
 
 
-def numbers_sent(algorithm: str, p: int, n: int) -> list[int]:
+def numbers_sent(algorithm: str, p: int, n: int, group: int | None = None) -> list[int]:
     """Numbers that every worker sends in an all-reduce of n of them, from the pages in `collectives`."""
     if p == 1:
         return [0]
@@ -142,15 +143,15 @@ def numbers_sent(algorithm: str, p: int, n: int) -> list[int]:
                 for both in placed
             ]
         case "hierarchical":
-            g = max(g for g in range(1, p + 1) if p % g == 0 and g * g <= p)
-            within = [part.stop - part.start for part in split(n, g)]
-            found = []
+            g = group or max(g for g in range(1, p + 1) if p % g == 0 and g * g <= p)
+            chunks = [part.stop - part.start for part in split(n, g)]
+            m, found = -(-p // g), []
             for r in range(p):
-                i, k, m = r % g, r // g, p // g
-                mine = within[(i + 1) % g]
-                across = [part.stop - part.start for part in split(mine, m)]
-                inner = 2 * n - mine - within[(i + 2) % g] if g > 1 else 0
-                found.append(inner + 2 * mine - across[(k + 1) % m] - across[(k + 2) % m])
+                k, i, s = r // g, r % g, min(g, p - r // g * g)  # group, place in it, its size
+                held = [chunks[part] for part in split(g, s)]
+                across = [[part.stop - part.start for part in split(chunk, m)] for chunk in held[(i + 1) % s]]
+                within = 2 * n - sum(held[(i + 1) % s]) - sum(held[(i + 2) % s])
+                found.append(within + sum(2 * sum(c) - c[(k + 1) % m] - c[(k + 2) % m] for c in across))
             return found
         case "one_device":
             return [(p - 1) * n, *[n] * (p - 1)]
@@ -168,8 +169,8 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
             return [[0] * workers, []]
         case AllReduce(algorithm="native"):
             return [[steps * m for m in mean], []]
-        case AllReduce(algorithm=algorithm):
-            return [[steps * 4 * sent for sent in numbers_sent(algorithm, workers, numel)], []]
+        case AllReduce(algorithm=algorithm, group=group):
+            return [[steps * 4 * sent for sent in numbers_sent(algorithm, workers, numel, group)], []]
         case LocalSGD(tau=tau):
             return [[-(-steps // tau) * m for m in mean], []]
         case ParameterServer(servers=servers):

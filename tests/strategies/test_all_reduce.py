@@ -11,7 +11,7 @@ import torch
 from tests.zoo import adam, assert_close, make_classes, make_data, momentum, plain, train
 from tests.zoo import classifier as make_classifier
 
-from orchestra import AllReduce, Dirichlet, Epochs, LabelSorted, Steps
+from orchestra import AllReduce, ConfigError, Dirichlet, Epochs, LabelSorted, Steps
 from orchestra.data.partitions import Partition
 from orchestra.inner import Factory
 
@@ -53,3 +53,17 @@ def test_whole_layers_and_ranges_give_the_same(tmp_path: Path) -> None:
     by_layer = train(AllReduce(), tmp_path / "layers", workers=3, optimizer=two_groups, budget=Steps(6))
     by_range = train(AllReduce(), tmp_path / "ranges", workers=3, budget=Steps(6))
     assert_close(by_layer.model, by_range.model)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (AllReduce(algorithm="ring", group=2), "strategy.group = 2 .*ring has no groups"),
+        (AllReduce(group=2), "strategy.group = 2 .*native has no groups"),
+        (AllReduce(algorithm="hierarchical", group=0), "strategy.group = 0 .*at least 1"),
+        (AllReduce(algorithm="hierarchical", group="rack"), "must be a whole number, or None"),  # type: ignore[arg-type]
+    ],
+)
+def test_groups_that_cannot_be_are_refused(strategy: AllReduce, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(strategy, tmp_path, workers=2)

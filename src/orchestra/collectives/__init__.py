@@ -3,16 +3,19 @@
 
     x ← Σᵢ wᵢ xᵢ / Σᵢ wᵢ        on every worker, the same bits everywhere
 
-An algorithm adds up; the weights travel with the messages. The cost of n bytes among p workers, with α seconds for a
-message and β for a byte, and what one worker sends at most:
+An algorithm adds up; the weights travel with the messages. The cost of n bytes among p workers with α seconds from one
+to another, β for a byte and γ for adding one, and the bytes and messages that one worker sends at most:
 
-    ring                 2 (p-1) α + 2 (p-1)/p n β          2 (p-1)/p n
-    halving_doubling     2 lg p α  + 2 (p-1)/p n β          2 (p-1)/p n, if p is a power of two
-    butterfly              lg p α  +   lg p n β             lg p n
-    tree                 2 lg p α  + lg p (lg p + 3)/2 n β  lg p n
-    double_tree          2 lg p α  + about 4 n β            2 n
-    hierarchical         as ring among g, and among p/g     2 (p-1)/p n
-    one_device           2 (p-1) α + 2 (p-1) n β            (p-1) n
+    ring                2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ          2 (p-1)/p n   2 (p-1)
+    halving_doubling    2 lg p α + 2 (p-1)/p n β + (p-1)/p n γ           2 (p-1)/p n   2 lg p
+    butterfly           lg p α + lg p n β + lg p n γ                     lg p n        c lg p
+    tree                2 lg p α + lg p (lg p + 3)/2 n β + lg p n γ      lg p n        lg p
+    double_tree         2 lg p α + 2 n β (1 + lg p / c)                  2 n           4 c
+    hierarchical        2 (g+m-2) α + 2 (p-1)/p n β + (p-1)/p n γ        2 (p-1)/p n   2 (g+m-2)
+    one_device          2 α + 2 (p-1) n β + (p-1) n γ                    (p-1) n       p-1
+
+For p a power of two, m groups of g; c chunks, whose additions overlap with what is under way. The double tree takes
+no longer than this where a chunk takes longer than α and than its addition.
 """
 
 from __future__ import annotations
@@ -56,4 +59,4 @@ def mean_(comm: Comm, x: Tensor, weight: float, add_up: Sum) -> float:
     return total
 
 
-__all__ = ["ALGORITHMS", "Sum", "mean_"]
+__all__ = ["ALGORITHMS", "Sum", "hierarchical", "mean_"]

@@ -10,7 +10,8 @@ http://wrap.warwick.ac.uk/95878/
 So while one chunk is added up the next is under way and the one after that is being sent. Both partners add the same
 two numbers, so all workers have the same bits. Of the workers, a power of two takes part; the others fold: folding.py.
 
-lg q stages and lg q n bytes of every worker: the fewest rounds, which is best for short vectors.
+Messages of each of the q: c lg q for c chunks, and lg q n bytes: the fewest rounds, which is best for short vectors.
+Folding adds its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from orchestra.collectives.folding import folded
 from orchestra.node import Comm
 from orchestra.vectors import split
 
-_CHUNKS, _LEAST = 8, 1 << 12  # chunks of a vector; numbers that are worth a message of their own
+_CHUNKS, _LEAST = 8, 1 << 14  # chunks of a vector; numbers that are worth a message of their own
 
 
 def chunks_of(numel: int) -> int:
@@ -32,25 +33,26 @@ def chunks_of(numel: int) -> int:
     return max(1, min(_CHUNKS, numel // _LEAST))
 
 
-def butterfly(comm: Comm, x: Tensor, weight: float) -> float:
-    """x ← Σ xᵢ; gives Σ wᵢ."""
-    return folded(comm, x, weight, partial(_among, comm, x))
+def butterfly(comm: Comm, x: Tensor, weight: float, *, chunks: int | None = None) -> float:
+    """x ← Σ xᵢ; gives Σ wᵢ. `chunks`: c, else what `chunks_of` gives."""
+    return folded(comm, x, weight, partial(_among, comm, x, chunks_of(x.numel()) if chunks is None else chunks))
 
 
-def _among(comm: Comm, x: Tensor, members: Sequence[int], weight: float) -> float:
+def _among(comm: Comm, x: Tensor, count: int, members: Sequence[int], weight: float) -> float:
     r = members.index(comm.rank)
     partners = [members[r ^ 1 << k] for k in range(len(members).bit_length() - 1)]
-    chunks = [x[part] for part in split(x.numel(), chunks_of(x.numel()))]
+    chunks = [x[part] for part in split(x.numel(), count)]
     weights = [weight] * len(chunks)
     comm.send(partners[0], chunks[0], weight=weight)
-    # A front of tasks goes through the stages: (0, t), (1, t-1), ... the furthest first.
+    # A front of tasks goes through the stages: (0, t), (1, t-1), ... What one needs was sent in the front before, so
+    # it is under way while the others of that front are added up.
     for t in range(len(chunks) + len(partners) - 1):
         if t + 1 < len(chunks):
             comm.send(partners[0], chunks[t + 1], weight=weight)
-        for k in range(min(t, len(partners) - 1), max(-1, t - len(chunks)), -1):
+        for k in range(max(0, t - len(chunks) + 1), min(t + 1, len(partners))):
             c = t - k
             came = comm.recv(partners[k])
-            chunks[c].add_(came.x)
+            comm.add_(chunks[c], came.x)
             weights[c] += came.weight
             if k + 1 < len(partners):
                 comm.send(partners[k + 1], chunks[c], weight=weights[c])

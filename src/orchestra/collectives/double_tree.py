@@ -6,12 +6,19 @@ Sanders, Speck, Träff. "Two-tree algorithms for full bandwidth broadcast, reduc
     tree A   in-order over 0 ... p-1: of any stretch, the number i with the most zeros at the end of i+1 is on top,
              so even numbers are leaves
     tree B   the same over the workers in reverse order if p is even, shifted by one if p is odd
-    for every chunk of both halves:   add up what comes from below, send it up
-    for every chunk of both halves:   send what comes from above down
+    c chunks of each half; H the depth of the trees, d of a worker in one of them
+    round t:   of chunk t - (H-d) of each half, add up what comes from below, then send it up
+    round t:   of chunk t - d of each half, take what comes from above, then send it down
 
-A worker inside receives two and sends one, then receives one and sends two; a leaf sends one and receives one. Over
-both trees that is at most 2 n sent and 2 n received, in about 2 lg p rounds. The least is 2 n β; since what a worker
-sends to several others shares its link, it is about 4 n β here.
+On the way up a worker sends each half once, and receives twice the one in whose tree it is inside; on the way down it
+is the other way round. So each way a worker sends n and receives n, and with many chunks all links are full both ways
+all the time: 2 n β + 2 lg p α, and less than H/c of it more while the trees fill and empty.
+
+What is sent in one round is received in the next. Without the shift by depth a worker at the top of one tree would wait
+for chunks to climb it before it sends its next one as a leaf of the other, and so would those who wait for that one:
+links idle, the longer the deeper the trees. With it, two messages under way between two workers are enough.
+
+Messages of a worker: in each tree c to the one above and c to each one below: at most 4 c, and 2 n bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +31,19 @@ from torch import Tensor
 from orchestra.node import Comm
 from orchestra.vectors import split
 
-_CHUNKS, _LEAST = 16, 1 << 12  # chunks of each half; numbers that are worth a message of their own
+_CHUNKS, _LEAST = 64, 1 << 14  # chunks of each half; numbers that are worth a message of their own
+
+
+def chunks_of(numel: int) -> int:
+    """In how many chunks each half of a vector travels."""
+    return max(1, min(_CHUNKS, numel // 2 // _LEAST))
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a worker is in a tree."""
 
+    depth: int  # the top has 0
     above: int | None
     below: tuple[int, ...]
 
@@ -52,58 +65,62 @@ def trees(p: int) -> tuple[dict[int, Place], dict[int, Place]]:
     return places
 
 
-def _plant(low: int, high: int, above: int | None, workers: list[int], into: dict[int, Place]) -> int | None:
+def _plant(
+    low: int, high: int, above: int | None, workers: list[int], into: dict[int, Place], depth: int = 0
+) -> int | None:
     if low >= high:
         return None
     top = max(range(low, high), key=lambda i: (i + 1) & -(i + 1))
-    below = [_plant(*part, workers[top], workers, into) for part in ((low, top), (top + 1, high))]
-    into[workers[top]] = Place(above, tuple(worker for worker in below if worker is not None))
+    below = [_plant(*part, workers[top], workers, into, depth + 1) for part in ((low, top), (top + 1, high))]
+    into[workers[top]] = Place(depth, above, tuple(worker for worker in below if worker is not None))
     return workers[top]
 
 
 def double_tree(comm: Comm, x: Tensor, weight: float) -> float:
     """x ← Σ xᵢ; gives Σ wᵢ."""
-    halves = [x[part] for part in split(x.numel(), 2)]
-    count = max(1, min(_CHUNKS, x.numel() // 2 // _LEAST))
-    tasks = [
-        [_Task(tree[comm.rank], half[part], weight) for part in split(half.numel(), count)]
-        for tree, half in zip(trees(len(comm.workers)), halves, strict=True)
+    both, count = trees(len(comm.workers)), chunks_of(x.numel())
+    halves = [
+        _Half(tree[comm.rank], [x[half][part] for part in split(half.stop - half.start, count)], [weight] * count)
+        for tree, half in zip(both, split(x.numel(), 2), strict=True)
     ]
-    # Who waits for nobody goes first, one chunk ahead: what it sends is under way while the other tree is waited for.
-    first, second = sorted(tasks, key=lambda chunks: len(chunks[0].place.below))
-    for c in range(-1, count):
-        if c + 1 < count:
-            first[c + 1].up(comm)
-        if c >= 0:
-            second[c].up(comm)
-    for c in range(count):
-        second[c].down(comm)
-        first[c].down(comm)
-    return first[0].weight
+    # In every round receive, then send: then a round needs only the rounds before it, and nobody waits in a circle.
+    inside, leaf = sorted(halves, key=lambda half: not half.place.below)
+    height = max(place.depth for place in both[0].values())
+    for t in range(height + count):
+        for half in (inside, leaf):
+            half.up(comm, t - (height - half.place.depth))
+    for t in range(height + count):
+        for half in (leaf, inside):
+            half.down(comm, t - half.place.depth)
+    return leaf.weights[0]
 
 
 @dataclass
-class _Task:
-    """One chunk's way up and down a tree, at one worker."""
+class _Half:
+    """A half's chunks on their way up and down its tree, at one worker."""
 
     place: Place
-    piece: Tensor
-    weight: float
+    chunks: list[Tensor]
+    weights: list[float]
 
-    def up(self, comm: Comm) -> None:
-        """Add up what comes from below, send it up."""
+    def up(self, comm: Comm, c: int) -> None:
+        """Add up what comes from below, send it up, if there is such a chunk."""
+        if not 0 <= c < len(self.chunks):
+            return
         for child in self.place.below:
             came = comm.recv(child)
-            self.piece.add_(came.x)
-            self.weight += came.weight
+            comm.add_(self.chunks[c], came.x)
+            self.weights[c] += came.weight
         if self.place.above is not None:
-            comm.send(self.place.above, self.piece, weight=self.weight)
+            comm.send(self.place.above, self.chunks[c], weight=self.weights[c])
 
-    def down(self, comm: Comm) -> None:
-        """Send what comes from above down."""
+    def down(self, comm: Comm, c: int) -> None:
+        """Take what comes from above, send it down, if there is such a chunk."""
+        if not 0 <= c < len(self.chunks):
+            return
         if self.place.above is not None:
             came = comm.recv(self.place.above)
-            self.piece.copy_(came.x)
-            self.weight = came.weight
+            self.chunks[c].copy_(came.x)
+            self.weights[c] = came.weight
         for child in self.place.below:
-            comm.send(child, self.piece, weight=self.weight)
+            comm.send(child, self.chunks[c], weight=self.weights[c])

@@ -5,7 +5,7 @@
     of the first 2e workers the even ones send all they have to the odd one after them, and wait for the result
     the q that are left add up among themselves
 
-n bytes more of each of the 2e, and two rounds.
+One message of n bytes more of each of the 2e, and two rounds: those that fold send nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def folded(comm: Comm, x: Tensor, weight: float, among: Callable[[list[int], flo
         return result.weight
     if rank < 2 * e:
         came = comm.recv(rank - 1)
-        x.add_(came.x)
+        comm.add_(x, came.x)
         weight += came.weight
     total = among([*range(1, 2 * e, 2), *range(2 * e, p)], weight)
     if rank < 2 * e:

@@ -8,7 +8,7 @@ Thakur, Rabenseifner, Gropp. "Optimization of Collective Communication Operation
     d = q/2, q/4 ... 1:   send the half of the window on the partner's side (r xor d); add up the other: the new window
     d = 1, 2 ... q/2:     exchange windows with the partner: the window doubles
 
-2 lg q messages and 2 (q-1)/q n bytes of every worker: as few bytes as a ring, in fewer rounds.
+Messages of each of the q: 2 lg q, and 2 (q-1)/q n bytes: as few bytes as a ring, in fewer rounds. Folding adds its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _among(comm: Comm, x: Tensor, members: Sequence[int], weight: float) -> floa
         kept, given = (low + size, low) if r & size else (low, low + size)
         comm.send(partner, x[cuts[given] : cuts[given + size]], weight=weight)
         came = comm.recv(partner)
-        x[cuts[kept] : cuts[kept + size]].add_(came.x)
+        comm.add_(x[cuts[kept] : cuts[kept + size]], came.x)
         weight += came.weight
         low = kept
     while size < q:

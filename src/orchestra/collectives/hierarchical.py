@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hierarchical: a ring within each group of workers that are close, rings across the groups for a g-th each.
+"""Hierarchical: a ring within each group of workers that are close, rings across the groups for a chunk each.
 
-    within a group of g:   reduce-scatter, so that each member holds the group's sum of a g-th
-    across the groups:     the members with the same chunk add it up in a ring of p/g
+    groups of g workers, the last one of what is left; chunks 0 ... g-1
+    within a group of s:   reduce-scatter, so that each holds the group's sum of a chunk, or of several if s < g
+    across the m groups:   for each chunk, those who hold it add it up in a ring
     within a group:        all-gather
 
-Each worker sends 2 (p-1)/p n bytes, as in one ring, but only 1/g of the vector leaves a group, and rounds are
-2 (g-1) + 2 (p/g - 1) instead of 2 (p-1).
+Messages of a worker: 2 (s-1) + 2 (m-1) for each chunk it holds. If g divides p, all send 2 (p-1)/p n bytes, as in one
+ring, but in 2 (g-1) + 2 (m-1) rounds instead of 2 (p-1), and 2 (m-1)/m n bytes leave a group instead of 2 (p-1)/p n.
+
+Where groups are racks whose links to the others are o times too small, the three parts one after the other take
+2 (g-1)/g n β + 2 (m-1)/m n β o/g, a ring around all of them 2 (p-1)/p n β o/g. So for long vectors groups pay if o > p,
+for shorter ones earlier, because there are fewer rounds.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -18,17 +25,33 @@ from orchestra.node import Comm
 from orchestra.vectors import split
 
 
-def hierarchical(comm: Comm, x: Tensor, weight: float) -> float:
-    """x ← Σ xᵢ; gives Σ wᵢ."""
+def hierarchical(comm: Comm, x: Tensor, weight: float, *, group: int | None = None) -> float:
+    """x ← Σ xᵢ; gives Σ wᵢ. `group`: g, else what `group_size` gives."""
     members = comm.workers.members
-    g, r = group_size(len(members)), members.index(comm.rank)
-    within, across = members[r - r % g : r - r % g + g], members[r % g :: g]
-    chunks = [x[part] for part in split(x.numel(), g)]
-    weights = [weight] * g
-    mine = reduce_scatter(comm, chunks, weights, within)
-    weights[mine] = ring_among(comm, chunks[mine], weights[mine], across)
-    all_gather(comm, chunks, weights, within)
-    return weights[0]
+    g = group_size(len(members)) if group is None else group
+    groups = [members[first : first + g] for first in range(0, len(members), g)]
+    within = groups[members.index(comm.rank) // g]
+    chunks, shares = split(x.numel(), g), split(g, len(within))
+    pieces = [x[chunks[share.start].start : chunks[share.stop - 1].stop] for share in shares]
+    weights = [weight] * len(within)
+    mine = reduce_scatter(comm, pieces, weights, within)
+    holders = [holders_of(each, g) for each in groups]
+    # In the order of chunks on every worker, so that nobody waits for somebody who waits in another ring.
+    for j in range(shares[mine].start, shares[mine].stop):
+        total = ring_among(comm, x[chunks[j]], weights[mine], [each[j] for each in holders])
+    weights[mine] = total
+    all_gather(comm, pieces, weights, within)
+    return total
+
+
+def holders_of(group: Sequence[int], g: int) -> list[int]:
+    """Which worker of a group holds each of the g chunks after the reduce-scatter.
+
+    >>> holders_of([4, 5, 6], 3), holders_of([7, 8], 3)
+    ([6, 4, 5], [8, 8, 7])
+    """
+    shares = split(g, len(group))
+    return [group[i - 1] for i, share in enumerate(shares) for _ in range(share.start, share.stop)]
 
 
 def group_size(p: int) -> int:

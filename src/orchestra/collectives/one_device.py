@@ -6,7 +6,8 @@ What TensorFlow calls ReductionToOneDevice, and a synchronous server that comput
     worker i > 0:   send x to worker 0;  x ← what comes back
     worker 0:       x += what comes from 1, 2, ... p-1;   send x to each of them
 
-2 (p-1) n bytes through one link: its time grows with the number of workers.
+Messages: p-1 of worker 0, one of each other. (p-1) n bytes through one link, both ways: its time grows with the number
+of workers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def one_device(comm: Comm, x: Tensor, weight: float) -> float:
         return result.weight
     for other in others:
         came = comm.recv(other)
-        x.add_(came.x)
+        comm.add_(x, came.x)
         weight += came.weight
     for other in others:
         comm.send(other, x, weight=weight)

@@ -6,8 +6,8 @@ Patarasuk, Yuan. "Bandwidth optimal all-reduce algorithms for clusters of workst
     s = 0 ... p-2:   send chunk r-s to r+1;   chunk r-s-1 += what comes from r-1          reduce-scatter
     s = 0 ... p-2:   send chunk r+1-s to r+1; chunk r-s   ← what comes from r-1           all-gather
 
-Worker r ends the first half with chunk r+1 complete. 2 (p-1) messages and 2 (p-1)/p n bytes of every worker: no
-algorithm sends less.
+Worker r ends the first half with chunk r+1 complete. Messages of a worker: 2 (p-1), and 2 (p-1)/p n bytes: no algorithm
+sends less.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reduce_scatter(comm: Comm, chunks: Sequence[Tensor], weights: list[float], a
         mine, theirs = (r - s) % p, (r - s - 1) % p
         comm.send(around[(r + 1) % p], chunks[mine], weight=weights[mine])
         came = comm.recv(around[r - 1])
-        chunks[theirs].add_(came.x)
+        comm.add_(chunks[theirs], came.x)
         weights[theirs] += came.weight
     return (r + 1) % p
 

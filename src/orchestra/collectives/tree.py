@@ -5,8 +5,9 @@
                the others, if there is anyone 2^k to the right, add up what comes
     then the rounds backwards, with the sum
 
-n bytes of every worker but the first towards it, and up to lg p n of a worker on the way back, where those to several
-others share its link: lg p n β towards the first, 1 + 2 + ... + lg p times n β back, and 2 lg p α.
+Messages of a worker: one towards the first, unless it is that, and one back to each worker whose sum it took: at most
+⌈lg p⌉, n bytes each. Those to several others share its link: lg p n β towards the first, 1 + 2 + ... + lg p times n β
+back, and 2 lg p α.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def tree(comm: Comm, x: Tensor, weight: float) -> float:
     while distance < p and not rank & distance:
         if rank + distance < p:
             came = comm.recv(rank + distance)
-            x.add_(came.x)
+            comm.add_(x, came.x)
             weight += came.weight
             below.append(rank + distance)
         distance *= 2

@@ -20,10 +20,13 @@ by an algorithm, what its file says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from orchestra.collectives import ALGORITHMS, mean_
+from orchestra.collectives import ALGORITHMS, hierarchical, mean_
+from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.strategy import Strategy, knob
 
@@ -35,6 +38,14 @@ class AllReduce(Strategy[None]):
     algorithm: Literal[
         "native", "ring", "halving_doubling", "butterfly", "tree", "double_tree", "hierarchical", "one_device"
     ] = knob("native", "how the mean is taken: native is the best there is, the others are messages between workers")
+    group: int | None = knob(None, "workers in a group of hierarchical, such as a rack; None: about a root", least=1)
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """Groups, for the only algorithm that has any."""
+        if self.group is not None and self.algorithm != "hierarchical":
+            yield Problem(
+                "strategy.group", self.group, f'needs algorithm="hierarchical": {self.algorithm} has no groups'
+            )
 
     @property
     def model_at(self) -> Literal["everywhere", "copies"]:
@@ -49,5 +60,7 @@ class AllReduce(Strategy[None]):
         g = node.gradient()
         if self.algorithm == "native":
             node.mean_update(g)
-        elif mean_(node.comm, g, node.weight, ALGORITHMS[self.algorithm]):
+            return
+        add_up = ALGORITHMS[self.algorithm] if self.group is None else partial(hierarchical, group=self.group)
+        if mean_(node.comm, g, node.weight, add_up):
             node.update(g)
