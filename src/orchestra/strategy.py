@@ -14,6 +14,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from orchestra.errors import Problem
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
-Where = Literal["everywhere", "copies", "servers", "apart"]
+Where = Literal["everywhere", "copies", "shared", "servers", "apart"]
 
 
 def knob(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
@@ -45,8 +46,9 @@ class Strategy(ABC, Generic[S]):
         """Where the model is between two steps.
 
         `everywhere`: all replicas are always equal, so one x may serve them all; x changes only by `mean_update`.
-        `copies`: they are always equal, but each worker updates its own. `servers`: each server holds a range.
-        `apart`: each worker holds its own; the model is their mean.
+        `copies`: they are always equal, but each worker updates its own. `shared`: there is only one, in the memory of
+        one machine, and every worker updates it. `servers`: each server holds a range. `apart`: each worker holds its
+        own; the model is their mean.
         """
         return "apart"
 
@@ -84,6 +86,8 @@ def check_fields(part: Any, where: str) -> Iterator[Problem]:
         least, most = field.metadata.get("least"), field.metadata.get("most")
         if message:
             yield Problem(name, value, message)
+        elif value is None:
+            continue  # allowed by its type, and in no range
         elif isinstance(value, float) and not math.isfinite(value):
             yield Problem(name, value, "must be a finite number")
         elif least is not None and value < least:
@@ -96,6 +100,9 @@ def check_fields(part: Any, where: str) -> Iterator[Problem]:
 
 def _misfit(value: Any, hint: Any) -> str | None:
     """Why a value does not fit an annotation, or None."""
+    if get_origin(hint) is UnionType:
+        misfits = [_misfit(value, one) for one in get_args(hint)]
+        return None if None in misfits else misfits[0]
     if get_origin(hint) is Literal:
         allowed = get_args(hint)
         return None if value in allowed else f"must be one of {', '.join(map(str, allowed))}"
