@@ -16,7 +16,19 @@ if TYPE_CHECKING:
     from orchestra.node import Node
     from orchestra.recipe import Recipe
     from orchestra.sim.simulated import Simulated
-    from orchestra.strategies import ASP, BSP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
+    from orchestra.strategies import (
+        ASP,
+        BSP,
+        EASGD,
+        AllReduce,
+        Downpour,
+        Hogwild,
+        LocalSGD,
+        ParameterServer,
+        SlowMo,
+        Solo,
+        SyncEASGD,
+    )
     from orchestra.strategy import Strategy, knob
     from orchestra.training import Result, train
 
@@ -25,13 +37,16 @@ __version__ = "0.1.0"
 __all__ = [
     "ASP",
     "BSP",
+    "EASGD",
     "IID",
     "AllReduce",
     "Budget",
     "ConfigError",
     "Dirichlet",
+    "Downpour",
     "Epochs",
     "Ethernet",
+    "Hogwild",
     "LabelSorted",
     "Local",
     "LocalSGD",
@@ -48,6 +63,7 @@ __all__ = [
     "Solo",
     "Steps",
     "Strategy",
+    "SyncEASGD",
     "Target",
     "knob",
     "train",
@@ -64,7 +80,19 @@ _HOMES = {
     "node": ("Node",),
     "recipe": ("Recipe",),
     "sim.simulated": ("Simulated",),
-    "strategies": ("ASP", "BSP", "AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"),
+    "strategies": (
+        "ASP",
+        "BSP",
+        "EASGD",
+        "AllReduce",
+        "Downpour",
+        "Hogwild",
+        "LocalSGD",
+        "ParameterServer",
+        "SlowMo",
+        "Solo",
+        "SyncEASGD",
+    ),
     "strategy": ("Strategy", "knob"),
     "training": ("Result", "train"),
 }

@@ -6,7 +6,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, SlowMo, Solo, Strategy
+from orchestra import (
+    ASP,
+    EASGD,
+    AllReduce,
+    Downpour,
+    Hogwild,
+    LocalSGD,
+    ParameterServer,
+    SlowMo,
+    Solo,
+    Strategy,
+    SyncEASGD,
+)
 from orchestra.collectives.double_tree import trees
 from orchestra.strategies import PARTS, STRATEGIES
 from orchestra.vectors import ranges, split
@@ -18,6 +30,9 @@ MORE: tuple[Strategy[Any], ...] = (
     ParameterServer(consistency=ASP(), servers=2),
     SlowMo(tau=2, base=AllReduce()),
     SlowMo(tau=4, base=LocalSGD(tau=2)),
+    Downpour(n_push=3, n_fetch=2),
+    Downpour(n_push=2, n_fetch=4, servers=2),
+    SyncEASGD(tau=1, alpha=0.4),
 )
 
 
@@ -57,6 +72,12 @@ def alone(strategy: Strategy[Any]) -> Strategy[Any]:
     """The case of a strategy in which a world of one is plain training."""
     if isinstance(strategy, SlowMo):
         return dataclasses.replace(strategy, alpha=1.0, beta=0.0, buffers="maintain")
+    if isinstance(strategy, Downpour):
+        return dataclasses.replace(strategy, n_push=1, n_fetch=1)
+    if isinstance(strategy, EASGD):
+        return dataclasses.replace(strategy, tau=1000, alpha=1.0)  # only at the end does the centre come, all the way
+    if isinstance(strategy, SyncEASGD):
+        return dataclasses.replace(strategy, alpha=0.0, beta=1.0)
     return strategy
 
 
@@ -112,8 +133,9 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
     own = [4 * (part.stop - part.start) for part in ranges(numel, workers)]
     mean = [size - mine + (workers - 1) * mine for mine in own]  # reduce-scatter, all-gather
     assert sum(mean) == 2 * (workers - 1) * size
+    per_server = [4 * (part.stop - part.start) for part in ranges(numel, strategy.servers)] if strategy.servers else []
     match strategy:
-        case Solo():
+        case Solo() | Hogwild():
             return [[0] * workers, []]
         case AllReduce(algorithm="native"):
             return [[steps * m for m in mean], []]
@@ -121,8 +143,17 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
             return [[steps * 4 * sent for sent in numbers_sent(algorithm, workers, numel)], []]
         case LocalSGD(tau=tau):
             return [[-(-steps // tau) * m for m in mean], []]
-        case ParameterServer(servers=servers):
-            per_server = [4 * (part.stop - part.start) for part in ranges(numel, servers)]
+        case Downpour(n_push=n_push, n_fetch=n_fetch):
+            pushes = -(-steps // n_push)
+            # The last push may come as if its interval were over, and be answered as at its end.
+            fetches = steps // n_fetch + (pushes * n_push > steps and pushes * n_push % n_fetch == 0)
+            return [[pushes * size] * workers, [fetches * workers * part for part in per_server]]
+        case EASGD(tau=tau):
+            exchanges = -(-steps // tau) + 1
+            return [[exchanges * size] * workers, [exchanges * workers * part for part in per_server]]
+        case SyncEASGD(tau=tau):
+            return [[(-(-steps // tau) + 1) * m for m in mean], []]
+        case ParameterServer():
             return [[steps * size] * workers, [steps * workers * part for part in per_server]]
         case SlowMo(tau=tau, base=base, buffers=buffers):
             rounds = -(-steps // tau)

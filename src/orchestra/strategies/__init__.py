@@ -2,12 +2,30 @@
 """The catalogue. The command line, the table in the README and the tests of the laws find strategies here."""
 
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.downpour import Downpour
+from orchestra.strategies.easgd import EASGD
+from orchestra.strategies.hogwild import Hogwild
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ASP, BSP, ParameterServer
 from orchestra.strategies.slowmo import SlowMo
 from orchestra.strategies.solo import Solo
+from orchestra.strategies.sync_easgd import SyncEASGD
 
-STRATEGIES = (AllReduce, LocalSGD, ParameterServer, SlowMo, Solo)
+STRATEGIES = (AllReduce, Downpour, EASGD, Hogwild, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD)
 PARTS = (ASP, BSP)
 
-__all__ = ["ASP", "BSP", "PARTS", "STRATEGIES", "AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"]
+__all__ = [
+    "ASP",
+    "BSP",
+    "EASGD",
+    "PARTS",
+    "STRATEGIES",
+    "AllReduce",
+    "Downpour",
+    "Hogwild",
+    "LocalSGD",
+    "ParameterServer",
+    "SlowMo",
+    "Solo",
+    "SyncEASGD",
+]
