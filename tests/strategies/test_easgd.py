@@ -101,7 +101,7 @@ def test_the_exchange_is_over_before_the_gradient_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize(("eta", "h", "alpha"), [(0.1, 1.0, 0.05), (0.5, 2.0, 0.2), (0.05, 0.5, 0.01)])
 def test_the_centre_follows_the_closed_form(p: int, eta: float, h: float, alpha: float, tmp_path: Path) -> None:
-    """Lemma 3.1 of the paper, without noise; β = pα. The move at the end is that of step t."""
+    """Of the centre, as the paper derives it, without noise; β = pα. The move at the end is that of step t."""
     t = 12
     a, c2 = eta * h + (p + 1) * alpha, eta * h * p * alpha
     root = cmath.sqrt(a * a - 4 * c2)

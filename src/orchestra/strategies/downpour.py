@@ -2,7 +2,7 @@
 """Downpour SGD: replicas that step on by themselves between two exchanges with asynchronous servers.
 
 Dean et al. "Large Scale Distributed Deep Networks", NeurIPS 2012.
-https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks  (Algorithm 7.1 of the supplement)
+https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks  (the client in the supplement)
 
     worker                                                server of range R
     repeat                                                for each message as it comes

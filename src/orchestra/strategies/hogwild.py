@@ -14,8 +14,8 @@ updates old. The paper's optimizer is plain SGD. Momenta, if another one has any
 writes to them. For one machine and its processors: nobody elsewhere could reach x.
 
 The paper's rates are for sparse gradients, whose components seldom collide; those of networks are dense. It also adds
-to a component in one atomic instruction. Here that is a load, an addition and a store, so of two workers that write to
-the same component in the same few nanoseconds one may lose its. Reading while others write is what the method is about.
+to a component in one atomic instruction. Here that is a load, an addition and a store: when two workers write to the
+same component within the same few nanoseconds, one of the updates may be lost.
 
 On `digits` (4 workers, delays lognormal:0.05,0.3, 20 epochs), mean test accuracy of 3 seeds: 94.4 % with SGD, γ = 0.05,
 alone 94.8 %; 96.9 % with γ = 0.0125 and momentum 0.9, alone 97.4 % with the recipe's γ = 0.05 and momentum 0.9.

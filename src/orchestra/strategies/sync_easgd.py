@@ -2,7 +2,7 @@
 """Synchronous EASGD: the elastic force without servers; every worker has its own copy of the centre.
 
 Zhang, Choromanska, LeCun. "Deep learning with Elastic Averaging SGD", NIPS 2015. https://arxiv.org/abs/1412.6651
-(equations 5 and 6, with a period τ)
+(the synchronous update of section 3, with a period τ)
 
     repeat
         xⁱ ← xⁱ − η ∇f(xⁱ)                       and, every τ steps, with the xⁱ and x̃ of before
