@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from orchestra.recipe import Recipe
     from orchestra.schedules import Polynomial, StepDecay, Warmup
     from orchestra.sim.simulated import Simulated
-    from orchestra.strategies import AllReduce, LocalSGD, ParameterServer, SlowMo, Solo
+    from orchestra.strategies import (
+        EASGD,
+        AllReduce,
+        Downpour,
+        Hogwild,
+        LocalSGD,
+        ParameterServer,
+        SlowMo,
+        Solo,
+        SyncEASGD,
+    )
     from orchestra.strategy import Strategy, knob
     from orchestra.training import Result, train
 
@@ -42,6 +52,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ASP",
     "BSP",
+    "EASGD",
     "IID",
     "LAMB",
     "LARS",
@@ -54,8 +65,10 @@ __all__ = [
     "ConfigError",
     "DelayCompensated",
     "Dirichlet",
+    "Downpour",
     "Epochs",
     "Ethernet",
+    "Hogwild",
     "KAsync",
     "KBatchAsync",
     "KBatchSync",
@@ -80,6 +93,7 @@ __all__ = [
     "StepDecay",
     "Steps",
     "Strategy",
+    "SyncEASGD",
     "Target",
     "Warmup",
     "knob",
@@ -114,7 +128,17 @@ _HOMES = {
     "recipe": ("Recipe",),
     "schedules": ("Polynomial", "StepDecay", "Warmup"),
     "sim.simulated": ("Simulated",),
-    "strategies": ("AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"),
+    "strategies": (
+        "EASGD",
+        "AllReduce",
+        "Downpour",
+        "Hogwild",
+        "LocalSGD",
+        "ParameterServer",
+        "SlowMo",
+        "Solo",
+        "SyncEASGD",
+    ),
     "strategy": ("Strategy", "knob"),
     "training": ("Result", "train"),
 }

@@ -70,7 +70,7 @@ class Job:
     @property
     def shares_x(self) -> bool:
         """Whether one x in memory serves all workers of a machine."""
-        return self.owns_range and self.device == "cpu"
+        return self.strategy.model_at == "shared" or (self.owns_range and self.device == "cpu")
 
     @property
     def groups(self) -> tuple[Group, Group]:

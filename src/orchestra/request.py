@@ -81,6 +81,9 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
     yield from budgets.problems_of(given.budget)
     if strategy is not None and isinstance(given.cluster, Cluster):
         yield from checks.check_strategy(strategy, given.cluster.workers, given.clip)
+        if strategy.model_at == "shared" and given.cluster.resolve_device() != "cpu":
+            message = f'workers of {type(strategy).__name__} share one x in the memory of the machine: use "cpu"'
+            yield Problem("cluster.device", given.cluster.device, message)
     yield from checks.check_numbers(
         batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
         precision=given.precision, optimizer=given.optimizer,

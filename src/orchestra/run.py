@@ -228,7 +228,7 @@ def take_snapshot(life: Life) -> None:
 def set_aside(life: Life, folder: Path) -> bool:
     """Write this node's part of the model; False if it holds none."""
     job, node, where = life.job, life.node, life.job.strategy.model_at
-    equal = where in ("everywhere", "copies")
+    equal = where in ("everywhere", "copies", "shared")
     holds = life.is_server or where == "apart" or (equal and life.rank == 0)
     buffers = node.replica.buffers() if node.replica is not None else {}
     if not holds and not buffers:

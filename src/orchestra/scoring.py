@@ -91,6 +91,7 @@ class Scorer:
         samples = {
             "everywhere": holders[0].samples,
             "copies": holders[0].samples,
+            "shared": holders[0].samples,  # as if all were as far as worker 0
             "servers": max(p.samples for p in holders),
             "apart": sum(p.samples for p in holders),
         }[self.strategy.model_at]
@@ -115,7 +116,7 @@ class Scorer:
         buffers = bool(persistent_buffers(self.module))
         workers = set(range(self.workers))
         servers = set(range(self.workers, self.workers + self.strategy.servers))
-        wanted = {"everywhere": {0}, "copies": {0}, "servers": servers, "apart": workers}[self.strategy.model_at]
+        wanted = {"servers": servers, "apart": workers}.get(self.strategy.model_at, {0})
         return (wanted | (workers if buffers else set())) <= found
 
     def _record(self, scored: Scored) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
-Where = Literal["everywhere", "copies", "servers", "apart"]
+Where = Literal["everywhere", "copies", "shared", "servers", "apart"]
 
 
 def knob(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
@@ -46,8 +46,9 @@ class Strategy(ABC, Generic[S]):
         """Where the model is between two steps.
 
         `everywhere`: all replicas are always equal, so one x may serve them all; x changes only by `mean_update`.
-        `copies`: they are always equal, but each worker updates its own. `servers`: each server holds a range.
-        `apart`: each worker holds its own; the model is their mean.
+        `copies`: they are always equal, but each worker updates its own. `shared`: there is only one, in the memory of
+        one machine, and every worker updates it. `servers`: each server holds a range. `apart`: each worker holds its
+        own; the model is their mean.
         """
         return "apart"
 
@@ -85,11 +86,13 @@ def check_fields(part: Any, where: str) -> Iterator[Problem]:
         least, most = field.metadata.get("least"), field.metadata.get("most")
         if message:
             yield Problem(name, value, message)
+        elif value is None:
+            continue  # allowed by its type, and in no range
         elif isinstance(value, float) and not math.isfinite(value):
             yield Problem(name, value, "must be a finite number")
-        elif least is not None and value is not None and value < least:
+        elif least is not None and value < least:
             yield Problem(name, value, f"must be at least {least:g}")
-        elif most is not None and value is not None and value > most:
+        elif most is not None and value > most:
             yield Problem(name, value, f"must be at most {most:g}")
         elif dataclasses.is_dataclass(value):
             yield from check_fields(value, name)

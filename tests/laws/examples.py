@@ -8,11 +8,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from orchestra import (
     ASP,
+    EASGD,
     SSP,
     AllReduce,
     BackupWorkers,
     BoundedDelay,
     DelayCompensated,
+    Downpour,
+    Hogwild,
     KAsync,
     KBatchSync,
     KSync,
@@ -22,6 +25,7 @@ from orchestra import (
     SoftSync,
     Solo,
     Strategy,
+    SyncEASGD,
 )
 from orchestra.collectives.double_tree import trees
 from orchestra.strategies import PARTS, STRATEGIES
@@ -41,6 +45,9 @@ MORE: tuple[Strategy[Any], ...] = (
     ParameterServer(consistency=ASP(), correction=DelayCompensated(lam=2.0, adaptive=True)),
     SlowMo(tau=2, base=AllReduce()),
     SlowMo(tau=4, base=LocalSGD(tau=2)),
+    Downpour(n_push=3, n_fetch=2),
+    Downpour(n_push=2, n_fetch=4, servers=2),
+    SyncEASGD(tau=1, alpha=0.4),
 )
 
 
@@ -109,6 +116,12 @@ def alone(strategy: Strategy[Any]) -> Strategy[Any]:
             return dataclasses.replace(strategy, consistency=dataclasses.replace(consistency, k=1))
         case ParameterServer(consistency=BackupWorkers()):
             return dataclasses.replace(strategy, consistency=BackupWorkers(b=0))
+        case Downpour():
+            return dataclasses.replace(strategy, n_push=1, n_fetch=1)
+        case EASGD():  # only at the end does the centre come, all the way
+            return dataclasses.replace(strategy, tau=1000, alpha=1.0)
+        case SyncEASGD():
+            return dataclasses.replace(strategy, alpha=0.0, beta=1.0)
     return strategy
 
 
@@ -164,8 +177,9 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
     own = [4 * (part.stop - part.start) for part in ranges(numel, workers)]
     mean = [size - mine + (workers - 1) * mine for mine in own]  # reduce-scatter, all-gather
     assert sum(mean) == 2 * (workers - 1) * size
+    per_server = [4 * (part.stop - part.start) for part in ranges(numel, strategy.servers)] if strategy.servers else []
     match strategy:
-        case Solo():
+        case Solo() | Hogwild():
             return [[0] * workers, []]
         case AllReduce(algorithm="native"):
             return [[steps * m for m in mean], []]
@@ -173,8 +187,17 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
             return [[steps * 4 * sent for sent in numbers_sent(algorithm, workers, numel, group)], []]
         case LocalSGD(tau=tau):
             return [[-(-steps // tau) * m for m in mean], []]
-        case ParameterServer(servers=servers):
-            per_server = [4 * (part.stop - part.start) for part in ranges(numel, servers)]
+        case Downpour(n_push=n_push, n_fetch=n_fetch):
+            pushes = -(-steps // n_push)
+            # The last push may come as if its interval were over, and be answered as at its end.
+            fetches = steps // n_fetch + (pushes * n_push > steps and pushes * n_push % n_fetch == 0)
+            return [[pushes * size] * workers, [fetches * workers * part for part in per_server]]
+        case EASGD(tau=tau):
+            exchanges = -(-steps // tau) + 1
+            return [[exchanges * size] * workers, [exchanges * workers * part for part in per_server]]
+        case SyncEASGD(tau=tau):
+            return [[(-(-steps // tau) + 1) * m for m in mean], []]
+        case ParameterServer():
             return [[steps * size] * workers, [steps * workers * part for part in per_server]]
         case SlowMo(tau=tau, base=base, buffers=buffers):
             rounds = -(-steps // tau)

@@ -31,7 +31,22 @@ from tests.zoo import (
     trapped,
 )
 
-from orchestra import ASP, AllReduce, Local, LocalSGD, ParameterServer, SlowMo, Solo, Steps, Strategy, checkpoint
+from orchestra import (
+    ASP,
+    EASGD,
+    AllReduce,
+    Downpour,
+    Hogwild,
+    Local,
+    LocalSGD,
+    ParameterServer,
+    SlowMo,
+    Solo,
+    Steps,
+    Strategy,
+    SyncEASGD,
+    checkpoint,
+)
 from orchestra.cluster import Ending, Order
 from orchestra.errors import Interrupted, WorkerLost
 from orchestra.expression import show
@@ -49,6 +64,10 @@ EXAMPLES: list[S] = [
     ParameterServer(),
     ParameterServer(servers=2),
     ParameterServer(consistency=ASP(), servers=2),
+    Downpour(n_push=2, n_fetch=2, servers=2),
+    EASGD(tau=2, servers=2),
+    SyncEASGD(tau=2),
+    Hogwild(),
 ]
 every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
 synchronous = pytest.mark.parametrize("strategy", [s for s in EXAMPLES if s.synchronous], ids=show)
@@ -81,6 +100,7 @@ def test_it_is_large() -> None:
         (AllReduce(), {"clip": 1.0}, False),
         (LocalSGD(tau=2), {}, False),
         (ParameterServer(), {}, False),
+        (Hogwild(), {"clip": 1.0}, True),
     ],
 )
 def test_x_is_shared_where_it_can_be(

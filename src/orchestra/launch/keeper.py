@@ -4,6 +4,7 @@
     in step             all workers save after the same step and wait for the servers, which save when every worker has
     each at its pace    the first worker that is not done asks the others, who save at the end of the step they are in:
                         nobody waits for another to catch up; or before a step that others do not let them begin
+    with one x          worker 0 saves it for all, when the others have saved and wait for that, or are done
 
 Workers that are done stay, so that they can be asked.
 """
@@ -31,6 +32,7 @@ class LocalKeeper:
         self._log = log
         self._synchronous = life.job.strategy.synchronous
         self._saved_as = arena.words[SAVE_WANTED]  # label of this node's newest part of a checkpoint
+        self._one_x = life.job.strategy.model_at == "shared"
         if life.is_server:
             transport.mailbox.when_idle = self._while_idle
         elif not self._synchronous:
@@ -123,6 +125,8 @@ class LocalKeeper:
         label = min(labels)
         if len(labels) > 1 or label <= self._saved_as:
             return False
+        if self._transport.mailbox.has_mail():
+            return False  # pushed before its worker saved, and not yet part of this server's x
         self._save(label)
         return True
 
@@ -139,6 +143,8 @@ class LocalKeeper:
         """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator is told."""
         life = self._life
         self._saved_as = label
+        if self._one_x and life.rank == 0:
+            self._await_writers(label)
         self._log.flush()  # what a resumed run remembers must not be less than what it has done
         try:
             folder = checkpoint.open_draft(life.job.run / "checkpoints", label)
@@ -151,13 +157,21 @@ class LocalKeeper:
         self._words.announce(self._plan.word("saved", life.rank), label)
 
     def _save_with_servers(self, label: int) -> None:
-        """Save, and wait until the servers have saved as well: with every worker here, nothing is in flight."""
+        """Save, and wait until whoever holds x has saved as well: with every worker here, nothing is in flight."""
         self._save(label)
-        waited = self._transport.traffic.waited
-        for server in self._life.node.comm.servers.members:
-            self._transport.mailbox.ring(server)
-            self._transport.await_saved(server, label)
+        life, waited = self._life, self._transport.traffic.waited
+        for holder in (0,) if self._one_x and life.rank else life.node.comm.servers.members:
+            self._transport.mailbox.ring(holder)
+            self._transport.await_saved(holder, label)
         self._transport.traffic.waited = waited  # that was saving, no part of the strategy
+
+    def _await_writers(self, label: int) -> None:
+        """Wait until nobody else writes to x any more: then it holds the very updates that the others have saved."""
+        waited, others = self._transport.traffic.waited, range(1, self._plan.workers)
+        self._transport.await_bell(
+            lambda: all(self._begun(w) == NOTHING_MORE or self._saved(w) >= label for w in others)
+        )
+        self._transport.traffic.waited = waited
 
     def _settled(self) -> bool:
         """Whether every worker has either done all its steps or saved because it must stop."""

@@ -24,7 +24,7 @@ from orchestra.networks import Network
 from orchestra.node import Comm, Node
 from orchestra.ops import Compute
 from orchestra.rng import exchange_states
-from orchestra.sim.kernel import Kernel
+from orchestra.sim.kernel import Kernel, Promise
 from orchestra.sim.numerics import Batched
 from orchestra.sim.timing import momenta_of, timed
 from orchestra.sim.transport import connect
@@ -62,6 +62,7 @@ class Rehearsal:
         self.seen_at, self.still = 0.0, 0
         self.random: dict[int, Any] = {}  # where each node's generators stand
         self.at_dice = -1  # the node whose they are now
+        self.done: list[Promise[None]] = []  # of workers that wait for the others to be done
 
     def run(self) -> Ending:
         """Set up all nodes, then let virtual time pass."""
@@ -100,12 +101,21 @@ class Rehearsal:
             self.stopped_by = reason
             self.world.stop_at = max(t.begun for t in self.transports[: self.job.workers]) + 1
 
+    def await_others(self) -> None:
+        """Let a worker that has done its steps wait until all have."""
+        mine: Promise[None] = Promise(self.kernel, lambda: "the other workers to be done")
+        self.done.append(mine)
+        if len(self.done) == self.job.workers:
+            for worker in self.done:
+                worker.keep(None)
+        mine.wait()
+
     # Nodes.
 
     def _nodes(self) -> list[tuple[Node, Metered, _Log]]:
         """Every node with its own module, vectors and random numbers; the data are there once."""
         job, x0 = self.job, self.order.x0.to(self.job.device)
-        shared = x0.clone() if job.owns_range else None
+        shared = x0.clone() if job.owns_range or job.shares_x else None
         data: Any = None
         born = []
         for rank in range(self.nodes):
@@ -139,7 +149,9 @@ class Rehearsal:
     def _together(self, together: Batched, node: Node, op: Compute[Any]) -> Callable[[], Any]:
         if op.batch is None:
             return self._compute(node.rank, op)
-        pending = together.begin(node.x, op.batch)
+        # The gradient is that at x as it is now; where x is everybody's, others will have written to it.
+        x = node.x.clone() if self.job.strategy.model_at == "shared" else node.x
+        pending = together.begin(x, op.batch)
 
         def answer() -> float:
             g, loss = together.end(pending)
@@ -288,7 +300,9 @@ class _Keeper:
         """Nothing to save."""
 
     def stay(self) -> bool:
-        """Without numbers there is no model to set aside."""
+        """Wait for those who still write to the same x. Without numbers there is no model to set aside."""
+        if self.life.job.strategy.model_at == "shared":
+            self.rehearsal.await_others()
         return not self.rehearsal.timing_only
 
     def after_service(self) -> bool:

@@ -3,12 +3,28 @@
 
 from orchestra.consistency import CONSISTENCIES, CORRECTIONS
 from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.downpour import Downpour
+from orchestra.strategies.easgd import EASGD
+from orchestra.strategies.hogwild import Hogwild
 from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.slowmo import SlowMo
 from orchestra.strategies.solo import Solo
+from orchestra.strategies.sync_easgd import SyncEASGD
 
-STRATEGIES = (AllReduce, LocalSGD, ParameterServer, SlowMo, Solo)
+STRATEGIES = (AllReduce, Downpour, EASGD, Hogwild, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD)
 PARTS = (*CONSISTENCIES, *CORRECTIONS)
 
-__all__ = ["PARTS", "STRATEGIES", "AllReduce", "LocalSGD", "ParameterServer", "SlowMo", "Solo"]
+__all__ = [
+    "EASGD",
+    "PARTS",
+    "STRATEGIES",
+    "AllReduce",
+    "Downpour",
+    "Hogwild",
+    "LocalSGD",
+    "ParameterServer",
+    "SlowMo",
+    "Solo",
+    "SyncEASGD",
+]

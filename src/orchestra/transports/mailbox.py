@@ -149,6 +149,10 @@ class Mailbox:
                 return True
             self._words.wait(bell, seen, left)
 
+    def has_mail(self) -> bool:
+        """Whether a message from anybody lies here unread."""
+        return self._arrived(range(self._plan.nodes)) is not None
+
     def _arrived(self, sources: Sequence[int]) -> int | None:
         """A source with a message waiting; the one served last comes last, so that nobody is passed over."""
         for i in range(len(sources)):

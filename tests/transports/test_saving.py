@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in a mailbox when a checkpoint is due is part of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.transports.world import World
+
+from orchestra.launch import keeper
+from orchestra.launch.keeper import LocalKeeper
+from orchestra.strategies import Downpour
+
+
+def test_a_server_reads_what_was_pushed_before_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker pushes, asks for no answer and saves, just after the server has looked for messages and found none."""
+    world = World(1, servers=1)
+    worker, server = world.comms
+    saved: list[int] = []
+    monkeypatch.setattr(keeper, "report", lambda life: None)
+    monkeypatch.setattr(LocalKeeper, "_save", lambda self, label: saved.append(label))
+    life: Any = SimpleNamespace(
+        rank=1, is_server=True, job=SimpleNamespace(strategy=Downpour()), node=SimpleNamespace(now=lambda: 0.0)
+    )
+    keeps = LocalKeeper(life, world.arenas[1], world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
+    worker.send(1, torch.ones(3))
+    world.arenas[0].words.set(world.plan.word("saved", 0), 7)
+    keeps._while_idle()
+    assert saved == []
+    assert server.recv(0).x.sum() == 3
+    keeps._while_idle()
+    assert saved == [7]
