@@ -42,10 +42,12 @@ if TYPE_CHECKING:
         ParameterServer,
         SlowMo,
         Solo,
+        StrategySwitch,
         SyncEASGD,
     )
     from orchestra.strategy import Strategy, knob
     from orchestra.training import Result, train
+    from orchestra.triggers import AtShare, Plateau
 
 __version__ = "0.1.0"
 
@@ -59,6 +61,7 @@ __all__ = [
     "SSP",
     "AllReduce",
     "AsPushed",
+    "AtShare",
     "BackupWorkers",
     "BoundedDelay",
     "Budget",
@@ -79,6 +82,7 @@ __all__ = [
     "Node",
     "OrchestraError",
     "ParameterServer",
+    "Plateau",
     "Polynomial",
     "Progress",
     "Recipe",
@@ -93,6 +97,7 @@ __all__ = [
     "StepDecay",
     "Steps",
     "Strategy",
+    "StrategySwitch",
     "SyncEASGD",
     "Target",
     "Warmup",
@@ -137,10 +142,12 @@ _HOMES = {
         "ParameterServer",
         "SlowMo",
         "Solo",
+        "StrategySwitch",
         "SyncEASGD",
     ),
     "strategy": ("Strategy", "knob"),
     "training": ("Result", "train"),
+    "triggers": ("AtShare", "Plateau"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -92,7 +92,7 @@ def problems_of(budget: object) -> Iterator[Problem]:
         yield Problem("budget", budget, "may never be reached: add an end, such as | Epochs(100)")
 
 
-def last_step(budget: Budget, *, steps_per_epoch: int | None, samples_per_step: int) -> int | None:
+def last_step(budget: Budget, steps_per_epoch: int | None, samples_per_step: int) -> int | None:
     """The step of each worker at which the budget surely ends; None if only a clock, a score or a stream can tell."""
     ends = []
     for part in parts(budget):

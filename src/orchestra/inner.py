@@ -67,6 +67,7 @@ class Inner:
         self._clip = clip
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.lr = self._base[0]
+        self._scale = 1.0
 
     def _fuse(self) -> None:
         """Use torch's fused kernels, which pass over memory once, unless the user chose otherwise."""
@@ -116,10 +117,47 @@ class Inner:
             if isinstance(value, Tensor) and value.dim() > 0
         ]
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the learning rate, now and wherever a schedule takes it."""
+        self._scale *= factor
+        self._base = [base * factor for base in self._base]
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+        self.lr *= factor
+
+    def outline(self) -> dict[str, Any]:
+        """What the optimizer keeps beside `vectors`, and what those are called, as JSON can hold it."""
+        if self._flat is None:
+            return {}
+        return {name: _outline(value) for name, value in sorted(self.optimizer.state.get(self._flat, {}).items())}
+
+    def adopt(self, outline: dict[str, Any], vectors: Sequence[Tensor]) -> None:
+        """Go on with what another one kept: its outline, and its vectors."""
+        assert self._flat is not None, "layers cannot take over what was kept for a flat vector"
+        left = iter(vectors)
+        self.optimizer.state[self._flat] = {
+            name: next(left) if value == _VECTOR else _value(value) for name, value in outline.items()
+        }
+
     def state(self) -> dict[str, Any]:
         """All that changes, for a checkpoint."""
-        return self.optimizer.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scale": self._scale}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to a saved state."""
-        self.optimizer.load_state_dict(state)
+        self.rescale(state["scale"] / self._scale)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+_VECTOR = "vector"
+
+
+def _outline(value: Any) -> Any:
+    """Numbers are tensors without a dimension, or plain."""
+    if isinstance(value, Tensor):
+        return _VECTOR if value.dim() else {"tensor": value.item()}
+    return value
+
+
+def _value(outline: Any) -> Any:
+    return torch.tensor(outline["tensor"]) if isinstance(outline, dict) else outline

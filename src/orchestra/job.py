@@ -38,6 +38,7 @@ class Job:
     last_step: int | None  # of each worker; None if only a clock, a score or the end of a stream can tell
     last_epoch: float | None  # for streams, whose length is not known before
     schedule: Schedule | None
+    validation: Callable[[], Any] | None  # makes samples whose loss tells strategies how the model does
     partition: Partition | None
     clip: float | None  # largest norm of the gradient
     accumulate: int

@@ -32,6 +32,8 @@ from orchestra.ops import (
 from orchestra.replica import Replica
 from orchestra.vectors import weighted_mean
 
+_PAUSE = 0xFFFF  # a tag
+
 
 class Log(Protocol):
     """Somewhere to put events."""
@@ -50,6 +52,7 @@ class Comm:
         self.workers = workers
         self.servers = servers
         self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
+        self._paused: set[int] = set()  # workers that send nothing more for now
 
     def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
         """The weighted mean of x over the workers, as a new tensor."""
@@ -112,11 +115,39 @@ class Comm:
         while pushed := [m for w in self.workers.members if isinstance(m := self._next(w), Message)]:
             yield pushed
 
+    def next_from(self, source: int) -> Message | None:
+        """The next message from one node; None if it has left."""
+        came = self._next(source)
+        return came if isinstance(came, Message) else None
+
     def _next(
         self, source: int | None, *, departures: bool = False, at_rest: bool = False
     ) -> Message | Departed | None:
         self.between_messages()
-        return self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
+        while source not in self._paused and len(self._paused) < len(self.workers):
+            came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
+            if not isinstance(came, Message) or came.tag != _PAUSE:
+                return came
+            self._paused.add(came.source)
+            if departures:
+                return Departed(came.source)
+        return None
+
+    def see_off(self) -> None:
+        """Wait until every worker has left."""
+        for _ in self.inbox():
+            pass
+
+    def pause(self) -> None:
+        """Tell the servers that this worker sends nothing more before they begin anew: to them it is as if it left."""
+        for server in self.servers.members:
+            self.send(server, torch.empty(0), tag=_PAUSE)
+
+    def resume(self) -> bool:
+        """Begin anew after all workers have paused; False if they have left instead."""
+        paused = len(self._paused) == len(self.workers)
+        self._paused.clear()
+        return paused
 
     def leave(self) -> None:
         """Tell the servers that this worker sends nothing more."""
@@ -142,6 +173,8 @@ class Node:
         owns_range: bool = False,
         samples_per_epoch: int | None = None,
         tolerate: int = 10,
+        last_step: int | None = None,
+        validation: Callable[[], tuple[float, float]] | None = None,
     ) -> None:
         self.comm = comm
         self.x = x
@@ -160,6 +193,8 @@ class Node:
         self._owns_range = owns_range
         self._samples_per_epoch = samples_per_epoch
         self._tolerate = tolerate
+        self._last_step = last_step
+        self._validation = validation
         self._in_a_row = 0
         # A sum in half precision may overflow although every element is finite.
         self._wide = torch.float32 if x.element_size() < 4 else None
@@ -185,6 +220,16 @@ class Node:
         if self.feed is not None:
             return self.feed.epochs
         return self.samples / self._samples_per_epoch if self._samples_per_epoch else 0.0
+
+    @property
+    def budget(self) -> float:
+        """The share of its steps that a worker has done; zero where only a clock or a score tells when it is over."""
+        return self.steps / self._last_step if self._last_step else 0.0
+
+    def validate(self) -> tuple[float, float]:
+        """The loss at x over this worker's share of the samples set apart: its sum, and their number."""
+        assert self._validation is not None, "there are no samples set apart"
+        return self.comm.transport.start(Compute(self._validation)).wait()
 
     def gradient(self, *, unless: Group | None = None) -> Tensor:
         """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.

@@ -213,6 +213,6 @@ class Transport(Protocol):
         """Begin an op."""
         ...
 
-    def proceed(self, step: int) -> bool:
-        """Whether this worker may begin `step`; False once all have agreed to stop before it."""
+    def proceed(self, step: int, *, in_step: bool) -> bool:
+        """Whether this worker may begin `step`. To stop, workers that go in step agree on one; others stop at once."""
         ...

@@ -149,6 +149,15 @@ class Replica:
             p.grad = slot if slot.dtype == p.dtype else None
         return float(total)
 
+    @torch.no_grad()
+    def loss_of(self, batch: Sequence[Any]) -> float:
+        """The mean loss over a batch, as the model is when it is used."""
+        self.refresh()
+        self.module.eval()
+        with self._autocast():
+            *inputs, target = (piece.to(self.x.device) for piece in batch)
+            return float(self._loss(self.module(*inputs), target))
+
     def refresh(self) -> None:
         """Bring parameters of another dtype than x up to date with it."""
         with torch.no_grad():

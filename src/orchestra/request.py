@@ -43,6 +43,7 @@ class Request:
     evaluate: Evaluate | None
     evaluation_data: Callable[[], Any] | None
     evaluate_every: Steps | Epochs
+    validation_data: Callable[[], Any] | None
     seed: int
     out: str | Path | None
     schedule: Schedule | None
@@ -92,6 +93,9 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
         yield from check_fields(given.schedule, "schedule")
     if given.evaluate is not None and given.evaluation_data is None:
         yield Problem("evaluation_data", None, "must come with evaluate: a function that makes the data to score on")
+    if strategy is not None and strategy.validates and given.validation_data is None:
+        message = "the strategy looks at the loss of samples set apart: give a function that makes them"
+        yield Problem("validation_data", None, message)
     if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
         yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
     if given.partition is not None and (isinstance(given.partition, type) or not hasattr(given.partition, "shards")):
@@ -113,7 +117,7 @@ def _look_at_functions(given: Request) -> Iterator[Problem]:
         yield Problem("model", type(given.model).__name__, message)
     if isinstance(given.loss, type):
         yield Problem("loss", given.loss.__name__, f"is a class: give an instance, loss={given.loss.__name__}()")
-    for name in ("evaluate", "evaluation_data", "schedule"):
+    for name in ("evaluate", "evaluation_data", "validation_data", "schedule"):
         value = getattr(given, name)
         if value is not None and not callable(value):
             yield Problem(name, type(value).__name__, "must be a function, or None")

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from orchestra import checkpoint, snapshot
 from orchestra.board import Report
-from orchestra.data.feed import fold, make_feed
+from orchestra.data.feed import Samples, fold, make_feed
 from orchestra.events import Ended, Snapped, Stepped
 from orchestra.inner import Inner
 from orchestra.job import Job
 from orchestra.node import Comm, Log, Node
 from orchestra.replica import Replica
 from orchestra.rng import get_states, seed_everything, set_states
+from orchestra.strategy import Where
 from orchestra.transports.middleware import Metered
 from orchestra.vectors import LARGE, ranges
 
@@ -71,6 +72,20 @@ class Life:
         return self.node.rank
 
     @property
+    def where(self) -> Where:
+        """Where the model is now."""
+        return self.job.strategy.where(self.state)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the workers go in step now."""
+        return self.job.strategy.in_step(self.state)
+
+    def skip_snapshot(self) -> None:
+        """Count one that others took."""
+        self.snapshots += 1
+
+    @property
     def is_server(self) -> bool:
         """Servers come after the workers."""
         return self.rank >= self.job.workers
@@ -98,7 +113,27 @@ def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data
         feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
         owns_range=job.owns_range,
         tolerate=job.tolerate,
+        last_step=job.last_step,
+        validation=_validation(job, rank, replica),
     )
+
+
+def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
+    """The loss over this worker's share of the samples set apart, if there are any."""
+    if job.validation is None:
+        return None
+    samples = Samples(job.validation())
+    mine = range(len(samples))[rank :: job.workers]
+
+    def total() -> tuple[float, float]:
+        losses = [
+            len(chosen) * replica.loss_of(samples.take(chosen))
+            for start in range(0, len(mine), job.batch)
+            if (chosen := list(mine[start : start + job.batch]))
+        ]
+        return sum(losses), float(len(mine))
+
+    return total
 
 
 def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
@@ -114,15 +149,15 @@ def work(life: Life, keeper: Keeper) -> None:
     """A worker's steps, then what its strategy still has to do."""
     job, node = life.job, life.node
     while not spent(life):
-        if not life.meter.proceed(node.steps):
+        if not life.meter.proceed(node.steps, in_step=life.in_step):
             life.interrupted = keeper.interrupted()
             break
         before = node.steps
         job.strategy.step(node, life.state)
         record(life)
         report(life)
-        if crossed(before, node.steps, job.snapshot_every):
-            take_snapshot(life)
+        if job.snapshot_every is not None and crossed(before, node.steps, job.snapshot_every):
+            take_snapshot(life, node.steps // job.snapshot_every)
         keeper.after_step(before)
     if life.interrupted:
         keeper.break_off()
@@ -145,13 +180,15 @@ def serve(life: Life, keeper: Keeper) -> None:
         every = job.snapshot_every
         return math.inf if every is None else job.samples_by((life.snapshots + 1) * every)
 
-    due, reported = next_snapshot(), node.now()
+    due, reported, holds = next_snapshot(), node.now(), life.where == "servers"
 
     def between() -> None:
-        nonlocal due, reported
-        if node.samples >= due:
-            take_snapshot(life)
+        nonlocal due, reported, holds
+        while node.samples >= due:
+            # Those that were due before it held the model are others' business.
+            take_snapshot(life, life.snapshots + 1) if holds or node.samples == due else life.skip_snapshot()
             due = next_snapshot()
+        holds = life.where == "servers"
         if node.now() - reported > _REPORT_EVERY:
             report(life)
             reported = node.now()
@@ -213,10 +250,9 @@ def end(life: Life) -> None:
 # Set aside.
 
 
-def take_snapshot(life: Life) -> None:
-    """Set aside this node's part of the next snapshot, if it holds anything."""
-    life.snapshots += 1  # number 0 is the initial model, scored before anything runs
-    number = life.snapshots
+def take_snapshot(life: Life, number: int) -> None:
+    """Set aside this node's part of a snapshot, if it holds anything. Number 0 is the initial model."""
+    life.snapshots = number
     node = life.node
     try:
         if set_aside(life, life.job.run / "snapshots" / f"{number:05d}"):
@@ -227,16 +263,16 @@ def take_snapshot(life: Life) -> None:
 
 def set_aside(life: Life, folder: Path) -> bool:
     """Write this node's part of the model; False if it holds none."""
-    job, node, where = life.job, life.node, life.job.strategy.model_at
+    job, node, where = life.job, life.node, life.where
     equal = where in ("everywhere", "copies", "shared")
-    holds = life.is_server or where == "apart" or (equal and life.rank == 0)
+    holds = where == "servers" if life.is_server else where == "apart" or (equal and life.rank == 0)
     buffers = node.replica.buffers() if node.replica is not None else {}
     if not holds and not buffers:
         return False
     start = ranges(job.parameters, job.servers)[life.rank - job.workers].start if life.is_server else 0
     x: Tensor | None = node.x if holds else None
     samples = job.samples_by(node.steps) if equal else node.samples
-    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers))
+    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers, where))
     return True
 
 

@@ -94,7 +94,7 @@ class Scorer:
             "shared": holders[0].samples,  # as if all were as far as worker 0
             "servers": max(p.samples for p in holders),
             "apart": sum(p.samples for p in holders),
-        }[self.strategy.model_at]
+        }[holders[0].where]
         t = max(p.t for p in holders)
         return Scored(t, max(p.step for p in parts), samples, number, self.figures(self.module))
 
@@ -116,8 +116,11 @@ class Scorer:
         buffers = bool(persistent_buffers(self.module))
         workers = set(range(self.workers))
         servers = set(range(self.workers, self.workers + self.strategy.servers))
-        wanted = {"servers": servers, "apart": workers}.get(self.strategy.model_at, {0})
-        return (wanted | (workers if buffers else set())) <= found
+        for where in self.strategy.places:
+            wanted = {"servers": servers, "apart": workers}.get(where, {0})
+            if (wanted | (workers if buffers else set())) <= found and snapshot.holds_x(folder, min(wanted)):
+                return True
+        return False
 
     def _record(self, scored: Scored) -> None:
         with (self.run / "scores.jsonl").open("a", encoding="utf-8") as file:

@@ -33,6 +33,7 @@ class Part:
     start: int  # the range of x that this part holds
     x: Tensor | None
     buffers: dict[str, Tensor]
+    where: str = "servers"  # the model was then: see `Strategy.model_at`
 
 
 def write(folder: Path, rank: int, part: Part) -> None:
@@ -49,6 +50,11 @@ def parts(folder: Path) -> list[Part]:
     return [Part(**checkpoint.read_tree(p)) for p in files]
 
 
+def holds_x(folder: Path, node: int) -> bool:
+    """Whether a node's part of a snapshot is more than its buffers."""
+    return Part(**checkpoint.read_tree(folder / checkpoint.part_name(node))).x is not None
+
+
 def parts_present(folder: Path) -> set[int]:
     """The nodes whose parts are there."""
     return {int(p.stem.removeprefix("node-")) for p in folder.glob("node-*.safetensors")}
@@ -63,6 +69,7 @@ def numbered(folder: Path) -> Iterator[tuple[int, Path]]:
 def load_into(module: nn.Module, found: list[Part]) -> None:
     """Give a module the parameters and buffers of a snapshot."""
     holders = [part for part in found if part.x is not None]
+    holders = [part for part in holders if part.where == holders[0].where]  # at a switch there may be two
     spread: dict[int, list[Tensor]] = {}
     for part in holders:
         assert part.x is not None

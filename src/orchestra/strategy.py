@@ -41,6 +41,9 @@ class Strategy(ABC, Generic[S]):
     servers: int = 0
     """How many server nodes this strategy needs beside the workers."""
 
+    defining: ClassVar[str | None] = None
+    """The figure it must log at least once to have been itself: a switch that never switched is reported."""
+
     @property
     def model_at(self) -> Where:
         """Where the model is between two steps.
@@ -56,6 +59,33 @@ class Strategy(ABC, Generic[S]):
     def synchronous(self) -> bool:
         """Whether the result is independent of who comes first."""
         return True
+
+    def updates(self, workers: int) -> float:
+        """How many full steps of the optimizer as many gradients as there are workers make, one after the other."""
+        return 1.0
+
+    @property
+    def meets(self) -> bool:
+        """Whether all workers can come to the same step: not where some wait for those that go on."""
+        return True
+
+    @property
+    def places(self) -> tuple[Where, ...]:
+        """All places where it may be in the course of a run."""
+        return (self.model_at,)
+
+    @property
+    def validates(self) -> bool:
+        """Whether it looks at samples set apart (`node.validate`)."""
+        return False
+
+    def where(self, s: S) -> Where:
+        """Where the model is now, if that changes during a run."""
+        return self.model_at
+
+    def in_step(self, s: S) -> bool:
+        """Whether all workers go in step now, if that changes during a run: all then save and stop together."""
+        return self.synchronous
 
     def demands(self, workers: int) -> Iterator[Problem]:
         """What this strategy cannot work with, beyond the ranges of its fields."""

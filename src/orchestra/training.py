@@ -51,7 +51,8 @@ class Result:
     def __repr__(self) -> str:
         figures = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         what = f"{self.summary.strategy}: {self.summary.steps:,} steps in {self.summary.seconds:.2f} s{figures}"
-        return f"<Result {what}, in {self.run}>"
+        missing = f", {self.summary.missing}" if self.summary.missing else ""
+        return f"<Result {what}{missing}, in {self.run}>"
 
 
 def train(
@@ -67,6 +68,7 @@ def train(
     evaluate: Evaluate | None = None,
     evaluation_data: Callable[[], Any] | None = None,
     evaluate_every: Steps | Epochs | None = None,
+    validation_data: Callable[[], Any] | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     schedule: Schedule | None = None,
@@ -100,6 +102,7 @@ def train(
             of the model in evaluation mode, on the CPU.
         evaluation_data: makes the data for `evaluate`.
         evaluate_every: how often to set the model aside for scoring; every epoch by default, and at the end.
+        validation_data: makes samples set apart, for strategies that look at their loss.
         seed: of everything random.
         out: the run folder; a new one under `runs/` by default.
         schedule: factor on the learning rate as a function of epochs done.
@@ -233,11 +236,10 @@ class _Training:
             own_gpu=cluster.one_gpu_each(),
             run=self.folder.absolute(),
             launch=uuid.uuid4().hex[:8],
-            last_step=budgets.last_step(
-                given.budget, steps_per_epoch=per_epoch, samples_per_step=given.batch * cluster.workers
-            ),
+            last_step=budgets.last_step(given.budget, per_epoch, given.batch * cluster.workers),
             last_epoch=min(epochs) if epochs and streamed else None,
             schedule=given.schedule,
+            validation=given.validation_data,
             partition=given.partition,
             clip=given.clip,
             accumulate=given.accumulate,
@@ -291,6 +293,7 @@ class _Training:
     def _open_folder(self, job: Job) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self._about(job) | {
+            "defining": self.strategy.defining,
             "parameters": job.parameters,
             "budget": [f"{type(p).__name__.lower()}={_value(p)}" for p in budgets.parts(self.given.budget)],
             "threads": job.threads,
@@ -332,6 +335,9 @@ class _Training:
         ending = {"stopped_by": how.stopped_by, "warnings": how.warnings}
         checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(self.folder)
+        if facts.missing is not None:
+            how.warnings.append(f"{facts.strategy}: {facts.missing}")
+            checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
         checkpoint.write_text(self.folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
         if metrics is None:
             raise Interrupted(
@@ -378,7 +384,7 @@ def _forget_after(run: Path, saved: checkpoint.Saved) -> None:
     for draft in (run / "checkpoints").glob("*.tmp"):
         shutil.rmtree(draft, ignore_errors=True)
     holder = saved.manifest["workers"] if saved.manifest["servers"] else 0
-    taken = saved.node(holder)["counts"][3]
+    taken = saved.node(holder)["counts"][3] or saved.node(0)["counts"][3]  # servers may not have had their turn
     for number, folder in numbered(run / "snapshots"):
         if number > taken:
             shutil.rmtree(folder)

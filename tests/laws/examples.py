@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from itertools import zip_longest
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
 
 from orchestra import (
     ASP,
     EASGD,
     SSP,
     AllReduce,
+    AtShare,
     BackupWorkers,
     BoundedDelay,
     DelayCompensated,
@@ -21,15 +26,17 @@ from orchestra import (
     KSync,
     LocalSGD,
     ParameterServer,
+    Plateau,
     SlowMo,
     SoftSync,
     Solo,
     Strategy,
+    StrategySwitch,
     SyncEASGD,
 )
 from orchestra.collectives.double_tree import trees
 from orchestra.strategies import PARTS, STRATEGIES
-from orchestra.vectors import ranges, split
+from orchestra.vectors import ranges, share_of_mean, split
 
 WORKERS = 3
 
@@ -48,6 +55,11 @@ MORE: tuple[Strategy[Any], ...] = (
     Downpour(n_push=3, n_fetch=2),
     Downpour(n_push=2, n_fetch=4, servers=2),
     SyncEASGD(tau=1, alpha=0.4),
+    StrategySwitch(when=AtShare(share=0.5), then=ParameterServer(servers=2)),
+    StrategySwitch(when=AtShare(share=0.4), then=ParameterServer(consistency=ASP(), servers=2)),
+    StrategySwitch(when=AtShare(share=0.4), first=ParameterServer(), then=LocalSGD(tau=2)),
+    StrategySwitch(when=AtShare(share=0.4), first=ParameterServer(consistency=ASP()), then=AllReduce()),
+    StrategySwitch(when=AtShare(share=0.4), first=LocalSGD(tau=2), then=AllReduce(algorithm="ring")),
 )
 
 
@@ -100,6 +112,13 @@ def counted(strategy: Strategy[Any]) -> bool:
 
 
 COUNTED = [s for s in EXAMPLES if counted(s)]
+
+
+def ends_at(strategy: Strategy[Any]) -> str:
+    """Where the model is at the end of a run of a few steps."""
+    if isinstance(strategy, StrategySwitch) and isinstance(strategy.when, AtShare):
+        return strategy.then.model_at
+    return strategy.model_at
 
 
 def workers_for(strategy: Strategy[Any], wanted: int = WORKERS) -> int:
@@ -205,4 +224,27 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
             within = bytes_sent(base, workers, steps, numel)[0]
             means, counts = (2, 4 * (workers - 1)) if buffers == "average" else (1, 0)
             return [[w + rounds * (means * m + counts) for w, m in zip(within, mean, strict=True)], []]
+        case StrategySwitch(first=first, when=Plateau()):  # not in so few steps
+            return [bytes_sent(first, workers, steps, numel)[0], [0] * strategy.servers]
+        case StrategySwitch(when=AtShare(share=share)):
+            return bytes_of_a_switch(strategy, math.ceil(share * steps), workers, steps, numel)
     raise AssertionError(f"give the formula for the bytes of {type(strategy).__name__} here, as in its docstring")
+
+
+def bytes_of_a_switch(strategy: StrategySwitch, k: int, workers: int, steps: int, numel: int) -> list[list[int]]:
+    """Both strategies, and what they hand over: x, one momentum and what it is called."""
+    first, then, outline = strategy.first, strategy.then, len('{"momentum_buffer": "vector"}')
+    before, after = bytes_sent(first, workers, k, numel), bytes_sent(then, workers, steps - k, numel)
+    sent = [a + b for a, b in zip(before[0], after[0], strict=True)]
+    served = [sum(both) for both in zip_longest(before[1], after[1], fillvalue=0)]
+    parts = [4 * (part.stop - part.start) for part in ranges(numel, strategy.servers)] if strategy.servers else []
+    for worker in range(workers):
+        sent[worker] += share_of_mean(torch.empty(1, dtype=torch.float64), workers, worker)  # how many samples
+        if first.model_at == "apart":
+            sent[worker] += share_of_mean(torch.empty(numel), workers, worker)
+    for server, part in enumerate(parts):
+        if first.servers:
+            served[server] += workers * (part if then.servers else 2 * part + outline)
+        else:
+            sent[server % workers] += 2 * part + outline
+    return [sent, served]

@@ -134,6 +134,7 @@ class Race:
             return f"failed: {outcome.failed}"
         unit = "virtual s" if outcome.facts.virtual else "s"
         name, total = self.target.metric, f"{outcome.facts.seconds:.2f} {unit} in all"
+        total += f"; {outcome.facts.missing}" if outcome.facts.missing else ""
         if outcome.seconds is None:
             return f"{name} {self.target.value:g} not reached, best {outcome.best:.4g}; {total}"
         return f"{name} {self.target.value:g} after {outcome.seconds:.2f} {unit}; {total}, final {outcome.final:.4g}"

@@ -59,6 +59,11 @@ def describe(run: Path, facts: Facts) -> str:
     ]
     if facts.staleness_mean is not None:
         lines.append(f"  staleness {facts.staleness_mean:.1f} on average, {facts.staleness_max} at most")
+    if facts.happened is not None:
+        step, t = facts.happened
+        lines.append(f"  {facts.defining} after step {step:,}, at {t:.2f} {'virtual ' if facts.virtual else ''}s")
+    if facts.missing is not None:
+        lines.append(f"  {facts.missing}")
     if facts.skipped:
         lines.append(f"  {plural(facts.skipped, 'gradient')} not finite, not used")
     lines += ["", *_nodes(facts), "", f"  run    {nearby(run)}", f"  model  {nearby(run / 'model.safetensors')}"]

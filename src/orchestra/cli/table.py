@@ -62,6 +62,11 @@ class Row:
         return [o.facts for o in self.outcomes if o.facts is not None]
 
     @property
+    def incomplete(self) -> list[Outcome]:
+        """Runs in which what the strategy is about did not happen."""
+        return [o for o in self.outcomes if o.facts is not None and o.facts.missing is not None]
+
+    @property
     def failures(self) -> list[Outcome]:
         """The runs that did not."""
         return [o for o in self.outcomes if o.failed is not None]
@@ -189,7 +194,9 @@ class Table:
         stale = row.mean("staleness_mean")
         most = max((facts.staleness_max or 0 for facts in row.done), default=0)
         return [
-            row.strategy + (" (alone)" if row.workers == 1 and self.workers > 1 else ""),
+            row.strategy
+            + (" (alone)" if row.workers == 1 and self.workers > 1 else "")
+            + ("!" if row.incomplete else ""),
             str(row.workers + row.servers),
             f"{len(row.times)}/{len(row.outcomes)}",
             self._time(row),
@@ -224,7 +231,7 @@ class Table:
         return "\n\n".join([self.heading, body, self.legend, *self.notes()]) + "\n"
 
     def notes(self) -> list[str]:
-        """What the table cannot hold: runs that missed the target or failed."""
+        """What the table cannot hold: runs that missed the target, failed, or were not what they should have been."""
         found = []
         for row in self.ranked:
             if row.times and not row.always:
@@ -233,6 +240,7 @@ class Table:
                     f"* {row.strategy} did not reach the target in {missed} of {len(row.outcomes)} runs: not ranked."
                 )
             found += [f"{row.strategy}, seed {o.seed}, failed: {o.failed}" for o in row.failures]
+            found += [f"! {row.strategy}, seed {o.seed}: {o.facts.missing}." for o in row.incomplete if o.facts]
         return found
 
     # For programs.

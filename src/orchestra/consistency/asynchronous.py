@@ -25,6 +25,10 @@ from orchestra.node import Node
 class ASP(Consistency):
     """Asynchronous: every gradient is applied when it comes, whatever the others do."""
 
+    def updates(self, workers: int) -> float:
+        """Each makes one."""
+        return float(workers)
+
     def work(self, node: Node, s: ServerState) -> None:
         """Push the gradient, pull the parameters."""
         exchange(node, s)

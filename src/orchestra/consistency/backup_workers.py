@@ -33,6 +33,11 @@ class BackupWorkers(OnRequest):
 
     b: int = knob(0, "b: workers more than are waited for", least=0)
 
+    @property
+    def meets(self) -> bool:
+        """Who has come has to wait for others to go on."""
+        return False
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """Somebody must be waited for."""
         if self.b >= workers:

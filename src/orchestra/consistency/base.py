@@ -73,6 +73,15 @@ class Consistency(ABC):
         """Whether the result is independent of who comes first."""
         return False
 
+    def updates(self, workers: int) -> float:
+        """How many full steps as many gradients as there are workers make."""
+        return 1.0
+
+    @property
+    def meets(self) -> bool:
+        """Whether all workers can come to the same step."""
+        return True
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """What it cannot work with."""
         return iter(())

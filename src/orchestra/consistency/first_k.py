@@ -38,6 +38,11 @@ class KSync(OnRequest):
 
     k: int = knob(1, _K, least=1)
 
+    @property
+    def meets(self) -> bool:
+        """Who has come has to wait for others to go on."""
+        return False
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """K different workers."""
         return at_most(self.k, workers)
@@ -69,6 +74,11 @@ class KBatchSync(OnRequest):
 
     k: int = knob(1, _K, least=1)
 
+    @property
+    def meets(self) -> bool:
+        """Who has come has to wait for others to go on."""
+        return False
+
     def work(self, node: Node, s: ServerState) -> None:
         """Pull what is new, compute unless cancelled, push."""
         pull(node, s)
@@ -96,6 +106,15 @@ class KAsync(OnRequest):
 
     k: int = knob(1, _K, least=1)
 
+    @property
+    def meets(self) -> bool:
+        """Who has come has to wait for others to go on."""
+        return False
+
+    def updates(self, workers: int) -> float:
+        """K gradients make one."""
+        return workers / self.k
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """K different workers."""
         return at_most(self.k, workers)
@@ -115,6 +134,10 @@ class KBatchAsync(OnRequest):
     """Any K mini-batches; nobody ever waits."""
 
     k: int = knob(1, _K, least=1)
+
+    def updates(self, workers: int) -> float:
+        """K gradients make one."""
+        return workers / self.k
 
     def settle(self, at: Service) -> None:
         """Update with all that came."""

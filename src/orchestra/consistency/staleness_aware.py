@@ -36,6 +36,10 @@ class SoftSync(OnRequest):
 
     n: int = knob(1, "n: updates for as many gradients as there are workers", least=1)
 
+    def updates(self, workers: int) -> float:
+        """n, by definition."""
+        return float(self.n)
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """At least one gradient an update."""
         if self.n > workers:

@@ -30,12 +30,11 @@ class LocalKeeper:
         self._plan = arena.plan
         self._transport = transport
         self._log = log
-        self._synchronous = life.job.strategy.synchronous
         self._saved_as = arena.words[SAVE_WANTED]  # label of this node's newest part of a checkpoint
         self._one_x = life.job.strategy.model_at == "shared"
         if life.is_server:
             transport.mailbox.when_idle = self._while_idle
-        elif not self._synchronous:
+        else:
             transport.mailbox.when_at_rest = self._while_at_rest
 
     # A worker's side.
@@ -44,7 +43,7 @@ class LocalKeeper:
         """Save if it is time: the worker had done `before` steps a moment ago."""
         words, life = self._words, self._life
         due = crossed(before, life.node.steps, life.job.checkpoint_every) and not spent(life)
-        if self._synchronous:
+        if self._life.in_step:
             if due:
                 self._save_with_servers(life.node.steps)
             return
@@ -58,7 +57,7 @@ class LocalKeeper:
     def _while_at_rest(self) -> None:
         """Save if asked to while another lets this worker wait: it might do so until this one has saved."""
         wanted, began = self._words[SAVE_WANTED], self._life.node.now()
-        if wanted > self._saved_as:
+        if wanted > self._saved_as and not self._life.in_step:
             self._save_with_servers(wanted)
             self._transport.traffic.waited -= self._life.node.now() - began  # it will be taken for waiting
 
@@ -79,7 +78,7 @@ class LocalKeeper:
         False if the run is broken off before that: then this worker's part is saved, and there is no final model yet.
         Whether it is, everybody sees alike: some worker stopped with steps left to do.
         """
-        if self._synchronous:
+        if self._life.in_step:
             return True
         words, plan = self._words, self._plan
         words.set(plan.word("begun", self._life.rank), NOTHING_MORE)
@@ -108,7 +107,7 @@ class LocalKeeper:
 
     def after_service(self) -> bool:
         """Save once more if the run is broken off; False then, since there is no final model yet."""
-        if not self._synchronous and self.interrupted():
+        if not self._life.in_step and self.interrupted():
             self._await_lingerers()
         self._save_with_workers()
         return not self.interrupted() or self._saved_as != self._words[STOP_AT]
@@ -162,7 +161,7 @@ class LocalKeeper:
         life, waited = self._life, self._transport.traffic.waited
         for holder in (0,) if self._one_x and life.rank else life.node.comm.servers.members:
             self._transport.mailbox.ring(holder)
-            self._transport.await_saved(holder, label)
+            self._transport.await_saved(holder, label, in_step=life.in_step)
         self._transport.traffic.waited = waited  # that was saving, no part of the strategy
 
     def _await_writers(self, label: int) -> None:

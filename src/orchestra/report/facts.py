@@ -54,10 +54,21 @@ class Facts:
     virtual: bool = False  # seconds are those of a rehearsal
     trained: bool = True  # False: only time passed
     most_steps: int | None = None  # of the fastest worker
+    defining: str | None = None  # what must happen for the strategy to have been itself
+    happened: tuple[int, float] | None = None  # the step and the second of that
+    last_s: float | None = None  # how far from a plateau the loss was in the end
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    @property
+    def missing(self) -> str | None:
+        """What should have happened and did not, so that the run does not show what its strategy is about."""
+        if self.defining is None or self.happened is not None:
+            return None
+        so_far = "" if self.last_s is None else f" (s was {self.last_s:.3g} at last)"
+        return f"NEVER {self.defining.upper()} in {self.steps:,} steps{so_far}: figures of its first part alone"
 
     def share(self, kind: str) -> float:
         """The workers' mean share of time in `compute`, `communicate` or `wait`."""
@@ -76,6 +87,30 @@ def scores_of(run: Path) -> list[Scored]:
     return sorted(scored, key=lambda s: s.number)
 
 
+def _logged(events: Sequence[Event], name: str | None) -> list[Logged]:
+    return [e for e in events if isinstance(e, Logged) and e.name == name]
+
+
+def _staleness(events: Sequence[Event]) -> dict[str, Any]:
+    stale = [int(e.value) for e in _logged(events, "staleness")]
+    return {
+        "staleness_mean": _mean(stale) if stale else None,
+        "staleness_max": max(stale, default=None),
+        "staleness_counts": dict(sorted(Counter(stale).items())),
+    }
+
+
+def _switching(config: dict[str, Any], events: Sequence[Event]) -> dict[str, Any]:
+    defining, settling = config.get("defining"), _logged(events, "s")
+    happened = [(e.step, e.t) for e in _logged(events, defining) if e.node < config["workers"]]
+    last = max(settling, key=lambda e: e.t, default=None)
+    return {
+        "defining": defining,
+        "happened": min(happened, default=None),
+        "last_s": None if last is None else last.value,
+    }
+
+
 def facts_of(run: Path) -> Facts:
     """Read a run folder."""
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
@@ -88,7 +123,6 @@ def facts_of(run: Path) -> Facts:
     workers = [e for node, e in ended.items() if roles.get(node) == "worker"]
     seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
     samples = sum(e.samples for e in workers)
-    stale = [int(e.value) for e in events if isinstance(e, Logged) and e.name == "staleness"]
     scores = scores_of(run)
     trained = config.get("cluster", {}).get("numerics") != "off"
     return Facts(
@@ -107,15 +141,14 @@ def facts_of(run: Path) -> Facts:
         received_per_worker=_mean([e.received for e in workers]),
         sent_total=sum(e.sent for e in ended.values()),
         shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(ended.items())],
-        staleness_mean=_mean(stale) if stale else None,
-        staleness_max=max(stale) if stale else None,
-        staleness_counts=dict(sorted(Counter(stale).items())),
+        **_staleness(events),
         skipped=sum(isinstance(e, Skipped) for e in events),
         stopped_by=ending.get("stopped_by", "unknown"),
         parameters=config["parameters"],
         virtual=config.get("cluster", {}).get("kind") == "simulated",
         trained=trained,
         most_steps=max((e.step for e in workers), default=None),
+        **_switching(config, events),
     )
 
 

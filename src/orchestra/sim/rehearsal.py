@@ -173,7 +173,6 @@ class Rehearsal:
 
     def _connect(self, rank: int) -> tuple[Metered, Comm]:
         job, transport = self.job, self.transports[rank]
-        transport.lockstep = job.strategy.synchronous
         transport.lasts = delays.sampler(self.delay, job.seed, rank)
         if not self.timing_only:
             transport.computing = partial(self._compute, rank)

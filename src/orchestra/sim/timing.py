@@ -24,23 +24,26 @@ if TYPE_CHECKING:
     from orchestra.job import Job
 
 
-def timed(
-    job: Job, rank: int, comm: Comm, log: Log, x0: Tensor, data: Any, momenta: Sequence[int], *, at_once: bool
-) -> Node:
+Momenta = tuple[dict[str, Any], Sequence[int]]  # the outline of what an optimizer keeps, and the lengths of its vectors
+
+
+def timed(job: Job, rank: int, comm: Comm, log: Log, x0: Tensor, data: Any, momenta: Momenta, *, at_once: bool) -> Node:
     """A worker or a server without numbers; `at_once`: averages and updates take no time."""
     if rank < job.workers:
         x = torch.empty_like(x0, device="meta")
         return _TimedNode(comm, _Inner(x, momenta), x, at_once, log, job, feed=_feed(job, rank, data))
     part = ranges(x0.numel(), job.servers)[rank - job.workers]
     x = torch.empty(part.stop - part.start, dtype=x0.dtype, device="meta")
-    return _TimedNode(comm, _Inner(x, [x.numel() for _ in momenta]), x, at_once, log, job)
+    outline, lengths = momenta
+    return _TimedNode(comm, _Inner(x, (outline, [x.numel() for _ in lengths])), x, at_once, log, job)
 
 
 class _TimedNode(Node):
     """Takes its time over gradients, averages and updates, and does nothing."""
 
     def __init__(self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, job: Job, feed: Any = None) -> None:
-        more: dict[str, Any] = {"samples_per_epoch": job.samples_per_epoch} if feed is None else {}
+        key, value = ("samples_per_epoch", job.samples_per_epoch) if feed is None else ("last_step", job.last_step)
+        more: dict[str, Any] = {key: value}
         super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, owns_range=job.owns_range, **more)
         self._at_once = at_once
 
@@ -76,7 +79,8 @@ class _Inner:
     lr = 1.0
     draws = False
 
-    def __init__(self, x: Tensor, lengths: Sequence[int]) -> None:
+    def __init__(self, x: Tensor, momenta: Momenta) -> None:
+        self._outline, lengths = momenta
         self._momenta = [x.new_empty(length) for length in lengths]
         self._begun = False
 
@@ -91,17 +95,28 @@ class _Inner:
         """Forget them."""
         self._begun = False
 
+    def rescale(self, factor: float) -> None:
+        """No learning rate."""
+
+    def outline(self) -> dict[str, Any]:
+        """As that of the real one."""
+        return self._outline if self._begun else {}
+
+    def adopt(self, outline: dict[str, Any], vectors: Sequence[Tensor]) -> None:
+        """Have them if another one had."""
+        self._begun = bool(vectors)
+
     def vectors(self) -> list[Tensor]:
         """Those it has."""
         return self._momenta if self._begun else []
 
 
-def momenta_of(job: Job, x0: Tensor) -> list[int]:
-    """The lengths of the vectors that a worker's optimizer keeps, by a trial."""
+def momenta_of(job: Job, x0: Tensor) -> Momenta:
+    """What a worker's optimizer keeps, by a trial."""
     layers = list(trainable(job.model()).values()) if job.layerwise else None
     inner = Inner(job.optimizer, x0.clone(), layers=layers)
     inner.step(torch.zeros_like(x0))
-    return [vector.numel() for vector in inner.vectors()]
+    return inner.outline(), [vector.numel() for vector in inner.vectors()]
 
 
 def _feed(job: Job, rank: int, data: Any) -> Any:

@@ -64,7 +64,6 @@ class SimTransport:
         # How values come about: what is called when an op begins gives what is called when it ends.
         self.computing: Callable[[Compute[Any]], Callable[[], Any]] = _at_once
         self.lasts: Sampler = lambda step: 0.0  # seconds of each gradient
-        self.lockstep = True
         self.begun = 0
         self._world = world
         self._number = world.network.host(rank).number
@@ -99,11 +98,11 @@ class SimTransport:
             return cast("Handle[T]", self._send(op))
         return Done(cast("T", self._rules[type(op)](op)))
 
-    def proceed(self, step: int) -> bool:
+    def proceed(self, step: int, *, in_step: bool) -> bool:
         """Whether to begin `step`: not once the run is to stop, where all stop at the same one if they go in step."""
         self.begun = step
         stop_at = self._world.stop_at
-        return stop_at is None or (self.lockstep and step < stop_at)
+        return stop_at is None or (in_step and step < stop_at)
 
     # One node alone.
 

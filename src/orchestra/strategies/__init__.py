@@ -10,10 +10,23 @@ from orchestra.strategies.local_sgd import LocalSGD
 from orchestra.strategies.parameter_server import ParameterServer
 from orchestra.strategies.slowmo import SlowMo
 from orchestra.strategies.solo import Solo
+from orchestra.strategies.strategy_switch import StrategySwitch
 from orchestra.strategies.sync_easgd import SyncEASGD
+from orchestra.triggers import TRIGGERS
 
-STRATEGIES = (AllReduce, Downpour, EASGD, Hogwild, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD)
-PARTS = (*CONSISTENCIES, *CORRECTIONS)
+STRATEGIES = (
+    AllReduce,
+    Downpour,
+    EASGD,
+    Hogwild,
+    LocalSGD,
+    ParameterServer,
+    SlowMo,
+    Solo,
+    StrategySwitch,
+    SyncEASGD,
+)
+PARTS = (*CONSISTENCIES, *CORRECTIONS, *TRIGGERS)
 
 __all__ = [
     "EASGD",
@@ -26,5 +39,6 @@ __all__ = [
     "ParameterServer",
     "SlowMo",
     "Solo",
+    "StrategySwitch",
     "SyncEASGD",
 ]

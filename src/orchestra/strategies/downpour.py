@@ -68,6 +68,10 @@ class Downpour(Strategy[DownpourState]):
         """The servers' ranges, put together."""
         return "servers"
 
+    def updates(self, workers: int) -> float:
+        """Each gradient is applied by itself, sooner or later."""
+        return float(workers)
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """Not more servers than can be of use."""
         return too_many(self.servers, workers)

@@ -49,6 +49,15 @@ class ParameterServer(Strategy[ServerState]):
         """As the consistency is."""
         return self.consistency.synchronous
 
+    def updates(self, workers: int) -> float:
+        """As the consistency makes them."""
+        return self.consistency.updates(workers)
+
+    @property
+    def meets(self) -> bool:
+        """As the consistency has it."""
+        return self.consistency.meets
+
     @property
     def model_at(self) -> Literal["servers"]:
         """The servers' ranges, put together."""

@@ -49,12 +49,11 @@ T = TypeVar("T")
 class LocalTransport:
     """One node's end of the shared memory."""
 
-    def __init__(self, arena: Arena, rank: int, *, patience: float, lockstep: bool = True) -> None:
+    def __init__(self, arena: Arena, rank: int, *, patience: float) -> None:
         self.rank = rank
         self.size = arena.plan.nodes
         self.traffic = Traffic()
         self.gpu_means: NcclMeans | None = None  # where every worker has a GPU of its own
-        self._lockstep = lockstep  # whether workers must end after the same step
         self._arena = arena
         self._words = arena.words
         self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic)
@@ -88,7 +87,7 @@ class LocalTransport:
         """Block until every node is ready."""
         self._waiter.wait(GO, lambda: self._words[GO] != 0, lambda: "the other nodes to be ready")
 
-    def await_saved(self, node: int, label: int) -> None:
+    def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
         """Block until a server has saved a checkpoint, which it does when every worker has."""
         words, plan = self._words, self._arena.plan
         word = plan.word("saved", node)
@@ -98,7 +97,7 @@ class LocalTransport:
             return f"{self._waiter.names(late or [node])} to save a checkpoint"
 
         # Where each goes its own pace, the others may have been told to stop before they saw that they should save.
-        self._waiter.wait(word, lambda: words[word] >= label or (not self._lockstep and words[STOP_AT] != 0), whom)
+        self._waiter.wait(word, lambda: words[word] >= label or (not in_step and words[STOP_AT] != 0), whom)
 
     def await_bell(self, ready: Callable[[], bool]) -> None:
         """Block, for as long as it takes, until something happens that concerns this node."""
@@ -109,7 +108,7 @@ class LocalTransport:
         for node in range(self.size):
             self.mailbox.ring(node)
 
-    def proceed(self, step: int) -> bool:
+    def proceed(self, step: int, *, in_step: bool) -> bool:
         """Whether to begin `step`.
 
         To stop, the coordinator raises STOP_ASKED; from then on nobody begins a step before STOP_AT is known. It then
@@ -123,7 +122,7 @@ class LocalTransport:
         self._waiter.wait(
             STOP_AT, lambda: words[STOP_AT] != 0, lambda: "the coordinator to say after which step to stop"
         )
-        return self._lockstep and step < words[STOP_AT]
+        return in_step and step < words[STOP_AT]
 
     def _compute(self, op: Compute[Any]) -> Handle[Any]:
         """Call it; what is not wanted any more is found out before and after, not in the middle."""

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""x and the optimizer's momenta from whoever holds them under one strategy to whoever does under the next.
+
+workers → workers       nothing moves; if each had its own x, they take the mean
+workers → servers       the server of range k gets x[k] and the momenta of that range from worker k mod N
+servers → workers       every worker gets x and the momenta from all servers
+servers → servers       every worker gets x; momenta stay
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestra.errors import Problem
+from orchestra.node import Node
+from orchestra.strategy import Strategy
+from orchestra.vectors import ranges
+
+
+def misfits(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
+    """What cannot be handed over."""
+    if first.servers and then.servers not in (0, first.servers):
+        message = f"must be {first.servers} as in `first`: servers keep their ranges"
+        yield Problem("strategy.then.servers", then.servers, message)
+    if not first.meets:
+        yield Problem("strategy.first", first, "lets some workers wait for others, so they never all meet")
+    for name, part in (("first", first), ("then", then)):
+        if part.model_at == "shared" or part.defining is not None:
+            yield Problem(f"strategy.{name}", part, "cannot be switched from or to")
+
+
+def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any]) -> None:
+    """A worker's part of it. All workers come here after the same step, and none goes on before all have."""
+    comm = node.comm
+    samples = torch.tensor([float(node.samples)], dtype=torch.float64)
+    comm.mean_(samples)
+    total = round(float(samples) * len(comm.workers))
+    parts = ranges(node.x.numel(), len(comm.servers)) if comm.servers.members else []
+    if first.servers:
+        comm.pause()
+        vectors: list[list[Tensor]] = []
+        outline: dict[str, Any] = {}
+        for server, part in zip(comm.servers.members, parts, strict=True):
+            node.x[part].copy_(comm.recv(server).x)
+            if not then.servers:
+                outline, momenta = _receive(node, server)
+                vectors.append(momenta)
+        if not then.servers:
+            node.inner.adopt(outline, [torch.cat(pieces) for pieces in zip(*vectors, strict=True)])
+        return
+    if first.model_at == "apart":
+        comm.mean_(node.x, weight=float(max(1, node.samples)))
+    members = comm.workers.members
+    for k, (server, part) in enumerate(zip(comm.servers.members, parts, strict=True)):
+        if then.servers and members[k % len(members)] == node.rank:
+            comm.send(server, node.x[part], version=total)
+            _send(node, server, part)
+
+
+def at_server(node: Node, first: Strategy[Any], then: Strategy[Any]) -> bool:
+    """A server's part of it; False if the run has ended before."""
+    comm, workers = node.comm, node.comm.workers.members
+    if first.servers:
+        if not comm.resume():
+            return False
+        for worker in workers:
+            comm.send(worker, node.x)
+            if not then.servers:
+                _send(node, worker, slice(None))
+        return True
+    giver = workers[comm.servers.index(node.rank) % len(workers)]
+    came = comm.next_from(giver)
+    if came is None:
+        return False
+    node.x.copy_(came.x)
+    samples = came.version
+    node.inner.adopt(*_receive(node, giver))
+    node.samples = samples  # now that it holds everything
+    return True
+
+
+def _send(node: Node, to: int, part: slice) -> None:
+    outline, vectors = node.inner.outline(), node.inner.vectors()
+    text = torch.frombuffer(bytearray(json.dumps(outline).encode()), dtype=torch.uint8)
+    node.comm.send(to, text, version=len(vectors))
+    for vector in vectors:
+        node.comm.send(to, vector[part])
+
+
+def _receive(node: Node, source: int) -> tuple[Any, list[Tensor]]:
+    came = node.comm.recv(source)
+    outline, count = json.loads(bytes(came.x.tolist())), came.version
+    return outline, [node.comm.recv(source).x.clone() for _ in range(count)]

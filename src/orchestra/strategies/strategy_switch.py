@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategy-Switch: one strategy until the model has settled, then another.
+
+Provatas, Chalas, Konstantinou, Koziris. "Strategy-Switch", IEEE Access 13, pages 9510-9523, 2025; the rule as the
+project O.N.O. has it. https://ieeexplore.ieee.org/document/10836684
+Li et al. "Sync-Switch", ICDCS 2021 (after a share of the budget). https://arxiv.org/abs/2104.08364
+
+    repeat
+        one step of `first` (all-reduce)
+        if `when` says so (s ≤ θ), on every worker after the same step:
+            the workers agree on x; whoever is to hold it takes x and the optimizer's momenta
+            momenta are kept, forgotten, or divided by N; the learning rate becomes γ/N
+    repeat
+        one step of `then` (an asynchronous parameter server)
+
+γ is divided by N where N gradients made one update before and each makes one after; in general it is multiplied by
+updates before and divided by updates after. The schedule goes on by samples seen. Any two strategies in either order,
+with equally many servers if both have any; those start with the run and wait for their turn. Between all-reduce and
+synchronous servers a switch changes nothing, bit for bit.
+
+Bytes: those of `first` up to the switch and of `then` after it; a number to and from each worker in every round; at
+the switch S for x and S for every momentum, from a worker to each range's server or from the servers to every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from orchestra import handover
+from orchestra.consistency import ASP
+from orchestra.errors import Problem
+from orchestra.node import Node
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategy import Strategy, Where, knob
+from orchestra.triggers import Plateau, Trigger, Watch
+
+
+@dataclass
+class SwitchState:
+    """Where the run is, and the states of both strategies."""
+
+    switched: bool
+    watch: Watch
+    first: Any
+    then: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySwitch(Strategy[SwitchState]):
+    """One strategy until the model has settled, then another."""
+
+    short = "switch"
+    defining = "switched"
+
+    first: Strategy[Any] = field(default_factory=AllReduce, metadata={"about": "the strategy to begin with"})
+    then: Strategy[Any] = field(
+        default_factory=lambda: ParameterServer(consistency=ASP()), metadata={"about": "the strategy to go on with"}
+    )
+    when: Trigger = field(default_factory=Plateau, metadata={"about": "when to switch"})
+    momenta: Literal["keep", "reset", "scale"] = knob("keep", "what becomes of them: kept, forgotten, divided by N")
+    scale: float | None = knob(None, "of the learning rate at the switch; None: 1/N from all-reduce to asp", least=0)
+
+    @property
+    def servers(self) -> int:  # type: ignore[override]
+        """As many as either needs."""
+        return max(self.first.servers, self.then.servers)
+
+    @property
+    def synchronous(self) -> bool:
+        """If both are."""
+        return self.first.synchronous and self.then.synchronous
+
+    @property
+    def model_at(self) -> Where:
+        """In copies before the switch, where one x might serve all: momenta must be whole to be handed over."""
+        return "copies" if self.first.model_at == "everywhere" else self.first.model_at
+
+    @property
+    def places(self) -> tuple[Where, ...]:
+        """Where either has it."""
+        return (self.model_at, *self.then.places)
+
+    @property
+    def validates(self) -> bool:
+        """If its trigger does."""
+        return self.when.validates
+
+    def where(self, s: SwitchState) -> Where:
+        """As the strategy in force has it."""
+        return self.then.where(s.then) if s.switched else self.model_at
+
+    def in_step(self, s: SwitchState) -> bool:
+        """Until the switch: all must come to it."""
+        return self.then.in_step(s.then) if s.switched else True
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """What both demand, and what cannot be handed over."""
+        yield from self.first.demands(workers)
+        yield from self.then.demands(workers)
+        yield from handover.misfits(self.first, self.then)
+
+    def init(self, node: Node) -> SwitchState:
+        """Both from the start; the second once more at the switch."""
+        return SwitchState(False, Watch(), self.first.init(node), self.then.init(node))
+
+    def step(self, node: Node, s: SwitchState) -> None:
+        """Of the strategy in force; then see whether it is time."""
+        if s.switched:
+            self.then.step(node, s.then)
+            return
+        self.first.step(node, s.first)
+        if self.when.fires(node, s.watch):
+            self.first.finish(node, s.first)
+            handover.from_worker(node, self.first, self.then)
+            self._begin_anew(node, s)
+
+    def serve(self, node: Node, s: SwitchState) -> None:
+        """Under the first strategy, if that has servers; then under the second, if it comes to that."""
+        if not s.switched:
+            if self.first.servers:
+                self.first.serve(node, s.first)
+            if handover.at_server(node, self.first, self.then):
+                self._begin_anew(node, s)
+        if s.switched and self.then.servers:
+            self.then.serve(node, s.then)
+        node.comm.see_off()  # a server without work is still there to be asked for what it has
+
+    def _begin_anew(self, node: Node, s: SwitchState) -> None:
+        workers = len(node.comm.workers)
+        if self.momenta == "reset":
+            node.inner.reset()
+        for vector in node.inner.vectors() if self.momenta == "scale" else ():
+            vector.div_(workers)
+        node.inner.rescale(
+            self.first.updates(workers) / self.then.updates(workers) if self.scale is None else self.scale
+        )
+        s.then = self.then.init(node)
+        s.switched = True
+        node.log("switched", node.steps)
+
+    def finish(self, node: Node, s: SwitchState) -> None:
+        """Of the strategy in force."""
+        self.then.finish(node, s.then) if s.switched else self.first.finish(node, s.first)
