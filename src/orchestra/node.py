@@ -139,6 +139,7 @@ class Node:
         seed: int,
         replica: Replica | None = None,
         feed: Feed | None = None,
+        placement: Sequence[slice] = (),
         owns_range: bool = False,
         samples_per_epoch: int | None = None,
         tolerate: int = 10,
@@ -157,6 +158,8 @@ class Node:
         self.feed = feed
         self.inner = inner
         self._log = log
+        self.placement = placement  # the range of x that each server holds
+        self._lengths = [part.stop - part.start for part in placement]
         self._owns_range = owns_range
         self._samples_per_epoch = samples_per_epoch
         self._tolerate = tolerate
@@ -173,6 +176,10 @@ class Node:
     def serves(self) -> bool:
         """Whether this node is a server."""
         return self.feed is None
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """The servers' ranges of a vector, as views."""
+        return torch.split_with_sizes(x, self._lengths)
 
     @property
     def lr(self) -> float:

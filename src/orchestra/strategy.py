@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 Where = Literal["everywhere", "copies", "servers", "apart"]
+Placement = Literal["even", "layers"]
 
 
 def knob(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
@@ -40,6 +41,9 @@ class Strategy(ABC, Generic[S]):
 
     servers: int = 0
     """How many server nodes this strategy needs beside the workers."""
+
+    placement: Placement = "even"
+    """Where x is cut into the servers' ranges: `even`, or between `layers`."""
 
     @property
     def model_at(self) -> Where:

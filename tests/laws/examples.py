@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from orchestra import (
@@ -32,6 +33,7 @@ WORKERS = 3
 MORE: tuple[Strategy[Any], ...] = (
     AllReduce(algorithm="hierarchical", group=2),
     ParameterServer(servers=3),
+    ParameterServer(servers=3, placement="layers"),
     ParameterServer(consistency=ASP(), servers=2),
     ParameterServer(consistency=SSP(staleness=0), servers=2),
     ParameterServer(consistency=BackupWorkers(b=1), servers=2),
@@ -158,8 +160,18 @@ def numbers_sent(algorithm: str, p: int, n: int, group: int | None = None) -> li
     raise AssertionError(f"give the formula of {algorithm} here, as on its page")
 
 
-def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) -> list[list[int]]:
+def held_by_servers(strategy: Strategy[Any], layers: list[int]) -> list[int]:
+    """Numbers that each server holds."""
+    if strategy.placement == "layers":
+        every = [list(cuts) for cuts in itertools.combinations(range(1, len(layers)), strategy.servers - 1)]
+        held = [[sum(layers[a:b]) for a, b in itertools.pairwise([0, *cuts, len(layers)])] for cuts in every]
+        return min(held, key=lambda lengths: (max(lengths), [-length for length in lengths]))  # first ones fullest
+    return [part.stop - part.start for part in ranges(sum(layers), strategy.servers)]
+
+
+def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, layers: list[int]) -> list[list[int]]:
     """Bytes sent by every worker and by every server, from the formulas in the docstrings."""
+    numel = sum(layers)
     size = 4 * numel
     own = [4 * (part.stop - part.start) for part in ranges(numel, workers)]
     mean = [size - mine + (workers - 1) * mine for mine in own]  # reduce-scatter, all-gather
@@ -173,13 +185,13 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
             return [[steps * 4 * sent for sent in numbers_sent(algorithm, workers, numel, group)], []]
         case LocalSGD(tau=tau):
             return [[-(-steps // tau) * m for m in mean], []]
-        case ParameterServer(servers=servers):
-            per_server = [4 * (part.stop - part.start) for part in ranges(numel, servers)]
-            return [[steps * size] * workers, [steps * workers * part for part in per_server]]
+        case ParameterServer():
+            held = held_by_servers(strategy, layers)
+            return [[steps * size] * workers, [steps * workers * 4 * length for length in held]]
         case SlowMo(tau=tau, base=base, buffers=buffers):
             rounds = -(-steps // tau)
             # A base that has something to finish does so, and then comes the slow step.
-            within = bytes_sent(base, workers, steps, numel)[0]
+            within = bytes_sent(base, workers, steps, layers)[0]
             means, counts = (2, 4 * (workers - 1)) if buffers == "average" else (1, 0)
             return [[w + rounds * (means * m + counts) for w, m in zip(within, mean, strict=True)], []]
     raise AssertionError(f"give the formula for the bytes of {type(strategy).__name__} here, as in its docstring")

@@ -30,7 +30,6 @@ from orchestra.sim.timing import momenta_of, timed
 from orchestra.sim.transport import connect
 from orchestra.sim.world import World
 from orchestra.transports.middleware import Metered
-from orchestra.vectors import ranges
 
 _GLANCE = 0.1  # real seconds between two looks at the board
 _STILL = 20  # looks for each node at a clock that does not move; 256 events lie between two of them
@@ -116,8 +115,7 @@ class Rehearsal:
                 node = run.worker(job, rank, comm, log, x, torch.zeros_like(x), data=data)
                 data = _shared(node.feed, x0.device)
             else:
-                part = ranges(x0.numel(), job.servers)[rank - job.workers]
-                node = run.server(job, rank, comm, log, x0[part].clone())
+                node = run.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
             self.at_dice = rank
             self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
             born.append((node, meter, log))

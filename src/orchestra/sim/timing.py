@@ -18,7 +18,6 @@ from orchestra.inner import Inner
 from orchestra.node import Comm, Log, Node
 from orchestra.ops import Compute, Message
 from orchestra.replica import trainable
-from orchestra.vectors import ranges
 
 if TYPE_CHECKING:
     from orchestra.job import Job
@@ -31,7 +30,7 @@ def timed(
     if rank < job.workers:
         x = torch.empty_like(x0, device="meta")
         return _TimedNode(comm, _Inner(x, momenta), x, at_once, log, job, feed=_feed(job, rank, data))
-    part = ranges(x0.numel(), job.servers)[rank - job.workers]
+    part = job.range_of(rank)
     x = torch.empty(part.stop - part.start, dtype=x0.dtype, device="meta")
     return _TimedNode(comm, _Inner(x, [x.numel() for _ in momenta]), x, at_once, log, job)
 
@@ -41,7 +40,17 @@ class _TimedNode(Node):
 
     def __init__(self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, job: Job, feed: Any = None) -> None:
         more: dict[str, Any] = {"samples_per_epoch": job.samples_per_epoch} if feed is None else {}
-        super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, owns_range=job.owns_range, **more)
+        super().__init__(
+            comm,
+            inner,
+            x,
+            log=log,
+            seed=job.seed,
+            feed=feed,
+            owns_range=job.owns_range,
+            placement=job.placement,
+            **more,
+        )
         self._at_once = at_once
 
     def _differentiate(self, batch: list[Any], size: int) -> float:

@@ -14,6 +14,9 @@ The consistency is the algorithm: BSP (default), ASP, SSP, BoundedDelay, BackupW
 KBatchAsync, SoftSync, each a page of its own. The correction says what staleness does to a gradient: nothing, or
 StalenessAware, DelayCompensated (DC-ASGD).
 
+x is cut into equal ranges, at cache lines if it is long, or between the layers of the model (`placement="layers"`), so
+that the largest range is as small as it can be. Optimizers that look at whole layers need the latter, or one server.
+
 Optimizer state lives with the range and advances once per update. Every update makes a new version of a range; the
 staleness of a push is the number of versions made since its worker pulled.
 
@@ -39,7 +42,10 @@ class ParameterServer(Strategy[ServerState]):
     short = "ps"
 
     consistency: Consistency = field(default_factory=BSP, metadata={"about": "when a server answers"})
-    servers: int = knob(1, "servers, each with an equal range of the model", least=1)
+    servers: int = knob(1, "servers, each with a range of the model", least=1)
+    placement: Literal["even", "layers"] = knob(
+        "even", "where the model is cut: into equal ranges, or between its layers"
+    )
     correction: Correction = field(
         default_factory=AsPushed, metadata={"about": "what staleness does to a gradient: nothing, unless told"}
     )
