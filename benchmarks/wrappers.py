@@ -41,6 +41,10 @@ class Around(Strategy[Any]):
         return self.base.placement
 
     @property
+    def colocated(self) -> bool:  # type: ignore[override]
+        return self.base.colocated
+
+    @property
     def model_at(self) -> Where:
         return self.base.model_at
 

@@ -76,6 +76,16 @@ class Job:
         """The range of x that a server holds."""
         return self.placement[rank - self.workers]
 
+    @cached_property
+    def machines(self) -> tuple[int, ...]:
+        """The machine of every node. Each has its own, but for servers that live with the workers."""
+        nodes = range(self.workers + self.servers)
+        return tuple(node % self.workers if self.strategy.colocated else node for node in nodes)
+
+    def near(self, rank: int) -> frozenset[int]:
+        """The other nodes on a node's machine: what passes between them does not pass the network."""
+        return frozenset(n for n, at in enumerate(self.machines) if at == self.machines[rank] and n != rank)
+
     @property
     def owns_range(self) -> bool:
         """Whether each worker updates one range of x for all.

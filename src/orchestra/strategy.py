@@ -45,6 +45,9 @@ class Strategy(ABC, Generic[S]):
     placement: Placement = "even"
     """Where x is cut into the servers' ranges: `even`, or between `layers`."""
 
+    colocated: bool = False
+    """Whether servers live on the workers' machines, in turn, or on their own."""
+
     @property
     def model_at(self) -> Where:
         """Where the model is between two steps.

@@ -34,6 +34,8 @@ MORE: tuple[Strategy[Any], ...] = (
     AllReduce(algorithm="hierarchical", group=2),
     ParameterServer(servers=3),
     ParameterServer(servers=3, placement="layers"),
+    ParameterServer(servers=WORKERS, colocated=True),
+    ParameterServer(consistency=ASP(), servers=WORKERS + 1, colocated=True),
     ParameterServer(consistency=ASP(), servers=2),
     ParameterServer(consistency=SSP(staleness=0), servers=2),
     ParameterServer(consistency=BackupWorkers(b=1), servers=2),
@@ -187,7 +189,10 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, layers: list[i
             return [[-(-steps // tau) * m for m in mean], []]
         case ParameterServer():
             held = held_by_servers(strategy, layers)
-            return [[steps * size] * workers, [steps * workers * 4 * length for length in held]]
+            if not strategy.colocated:
+                return [[steps * size] * workers, [steps * workers * 4 * length for length in held]]
+            near = [4 * sum(held[i::workers]) for i in range(workers)]
+            return [[steps * (size - own) for own in near], [steps * (workers - 1) * 4 * length for length in held]]
         case SlowMo(tau=tau, base=base, buffers=buffers):
             rounds = -(-steps // tau)
             # A base that has something to finish does so, and then comes the slow step.

@@ -84,7 +84,9 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
         tell({"kind": "log-failed", "node": rank, "error": str(error)})
 
     with EventLog(job.run / f"events-{rank}.jsonl", complain) as log:
-        transport = LocalTransport(arena, rank, patience=handover.patience, lockstep=job.strategy.synchronous)
+        transport = LocalTransport(
+            arena, rank, patience=handover.patience, lockstep=job.strategy.synchronous, near=job.near(rank)
+        )
         paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
         meter = Metered(paced)
         node = _node(job, arena, rank, Comm(meter, *job.groups), log)

@@ -49,7 +49,7 @@ class Rehearsal:
         self.job = job = replace(order.job, snapshot_every=None) if self.timing_only else order.job
         self.nodes = job.workers + job.servers
         self.kernel = kernel
-        self.world = World(kernel, network, self.nodes, job.workers, closed_forms=closed_forms)
+        self.world = World(kernel, network, self.nodes, job.workers, machines=job.machines, closed_forms=closed_forms)
         self.transports = connect(self.world, self.nodes)
         assert job.delay is not None
         self.delay = job.delay
@@ -153,7 +153,7 @@ class Rehearsal:
         for rank in range(self.nodes):
             log = _Log(job.run / f"events-{rank}.jsonl")
             meter, comm = self._connect(rank)
-            at_once = not self.world.network.host(rank).number
+            at_once = not self.world.host(rank).number
             born.append((timed(job, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
         return born
 
