@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra import Node
-from orchestra.strategy import Strategy, Where
+from orchestra.strategy import Placement, Strategy, Where
 
 _LOOK = 0.02  # seconds between two looks at the gate
 
@@ -35,6 +35,14 @@ class Around(Strategy[Any]):
     @property
     def servers(self) -> int:  # type: ignore[override]
         return self.base.servers
+
+    @property
+    def placement(self) -> Placement:  # type: ignore[override]
+        return self.base.placement
+
+    @property
+    def colocated(self) -> bool:  # type: ignore[override]
+        return self.base.colocated
 
     @property
     def model_at(self) -> Where:

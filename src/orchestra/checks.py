@@ -76,18 +76,40 @@ def check_optimizer(
         yield Problem("optimizer", type(made).__name__, "needs a closure or sparse gradients: use SGD, Adam, ...")
     if elementwise(optimizer, list(trainable(module).values())):
         return
+    yield from _check_layerwise(made, module, strategy)
+
+
+def _check_layerwise(made: torch.optim.Optimizer, module: nn.Module, strategy: Strategy[Any]) -> Iterator[Problem]:
+    """What does not go with an optimizer that looks at whole layers, or has several groups of them."""
+    several = len(made.param_groups) > 1 or len(made.param_groups[0]["params"]) < len(trainable(module))
     dtypes = sorted({str(p.dtype) for p in trainable(module).values()})
     if len(dtypes) > 1:
         yield Problem(
             "optimizer", type(made).__name__,
             f"looks at whole layers or has several groups, which goes with one dtype, not with {', '.join(dtypes)}",
         )  # fmt: skip
-    if strategy.servers:
+    if strategy.hands_over:
+        message = "looks at whole layers, and what it keeps of them cannot be handed over: use momenta=reset"
+        yield Problem("optimizer", type(made).__name__, message)
+    if strategy.servers and several:
         yield Problem(
             "optimizer", type(made).__name__,
-            f"looks at whole layers or has several groups, but a server of {type(strategy).__name__} holds a range: "
-            "use SGD, Adam or another that treats every element alike, or a strategy without servers",
+            f"has groups of layers, but a server of {type(strategy).__name__} does not know which it holds: give all "
+            "layers the same, or use a strategy without servers",
         )  # fmt: skip
+    elif strategy.servers > 1 and strategy.placement == "even":
+        yield Problem(
+            "optimizer", type(made).__name__,
+            f"looks at whole layers, but a server of {type(strategy).__name__} holds a range: cut between layers "
+            '(placement="layers"), or use SGD, Adam or another that treats every element alike',
+        )  # fmt: skip
+
+
+def check_placement(strategy: Strategy[Any], module: nn.Module) -> Iterator[Problem]:
+    """No server may be left without a layer."""
+    layers = sum(p.numel() > 0 for p in trainable(module).values())
+    if strategy.placement == "layers" and strategy.servers > layers:
+        yield Problem("strategy.servers", strategy.servers, f"is more than the {layers} layers, none of which is cut")
 
 
 def check_strategy(strategy: Strategy[Any], workers: int, clip: float | None) -> Iterator[Problem]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.strategy import Strategy
-from orchestra.vectors import ranges
 
 
 def misfits(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
@@ -27,6 +26,8 @@ def misfits(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
     if first.servers and then.servers not in (0, first.servers):
         message = f"must be {first.servers} as in `first`: servers keep their ranges"
         yield Problem("strategy.then.servers", then.servers, message)
+    if first.servers and then.servers and (first.placement, first.colocated) != (then.placement, then.colocated):
+        yield Problem("strategy.then", then, "must place its servers as `first` does: they keep their ranges")
     if not first.meets:
         yield Problem("strategy.first", first, "lets some workers wait for others, so they never all meet")
     for name, part in (("first", first), ("then", then)):
@@ -40,7 +41,7 @@ def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any]) -> None:
     samples = torch.tensor([float(node.samples)], dtype=torch.float64)
     comm.mean_(samples)
     total = round(float(samples) * len(comm.workers))
-    parts = ranges(node.x.numel(), len(comm.servers)) if comm.servers.members else []
+    parts = node.placement
     if first.servers:
         comm.pause()
         vectors: list[list[Tensor]] = []

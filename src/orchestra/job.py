@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from orchestra.inner import Factory, Schedule
 from orchestra.ops import Group
 from orchestra.replica import Loss
 from orchestra.strategy import Strategy
-from orchestra.vectors import is_small
+from orchestra.vectors import is_small, ranges, ranges_of_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Job:
     checkpoint_every: int | None  # steps
     steps_per_epoch: int | None  # of each worker
     samples_per_epoch: int | None
-    parameters: int  # numbers in x
+    layers: tuple[tuple[int, ...], ...]  # shapes of the parameters that make up x
     layerwise: bool  # the optimizer must see whole layers
     resume: Path | None  # a verified checkpoint
     threads: int
@@ -58,6 +60,32 @@ class Job:
     def servers(self) -> int:
         """How many servers there are."""
         return self.strategy.servers
+
+    @cached_property
+    def parameters(self) -> int:
+        """Numbers in x."""
+        return sum(map(math.prod, self.layers))
+
+    @cached_property
+    def placement(self) -> list[slice]:
+        """The range of x that each server holds: the one place where x is cut among them."""
+        if self.strategy.placement == "layers":
+            return ranges_of_layers([size for shape in self.layers if (size := math.prod(shape))], self.servers)
+        return ranges(self.parameters, self.servers)
+
+    def range_of(self, rank: int) -> slice:
+        """The range of x that a server holds."""
+        return self.placement[rank - self.workers]
+
+    @cached_property
+    def machines(self) -> tuple[int, ...]:
+        """The machine of every node. Each has its own, but for servers that live with the workers."""
+        nodes = range(self.workers + self.servers)
+        return tuple(node % self.workers if self.strategy.colocated else node for node in nodes)
+
+    def near(self, rank: int) -> frozenset[int]:
+        """The other nodes on a node's machine: what passes between them does not pass the network."""
+        return frozenset(n for n, at in enumerate(self.machines) if at == self.machines[rank] and n != rank)
 
     @property
     def owns_range(self) -> bool:

@@ -51,7 +51,7 @@ class Network:
     oversubscription: float = 1.0  # how many times a rack's link to the core is too small for its hosts
 
     def host(self, node: int) -> Host:
-        """Where a node lives. Every node has a host of its own, alike to one of those listed."""
+        """Where a node lives. Every machine is a host of its own, alike to one of those listed."""
         return self.hosts[node % len(self.hosts)]
 
     @property

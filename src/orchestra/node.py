@@ -170,6 +170,7 @@ class Node:
         seed: int,
         replica: Replica | None = None,
         feed: Feed | None = None,
+        placement: Sequence[slice] = (),
         owns_range: bool = False,
         samples_per_epoch: int | None = None,
         tolerate: int = 10,
@@ -190,12 +191,12 @@ class Node:
         self.feed = feed
         self.inner = inner
         self._log = log
+        self.placement = placement  # the range of x that each server holds
+        self._lengths = [part.stop - part.start for part in placement]
         self._owns_range = owns_range
         self._samples_per_epoch = samples_per_epoch
-        self._tolerate = tolerate
-        self._last_step = last_step
-        self._validation = validation
-        self._in_a_row = 0
+        self._tolerate, self._in_a_row = tolerate, 0
+        self._last_step, self._validation = last_step, validation
         # A sum in half precision may overflow although every element is finite.
         self._wide = torch.float32 if x.element_size() < 4 else None
 
@@ -208,6 +209,10 @@ class Node:
     def serves(self) -> bool:
         """Whether this node is a server."""
         return self.feed is None
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """The servers' ranges of a vector, as views."""
+        return torch.split_with_sizes(x, self._lengths)
 
     @property
     def lr(self) -> float:

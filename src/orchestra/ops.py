@@ -190,7 +190,7 @@ class Traffic:
     """What a node's ops cost so far.
 
     Bytes are those the op puts on a wire between machines (a mean as reduce-scatter and all-gather), so they are the
-    same in every world, also where shared memory moves less.
+    same in every world, also where shared memory moves less. What passes between nodes of one machine is not counted.
     """
 
     sent: int = 0  # bytes

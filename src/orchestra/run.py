@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from orchestra import checkpoint, snapshot
 from orchestra.board import Report
@@ -111,6 +113,7 @@ def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data
         seed=fold(job.seed, rank, 1),
         replica=replica,
         feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
+        placement=job.placement,
         owns_range=job.owns_range,
         tolerate=job.tolerate,
         last_step=job.last_step,
@@ -138,8 +141,19 @@ def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[flo
 
 def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
     """A server whose x already holds its range of the initial parameters."""
-    inner = Inner(job.optimizer, x, schedule=job.schedule, clip=job.clip, fused=job.parameters >= LARGE)
-    return Node(comm, inner, x, log=log, seed=fold(job.seed, rank, 1), samples_per_epoch=job.samples_per_epoch)
+    layers = _layers(job, rank, x) if job.layerwise else None
+    fused = job.parameters >= LARGE
+    inner = Inner(job.optimizer, x, layers=layers, schedule=job.schedule, clip=job.clip, fused=fused)
+    seed = fold(job.seed, rank, 1)
+    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, samples_per_epoch=job.samples_per_epoch)
+
+
+def _layers(job: Job, rank: int, x: Tensor) -> list[nn.Parameter]:
+    """The layers that a server's range of x is made of."""
+    part, starts = job.range_of(rank), accumulate((math.prod(shape) for shape in job.layers), initial=0)
+    mine = [shape for shape, start in zip(job.layers, starts, strict=False) if part.start <= start < part.stop]
+    pieces = torch.split_with_sizes(x, [math.prod(shape) for shape in mine])
+    return [nn.Parameter(piece.view(shape)) for piece, shape in zip(pieces, mine, strict=True)]
 
 
 # Train, serve.
@@ -269,7 +283,7 @@ def set_aside(life: Life, folder: Path) -> bool:
     buffers = node.replica.buffers() if node.replica is not None else {}
     if not holds and not buffers:
         return False
-    start = ranges(job.parameters, job.servers)[life.rank - job.workers].start if life.is_server else 0
+    start = job.range_of(life.rank).start if life.is_server else 0
     x: Tensor | None = node.x if holds else None
     samples = job.samples_by(node.steps) if equal else node.samples
     snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers, where))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 Where = Literal["everywhere", "copies", "shared", "servers", "apart"]
+Placement = Literal["even", "layers"]
 
 
 def knob(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
@@ -43,6 +44,12 @@ class Strategy(ABC, Generic[S]):
 
     defining: ClassVar[str | None] = None
     """The figure it must log at least once to have been itself: a switch that never switched is reported."""
+
+    placement: Placement = "even"
+    """Where x is cut into the servers' ranges: `even`, or between `layers`."""
+
+    colocated: bool = False
+    """Whether servers live on the workers' machines, in turn, or on their own."""
 
     @property
     def model_at(self) -> Where:
@@ -63,6 +70,11 @@ class Strategy(ABC, Generic[S]):
     def updates(self, workers: int) -> float:
         """How many full steps of the optimizer as many gradients as there are workers make, one after the other."""
         return 1.0
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether momenta go from workers to servers or back in the course of a run."""
+        return False
 
     @property
     def meets(self) -> bool:

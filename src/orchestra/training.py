@@ -249,7 +249,7 @@ class _Training:
             checkpoint_every=_steps(given.checkpoint_every, per_epoch),
             steps_per_epoch=per_epoch,
             samples_per_epoch=None if streamed else len(Samples(self.data)),
-            parameters=sum(p.numel() for p in trainable(self.module).values()),
+            layers=tuple(tuple(p.shape) for p in trainable(self.module).values()),
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
             resume=None if self.saved is None else self.saved.path.absolute(),
             threads=cluster.threads_for(cluster.workers + self.strategy.servers),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -59,14 +60,29 @@ def ranges(length: int, parts: int) -> list[slice]:
     return [range_of(length, parts, i) for i in range(parts)]
 
 
-def parts_of(x: Tensor, parts: int) -> Sequence[Tensor]:
-    """The ranges of a vector, as views."""
-    return torch.split_with_sizes(x, _sizes(x.numel(), parts))
+def ranges_of_layers(layers: Sequence[int], parts: int) -> list[slice]:
+    """Ranges of a vector that is made of layers, none of which is cut: the largest is as small as it can be.
+
+    >>> ranges_of_layers([6, 2, 2, 2, 5], 3)
+    [slice(0, 6, None), slice(6, 12, None), slice(12, 17, None)]
+    """
+    low, high = max(layers), sum(layers)
+    while low < high:
+        most = (low + high) // 2
+        low, high = (low, most) if len(_filled(layers, parts, most)) <= parts else (most + 1, high)
+    cuts = [0, *accumulate(_filled(layers, parts, low))]
+    return [slice(start, stop) for start, stop in pairwise(cuts)]
 
 
-@lru_cache
-def _sizes(length: int, parts: int) -> list[int]:
-    return [part.stop - part.start for part in ranges(length, parts)]
+def _filled(layers: Sequence[int], parts: int, most: int) -> list[int]:
+    """The lengths of ranges of whole layers, filled one after the other; every range has at least one layer."""
+    lengths = [0]
+    for i, layer in enumerate(layers):
+        needed = len(layers) - i <= parts - len(lengths)  # one range for each of the layers that are left
+        if i and (needed or lengths[-1] + layer > most):
+            lengths.append(0)
+        lengths[-1] += layer
+    return lengths
 
 
 def share_of_mean(x: Tensor, parts: int, index: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from itertools import zip_longest
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -43,6 +44,9 @@ WORKERS = 3
 MORE: tuple[Strategy[Any], ...] = (
     AllReduce(algorithm="hierarchical", group=2),
     ParameterServer(servers=3),
+    ParameterServer(servers=3, placement="layers"),
+    ParameterServer(servers=WORKERS, colocated=True),
+    ParameterServer(consistency=ASP(), servers=WORKERS + 1, colocated=True),
     ParameterServer(consistency=ASP(), servers=2),
     ParameterServer(consistency=SSP(staleness=0), servers=2),
     ParameterServer(consistency=BackupWorkers(b=1), servers=2),
@@ -190,8 +194,18 @@ def numbers_sent(algorithm: str, p: int, n: int, group: int | None = None) -> li
     raise AssertionError(f"give the formula of {algorithm} here, as on its page")
 
 
-def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) -> list[list[int]]:
+def held_by_servers(strategy: Strategy[Any], layers: list[int]) -> list[int]:
+    """Numbers that each server holds."""
+    if strategy.placement == "layers":
+        every = [list(cuts) for cuts in itertools.combinations(range(1, len(layers)), strategy.servers - 1)]
+        held = [[sum(layers[a:b]) for a, b in itertools.pairwise([0, *cuts, len(layers)])] for cuts in every]
+        return min(held, key=lambda lengths: (max(lengths), [-length for length in lengths]))  # first ones fullest
+    return [part.stop - part.start for part in ranges(sum(layers), strategy.servers)]
+
+
+def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, layers: list[int]) -> list[list[int]]:
     """Bytes sent by every worker and by every server, from the formulas in the docstrings."""
+    numel = sum(layers)
     size = 4 * numel
     own = [4 * (part.stop - part.start) for part in ranges(numel, workers)]
     mean = [size - mine + (workers - 1) * mine for mine in own]  # reduce-scatter, all-gather
@@ -217,24 +231,29 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, numel: int) ->
         case SyncEASGD(tau=tau):
             return [[(-(-steps // tau) + 1) * m for m in mean], []]
         case ParameterServer():
-            return [[steps * size] * workers, [steps * workers * part for part in per_server]]
+            held = held_by_servers(strategy, layers)
+            if not strategy.colocated:
+                return [[steps * size] * workers, [steps * workers * 4 * length for length in held]]
+            near = [4 * sum(held[i::workers]) for i in range(workers)]
+            return [[steps * (size - own) for own in near], [steps * (workers - 1) * 4 * length for length in held]]
         case SlowMo(tau=tau, base=base, buffers=buffers):
             rounds = -(-steps // tau)
             # A base that has something to finish does so, and then comes the slow step.
-            within = bytes_sent(base, workers, steps, numel)[0]
+            within = bytes_sent(base, workers, steps, layers)[0]
             means, counts = (2, 4 * (workers - 1)) if buffers == "average" else (1, 0)
             return [[w + rounds * (means * m + counts) for w, m in zip(within, mean, strict=True)], []]
         case StrategySwitch(first=first, when=Plateau()):  # not in so few steps
-            return [bytes_sent(first, workers, steps, numel)[0], [0] * strategy.servers]
+            return [bytes_sent(first, workers, steps, layers)[0], [0] * strategy.servers]
         case StrategySwitch(when=AtShare(share=share)):
-            return bytes_of_a_switch(strategy, math.ceil(share * steps), workers, steps, numel)
+            return bytes_of_a_switch(strategy, math.ceil(share * steps), workers, steps, layers)
     raise AssertionError(f"give the formula for the bytes of {type(strategy).__name__} here, as in its docstring")
 
 
-def bytes_of_a_switch(strategy: StrategySwitch, k: int, workers: int, steps: int, numel: int) -> list[list[int]]:
+def bytes_of_a_switch(strategy: StrategySwitch, k: int, workers: int, steps: int, layers: list[int]) -> list[list[int]]:
     """Both strategies, and what they hand over: x, one momentum and what it is called."""
     first, then, outline = strategy.first, strategy.then, len('{"momentum_buffer": "vector"}')
-    before, after = bytes_sent(first, workers, k, numel), bytes_sent(then, workers, steps - k, numel)
+    before, after = bytes_sent(first, workers, k, layers), bytes_sent(then, workers, steps - k, layers)
+    numel = sum(layers)
     sent = [a + b for a, b in zip(before[0], after[0], strict=True)]
     served = [sum(both) for both in zip_longest(before[1], after[1], fillvalue=0)]
     parts = [4 * (part.stop - part.start) for part in ranges(numel, strategy.servers)] if strategy.servers else []

@@ -54,7 +54,8 @@ from orchestra.inner import Factory
 from orchestra.vectors import LARGE, is_small
 
 S = Strategy[Any]
-PARAMETERS = sum(p.numel() for p in make_large().parameters())
+LAYERS = [p.numel() for p in make_large().parameters()]
+PARAMETERS = sum(LAYERS)
 
 EXAMPLES: list[S] = [
     AllReduce(),
@@ -261,7 +262,7 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, tmp_path: Pat
     workers = 2 + EXAMPLES.index(strategy) % 2
     large(strategy, tmp_path, workers=workers, budget=Steps(3))
     nodes = range(workers + strategy.servers)
-    by_worker, by_server = bytes_sent(strategy, workers, 3, PARAMETERS)
+    by_worker, by_server = bytes_sent(strategy, workers, 3, LAYERS)
     assert [ended(tmp_path, node).sent for node in nodes] == by_worker + by_server
     assert [ended(tmp_path, node).received for node in nodes] == by_worker + by_server
 

@@ -16,7 +16,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.laws.examples import CERTAIN, EXAMPLES, SYNCHRONOUS, WORKERS, alone, bytes_sent, ends_at, workers_for
+from tests.laws.examples import (
+    CERTAIN,
+    EXAMPLES,
+    SYNCHRONOUS,
+    WORKERS,
+    alone,
+    bytes_sent,
+    ends_at,
+    held_by_servers,
+    workers_for,
+)
 from tests.zoo import (
     BATCH,
     Dicey,
@@ -59,10 +69,10 @@ from orchestra.errors import Interrupted, WorkerFailed, WorkerLost
 from orchestra.events import Logged
 from orchestra.expression import parse, show
 from orchestra.inner import Factory
-from orchestra.vectors import split
 
 S = Strategy[Any]
-PARAMETERS = sum(p.numel() for p in make_model().parameters())
+LAYERS = [p.numel() for p in make_model().parameters()]
+PARAMETERS = sum(LAYERS)
 every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
 certain = pytest.mark.parametrize("strategy", CERTAIN, ids=show)  # to compute every mini-batch
 synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS, ids=show)
@@ -130,7 +140,7 @@ def test_all_replicas_are_equal_at_the_end(strategy: S, tmp_path: Path, monkeypa
         for x in kept:
             assert torch.equal(x, kept[0])
     elif where == "servers":
-        assert [len(x) for x in kept] == [part.stop - part.start for part in split(PARAMETERS, strategy.servers)]
+        assert [len(x) for x in kept] == held_by_servers(strategy, LAYERS)
     else:
         assert len(kept) == 1
     x = kept[0] if where != "servers" else torch.cat(kept)
@@ -221,7 +231,7 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, wanted: int, 
     if isinstance(strategy, ParameterServer) and isinstance(strategy.consistency, OnRequest):
         check_what_was_needed(strategy, tmp_path, workers, steps)
         return
-    by_worker, by_server = bytes_sent(strategy, workers, steps, PARAMETERS)
+    by_worker, by_server = bytes_sent(strategy, workers, steps, LAYERS)
     assert sent == by_worker + by_server
     assert sum(received) == sum(sent)
     if isinstance(strategy, Downpour):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from tests.zoo import events, make_data, make_model, train
+from tests.zoo import INPUTS, events, make_data, make_model, train
+from torch import nn
 
 from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy
 from orchestra.consistency import BSP, Consistency, Correction, ServerState
@@ -32,8 +33,9 @@ def seconds(
 ) -> float:
     """Virtual seconds of a step."""
     asked: dict[str, Any] = {"workers": workers, "network": NETWORK, "delay": Constant(COMPUTE), **given}
+    more = {"model": asked.pop("model")} if "model" in asked else {}
     cluster = Simulated(**asked, fidelity=fidelity, numerics="off")
-    result = train(strategy, tmp_path / f"{workers}-{fidelity}", cluster=cluster, budget=Steps(STEPS))
+    result = train(strategy, tmp_path / f"{workers}-{fidelity}", cluster=cluster, budget=Steps(STEPS), **more)
     return result.summary.seconds / STEPS
 
 
@@ -97,6 +99,48 @@ def test_several_servers(n: int, m: int, tmp_path: Path) -> None:
     largest = 4 * math.ceil(S / 4 / m)
     expected = COMPUTE + 2 * n * largest / RATE
     assert seconds(ParameterServer(servers=m), n, tmp_path, network=network) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_one_server_on_the_machine_of_a_worker(n: int, tmp_path: Path) -> None:
+    """N - 1 workers push into its link, and pull out of it; one need not."""
+    network = Network(hosts=(Host(up=BITS, down=BITS, latency=LATENCY / 2),))
+    expected = COMPUTE + (2 * (n - 1) * S / RATE + 2 * LATENCY if n > 1 else 0)
+    assert seconds(ParameterServer(colocated=True), n, tmp_path, network=network) == pytest.approx(expected, rel=1e-9)
+
+
+def divisible() -> nn.Module:
+    """120 parameters: as many for each of 2, 3, 5 or 8 servers."""
+    return nn.Sequential(nn.Linear(INPUTS, 15, bias=False), nn.Linear(15, 1, bias=False))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_one_range_per_worker_takes_as_long_as_a_ring(n: int, tmp_path: Path) -> None:
+    network = Network(hosts=(Host(up=BITS, down=BITS),))
+    expected = COMPUTE + 2 * (n - 1) / n * 4 * 120 / RATE
+    for strategy in (ParameterServer(servers=n, colocated=True), AllReduce()):
+        found = seconds(strategy, n, tmp_path / type(strategy).__name__, network=network, model=divisible)
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_nodes_of_one_machine_share_its_work_on_messages(tmp_path: Path) -> None:
+    """Two workers with two servers each: two pushes go out, then the answers of the two servers."""
+    work = 0.01
+    network = Network(hosts=(Host(up=1e18, down=1e18, message=work),))
+    found = seconds(ParameterServer(servers=4, colocated=True), 2, tmp_path, network=network)
+    assert found == pytest.approx(COMPUTE + 4 * work, rel=1e-9)
+
+
+def test_nodes_of_one_machine_share_its_links(tmp_path: Path) -> None:
+    """Three workers, servers 0 and 3 with worker 0, each push and each answer of r bytes, in units of r/R.
+
+    Into machine 0 come four pushes, half done when servers 1 and 2 have theirs, at 2; from then on these servers'
+    answers to worker 0 come in besides, six flows in all: the pushes are there at 2 + 6/2 = 5. Out of machine 0 then go
+    four answers: 9.
+    """
+    network = Network(hosts=(Host(up=BITS, down=BITS),))
+    found = seconds(ParameterServer(servers=4, colocated=True), 3, tmp_path, network=network, model=divisible)
+    assert found == pytest.approx(COMPUTE + 9 * (4 * 120 / 4) / RATE, rel=1e-9)
 
 
 def test_a_server_that_is_never_free_sets_the_pace(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.ops import Departed, Handle, Message
-from orchestra.vectors import parts_of
 
 QUESTION, NOTICE, UNCHANGED = 1, 2, 3  # tags of messages that carry no vector
 
@@ -191,7 +190,7 @@ def pull(node: Node, s: ServerState) -> None:
         node.comm.send(server, node.x[:0], version=version, tag=QUESTION)
     # Nothing is written before all have answered, so that until then the worker is as it was.
     answers = [_answer(node, server) for server in servers]
-    for part, answer in zip(parts_of(node.x, len(servers)), answers, strict=True):
+    for part, answer in zip(node.parts(node.x), answers, strict=True):
         if answer.tag == UNCHANGED:
             node.log("unchanged", part.numel())
         else:
@@ -208,7 +207,7 @@ def _answer(node: Node, server: int) -> Message:
 def push(node: Node, s: ServerState, g: Tensor) -> None:
     """Send g[R] to the server of R, for every R."""
     servers = node.comm.servers.members
-    for server, part, version in zip(servers, parts_of(g, len(servers)), s.versions, strict=True):
+    for server, part, version in zip(servers, node.parts(g), s.versions, strict=True):
         node.comm.send(server, part, version=version, weight=node.weight)
 
 
@@ -217,9 +216,9 @@ def exchange(node: Node, s: ServerState) -> None:
     g, servers = node.gradient(), node.comm.servers.members
     pushed: list[Handle[None]] = [
         node.comm.start_send(server, part, version=version, weight=node.weight)
-        for server, part, version in zip(servers, parts_of(g, len(servers)), s.versions, strict=True)
+        for server, part, version in zip(servers, node.parts(g), s.versions, strict=True)
     ]
-    for i, (server, part) in enumerate(zip(servers, parts_of(node.x, len(servers)), strict=True)):
+    for i, (server, part) in enumerate(zip(servers, node.parts(node.x), strict=True)):
         pulled = node.comm.recv(server)
         part.copy_(pulled.x)
         s.versions[i] = pulled.version

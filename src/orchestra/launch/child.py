@@ -30,7 +30,6 @@ from orchestra.transports.local import LocalTransport
 from orchestra.transports.memory import Arena, Plan
 from orchestra.transports.middleware import Delayed, Metered
 from orchestra.transports.waiting import Aborted
-from orchestra.vectors import ranges
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -85,7 +84,7 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
         tell({"kind": "log-failed", "node": rank, "error": str(error)})
 
     with EventLog(job.run / f"events-{rank}.jsonl", complain) as log:
-        transport = LocalTransport(arena, rank, patience=handover.patience)
+        transport = LocalTransport(arena, rank, patience=handover.patience, near=job.near(rank))
         paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
         meter = Metered(paced)
         node = _node(job, arena, rank, Comm(meter, *job.groups), log)
@@ -116,7 +115,7 @@ def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
     plan = arena.plan
     start = arena.tensor(plan.start, plan.numel, plan.dtype)
     if rank >= job.workers:
-        part = ranges(plan.numel, job.servers)[rank - job.workers]
+        part = job.range_of(rank)
         x = arena.vector("x", rank, part.stop - part.start)
         x.copy_(start[part])
         return run.server(job, rank, comm, log, x)

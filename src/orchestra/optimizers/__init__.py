@@ -5,8 +5,8 @@
     --optimizer "lars(lr=0.5, eta=0.02)"                                on the command line
     --optimizer "adamw(lr=3e-3, betas=(0.9, 0.98))"                     likewise torch's: sgd, adam, rmsprop, ...
 
-Both look at whole layers, so they do not go with servers, of which each holds a range of the model. Their pages:
-`orchestra explain lars`, `orchestra explain lamb`. What goes well with them: `orchestra explain schedule`.
+Both look at whole layers: of several servers each must hold whole ones, `ps(servers=2, placement="layers")`. Their
+pages: `orchestra explain lars`, `orchestra explain lamb`. What goes well with them: `orchestra explain schedule`.
 """
 
 from orchestra.optimizers.lamb import LAMB

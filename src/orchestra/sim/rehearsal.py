@@ -30,7 +30,6 @@ from orchestra.sim.timing import momenta_of, timed
 from orchestra.sim.transport import connect
 from orchestra.sim.world import World
 from orchestra.transports.middleware import Metered
-from orchestra.vectors import ranges
 
 _GLANCE = 0.1  # real seconds between two looks at the board
 _STILL = 20  # looks for each node at a clock that does not move; 256 events lie between two of them
@@ -50,7 +49,7 @@ class Rehearsal:
         self.job = job = replace(order.job, snapshot_every=None) if self.timing_only else order.job
         self.nodes = job.workers + job.servers
         self.kernel = kernel
-        self.world = World(kernel, network, self.nodes, job.workers, closed_forms=closed_forms)
+        self.world = World(kernel, network, self.nodes, job.workers, machines=job.machines, closed_forms=closed_forms)
         self.transports = connect(self.world, self.nodes)
         assert job.delay is not None
         self.delay = job.delay
@@ -126,8 +125,7 @@ class Rehearsal:
                 node = run.worker(job, rank, comm, log, x, torch.zeros_like(x), data=data)
                 data = _shared(node.feed, x0.device)
             else:
-                part = ranges(x0.numel(), job.servers)[rank - job.workers]
-                node = run.server(job, rank, comm, log, x0[part].clone())
+                node = run.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
             self.at_dice = rank
             self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
             born.append((node, meter, log))
@@ -167,7 +165,7 @@ class Rehearsal:
         for rank in range(self.nodes):
             log = _Log(job.run / f"events-{rank}.jsonl")
             meter, comm = self._connect(rank)
-            at_once = not self.world.network.host(rank).number
+            at_once = not self.world.host(rank).number
             born.append((timed(job, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
         return born
 

@@ -18,7 +18,6 @@ from orchestra.inner import Inner
 from orchestra.node import Comm, Log, Node
 from orchestra.ops import Compute, Message
 from orchestra.replica import trainable
-from orchestra.vectors import ranges
 
 if TYPE_CHECKING:
     from orchestra.job import Job
@@ -32,7 +31,7 @@ def timed(job: Job, rank: int, comm: Comm, log: Log, x0: Tensor, data: Any, mome
     if rank < job.workers:
         x = torch.empty_like(x0, device="meta")
         return _TimedNode(comm, _Inner(x, momenta), x, at_once, log, job, feed=_feed(job, rank, data))
-    part = ranges(x0.numel(), job.servers)[rank - job.workers]
+    part = job.range_of(rank)
     x = torch.empty(part.stop - part.start, dtype=x0.dtype, device="meta")
     outline, lengths = momenta
     return _TimedNode(comm, _Inner(x, (outline, [x.numel() for _ in lengths])), x, at_once, log, job)
@@ -43,8 +42,8 @@ class _TimedNode(Node):
 
     def __init__(self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, job: Job, feed: Any = None) -> None:
         key, value = ("samples_per_epoch", job.samples_per_epoch) if feed is None else ("last_step", job.last_step)
-        more: dict[str, Any] = {key: value}
-        super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, owns_range=job.owns_range, **more)
+        more: dict[str, Any] = {key: value, "placement": job.placement, "owns_range": job.owns_range}
+        super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, **more)
         self._at_once = at_once
 
     def _differentiate(self, batch: list[Any], size: int) -> float:

@@ -15,12 +15,12 @@ its time is a formula:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestra.board import name_of
-from orchestra.networks import Network
+from orchestra.networks import Host, Network
 from orchestra.ops import (
     Broadcast,
     Gather,
@@ -50,7 +50,14 @@ class World:
     """Everything the nodes share."""
 
     def __init__(
-        self, kernel: Kernel, network: Network, nodes: int, workers: int, *, closed_forms: bool = True
+        self,
+        kernel: Kernel,
+        network: Network,
+        nodes: int,
+        workers: int,
+        *,
+        machines: Sequence[int] | None = None,
+        closed_forms: bool = True,
     ) -> None:
         self.kernel = kernel
         self.network = network
@@ -58,11 +65,13 @@ class World:
         self.flows = Flows(kernel, single=network.rack is None)
         self.stop_at: int | None = None  # the step before which workers stop, where they stop together
         self._closed_forms = closed_forms and network.symmetric
-        self._hosts = [network.host(n) for n in range(nodes)]
-        self._busy = [0.0] * nodes  # until when a host works on messages
-        self._up = [Link(f"up {n}", network.host(n).up / 8, UP) for n in range(nodes)]
-        self._down = [Link(f"down {n}", network.host(n).down / 8, DOWN) for n in range(nodes)]
-        self._racks = _racks(network, nodes)
+        self._machines = range(nodes) if machines is None else machines  # of every node
+        every = range(max(self._machines) + 1)
+        self._hosts = [network.host(m) for m in every]
+        self._busy = [0.0 for _ in every]  # until when a host works on messages
+        self._up = [Link(f"up {m}", network.host(m).up / 8, UP) for m in every]
+        self._down = [Link(f"down {m}", network.host(m).down / 8, DOWN) for m in every]
+        self._racks = _racks(network, len(every))
         self._streams: dict[Way, deque[tuple[float, Callable[..., None], tuple[Any, ...]]]] = {}
         self._flying: dict[Way, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
@@ -70,9 +79,20 @@ class World:
 
     # From host to host.
 
+    def host(self, node: int) -> Host:
+        """The machine that a node lives on."""
+        return self._hosts[self._machines[node]]
+
+    def near(self, node: int, other: int) -> bool:
+        """Whether two nodes live on one machine."""
+        return self._machines[node] == self._machines[other]
+
     def carry(self, source: int, to: int, size: float, arrived: Callable[..., None], *about: Any) -> None:
-        """Send bytes from node to node; calls `arrived` when the last one is there."""
+        """Send bytes from node to node; calls `arrived` when the last one is there, at once if they are near."""
         way = source, to
+        if self._machines[source] == self._machines[to]:
+            self._fly(way, 0.0, arrived, about)
+            return
         stream = self._streams.get(way)
         if stream is None:
             self._streams[way] = _NONE
@@ -83,7 +103,7 @@ class World:
             stream.append((size, arrived, about))
 
     def _depart(self, way: Way, size: float, arrived: Callable[..., None], about: tuple[Any, ...]) -> None:
-        source = way[0]
+        source = self._machines[way[0]]
         if work := self._hosts[source].message:
             # The work on a message is done after that on the messages before it.
             self._busy[source] = done = max(self._busy[source], self.kernel.now) + work
@@ -92,7 +112,14 @@ class World:
             self.flows.start(self._links(*way), size, self._sent, way, arrived, about)
 
     def _sent(self, way: Way, arrived: Callable[..., None], about: tuple[Any, ...]) -> None:
-        latency = self._hosts[way[0]].latency + self._hosts[way[1]].latency
+        self._fly(way, self.host(way[0]).latency + self.host(way[1]).latency, arrived, about)
+        stream = self._streams[way]
+        if stream:
+            self._depart(way, *stream.popleft())
+        else:
+            del self._streams[way]
+
+    def _fly(self, way: Way, latency: float, arrived: Callable[..., None], about: tuple[Any, ...]) -> None:
         if self.kernel.shuffles:
             # Messages of the same two nodes may arrive at the same time, but never in another order.
             flying = self._flying.setdefault(way, deque())
@@ -100,17 +127,13 @@ class World:
             self.kernel.after(latency, self._land, flying)
         else:
             self.kernel.after(latency, arrived, *about)
-        stream = self._streams[way]
-        if stream:
-            self._depart(way, *stream.popleft())
-        else:
-            del self._streams[way]
 
     def _land(self, flying: deque[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         arrived, about = flying.popleft()
         arrived(*about)
 
     def _links(self, source: int, to: int) -> tuple[Link, ...]:
+        source, to = self._machines[source], self._machines[to]
         if self._racks and (a := self._racks[source]) is not (b := self._racks[to]):
             return (self._up[source], a[0], b[1], self._down[to])
         return (self._up[source], self._down[to])
@@ -158,7 +181,7 @@ class World:
     def _alone(self, group: Group, op: Any) -> bool:
         """Whether a formula tells when every member of a collective is done, and no other traffic can change that."""
         in_turn = isinstance(op, Broadcast) and self._hosts[0].message  # then they are not done at the same time
-        everyone = len(group) == len(self._hosts) and self.under_way == 1 and not self._streams
+        everyone = len(group) == len(self._machines) and self.under_way == 1 and not self._streams
         return self._closed_forms and everyone and not in_turn
 
     def _complete_all(self, group: Group, complete: Callable[[int], None]) -> None:
@@ -240,13 +263,13 @@ _FLOWS: dict[type[Any], Callable[..., None]] = {
 }
 
 
-def _racks(network: Network, nodes: int) -> list[tuple[Link, Link]]:
-    """Each node's rack, as its links to and from the core."""
+def _racks(network: Network, machines: int) -> list[tuple[Link, Link]]:
+    """Each machine's rack, as its links to and from the core."""
     if network.rack is None:
         return []
     found: list[tuple[Link, Link]] = []
-    for first in range(0, nodes, network.rack):
-        hosts = [network.host(node) for node in range(first, min(nodes, first + network.rack))]
+    for first in range(0, machines, network.rack):
+        hosts = [network.host(m) for m in range(first, min(machines, first + network.rack))]
         up = sum(host.up for host in hosts) / 8 / network.oversubscription
         down = sum(host.down for host in hosts) / 8 / network.oversubscription
         rack = (Link(f"rack of {first}, up", up), Link(f"rack of {first}, down", down))

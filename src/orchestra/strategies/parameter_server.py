@@ -14,10 +14,24 @@ The consistency is the algorithm: BSP (default), ASP, SSP, BoundedDelay, BackupW
 KBatchAsync, SoftSync, each a page of its own. The correction says what staleness does to a gradient: nothing, or
 StalenessAware, DelayCompensated (DC-ASGD).
 
+x is cut into equal ranges, at cache lines if it is long, or between the layers of the model (`placement="layers"`), so
+that the largest range is as small as it can be. Optimizers that look at whole layers need the latter, or one server.
+
 Optimizer state lives with the range and advances once per update. Every update makes a new version of a range; the
 staleness of a push is the number of versions made since its worker pulled.
 
-Bytes per worker and step: S sent, S received. Per server: N times its range received and sent.
+Server k has a machine of its own or, if `colocated`, that of worker k mod N: what passes between the two does not pass
+the network. With as many servers as workers, colocated, there is one range per worker, and BSP is reduce-scatter and
+all-gather.
+
+Bytes per worker and step: S sent, S received. Per server: N times its range received and sent. Colocated, neither
+counts what stays on the machine. Seconds of a BSP step on links of rate R, but for computing and latency:
+
+    one server                  2 N S/R
+    one server, colocated       2 (N−1) S/R
+    one range per worker        2 (N−1)/N S/R     as much as a ring
+
+Several servers, M ≤ N, on machines of their own take 2 N/M S/R.
 """
 
 from __future__ import annotations
@@ -39,7 +53,11 @@ class ParameterServer(Strategy[ServerState]):
     short = "ps"
 
     consistency: Consistency = field(default_factory=BSP, metadata={"about": "when a server answers"})
-    servers: int = knob(1, "servers, each with an equal range of the model", least=1)
+    servers: int = knob(1, "servers, each with a range of the model", least=1)
+    placement: Literal["even", "layers"] = knob(
+        "even", "where the model is cut: into equal ranges, or between its layers"
+    )
+    colocated: bool = knob(False, "servers on the machines of the workers, in turn, not on their own")
     correction: Correction = field(
         default_factory=AsPushed, metadata={"about": "what staleness does to a gradient: nothing, unless told"}
     )

@@ -32,24 +32,15 @@ from orchestra import handover
 from orchestra.consistency import ASP
 from orchestra.errors import Problem
 from orchestra.node import Node
+from orchestra.phases import Phases, SwitchState
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.parameter_server import ParameterServer
-from orchestra.strategy import Strategy, Where, knob
+from orchestra.strategy import Strategy, knob
 from orchestra.triggers import Plateau, Trigger, Watch
 
 
-@dataclass
-class SwitchState:
-    """Where the run is, and the states of both strategies."""
-
-    switched: bool
-    watch: Watch
-    first: Any
-    then: Any
-
-
 @dataclass(frozen=True, kw_only=True)
-class StrategySwitch(Strategy[SwitchState]):
+class StrategySwitch(Phases):
     """One strategy until the model has settled, then another."""
 
     short = "switch"
@@ -64,37 +55,14 @@ class StrategySwitch(Strategy[SwitchState]):
     scale: float | None = knob(None, "of the learning rate at the switch; None: 1/N from all-reduce to asp", least=0)
 
     @property
-    def servers(self) -> int:  # type: ignore[override]
-        """As many as either needs."""
-        return max(self.first.servers, self.then.servers)
-
-    @property
-    def synchronous(self) -> bool:
-        """If both are."""
-        return self.first.synchronous and self.then.synchronous
-
-    @property
-    def model_at(self) -> Where:
-        """In copies before the switch, where one x might serve all: momenta must be whole to be handed over."""
-        return "copies" if self.first.model_at == "everywhere" else self.first.model_at
-
-    @property
-    def places(self) -> tuple[Where, ...]:
-        """Where either has it."""
-        return (self.model_at, *self.then.places)
-
-    @property
     def validates(self) -> bool:
         """If its trigger does."""
         return self.when.validates
 
-    def where(self, s: SwitchState) -> Where:
-        """As the strategy in force has it."""
-        return self.then.where(s.then) if s.switched else self.model_at
-
-    def in_step(self, s: SwitchState) -> bool:
-        """Until the switch: all must come to it."""
-        return self.then.in_step(s.then) if s.switched else True
+    @property
+    def hands_over(self) -> bool:
+        """Momenta, unless they are forgotten."""
+        return bool(self.first.servers) != bool(self.then.servers) and self.momenta != "reset"
 
     def demands(self, workers: int) -> Iterator[Problem]:
         """What both demand, and what cannot be handed over."""

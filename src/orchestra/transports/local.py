@@ -13,7 +13,7 @@ deadline, knowing whom it waits for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -49,7 +49,7 @@ T = TypeVar("T")
 class LocalTransport:
     """One node's end of the shared memory."""
 
-    def __init__(self, arena: Arena, rank: int, *, patience: float) -> None:
+    def __init__(self, arena: Arena, rank: int, *, patience: float, near: Collection[int] = ()) -> None:
         self.rank = rank
         self.size = arena.plan.nodes
         self.traffic = Traffic()
@@ -57,7 +57,7 @@ class LocalTransport:
         self._arena = arena
         self._words = arena.words
         self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic)
-        self.mailbox = Mailbox(arena, rank, self._waiter, self.traffic)
+        self.mailbox = Mailbox(arena, rank, self._waiter, self.traffic, near)
         self._means = 0
         self._small = 0
         self._barriers = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ _LEND_FROM = 1 << 16  # bytes; copying less than this costs less than making the
 class Mailbox:
     """One node's messages, to and from everybody."""
 
-    def __init__(self, arena: Arena, rank: int, waiter: Waiter, traffic: Traffic) -> None:
+    def __init__(self, arena: Arena, rank: int, waiter: Waiter, traffic: Traffic, near: Collection[int] = ()) -> None:
         self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
         self.when_at_rest: Callable[[], None] = lambda: None  # likewise, if it is as it was after its last step
         self._arena = arena
@@ -39,6 +39,7 @@ class Mailbox:
         self._rank = rank
         self._waiter = waiter
         self._traffic = traffic
+        self._near = near  # nodes of the same machine, as far as traffic is concerned
         nodes = range(plan.nodes)
         self._sent = [0 for _ in nodes]  # messages posted to each node
         self._taken = [0 for _ in nodes]  # messages received from each node
@@ -70,7 +71,8 @@ class Mailbox:
             place = self._plan.slot(self._rank, to, number % 2)
             arena.tensor(place, x.numel(), x.dtype).copy_(x.reshape(-1))
         self._post(to, _BODY, _DTYPES.index(x.dtype), op.tag, place, x.numel(), op.version, op.weight)
-        self._traffic.sent += nbytes
+        if to not in self._near:
+            self._traffic.sent += nbytes
         return _Lent(self, to, number + 1) if lent else Done(None)
 
     def leave(self, op: Leave) -> Handle[None]:
@@ -173,7 +175,8 @@ class Mailbox:
             self._release(source)
             return None
         x = self._arena.tensor(place, numel, _DTYPES[dtype])
-        self._traffic.received += x.numel() * x.element_size()
+        if source not in self._near:
+            self._traffic.received += x.numel() * x.element_size()
         return Message(source, x, version, weight, tag)
 
     def _release(self, source: int) -> None:

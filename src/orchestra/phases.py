@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two strategies, one after the other: what they are together, for everybody who asks a strategy what it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from orchestra.strategy import Placement, Strategy, Where
+from orchestra.triggers import Watch
+
+
+@dataclass
+class SwitchState:
+    """Where the run is, and the states of both strategies."""
+
+    switched: bool
+    watch: Watch
+    first: Any
+    then: Any
+
+
+class Phases(Strategy[SwitchState]):
+    """Two strategies, one after the other."""
+
+    first: Strategy[Any]
+    then: Strategy[Any]
+
+    @property
+    def servers(self) -> int:  # type: ignore[override]
+        """As many as either needs."""
+        return max(self.first.servers, self.then.servers)
+
+    @property
+    def placement(self) -> Placement:  # type: ignore[override]
+        """That of whichever has servers."""
+        return self.then.placement if self.then.servers else self.first.placement
+
+    @property
+    def colocated(self) -> bool:  # type: ignore[override]
+        """Likewise."""
+        return self.then.colocated if self.then.servers else self.first.colocated
+
+    @property
+    def synchronous(self) -> bool:
+        """If both are."""
+        return self.first.synchronous and self.then.synchronous
+
+    @property
+    def model_at(self) -> Where:
+        """In copies before the switch, where one x might serve all: momenta must be whole to be handed over."""
+        return "copies" if self.first.model_at == "everywhere" else self.first.model_at
+
+    @property
+    def places(self) -> tuple[Where, ...]:
+        """Where either has it."""
+        return (self.model_at, *self.then.places)
+
+    def where(self, s: SwitchState) -> Where:
+        """As the strategy in force has it."""
+        return self.then.where(s.then) if s.switched else self.model_at
+
+    def in_step(self, s: SwitchState) -> bool:
+        """Until the switch: all must come to it."""
+        return self.then.in_step(s.then) if s.switched else True
