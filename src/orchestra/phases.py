@@ -41,6 +41,10 @@ class Phases(Strategy[SwitchState]):
         """Likewise."""
         return self.then.colocated if self.then.servers else self.first.colocated
 
+    def updates(self, workers: int) -> float:
+        """Those of the first: at the switch the learning rate follows."""
+        return self.first.updates(workers)
+
     @property
     def synchronous(self) -> bool:
         """If both are."""
