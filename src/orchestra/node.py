@@ -15,6 +15,7 @@ from orchestra.errors import Diverged
 from orchestra.events import Event, Logged, Skipped
 from orchestra.inner import Inner
 from orchestra.ops import (
+    All,
     Broadcast,
     Compute,
     Departed,
@@ -50,6 +51,8 @@ class Comm:
         self.workers = workers
         self.servers = servers
         self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
+        self.pack: Callable[[Send], Sequence[Send]] = lambda message: (message,)  # what is sent for a message
+        self.unpack: Callable[[Message], Message | None] = lambda message: message  # None: there is more to come
 
     def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
         """The weighted mean of x over the workers, as a new tensor."""
@@ -76,12 +79,14 @@ class Comm:
     def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
         """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
         self._require(to)
-        self.transport.start(Send(to, x, version, weight, tag=tag)).wait()
+        for message in self.pack(Send(to, x, version, weight, tag=tag)):
+            self.transport.start(message).wait()
 
     def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
         """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
         self._require(to)
-        return self.transport.start(Send(to, x, version, weight, lend=True))
+        handles = [self.transport.start(m) for m in self.pack(Send(to, x, version, weight, lend=True))]
+        return handles[0] if len(handles) == 1 else All(handles)
 
     def _require(self, other: int) -> None:
         """Refuse a node that is not there, or oneself."""
@@ -115,8 +120,11 @@ class Comm:
     def _next(
         self, source: int | None, *, departures: bool = False, at_rest: bool = False
     ) -> Message | Departed | None:
-        self.between_messages()
-        return self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
+        while True:
+            self.between_messages()
+            came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
+            if not isinstance(came, Message) or (came := self.unpack(came)) is not None:
+                return came
 
     def leave(self) -> None:
         """Tell the servers that this worker sends nothing more."""

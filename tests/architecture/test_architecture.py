@@ -69,7 +69,8 @@ MAY_KNOW = {
     "strategy": {"errors", "node"},  # node only for its type
     "node": {"data.feed", "errors", "events", "inner", "ops", "replica", "vectors"},
     "collectives": {"collectives", "node", "vectors"},
-    "consistency": {"consistency", "errors", "node", "ops", "strategy", "vectors"},
+    "clocks": set[str](),
+    "consistency": {"clocks", "consistency", "errors", "node", "ops", "strategy", "vectors"},
     "strategies": {"collectives", "consistency", "errors", "node", "ops", "strategies", "strategy", "vectors"},
     "optimizers": {"optimizers"},
     "schedules": {"strategy"},

@@ -41,7 +41,7 @@ MORE: tuple[Strategy[Any], ...] = (
     ParameterServer(consistency=BackupWorkers(b=1), servers=2),
     ParameterServer(consistency=KSync(k=2), servers=2),
     ParameterServer(consistency=KSync(k=WORKERS)),
-    ParameterServer(consistency=KAsync(k=2), servers=2),
+    ParameterServer(consistency=KAsync(k=2), servers=2, pieces=3),
     ParameterServer(consistency=ASP(), correction=DelayCompensated(lam=2.0, adaptive=True)),
     SlowMo(tau=2, base=AllReduce()),
     SlowMo(tau=4, base=LocalSGD(tau=2)),

@@ -20,6 +20,9 @@ that the largest range is as small as it can be. Optimizers that look at whole l
 Optimizer state lives with the range and advances once per update. Every update makes a new version of a range; the
 staleness of a push is the number of versions made since its worker pulled.
 
+Every push carries the range it covers and its worker's clock there: what comes twice is dropped, and a push in several
+`pieces` is taken when it is whole.
+
 Server k has a machine of its own or, if `colocated`, that of worker k mod N: what passes between the two does not pass
 the network. With as many servers as workers, colocated, there is one range per worker, and BSP is reduce-scatter and
 all-gather.
@@ -41,6 +44,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestra.consistency import BSP, AsPushed, Consistency, Correction, ServerState
+from orchestra.consistency.parcels import Parcels
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.strategy import Strategy, knob
@@ -58,6 +62,7 @@ class ParameterServer(Strategy[ServerState]):
         "even", "where the model is cut: into equal ranges, or between its layers"
     )
     colocated: bool = knob(False, "servers on the machines of the workers, in turn, not on their own")
+    pieces: int = knob(1, "messages in which a range is pushed", least=1)
     correction: Correction = field(
         default_factory=AsPushed, metadata={"about": "what staleness does to a gradient: nothing, unless told"}
     )
@@ -82,10 +87,14 @@ class ParameterServer(Strategy[ServerState]):
 
     def init(self, node: Node) -> ServerState:
         """Version 0 of everything; a worker that asks before it computes has read nothing yet."""
-        if not node.serves:
-            return ServerState([self.consistency.first] * self.servers)
-        s = ServerState([0], [0] * len(node.comm.workers))
-        self.correction.init(node, s)
+        if node.serves:
+            mine = node.placement[node.comm.servers.index(node.rank)]
+            s = ServerState([0], clocks=[[(mine.start, mine.stop, 0)] for _ in node.comm.workers.members])
+            self.correction.init(node, s)
+        else:
+            s = ServerState([self.consistency.first] * self.servers, pushed=[0] * self.servers)
+        parcels = Parcels(node, s, self.pieces)
+        node.comm.pack, node.comm.unpack = parcels.pack, parcels.unpack
         return s
 
     def step(self, node: Node, s: ServerState) -> None:
