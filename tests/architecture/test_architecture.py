@@ -18,7 +18,9 @@ from orchestra.strategies import PARTS, STRATEGIES
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "orchestra"
 FILES = sorted(PACKAGE.rglob("*.py"))
-STRATEGY_FILES = sorted(path for part in ("strategies", "consistency") for path in (PACKAGE / part).glob("*.py"))
+STRATEGY_FILES = sorted(
+    path for part in ("strategies", "consistency", "filters") for path in (PACKAGE / part).glob("*.py")
+)
 MODULES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
 FOLDERS = ("src", "tests", "benchmarks", "scripts", "examples", "experiments")
 TEXTS = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
@@ -70,8 +72,19 @@ MAY_KNOW = {
     "node": {"data.feed", "errors", "events", "inner", "ops", "replica", "vectors"},
     "collectives": {"collectives", "node", "vectors"},
     "clocks": set[str](),
-    "consistency": {"clocks", "consistency", "errors", "node", "ops", "strategy", "vectors"},
-    "strategies": {"collectives", "consistency", "errors", "node", "ops", "strategies", "strategy", "vectors"},
+    "consistency": {"clocks", "consistency", "errors", "filters", "node", "ops", "strategy", "vectors"},
+    "filters": {"consistency.base", "filters", "node", "strategy"},
+    "strategies": {
+        "collectives",
+        "consistency",
+        "errors",
+        "filters",
+        "node",
+        "ops",
+        "strategies",
+        "strategy",
+        "vectors",
+    },
     "optimizers": {"optimizers"},
     "schedules": {"strategy"},
     "transports": {"board", "errors", "ops", "transports", "vectors"},

@@ -52,7 +52,8 @@ class Twice(ParameterServer):
 def test_what_comes_twice_counts_once(
     consistency: Consistency, pieces: int, model: Any, world: Any, tmp_path: Path
 ) -> None:
-    given, which = GIVEN | {"cluster": world, "model": model}, {"consistency": consistency, "servers": 2}
+    given = GIVEN | {"cluster": world, "model": model}
+    which: dict[str, Any] = {"consistency": consistency, "servers": 2}
     twice = train(Twice(**which, pieces=pieces), tmp_path / "twice", **given)
     assert_same(twice.model, train(ParameterServer(**which), tmp_path / "once", **given).model)
     for server in (WORKERS, WORKERS + 1):

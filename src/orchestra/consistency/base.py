@@ -48,6 +48,10 @@ class ServerState:
     held: list[Push] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)  # what each worker last read
     squares: list[Tensor] = field(default_factory=list)  # a mean of g²
+    rest: list[Tensor] = field(default_factory=list)  # what a filter has not pushed yet, by server
+    seen: list[Tensor] = field(default_factory=list)  # what each worker has of x, where a filter keeps back some of it
+    told: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # keys last sent, by node and range
+    heard: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # keys last received
 
 
 class Correction:

@@ -23,12 +23,16 @@ staleness of a push is the number of versions made since its worker pulled.
 Every push carries the range it covers and its worker's clock there: what comes twice is dropped, and a push in several
 `pieces` is taken when it is whole.
 
+A `filter` (Significant, RandomSkip, KKT) says which entries are worth sending; they travel as keys and values, the keys
+only when they changed if `cache_keys`.
+
 Server k has a machine of its own or, if `colocated`, that of worker k mod N: what passes between the two does not pass
 the network. With as many servers as workers, colocated, there is one range per worker, and BSP is reduce-scatter and
 all-gather.
 
-Bytes per worker and step: S sent, S received. Per server: N times its range received and sent. Colocated, neither
-counts what stays on the machine. Seconds of a BSP step on links of rate R, but for computing and latency:
+Bytes per worker and step: S sent, S received, unless filtered. Per server: N times its range received and sent.
+Colocated, neither counts what stays on the machine. Seconds of a BSP step on links of rate R, but for computing and
+latency:
 
     one server                  2 N S/R
     one server, colocated       2 (N−1) S/R
@@ -46,6 +50,7 @@ from typing import Literal
 from orchestra.consistency import BSP, AsPushed, Consistency, Correction, ServerState
 from orchestra.consistency.parcels import Parcels
 from orchestra.errors import Problem
+from orchestra.filters import Everything, Filter
 from orchestra.node import Node
 from orchestra.strategy import Strategy, knob
 
@@ -63,6 +68,8 @@ class ParameterServer(Strategy[ServerState]):
     )
     colocated: bool = knob(False, "servers on the machines of the workers, in turn, not on their own")
     pieces: int = knob(1, "messages in which a range is pushed", least=1)
+    filter: Filter = field(default_factory=Everything, metadata={"about": "what of a vector is worth sending"})
+    cache_keys: bool = knob(False, "send the keys of filtered entries only if they changed")
     correction: Correction = field(
         default_factory=AsPushed, metadata={"about": "what staleness does to a gradient: nothing, unless told"}
     )
@@ -93,7 +100,8 @@ class ParameterServer(Strategy[ServerState]):
             self.correction.init(node, s)
         else:
             s = ServerState([self.consistency.first] * self.servers, pushed=[0] * self.servers)
-        parcels = Parcels(node, s, self.pieces)
+        parcels = Parcels(node, s, self.pieces, self.filter, self.cache_keys)
+        self.filter.init(node, s)
         node.comm.pack, node.comm.unpack = parcels.pack, parcels.unpack
         return s
 
