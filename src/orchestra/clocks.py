@@ -33,6 +33,9 @@ class RangeClock:
 
     def set(self, start: int, stop: int, t: int) -> None:
         """vc(R) ← t, R from `start` to before `stop`: not empty, unless there is no key at all."""
+        if start <= self.pieces[0][0] and self.pieces[-1][1] <= stop:  # all there is, as mostly
+            self.pieces[:] = [(start, stop, t)]
+            return
         left = [(a, min(b, start), s) for a, b, s in self.pieces if a < start]
         right = [(max(a, stop), b, s) for a, b, s in self.pieces if b > stop]
         merged: list[Piece] = []
