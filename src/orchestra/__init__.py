@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     )
     from orchestra.data.partitions import IID, Dirichlet, LabelSorted
     from orchestra.errors import ConfigError, OrchestraError
+    from orchestra.filters import KKT, Everything, RandomSkip, Significant
     from orchestra.networks import Ethernet
     from orchestra.node import Node
-    from orchestra.optimizers import LAMB, LARS
+    from orchestra.optimizers import LAMB, LARS, ProximalSGD
     from orchestra.recipe import Recipe
     from orchestra.schedules import Polynomial, StepDecay, Warmup
     from orchestra.sim.simulated import Simulated
@@ -56,6 +57,7 @@ __all__ = [
     "BSP",
     "EASGD",
     "IID",
+    "KKT",
     "LAMB",
     "LARS",
     "SSP",
@@ -71,6 +73,7 @@ __all__ = [
     "Downpour",
     "Epochs",
     "Ethernet",
+    "Everything",
     "Hogwild",
     "KAsync",
     "KBatchAsync",
@@ -85,10 +88,13 @@ __all__ = [
     "Plateau",
     "Polynomial",
     "Progress",
+    "ProximalSGD",
+    "RandomSkip",
     "Recipe",
     "Result",
     "Samples",
     "Seconds",
+    "Significant",
     "Simulated",
     "SlowMo",
     "SoftSync",
@@ -127,9 +133,10 @@ _HOMES = {
     ),
     "data.partitions": ("IID", "Dirichlet", "LabelSorted"),
     "errors": ("ConfigError", "OrchestraError"),
+    "filters": ("KKT", "Everything", "RandomSkip", "Significant"),
     "networks": ("Ethernet",),
     "node": ("Node",),
-    "optimizers": ("LAMB", "LARS"),
+    "optimizers": ("LAMB", "LARS", "ProximalSGD"),
     "recipe": ("Recipe",),
     "schedules": ("Polynomial", "StepDecay", "Warmup"),
     "sim.simulated": ("Simulated",),

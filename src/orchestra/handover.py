@@ -38,6 +38,7 @@ def misfits(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
 def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any]) -> None:
     """A worker's part of it. All workers come here after the same step, and none goes on before all have."""
     comm = node.comm
+    comm.send_as_given()
     samples = torch.tensor([float(node.samples)], dtype=torch.float64)
     comm.mean_(samples)
     total = round(float(samples) * len(comm.workers))
@@ -66,6 +67,7 @@ def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any]) -> None:
 def at_server(node: Node, first: Strategy[Any], then: Strategy[Any]) -> bool:
     """A server's part of it; False if the run has ended before."""
     comm, workers = node.comm, node.comm.workers.members
+    comm.send_as_given()
     if first.servers:
         if not comm.resume():
             return False

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from orchestra.optimizers import ProximalSGD
+
 Factory = Callable[..., optim.Optimizer]
 Schedule = Callable[[float], float]
 
@@ -29,6 +31,7 @@ ELEMENTWISE = (
     optim.RAdam,
     optim.RMSprop,
     optim.Rprop,
+    ProximalSGD,
 )
 
 _FUSABLE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)

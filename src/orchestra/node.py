@@ -15,6 +15,7 @@ from orchestra.errors import Diverged
 from orchestra.events import Event, Logged, Skipped
 from orchestra.inner import Inner
 from orchestra.ops import (
+    All,
     Broadcast,
     Compute,
     Departed,
@@ -53,6 +54,13 @@ class Comm:
         self.servers = servers
         self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
         self._paused: set[int] = set()  # workers that send nothing more for now
+        self.pack: Callable[[Send], Sequence[Send]]  # what is sent for a message
+        self.unpack: Callable[[Message], Message | None]  # None: there is more to come
+        self.send_as_given()
+
+    def send_as_given(self) -> None:
+        """Let nothing be done to messages on their way."""
+        self.pack, self.unpack = lambda message: (message,), lambda message: message
 
     def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
         """The weighted mean of x over the workers, as a new tensor."""
@@ -79,12 +87,14 @@ class Comm:
     def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
         """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
         self._require(to)
-        self.transport.start(Send(to, x, version, weight, tag=tag)).wait()
+        for message in self.pack(Send(to, x, version, weight, tag=tag)):
+            self.transport.start(message).wait()
 
     def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
         """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
         self._require(to)
-        return self.transport.start(Send(to, x, version, weight, lend=True))
+        handles = [self.transport.start(m) for m in self.pack(Send(to, x, version, weight, lend=True))]
+        return handles[0] if len(handles) == 1 else All(handles)
 
     def _require(self, other: int) -> None:
         """Refuse a node that is not there, or oneself."""
@@ -123,14 +133,17 @@ class Comm:
     def _next(
         self, source: int | None, *, departures: bool = False, at_rest: bool = False
     ) -> Message | Departed | None:
-        self.between_messages()
         while source not in self._paused and len(self._paused) < len(self.workers):
+            self.between_messages()
             came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
-            if not isinstance(came, Message) or came.tag != _PAUSE:
+            if not isinstance(came, Message):
                 return came
-            self._paused.add(came.source)
-            if departures:
-                return Departed(came.source)
+            if came.tag == _PAUSE:
+                self._paused.add(came.source)
+                if departures:
+                    return Departed(came.source)
+            elif (whole := self.unpack(came)) is not None:
+                return whole
         return None
 
     def see_off(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -104,6 +104,17 @@ class Gather(Op[list[Tensor]]):
     group: Group
 
 
+class Stamp(NamedTuple):
+    """Which range of the model a message covers, and its sender's clock there."""
+
+    clock: int = 0
+    start: int = 0
+    stop: int = 0
+
+
+_UNSTAMPED = Stamp()
+
+
 @dataclass(slots=True)
 class Send(Op[None]):
     """A message to one node. `lend`: x is read in place and must not change until the handle's `wait` returns."""
@@ -114,6 +125,7 @@ class Send(Op[None]):
     weight: float = 1.0
     lend: bool = False
     tag: int = 0
+    stamp: Stamp = _UNSTAMPED
 
 
 @dataclass(slots=True)
@@ -157,6 +169,7 @@ class Message:
     version: int
     weight: float
     tag: int = 0
+    stamp: Stamp = _UNSTAMPED
 
 
 @dataclass(slots=True)
@@ -183,6 +196,18 @@ class Done(Generic[T]):
     def wait(self) -> T:
         """Give the answer at once."""
         return self.value
+
+
+@dataclass(slots=True)
+class All:
+    """The handle of several ops."""
+
+    handles: Sequence[Handle[None]]
+
+    def wait(self) -> None:
+        """Block until all are done."""
+        for handle in self.handles:
+            handle.wait()
 
 
 @dataclass(slots=True)

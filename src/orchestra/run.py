@@ -67,6 +67,7 @@ class Life:
 
     def __post_init__(self) -> None:
         self.state = self.job.strategy.init(self.node)
+        self.job.strategy.attach(self.node, self.state)
 
     @property
     def rank(self) -> int:
@@ -321,6 +322,7 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
     node.inner.restore(saved["inner"])
     if life.state is not None:
         checkpoint.restore_into(life.state, saved["strategy"])
+        life.job.strategy.attach(node, life.state)
     if node.feed is not None:
         node.feed.seek(*saved["feed"])
     node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]

@@ -107,6 +107,9 @@ class Strategy(ABC, Generic[S]):
     def init(self, node: Node) -> S:
         """The state at the start, on every node."""
 
+    def attach(self, node: Node, s: S) -> None:
+        """Put between the node and its messages what the strategy needs there, if anything."""
+
     @abstractmethod
     def step(self, node: Node, s: S) -> None:
         """One iteration of one worker."""

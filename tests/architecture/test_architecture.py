@@ -18,7 +18,9 @@ from orchestra.strategies import PARTS, STRATEGIES
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "orchestra"
 FILES = sorted(PACKAGE.rglob("*.py"))
-STRATEGY_FILES = sorted(path for part in ("strategies", "consistency") for path in (PACKAGE / part).glob("*.py"))
+STRATEGY_FILES = sorted(
+    path for part in ("strategies", "consistency", "filters") for path in (PACKAGE / part).glob("*.py")
+)
 MODULES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
 FOLDERS = ("src", "tests", "benchmarks", "scripts", "examples", "experiments")
 TEXTS = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
@@ -69,7 +71,9 @@ MAY_KNOW = {
     "strategy": {"errors", "node"},  # node only for its type
     "node": {"data.feed", "errors", "events", "inner", "ops", "replica", "vectors"},
     "collectives": {"collectives", "node", "vectors"},
-    "consistency": {"consistency", "errors", "node", "ops", "strategy", "vectors"},
+    "clocks": set[str](),
+    "consistency": {"clocks", "consistency", "errors", "filters", "node", "ops", "strategy", "vectors"},
+    "filters": {"consistency.base", "filters", "node", "strategy"},
     "triggers": {"node", "strategy"},
     "phases": {"strategy", "triggers"},
     "handover": {"errors", "node", "strategy", "vectors"},
@@ -77,6 +81,7 @@ MAY_KNOW = {
         "collectives",
         "consistency",
         "errors",
+        "filters",
         "handover",
         "node",
         "ops",

@@ -56,6 +56,7 @@ def test_strategies_lists_the_catalogue(orchestra: Orchestra) -> None:
     found = orchestra("strategies", "--json").json
     assert [entry["name"] for entry in found] == [cls.__name__.lower() for cls in STRATEGIES]
     assert {entry["name"]: entry["short"] for entry in found}["parameterserver"] == "ps"
+    assert {entry["name"]: entry["synchronous"] for entry in found}["parameterserver"] == "with bsp"
     assert "1910.00643" in {entry["name"]: entry["paper"] for entry in found}["slowmo"]
     assert all(name in orchestra("strategies").out for name in ("slowmo", "Wang et al. 2020"))
 
@@ -96,7 +97,10 @@ def test_explain_a_misspelt_name(orchestra: Orchestra) -> None:
         ),
         (("run", "digits", "--optimizer", "7"), "is not an optimizer; write it like lars("),
         (("run", "digits", "--optimizer", "lars(0.5)"), "arguments of lars need their names, e.g. lars(lr=...)"),
-        (("run", "digits", "--optimizer", "lars(lr=1)", "-s", "ps"), "a server of ParameterServer holds a range"),
+        (
+            ("run", "digits", "--optimizer", "lars(lr=1)", "-s", "ps", "--servers", "2"),
+            "a server of ParameterServer holds a range",
+        ),
         (("run", "digits", "--schedule", "warmpu"), "did you mean 'warmup'?"),
         (("run", "digits", "--schedule", "warmup(epochs=-1)"), "schedule.epochs = -1    must be at least 0"),
         (("run", "digits", "--schedule", "warmup(how=fast)"), "must be one of gradual, constant"),

@@ -21,6 +21,7 @@ from orchestra import (
     BoundedDelay,
     DelayCompensated,
     Downpour,
+    Everything,
     Hogwild,
     KAsync,
     KBatchSync,
@@ -28,6 +29,8 @@ from orchestra import (
     LocalSGD,
     ParameterServer,
     Plateau,
+    RandomSkip,
+    Significant,
     SlowMo,
     SoftSync,
     Solo,
@@ -52,7 +55,8 @@ MORE: tuple[Strategy[Any], ...] = (
     ParameterServer(consistency=BackupWorkers(b=1), servers=2),
     ParameterServer(consistency=KSync(k=2), servers=2),
     ParameterServer(consistency=KSync(k=WORKERS)),
-    ParameterServer(consistency=KAsync(k=2), servers=2),
+    ParameterServer(consistency=KAsync(k=2), servers=2, pieces=3),
+    ParameterServer(filter=Significant(threshold=0.01), cache_keys=True),
     ParameterServer(consistency=ASP(), correction=DelayCompensated(lam=2.0, adaptive=True)),
     SlowMo(tau=2, base=AllReduce()),
     SlowMo(tau=4, base=LocalSGD(tau=2)),
@@ -125,6 +129,11 @@ def ends_at(strategy: Strategy[Any]) -> str:
     return strategy.model_at
 
 
+def sieves(strategy: Strategy[Any]) -> bool:
+    """Whether how much is sent depends on the numbers in it."""
+    return isinstance(strategy, ParameterServer) and strategy.filter != Everything()
+
+
 def workers_for(strategy: Strategy[Any], wanted: int = WORKERS) -> int:
     """As many as wanted, unless the strategy takes only others."""
     return next(n for n in (wanted, WORKERS, 1) if not [*strategy.demands(n)])
@@ -137,6 +146,10 @@ def alone(strategy: Strategy[Any]) -> Strategy[Any]:
             return dataclasses.replace(strategy, alpha=1.0, beta=0.0, buffers="maintain")
         case ParameterServer(consistency=KSync() | KAsync() as consistency):
             return dataclasses.replace(strategy, consistency=dataclasses.replace(consistency, k=1))
+        case ParameterServer(filter=RandomSkip()):
+            return dataclasses.replace(strategy, filter=RandomSkip(probability=0.0))
+        case ParameterServer(filter=Significant()):
+            return dataclasses.replace(strategy, filter=Significant())
         case ParameterServer(consistency=BackupWorkers()):
             return dataclasses.replace(strategy, consistency=BackupWorkers(b=0))
         case Downpour():

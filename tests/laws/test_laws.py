@@ -25,6 +25,7 @@ from tests.laws.examples import (
     bytes_sent,
     ends_at,
     held_by_servers,
+    sieves,
     workers_for,
 )
 from tests.zoo import (
@@ -61,6 +62,7 @@ from orchestra import (
     StrategySwitch,
     checkpoint,
     consistency,
+    filters,
     strategies,
     triggers,
 )
@@ -87,7 +89,8 @@ def test_the_catalogue_is_covered() -> None:
 
 @every
 def test_frozen_hashable_and_read_back(strategy: S) -> None:
-    assert eval(repr(strategy), vars(strategies) | vars(consistency) | vars(triggers)) == strategy
+    known = vars(strategies) | vars(consistency) | vars(filters) | vars(triggers)
+    assert eval(repr(strategy), known) == strategy
     assert parse(show(strategy)) == strategy
     assert len({strategy, copy.deepcopy(strategy)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -231,6 +234,9 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, wanted: int, 
     if isinstance(strategy, ParameterServer) and isinstance(strategy.consistency, OnRequest):
         check_what_was_needed(strategy, tmp_path, workers, steps)
         return
+    if sieves(strategy):
+        check_what_passed(tmp_path, workers, steps)
+        return
     by_worker, by_server = bytes_sent(strategy, workers, steps, LAYERS)
     assert sent == by_worker + by_server
     assert sum(received) == sum(sent)
@@ -251,6 +257,16 @@ def check_what_was_needed(strategy: ParameterServer, run: Path, workers: int, st
         assert ended(run, worker).received == 4 * (PARAMETERS * steps - unchanged)
     nodes = range(workers + strategy.servers)
     assert sum(ended(run, n).sent for n in nodes) == sum(ended(run, n).received for n in nodes)
+
+
+def check_what_passed(run: Path, workers: int, steps: int) -> None:
+    """16 bytes, and all values or those that passed with their keys; of one server, which may answer without filter."""
+    for node in range(workers + 1):
+        passed = [int(e.value) for e in events(run, node) if isinstance(e, Logged) and e.name == "passed"]
+        plain = steps * (1 if node < workers else workers) - len(passed)
+        assert plain == 0 or node == workers
+        bytes_passed = sum(16 + min(4 * PARAMETERS, 8 * k) for k in passed)
+        assert ended(run, node).sent == bytes_passed + plain * 4 * PARAMETERS
 
 
 def strategies_doc(strategy: S) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.examples import COUNTED, EXAMPLES, SYNCHRONOUS, cancels, workers_for
+from tests.laws.examples import COUNTED, EXAMPLES, SYNCHRONOUS, cancels, sieves, workers_for
 from tests.zoo import INPUTS, Dicey, assert_close, assert_same, events, make_data, make_large, make_model, train
 
 from orchestra import AllReduce, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
@@ -271,7 +271,7 @@ def test_like_a_run_that_took_place(tmp_path: Path) -> None:
         Simulated.like(tmp_path)
 
 
-@every
+@pytest.mark.parametrize("strategy", [s for s in EXAMPLES if not sieves(s)], ids=show)
 @pytest.mark.parametrize("number", [0.0, 1e-6])
 @pytest.mark.parametrize("model", [make_model, make_large])
 def test_without_numbers_everything_takes_as_long(strategy: S, number: float, model: Any, tmp_path: Path) -> None:

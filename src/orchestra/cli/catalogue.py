@@ -126,12 +126,10 @@ def alternatives(hint: Any) -> list[type[Any]]:
 
 def synchronous(cls: type[Any]) -> str:
     """`yes`, `no`, or with which parts."""
-    answers: dict[str, bool] = {}
     for name, hint in get_type_hints(cls).items():
-        for part in alternatives(hint):
-            answers[name_of(part)] = cls(**{name: part()}).synchronous
-    if len(set(answers.values())) > 1:
-        return "with " + ", ".join(part for part, yes in answers.items() if yes)
+        answers = {name_of(part): cls(**{name: part()}).synchronous for part in alternatives(hint)}
+        if len(set(answers.values())) > 1:
+            return "with " + ", ".join(part for part, yes in answers.items() if yes)
     return "yes" if cls().synchronous else "no"
 
 

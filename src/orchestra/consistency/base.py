@@ -20,6 +20,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from orchestra.clocks import Piece
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.ops import Departed, Handle, Message
@@ -34,7 +35,7 @@ class Push(NamedTuple):
     x: Tensor
     version: int  # of the range at which it was taken
     weight: float
-    clock: int = 0  # how many its worker had pushed before
+    clock: int = 0  # of its worker: how many it had pushed, this one included
 
 
 @dataclass
@@ -42,10 +43,15 @@ class ServerState:
     """A worker's version of each range when it last read it; a server's version of its own, and what it keeps."""
 
     versions: list[int]
-    clocks: list[int] = field(default_factory=list)  # how much each worker has pushed
+    pushed: list[int] = field(default_factory=list)  # a worker's clock: its pushes to each server
+    clocks: list[list[Piece]] = field(default_factory=list)  # each worker's range clock, on a server
     held: list[Push] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)  # what each worker last read
     squares: list[Tensor] = field(default_factory=list)  # a mean of g²
+    rest: list[Tensor] = field(default_factory=list)  # what a filter has not pushed yet, by server
+    seen: list[Tensor] = field(default_factory=list)  # what each worker has of x, where a filter keeps back some of it
+    told: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # keys last sent, by node and range
+    heard: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # keys last received
 
 
 class Correction:
@@ -114,11 +120,13 @@ class Service:
         """Updates of this range so far."""
         return self.s.versions[0]
 
+    def clock(self, worker: int) -> int:
+        """How many whole pushes of a worker have come."""
+        return min(t for _, _, t in self.s.clocks[worker])
+
     def hold(self, push: Message) -> None:
         """Keep a gradient."""
-        clock = self.s.clocks[push.source]
-        self.s.held.append(Push(push.source, push.x.clone(), push.version, push.weight, clock))
-        self.s.clocks[push.source] += 1
+        self.s.held.append(Push(push.source, push.x.clone(), push.version, push.weight, push.stamp.clock))
 
     def apply(self, pushes: list[Push]) -> None:
         """One update with the mean of some gradients, in the order of their workers; they are kept no longer."""

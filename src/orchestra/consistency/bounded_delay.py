@@ -35,10 +35,10 @@ class BoundedDelay(OnRequest):
         """Apply whole iterations, in order."""
         while at.s.held:
             t = min(push.clock for push in at.s.held)
-            if any(at.s.clocks[w] <= t for w in at.active):
+            if any(at.clock(w) < t for w in at.active):
                 return
             at.apply([push for push in at.s.held if push.clock == t])
 
     def may_read(self, at: Service, worker: int, version: int) -> bool:
         """Whether few enough of its iterations are unfinished."""
-        return at.version >= at.s.clocks[worker] - self.tau
+        return at.version >= at.clock(worker) - self.tau

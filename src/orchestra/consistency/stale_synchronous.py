@@ -36,13 +36,11 @@ class SSP(OnRequest):
     def take(self, at: Service, push: Message) -> None:
         """Apply its share at once."""
         share = push.x / len(at.node.comm.workers)
-        at.apply([Push(push.source, share, push.version, push.weight, at.s.clocks[push.source])])
-        at.s.clocks[push.source] += 1
+        at.apply([Push(push.source, share, push.version, push.weight, push.stamp.clock)])
 
     def may_read(self, at: Service, worker: int, version: int) -> bool:
         """Whether its clock is close enough to the slowest."""
-        clocks = at.s.clocks
-        gap = clocks[worker] - min(clocks[w] for w in at.active | {worker})
+        gap = at.clock(worker) - min(map(at.clock, at.active | {worker}))
         if gap <= self.staleness:
             at.node.log("gap", gap)
         return gap <= self.staleness

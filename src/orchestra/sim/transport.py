@@ -148,7 +148,7 @@ class SimTransport:
         self.traffic.sent += size
         read: Promise[None] | None = Promise(self._kernel, self._reader, op.to) if op.lend else None
         x = op.x if op.lend or op.x.is_meta else op.x.detach().clone()
-        message = Message(self.rank, x, op.version, op.weight, op.tag)
+        message = Message(self.rank, x, op.version, op.weight, op.tag, op.stamp)
         self._post(op.to, _Letter(message, self.rank, size, self._kernel.now, read))
         return _NOTHING if read is None else read
 

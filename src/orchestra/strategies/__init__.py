@@ -2,6 +2,7 @@
 """The catalogue. The command line, the table in the README and the tests of the laws find strategies here."""
 
 from orchestra.consistency import CONSISTENCIES, CORRECTIONS
+from orchestra.filters import FILTERS
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.downpour import Downpour
 from orchestra.strategies.easgd import EASGD
@@ -26,7 +27,7 @@ STRATEGIES = (
     StrategySwitch,
     SyncEASGD,
 )
-PARTS = (*CONSISTENCIES, *CORRECTIONS, *TRIGGERS)
+PARTS = (*CONSISTENCIES, *CORRECTIONS, *FILTERS, *TRIGGERS)
 
 __all__ = [
     "EASGD",

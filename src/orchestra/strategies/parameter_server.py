@@ -20,12 +20,19 @@ that the largest range is as small as it can be. Optimizers that look at whole l
 Optimizer state lives with the range and advances once per update. Every update makes a new version of a range; the
 staleness of a push is the number of versions made since its worker pulled.
 
+Every push carries the range it covers and its worker's clock there: what comes twice is dropped, and a push in several
+`pieces` is taken when it is whole.
+
+A `filter` (Significant, RandomSkip, KKT) says which entries are worth sending; they travel as keys and values, the keys
+only when they changed if `cache_keys`.
+
 Server k has a machine of its own or, if `colocated`, that of worker k mod N: what passes between the two does not pass
 the network. With as many servers as workers, colocated, there is one range per worker, and BSP is reduce-scatter and
 all-gather.
 
-Bytes per worker and step: S sent, S received. Per server: N times its range received and sent. Colocated, neither
-counts what stays on the machine. Seconds of a BSP step on links of rate R, but for computing and latency:
+Bytes per worker and step: S sent, S received, unless filtered. Per server: N times its range received and sent.
+Colocated, neither counts what stays on the machine. Seconds of a BSP step on links of rate R, but for computing and
+latency:
 
     one server                  2 N S/R
     one server, colocated       2 (N−1) S/R
@@ -41,7 +48,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestra.consistency import BSP, AsPushed, Consistency, Correction, ServerState
+from orchestra.consistency.parcels import Parcels
 from orchestra.errors import Problem
+from orchestra.filters import Everything, Filter
 from orchestra.node import Node
 from orchestra.strategy import Strategy, knob
 
@@ -58,6 +67,9 @@ class ParameterServer(Strategy[ServerState]):
         "even", "where the model is cut: into equal ranges, or between its layers"
     )
     colocated: bool = knob(False, "servers on the machines of the workers, in turn, not on their own")
+    pieces: int = knob(1, "messages in which a range is pushed", least=1)
+    filter: Filter = field(default_factory=Everything, metadata={"about": "what of a vector is worth sending"})
+    cache_keys: bool = knob(False, "send the keys of filtered entries only if they changed")
     correction: Correction = field(
         default_factory=AsPushed, metadata={"about": "what staleness does to a gradient: nothing, unless told"}
     )
@@ -91,11 +103,19 @@ class ParameterServer(Strategy[ServerState]):
 
     def init(self, node: Node) -> ServerState:
         """Version 0 of everything; a worker that asks before it computes has read nothing yet."""
-        if not node.serves:
-            return ServerState([self.consistency.first] * self.servers)
-        s = ServerState([0], [0] * len(node.comm.workers))
-        self.correction.init(node, s)
+        if node.serves:
+            mine = node.placement[node.comm.servers.index(node.rank)]
+            s = ServerState([0], clocks=[[(mine.start, mine.stop, 0)] for _ in node.comm.workers.members])
+            self.correction.init(node, s)
+        else:
+            s = ServerState([self.consistency.first] * self.servers, pushed=[0] * self.servers)
+        self.filter.init(node, s)
         return s
+
+    def attach(self, node: Node, s: ServerState) -> None:
+        """Pushes go in pieces, stamped, and as the filter lets them."""
+        parcels = Parcels(node, s, self.pieces, self.filter, self.cache_keys)
+        node.comm.pack, node.comm.unpack = parcels.pack, parcels.unpack
 
     def step(self, node: Node, s: ServerState) -> None:
         """As the consistency asks."""

@@ -74,6 +74,11 @@ class StrategySwitch(Phases):
         """Both from the start; the second once more at the switch."""
         return SwitchState(False, Watch(), self.first.init(node), self.then.init(node))
 
+    def attach(self, node: Node, s: SwitchState) -> None:
+        """Of the strategy in force."""
+        node.comm.send_as_given()
+        self.then.attach(node, s.then) if s.switched else self.first.attach(node, s.first)
+
     def step(self, node: Node, s: SwitchState) -> None:
         """Of the strategy in force; then see whether it is time."""
         if s.switched:
@@ -107,6 +112,7 @@ class StrategySwitch(Phases):
         )
         s.then = self.then.init(node)
         s.switched = True
+        self.attach(node, s)
         node.log("switched", node.steps)
 
     def finish(self, node: Node, s: SwitchState) -> None:

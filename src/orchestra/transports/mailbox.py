@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
+from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Stamp, Traffic
 from orchestra.transports.memory import Arena
 from orchestra.transports.waiting import Waiter
 
-_HEADER = struct.Struct("=HHIQQqd")  # kind, dtype, tag, place, numel, version, weight
+_HEADER = struct.Struct("=HHIQQqdQQQ")  # kind, dtype, tag, place, numel, version, weight, stamp
 _BODY, _FAREWELL = 1, 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 _LEND_FROM = 1 << 16  # bytes; copying less than this costs less than making the sender wait for its vector
@@ -70,7 +70,7 @@ class Mailbox:
             arena.require_room(x)
             place = self._plan.slot(self._rank, to, number % 2)
             arena.tensor(place, x.numel(), x.dtype).copy_(x.reshape(-1))
-        self._post(to, _BODY, _DTYPES.index(x.dtype), op.tag, place, x.numel(), op.version, op.weight)
+        self._post(to, _BODY, _DTYPES.index(x.dtype), op.tag, place, x.numel(), op.version, op.weight, *op.stamp)
         if to not in self._near:
             self._traffic.sent += nbytes
         return _Lent(self, to, number + 1) if lent else Done(None)
@@ -80,7 +80,7 @@ class Mailbox:
         for to in op.group.members:
             self._release(to)
             self.await_release(to, self._sent[to] - 1)
-            self._post(to, _FAREWELL, 0, 0, 0, 0, 0, 0.0)
+            self._post(to, _FAREWELL, 0, 0, 0, 0, 0, 0.0, 0, 0, 0)
         return Done(None)
 
     def _post(self, to: int, *header: float) -> None:
@@ -167,7 +167,7 @@ class Mailbox:
         number = self._taken[source]
         self._taken[source] = number + 1
         self._turn = source + 1
-        kind, dtype, tag, place, numel, version, weight = _HEADER.unpack_from(
+        kind, dtype, tag, place, numel, version, weight, *stamp = _HEADER.unpack_from(
             self._arena.memory, self._headers_by[source][number % 2]
         )
         if kind == _FAREWELL:
@@ -177,7 +177,7 @@ class Mailbox:
         x = self._arena.tensor(place, numel, _DTYPES[dtype])
         if source not in self._near:
             self._traffic.received += x.numel() * x.element_size()
-        return Message(source, x, version, weight, tag)
+        return Message(source, x, version, weight, tag, Stamp(*stamp))
 
     def _release(self, source: int) -> None:
         """Tell a sender that what came from it so far is no longer looked at."""
