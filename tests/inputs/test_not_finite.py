@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.examples import EXAMPLES, workers_for
+from tests.laws.examples import CERTAIN, workers_for
 from tests.zoo import (
     Trap,
     assert_close,
@@ -28,7 +28,7 @@ from orchestra.errors import Diverged
 from orchestra.events import Skipped, Stepped
 from orchestra.expression import show
 
-every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
+every = pytest.mark.parametrize("strategy", CERTAIN, ids=show)
 
 
 class Sick(nn.Module):
@@ -52,7 +52,7 @@ def nothing() -> None:
 @every
 def test_one_bad_step_is_skipped_and_counted(strategy: Strategy[Any], tmp_path: Path) -> None:
     workers = workers_for(strategy)
-    value = (float("nan"), float("inf"), 1e38)[EXAMPLES.index(strategy) % 3]
+    value = (float("nan"), float("inf"), 1e38)[CERTAIN.index(strategy) % 3]
     victim = workers - 1
     traps = [Trap.at(victim, 1, nothing, size=workers), Trap.at(victim, 3, nothing, size=workers)]
     result = train(strategy, tmp_path, workers=workers, model=lambda: Sick(value, *traps))

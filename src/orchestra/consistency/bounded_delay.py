@@ -13,6 +13,9 @@ https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
 iterations, each one step of the optimizer. In the paper waiting fell from half of the time at τ = 0 to 1.7 % at τ = 16,
 while more iterations were needed: τ = 8 was best.
 
+On the digits (4 workers, τ = 2, momentum 0.9, 20 epochs, mean of 3 seeds, the best of four rates) it ends at 96.7 %,
+one process alone at 97.8 %: it needs a rate of 0.05, and at the 0.1 of all-reduce (97.0 %) it collapses.
+
 Bytes per worker and step: S sent, S received unless x is still the same. A server keeps up to τ + 1 gradients of each
 worker.
 """

