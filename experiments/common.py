@@ -123,6 +123,7 @@ class Study:
             "claims": [vars(claim) for claim in self.claims],
             "rows": self.rows,
         }
+        self.folder.mkdir(parents=True, exist_ok=True)  # minutes of work must not be lost for want of a folder
         write_text(self.folder / "results.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         print("\n".join([f"\n{self.title}\n", self.table(), "", *map(str, self.claims)]))
         return 0 if all(claim.holds for claim in self.claims) else 1

@@ -50,6 +50,17 @@ def test_the_status_tells_whether_all_claims_hold(tmp_path: Path, capsys: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_figures_of_several_kinds_make_several_tables(tmp_path: Path) -> None:
+    study = Study("A study", tmp_path / "new" / "folder")
+    study.run({"timed": lambda seed: {"seconds": 2.0}, "trained": lambda seed: {"score": 1.0 * seed}}, seeds=[1, 1])
+    assert study.table().splitlines() == [
+        "| variant | seconds |", "|---|---|", "| timed | 2 ± 0 (2 to 2) |", "",
+        "| variant | score |", "|---|---|", "| trained | 1 ± 0 (1 to 1) |",
+    ]  # fmt: skip
+    study.conclude()
+    assert (tmp_path / "new" / "folder" / "results.json").exists()
+
+
 def test_a_run_that_diverges_has_the_figures_given_for_it(tmp_path: Path) -> None:
     def diverge(seed: int) -> dict[str, float]:
         raise Diverged("it did")
