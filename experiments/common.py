@@ -17,7 +17,8 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,15 @@ class Study:
         self.claims.append(Claim(words, bool(holds), figures))
 
     def table(self) -> str:
-        """Mean, deviation and range of every figure of every variant, as Markdown."""
-        variants, figures = dict.fromkeys(row["variant"] for row in self.rows), _numbers(self.rows[0])
-        lines = [f"| {' | '.join(['variant', *figures])} |", "|---" * (1 + len(figures)) + "|"]
-        lines += [f"| {' | '.join([v, *(str(self[v, f]) for f in figures)])} |" for v in variants]
-        return "\n".join(lines)
+        """Mean, deviation and range of every figure, as Markdown: one table for all variants with the same figures."""
+        alike: dict[tuple[str, ...], dict[str, None]] = {}
+        for row in self.rows:
+            alike.setdefault(_numbers(row), {})[row["variant"]] = None
+        lines: list[str] = []
+        for figures, variants in alike.items():
+            lines += ["", f"| {' | '.join(['variant', *figures])} |", "|---" * (1 + len(figures)) + "|"]
+            lines += [f"| {' | '.join([v, *(str(self[v, f]) for f in figures)])} |" for v in variants]
+        return "\n".join(lines[1:])
 
     def conclude(self) -> int:
         """Save results.json, whole or not at all; print the table and the claims. Gives 1 if one fails, else 0."""
@@ -118,6 +123,7 @@ class Study:
             "claims": [vars(claim) for claim in self.claims],
             "rows": self.rows,
         }
+        self.folder.mkdir(parents=True, exist_ok=True)  # minutes of work must not be lost for want of a folder
         write_text(self.folder / "results.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         print("\n".join([f"\n{self.title}\n", self.table(), "", *map(str, self.claims)]))
         return 0 if all(claim.holds for claim in self.claims) else 1
@@ -134,17 +140,23 @@ def options(doc: str | None, *, seeds: int, argv: Sequence[str] | None = None) -
     return asked
 
 
+@contextmanager
+def running(recipe: Recipe, **given: Any) -> Iterator[orchestra.Result]:
+    """The result of training a recipe with other arguments of `train` than its own, while its run folder exists."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = arguments(recipe) | {"out": Path(folder) / "run", "progress": False} | given
+        yield orchestra.train(**asked)
+
+
 def train(recipe: Recipe, **given: Any) -> tuple[orchestra.Result, list[Scored]]:
     """Train a recipe, with other arguments of `train` than its own: the result, and its scores in the order taken.
 
     The first are those of the initial model, the last those of the final one. The run folder is gone afterwards.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        asked = arguments(recipe) | {"out": Path(folder) / "run", "progress": False} | given
-        result = orchestra.train(**asked)
+    with running(recipe, **given) as result:
         return result, scores_of(result.run)
 
 
-def _numbers(row: Mapping[str, Any]) -> list[str]:
+def _numbers(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The figures of a row that can be summarised."""
-    return [key for key, value in row.items() if key != "seed" and isinstance(value, int | float)]
+    return tuple(key for key, value in row.items() if key != "seed" and isinstance(value, int | float))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from orchestra.data.feed import Samples, is_tensors
-from orchestra.data.partitions import IID, Dirichlet
+from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 from orchestra.errors import Problem
 from orchestra.inner import elementwise
 from orchestra.replica import trainable
@@ -172,6 +172,8 @@ def _divisible(data: Any, partition: Any, workers: int) -> Iterator[Problem]:
     if isinstance(partition, Dirichlet) and not (math.isfinite(partition.alpha) and partition.alpha > 0):
         yield Problem("partition.alpha", partition.alpha, "must be above zero")
         return
+    if is_tensors(data) and not isinstance(partition, LabelSorted | Dirichlet):
+        return  # one's own need not look at labels
     sample = torch.as_tensor(data[-1] if is_tensors(data) else data[0][-1])
     if sample.dim() != int(is_tensors(data)) or sample.is_floating_point():
         yield Problem(

@@ -32,6 +32,7 @@ from orchestra import (
     ParameterServer,
     Samples,
     Seconds,
+    Simulated,
     SlowMo,
     Solo,
     Steps,
@@ -227,6 +228,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("given_", "said"), BAD, ids=lambda v: v if isinstance(v, str) else None)
 def test_a_bad_value_is_named(given_: dict[str, Any], said: str, tmp_path: Path) -> None:
     assert said in problems(tmp_path, **given_)
+
+
+class Halves:
+    """A partition that looks at no labels."""
+
+    def shards(self, labels: Tensor, size: int, seed: int) -> list[Tensor]:
+        return list(torch.arange(len(labels)).tensor_split(size))
+
+
+def test_a_partition_of_ones_own_needs_no_classes(tmp_path: Path) -> None:
+    result = train("allreduce", tmp_path, cluster=Simulated(workers=2), partition=Halves(), budget=Steps(2))
+    assert result.summary.samples > 0
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:

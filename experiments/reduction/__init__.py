@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to reduce gradients, and why they agree: see README.md."""
