@@ -88,6 +88,11 @@ class StrategySwitch(Strategy[SwitchState]):
         """If its trigger does."""
         return self.when.validates
 
+    @property
+    def counts_down(self) -> bool:
+        """If its trigger does."""
+        return self.when.counts_down
+
     def where(self, s: SwitchState) -> Where:
         """As the strategy in force has it."""
         return self.then.where(s.then) if s.switched else self.model_at
@@ -134,9 +139,8 @@ class StrategySwitch(Strategy[SwitchState]):
             node.inner.reset()
         for vector in node.inner.vectors() if self.momenta == "scale" else ():
             vector.div_(workers)
-        node.inner.rescale(
-            self.first.updates(workers) / self.then.updates(workers) if self.scale is None else self.scale
-        )
+        by = self.first.updates(workers) / self.then.updates(workers)
+        node.inner.rescale(by if self.scale is None else self.scale)
         s.then = self.then.init(node)
         s.switched = True
         node.log("switched", node.steps)
