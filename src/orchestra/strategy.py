@@ -91,6 +91,11 @@ class Strategy(ABC, Generic[S]):
         """Whether it looks at samples set apart (`node.validate`)."""
         return False
 
+    @property
+    def counts_down(self) -> bool:
+        """Whether it goes by how much of the budget is spent (`node.budget`)."""
+        return False
+
     def where(self, s: S) -> Where:
         """Where the model is now, if that changes during a run."""
         return self.model_at

@@ -46,6 +46,11 @@ class Trigger(ABC):
         """Whether it looks at samples set apart."""
         return False
 
+    @property
+    def counts_down(self) -> bool:
+        """Whether it goes by how much of the budget is spent."""
+        return False
+
     @abstractmethod
     def fires(self, node: Node, w: Watch) -> bool:
         """Whether to switch after the step that was just done."""
@@ -67,6 +72,11 @@ class Plateau(Trigger):
     def validates(self) -> bool:
         """If that is its loss."""
         return self.loss == "validation"
+
+    @property
+    def counts_down(self) -> bool:
+        """If it must fire in the end."""
+        return self.latest is not None
 
     def fires(self, node: Node, w: Watch) -> bool:
         """Whether s ≤ θ at the end of a round."""
@@ -101,6 +111,11 @@ class AtShare(Trigger):
     """After a share of the budget."""
 
     share: float = knob(0.25, "of the budget that the first strategy has", least=0, most=1)
+
+    @property
+    def counts_down(self) -> bool:
+        """By nothing else."""
+        return True
 
     def fires(self, node: Node, w: Watch) -> bool:
         """Whether that share is spent: every worker counts its own steps."""

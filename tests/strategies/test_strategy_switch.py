@@ -24,6 +24,7 @@ from orchestra import (
     LocalSGD,
     ParameterServer,
     Plateau,
+    Seconds,
     Simulated,
     SlowMo,
     SoftSync,
@@ -327,6 +328,15 @@ def test_a_switch_that_never_came_is_said_loudly(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(strategy: str, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint):
         train(strategy, tmp_path, workers=WORKERS, budget=Steps(1))
+
+
+@pytest.mark.parametrize("when", ["atshare(share=0.5)", "plateau(latest=0.5)"])
+def test_a_share_of_a_budget_that_has_none_is_refused(when: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no share that could be spent"):
+        train(f"switch(when={when})", tmp_path / "a", workers=WORKERS, budget=Seconds(1))
+    result = train(f"switch(when={when})", tmp_path / "b", workers=WORKERS, budget=Seconds(60) | Steps(8))
+    assert result.summary.happened is not None
+    assert result.summary.happened[0] == 4
 
 
 def test_alone_it_is_plain_training(tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ class StrategySwitch(Phases):
         """Momenta, unless they are forgotten."""
         return bool(self.first.servers) != bool(self.then.servers) and self.momenta != "reset"
 
+    @property
+    def counts_down(self) -> bool:
+        """If its trigger does."""
+        return self.when.counts_down
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """What both demand, and what cannot be handed over."""
         yield from self.first.demands(workers)
@@ -107,9 +112,8 @@ class StrategySwitch(Phases):
             node.inner.reset()
         for vector in node.inner.vectors() if self.momenta == "scale" else ():
             vector.div_(workers)
-        node.inner.rescale(
-            self.first.updates(workers) / self.then.updates(workers) if self.scale is None else self.scale
-        )
+        by = self.first.updates(workers) / self.then.updates(workers)
+        node.inner.rescale(by if self.scale is None else self.scale)
         s.then = self.then.init(node)
         s.switched = True
         self.attach(node, s)
