@@ -104,16 +104,21 @@ class Study:
         """Note whether something that was expected holds."""
         self.claims.append(Claim(words, bool(holds), figures))
 
-    def table(self) -> str:
-        """Mean, deviation and range of every figure, as Markdown: one table for all variants with the same figures."""
+    def table(self, figures: tuple[str, ...] | None = None) -> str:
+        """Mean, deviation and range of some figures, or all, as Markdown: one table for variants that have the same."""
         alike: dict[tuple[str, ...], dict[str, None]] = {}
         for row in self.rows:
-            alike.setdefault(_numbers(row), {})[row["variant"]] = None
+            alike.setdefault(figures or self._numbers_of(row["variant"]), {})[row["variant"]] = None
         lines: list[str] = []
-        for figures, variants in alike.items():
-            lines += ["", f"| {' | '.join(['variant', *figures])} |", "|---" * (1 + len(figures)) + "|"]
-            lines += [f"| {' | '.join([v, *(str(self[v, f]) for f in figures)])} |" for v in variants]
+        for shown, variants in alike.items():
+            lines += ["", f"| {' | '.join(['variant', *shown])} |", "|---" * (1 + len(shown)) + "|"]
+            lines += [f"| {' | '.join([v, *(str(self[v, f]) for f in shown)])} |" for v in variants]
         return "\n".join(lines[1:])
+
+    def _numbers_of(self, variant: str) -> tuple[str, ...]:
+        """The figures that all runs of a variant have."""
+        every = [_numbers(row) for row in self.rows if row["variant"] == variant]
+        return tuple(figure for figure in every[0] if all(figure in figures for figures in every))
 
     def conclude(self) -> int:
         """Save results.json, whole or not at all; print the table and the claims. Gives 1 if one fails, else 0."""

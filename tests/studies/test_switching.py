@@ -16,6 +16,7 @@ from experiments.strategy_switch import tune
 from orchestra import AtShare, Plateau
 
 FOLDER = Path(switching.__file__).parent
+SHOWN = ("accuracy", "seconds", "times sooner")
 
 
 def saved() -> dict[str, Any]:
@@ -67,7 +68,7 @@ def test_every_claim_can_hold() -> None:
 def test_it_is_as_told() -> None:
     study = Study("as saved", FOLDER, rows=saved()["rows"])
     text = (FOLDER / "README.md").read_text()
-    assert all(line in text for line in [*study.table().splitlines(), *switching.sweep(study).splitlines()])
+    assert all(line in text for line in [*study.table(SHOWN).splitlines(), *switching.sweep(study).splitlines()])
     tuned = Study("tuned", FOLDER, rows=json.loads((FOLDER / "tuning" / "results.json").read_text())["rows"])
     for name, (_, _, rates) in tune.GRID.items():
         figures = [f"{lr:g}: {tuned[f'{name}, {lr:g}', 'accuracy'].mean:.2f}" for lr in rates]
