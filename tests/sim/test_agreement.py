@@ -48,11 +48,12 @@ def test_simulated_is_real(strategy: S, tmp_path: Path) -> None:
 def test_bytes_are_the_same(strategy: S, tmp_path: Path) -> None:
     train(strategy, tmp_path / "real", workers=workers_for(strategy), budget=Steps(7))
     rehearse(strategy, tmp_path / "virtual")
-    for node in range(workers_for(strategy) + strategy.servers):
+    workers = workers_for(strategy)
+    for node in range(workers + strategy.servers):
         real, virtual = ([e for e in events(tmp_path / w, node) if isinstance(e, Ended)] for w in ("real", "virtual"))
-        assert [(e.sent, e.received, e.step, e.samples) for e in real] == [
-            (e.sent, e.received, e.step, e.samples) for e in virtual
-        ]
+        assert [(e.sent, e.received) for e in real] == [(e.sent, e.received) for e in virtual]
+        if node < workers or strategy.synchronous:  # how many updates a server makes of them is a matter of timing
+            assert [(e.step, e.samples) for e in real] == [(e.step, e.samples) for e in virtual]
 
 
 def digest(run: Path) -> str:
