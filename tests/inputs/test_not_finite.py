@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.examples import CERTAIN, workers_for
+from tests.laws.examples import CERTAIN, each_of, workers_for
 from tests.zoo import (
     Trap,
     assert_close,
@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from orchestra import AllReduce, Dirichlet, Epochs, Steps, Strategy
 from orchestra.errors import Diverged
 from orchestra.events import Skipped, Stepped
-from orchestra.expression import show
 
-every = pytest.mark.parametrize("strategy", CERTAIN, ids=show)
+every = each_of(CERTAIN)
 
 
 class Sick(nn.Module):

@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import pytest
 import torch
 
 from orchestra import (
@@ -39,6 +41,7 @@ from orchestra import (
     SyncEASGD,
 )
 from orchestra.collectives.double_tree import trees
+from orchestra.expression import show
 from orchestra.strategies import PARTS, STRATEGIES
 from orchestra.vectors import ranges, share_of_mean, split
 
@@ -120,6 +123,30 @@ def counted(strategy: Strategy[Any]) -> bool:
 
 
 COUNTED = [s for s in EXAMPLES if counted(s)]
+
+
+def seldom(strategy: Strategy[Any]) -> bool:
+    """Whether its like is among the examples, so that it need not be tried every time."""
+    match strategy:
+        case AllReduce(algorithm="native" | "ring", group=None) | AllReduce(group=2):
+            return False
+        case AllReduce():  # each has tests of its own
+            return True
+        case StrategySwitch(momenta=momenta):
+            return momenta != "keep"
+        case SlowMo(buffers=buffers):
+            return buffers == "maintain"
+        case EASGD(tau=tau, servers=1) | SyncEASGD(tau=tau):
+            return tau == 2
+        case Downpour(n_push=n_push, n_fetch=n_fetch, servers=1):
+            return n_push + n_fetch == 3
+    return False
+
+
+def each_of(examples: Sequence[Strategy[Any]]) -> pytest.MarkDecorator:
+    """One test for each; some only in `make exhaustive`."""
+    marked = [pytest.param(s, marks=pytest.mark.exhaustive) if seldom(s) else s for s in examples]
+    return pytest.mark.parametrize("strategy", marked, ids=[show(s) for s in examples])
 
 
 def ends_at(strategy: Strategy[Any]) -> str:

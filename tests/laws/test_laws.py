@@ -23,6 +23,7 @@ from tests.laws.examples import (
     WORKERS,
     alone,
     bytes_sent,
+    each_of,
     ends_at,
     held_by_servers,
     sieves,
@@ -75,9 +76,9 @@ from orchestra.inner import Factory
 S = Strategy[Any]
 LAYERS = [p.numel() for p in make_model().parameters()]
 PARAMETERS = sum(LAYERS)
-every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
-certain = pytest.mark.parametrize("strategy", CERTAIN, ids=show)  # to compute every mini-batch
-synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS, ids=show)
+every = each_of(EXAMPLES)
+certain = each_of(CERTAIN)  # to compute every mini-batch
+synchronous = each_of(SYNCHRONOUS)
 
 
 def test_the_catalogue_is_covered() -> None:

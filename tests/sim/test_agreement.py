@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.examples import COUNTED, EXAMPLES, SYNCHRONOUS, cancels, sieves, workers_for
+from tests.laws.examples import COUNTED, EXAMPLES, SYNCHRONOUS, cancels, each_of, sieves, workers_for
 from tests.zoo import INPUTS, Dicey, assert_close, assert_same, events, make_data, make_large, make_model, train
 
 from orchestra import AllReduce, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
@@ -25,8 +25,8 @@ from orchestra.networks import Host, Network
 from orchestra.node import Node
 
 S = Strategy[Any]
-every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
-synchronous = pytest.mark.parametrize("strategy", SYNCHRONOUS, ids=show)
+every = each_of(EXAMPLES)
+synchronous = each_of(SYNCHRONOUS)
 
 
 def rehearse(strategy: S, out: Path, *, steps: int = 7, model: Any = None, **cluster: Any) -> Any:
@@ -44,7 +44,7 @@ def test_simulated_is_real(strategy: S, tmp_path: Path) -> None:
     assert_same(real.model, virtual.model)
 
 
-@pytest.mark.parametrize("strategy", COUNTED, ids=show)
+@each_of(COUNTED)
 def test_bytes_are_the_same(strategy: S, tmp_path: Path) -> None:
     train(strategy, tmp_path / "real", workers=workers_for(strategy), budget=Steps(7))
     rehearse(strategy, tmp_path / "virtual")
@@ -193,7 +193,7 @@ def test_asynchronous_staleness_is_what_timing_makes_it(tmp_path: Path) -> None:
     assert result.summary.staleness_mean == pytest.approx(2, abs=0.2)
 
 
-@pytest.mark.parametrize("strategy", [s for s in EXAMPLES if not s.synchronous], ids=show)
+@each_of([s for s in EXAMPLES if not s.synchronous])
 def test_asynchronous_runs_end_in_the_same_band(strategy: S, tmp_path: Path) -> None:
     """Which push comes first is chance in a real run; where it leads, over several seeds, is not."""
     delay, network, seeds = "exponential:0.004,0.004", "100gbit,50us", range(5)
