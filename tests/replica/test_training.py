@@ -229,7 +229,7 @@ def test_optimizers_that_need_a_closure_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_process")
 def test_whole_layers_do_not_go_with_servers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a server of ParameterServer holds a range"):
+    with pytest.raises(ConfigError, match="has groups of layers, but a server of ParameterServer"):
         train(ParameterServer(), tmp_path, optimizer=two_groups)
 
 
