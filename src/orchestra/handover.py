@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """x and the optimizer's momenta from whoever holds them under one strategy to whoever does under the next.
 
-workers → workers       nothing moves; if each had its own x, they take the mean
-workers → servers       the server of range k gets x[k] and the momenta of that range from worker k mod N
-servers → workers       every worker gets x and the momenta from all servers
-servers → servers       every worker gets x; momenta stay
+    workers → workers       nothing moves; if each had its own x, they take the mean
+    workers → servers       the server of range k gets x[k] and the momenta of that range from worker k mod N
+    servers → workers       every worker gets x and the momenta from all servers
+    servers → servers       every worker gets x; momenta stay
+
+Servers also learn how many samples there were, by which the schedule goes on.
 """
 
 from __future__ import annotations

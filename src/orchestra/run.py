@@ -84,10 +84,6 @@ class Life:
         """Whether the workers go in step now."""
         return self.job.strategy.in_step(self.state)
 
-    def skip_snapshot(self) -> None:
-        """Count one that others took."""
-        self.snapshots += 1
-
     @property
     def is_server(self) -> bool:
         """Servers come after the workers."""
@@ -200,8 +196,10 @@ def serve(life: Life, keeper: Keeper) -> None:
     def between() -> None:
         nonlocal due, reported, holds
         while node.samples >= due:
-            # Those that were due before it held the model are others' business.
-            take_snapshot(life, life.snapshots + 1) if holds or node.samples == due else life.skip_snapshot()
+            if holds or node.samples == due:
+                take_snapshot(life, life.snapshots + 1)
+            else:  # it was due before this server held the model, and others took it
+                life.snapshots += 1
             due = next_snapshot()
         holds = life.where == "servers"
         if node.now() - reported > _REPORT_EVERY:

@@ -109,7 +109,7 @@ class Service:
     correction: Correction
     active: set[int] = field(init=False)  # workers that have not left
     asking: dict[int, int] = field(default_factory=dict)  # who waits for x, and the version it has
-    told: set[int] = field(default_factory=set)  # who knows that there is a newer x
+    warned: set[int] = field(default_factory=set)  # who knows that there is a newer x
 
     def __post_init__(self) -> None:
         self.active = {*self.node.comm.workers.members}
@@ -172,7 +172,7 @@ class OnRequest(Consistency):
                 at.asking.pop(came.source, None)
             elif came.tag == QUESTION:
                 at.asking[came.source] = came.version
-                at.told.discard(came.source)
+                at.warned.discard(came.source)
             else:
                 self.take(at, came)
             self.settle(at)

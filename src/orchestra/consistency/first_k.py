@@ -52,10 +52,7 @@ class KSync(OnRequest):
 
     def work(self, node: Node, s: ServerState) -> None:
         """Pull, compute unless cancelled, push."""
-        pull(node, s)
-        g = node.gradient(unless=node.comm.servers)
-        if not node.abandoned:
-            push(node, s, g)
+        work_unless_cancelled(node, s)
 
     def take(self, at: Service, push: Message) -> None:
         """Keep it, unless it comes too late."""
@@ -84,10 +81,7 @@ class KBatchSync(OnRequest):
 
     def work(self, node: Node, s: ServerState) -> None:
         """Pull what is new, compute unless cancelled, push."""
-        pull(node, s)
-        g = node.gradient(unless=node.comm.servers)
-        if not node.abandoned:
-            push(node, s, g)
+        work_unless_cancelled(node, s)
 
     def take(self, at: Service, push: Message) -> None:
         """Keep it, unless it comes too late."""
@@ -152,6 +146,14 @@ class KBatchAsync(OnRequest):
         return True
 
 
+def work_unless_cancelled(node: Node, s: ServerState) -> None:
+    """Pull what is new; compute, and push unless a server says meanwhile that it is for nothing."""
+    pull(node, s)
+    g = node.gradient(unless=node.comm.servers)
+    if not node.abandoned:
+        push(node, s, g)
+
+
 def of_workers(at: Service, k: int) -> bool:
     """Whether gradients of k workers are in, or of as many as are left."""
     sources = {held.source for held in at.s.held}
@@ -180,6 +182,6 @@ def at_most(k: int, workers: int) -> Iterator[Problem]:
 def _renew(at: Service, concerned: set[int]) -> None:
     """Update, and tell those who are computing that it is for nothing; once is enough."""
     at.apply(at.s.held)
-    for worker in sorted(concerned - at.told - {*at.asking}):
-        at.told.add(worker)
+    for worker in sorted(concerned - at.warned - {*at.asking}):
+        at.warned.add(worker)
         at.node.comm.send(worker, at.node.x[:0], version=at.version, tag=NOTICE)

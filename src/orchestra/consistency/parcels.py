@@ -79,10 +79,10 @@ class Parcels:
 
     def unpack(self, message: Message) -> Message | None:
         """An answer, or a push that is whole now; None if pieces are missing, or if it was there before."""
-        node, (t, start, stop) = self.node, message.stamp
-        packed = message.x.dtype == torch.uint8
         if message.tag:
             return message
+        node, (t, start, stop) = self.node, message.stamp
+        packed = message.x.dtype == torch.uint8
         if not node.serves:
             if not packed:
                 return message

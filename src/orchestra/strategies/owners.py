@@ -7,13 +7,11 @@ from collections.abc import Iterator
 
 from orchestra.errors import Problem
 from orchestra.node import Node
-from orchestra.vectors import ranges
 
 
 def owners(node: Node) -> list[tuple[int, slice]]:
     """Every server with the range of a worker's x that it owns."""
-    servers = node.comm.servers.members
-    return list(zip(servers, ranges(node.x.numel(), len(servers)), strict=True))
+    return list(zip(node.comm.servers.members, node.placement, strict=True))
 
 
 def too_many(servers: int, workers: int) -> Iterator[Problem]:

@@ -52,6 +52,7 @@ from orchestra.consistency.parcels import Parcels
 from orchestra.errors import Problem
 from orchestra.filters import Everything, Filter
 from orchestra.node import Node
+from orchestra.strategies.owners import too_many
 from orchestra.strategy import Strategy, knob
 
 
@@ -94,10 +95,9 @@ class ParameterServer(Strategy[ServerState]):
         return "servers"
 
     def demands(self, workers: int) -> Iterator[Problem]:
-        """What the consistency needs; and so many servers would mostly be idle: usually a slip."""
+        """What the consistency needs, and not more servers than can be of use."""
         yield from self.consistency.demands(workers)
-        if self.servers > 4 * workers:
-            yield Problem("strategy.servers", self.servers, f"is too many for {workers} workers: at most {4 * workers}")
+        yield from too_many(self.servers, workers)
         if self.synchronous and not isinstance(self.correction, AsPushed):
             yield Problem("strategy.correction", self.correction, "corrects stale gradients, of which there are none")
 
