@@ -58,7 +58,7 @@ MORE: tuple[Strategy[Any], ...] = (
     ParameterServer(consistency=BackupWorkers(b=1), servers=2),
     ParameterServer(consistency=KSync(k=2), servers=2),
     ParameterServer(consistency=KSync(k=WORKERS)),
-    ParameterServer(consistency=KAsync(k=2), servers=2, pieces=3),
+    ParameterServer(consistency=KAsync(k=2), pieces=3),
     ParameterServer(filter=Significant(threshold=0.01), cache_keys=True),
     ParameterServer(consistency=ASP(), correction=DelayCompensated(lam=2.0, adaptive=True)),
     SlowMo(tau=2, base=AllReduce()),

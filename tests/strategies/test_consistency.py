@@ -276,6 +276,7 @@ def test_the_learning_rate_is_divided_by_staleness(tmp_path: Path) -> None:
     [
         ("ps(consistency=ksync(k=4))", "is more than the 3 workers"),
         ("ps(consistency=kasync(k=9))", "is more than the 3 workers"),
+        ("ps(consistency=kasync(k=2), servers=2)", "wait for each other"),
         ("ps(consistency=softsync(n=4))", "is more than the 3 workers"),
         ("ps(consistency=backupworkers(b=3))", "must be less than the 3 workers"),
         ("ps(consistency=ssp(staleness=-1))", "must be at least 0"),

@@ -38,7 +38,7 @@ class BackupWorkers(OnRequest):
         """Who has come has to wait for others to go on."""
         return False
 
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
         """Somebody must be waited for."""
         if self.b >= workers:
             yield Problem("strategy.consistency.b", self.b, f"must be less than the {workers} workers there are")

@@ -87,7 +87,7 @@ class Consistency(ABC):
         """Whether all workers can come to the same step."""
         return True
 
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
         """What it cannot work with."""
         return iter(())
 

@@ -12,8 +12,11 @@ Distributed SGD", AISTATS 2018. https://arxiv.org/abs/1803.01113
     K-async          of different workers           go on, stale       ≤ K-sync             (H_P − H_{P−K}) / μ
     K-batch-async    whoever's                      go on, stale       K E[X] / P           K / (P μ)
 
-K-sync with K = P is BSP, K-async with K = 1 is ASP. A worker whose gradient is cancelled stops in the middle where
-gradients are only waited for, and at the end of its mini-batch where they are really computed; the mini-batch is lost.
+K-sync with K = P is BSP, K-async with K = 1 is ASP. K-async with K between has one server: of several, each would wait
+for the first K that come to it, and a worker that one of them needs might wait for the other for ever.
+
+A worker whose gradient is cancelled stops in the middle where gradients are only waited for, and at the end of its
+mini-batch where they are really computed; the mini-batch is lost.
 
 On the digits (4 workers, K = 4, momentum 0.9, 20 epochs, mean of 3 seeds, the best of four rates) K-batch-sync ends at
 96.4 %, one process alone at 97.8 %: what is cancelled is lost.
@@ -46,7 +49,7 @@ class KSync(OnRequest):
         """Who has come has to wait for others to go on."""
         return False
 
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
         """K different workers."""
         return at_most(self.k, workers)
 
@@ -112,9 +115,15 @@ class KAsync(OnRequest):
         """K gradients make one."""
         return workers / self.k
 
-    def demands(self, workers: int) -> Iterator[Problem]:
-        """K different workers."""
-        return at_most(self.k, workers)
+    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
+        """K different workers, and one server to say which, unless there is no choice."""
+        yield from at_most(self.k, workers)
+        if servers > 1 and 1 < self.k < workers:
+            message = (
+                f"must be 1 with {self.k} of {workers} workers: several would choose different ones, and these then "
+                f"wait for each other. K-async has any number of servers with k=1 or k={workers}, K-batch-async always"
+            )
+            yield Problem("strategy.servers", servers, message)
 
     def settle(self, at: Service) -> None:
         """Update with all that came."""

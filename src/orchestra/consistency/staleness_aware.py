@@ -40,7 +40,7 @@ class SoftSync(OnRequest):
         """n, by definition."""
         return float(self.n)
 
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
         """At least one gradient an update."""
         if self.n > workers:
             yield Problem("strategy.consistency.n", self.n, f"is more than the {workers} workers there are")

@@ -96,7 +96,7 @@ class ParameterServer(Strategy[ServerState]):
 
     def demands(self, workers: int) -> Iterator[Problem]:
         """What the consistency needs, and not more servers than can be of use."""
-        yield from self.consistency.demands(workers)
+        yield from self.consistency.demands(workers, self.servers)
         yield from too_many(self.servers, workers)
         if self.synchronous and not isinstance(self.correction, AsPushed):
             yield Problem("strategy.correction", self.correction, "corrects stale gradients, of which there are none")
