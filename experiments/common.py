@@ -134,11 +134,15 @@ class Study:
         return 0 if all(claim.holds for claim in self.claims) else 1
 
 
-def options(doc: str | None, *, seeds: int, argv: Sequence[str] | None = None) -> argparse.Namespace:
+def options(
+    doc: str | None, *, seeds: int, devices: Sequence[str] = (), argv: Sequence[str] | None = None
+) -> argparse.Namespace:
     """What every study can be told: how many `seeds`, and where `results.json` goes (`out`)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=seeds, help=f"runs of each variant (default: {seeds})")
     parser.add_argument("--out", type=Path, help="folder for results.json (default: beside the study)")
+    if devices:
+        parser.add_argument("--device", choices=devices, default=devices[0], help="where gradients are taken")
     asked = parser.parse_args(argv)
     if asked.seeds < 2:
         parser.error("--seeds must be at least 2: of a single run nobody knows the spread")

@@ -21,6 +21,7 @@ class Report(NamedTuple):
     sent: float  # bytes
     received: float  # bytes
     t: float  # seconds
+    far: float  # steps as budgets count them; infinite if others do the rest
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Progress:
     @property
     def step(self) -> int:
         """Step of the slowest worker."""
-        return int(min(row.step for row in self.nodes[: self.workers]))
+        return int(min(row.far for row in self.nodes[: self.workers]))
 
     @property
     def samples(self) -> int:

@@ -2,7 +2,7 @@
 """x and the optimizer's momenta from whoever holds them under one strategy to whoever does under the next.
 
     workers → workers       nothing moves; if each had its own x, they take the mean
-    workers → servers       the server of range k gets x[k] and the momenta of that range from worker k mod N
+    workers → servers       the server of range k gets x[k] and the momenta of that range from worker k − M mod N
     servers → workers       every worker gets x and the momenta from all servers
     servers → servers       every worker gets x; momenta stay
 
@@ -61,7 +61,7 @@ def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any]) -> None:
         comm.mean_(node.x, weight=float(max(1, node.samples)))
     members = comm.workers.members
     for k, (server, part) in enumerate(zip(comm.servers.members, parts, strict=True)):
-        if then.servers and members[k % len(members)] == node.rank:
+        if then.servers and members[(k - len(parts)) % len(members)] == node.rank:
             comm.send(server, node.x[part], version=total)
             _send(node, server, part)
 
@@ -78,7 +78,7 @@ def at_server(node: Node, first: Strategy[Any], then: Strategy[Any]) -> bool:
             if not then.servers:
                 _send(node, worker, slice(None))
         return True
-    giver = workers[comm.servers.index(node.rank) % len(workers)]
+    giver = workers[(comm.servers.index(node.rank) - len(comm.servers)) % len(workers)]
     came = comm.next_from(giver)
     if came is None:
         return False

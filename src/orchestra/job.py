@@ -79,9 +79,10 @@ class Job:
 
     @cached_property
     def machines(self) -> tuple[int, ...]:
-        """The machine of every node. Each has its own, but for servers that live with the workers."""
-        nodes = range(self.workers + self.servers)
-        return tuple(node % self.workers if self.strategy.colocated else node for node in nodes)
+        """The machine of every node. Each has its own, but for servers that live with the last workers."""
+        shared = self.strategy.colocated
+        last = ((k - self.servers) % self.workers if shared else self.workers + k for k in range(self.servers))
+        return (*range(self.workers), *last)
 
     def near(self, rank: int) -> frozenset[int]:
         """The other nodes on a node's machine: what passes between them does not pass the network."""

@@ -133,7 +133,7 @@ class Comm:
     def _next(
         self, source: int | None, *, departures: bool = False, at_rest: bool = False
     ) -> Message | Departed | None:
-        while source not in self._paused and len(self._paused) < len(self.workers):
+        while not self._paused or (source not in self._paused and len(self._paused) < len(self.workers)):
             self.between_messages()
             came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
             if not isinstance(came, Message):
@@ -161,6 +161,10 @@ class Comm:
         paused = len(self._paused) == len(self.workers)
         self._paused.clear()
         return paused
+
+    def dismiss(self, count: int) -> None:
+        """Go on without the last workers: so many of those that began."""
+        self.workers = Group(tuple(range(self.servers.members[0] - count)))
 
     def leave(self) -> None:
         """Tell the servers that this worker sends nothing more."""
@@ -200,6 +204,7 @@ class Node:
         self.loss = math.nan  # of the last mini-batch
         self.skipped = 0  # gradients that were not finite
         self.abandoned = False  # whether the last mini-batch was given up
+        self.retired = False  # whether this worker has made way for a server
         self.replica = replica
         self.feed = feed
         self.inner = inner
@@ -222,6 +227,15 @@ class Node:
     def serves(self) -> bool:
         """Whether this node is a server."""
         return self.feed is None
+
+    def retire(self, count: int) -> None:
+        """Let the last workers make way for servers: so many of those that began. The others have all samples then."""
+        self.comm.dismiss(count)
+        self.retired = not self.serves and self.rank not in self.comm.workers
+        if self.retired:
+            self.log("retired", self.steps)
+        if self.feed is not None and not self.retired and self.feed.shared_anew is None:
+            self.feed.reshare(len(self.comm.workers))
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         """The servers' ranges of a vector, as views."""

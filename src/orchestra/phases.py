@@ -25,6 +25,17 @@ class Phases(Strategy[SwitchState]):
 
     first: Strategy[Any]
     then: Strategy[Any]
+    promote: bool
+
+    @property
+    def promotes(self) -> bool:  # type: ignore[override]
+        """If told to."""
+        return self.promote
+
+    @property
+    def colocated(self) -> bool:  # type: ignore[override]
+        """Servers that were workers are where those were."""
+        return self.promote or (self.then if self.then.servers else self.first).colocated
 
     @property
     def servers(self) -> int:  # type: ignore[override]
@@ -35,11 +46,6 @@ class Phases(Strategy[SwitchState]):
     def placement(self) -> Placement:  # type: ignore[override]
         """That of whichever has servers."""
         return self.then.placement if self.then.servers else self.first.placement
-
-    @property
-    def colocated(self) -> bool:  # type: ignore[override]
-        """Likewise."""
-        return self.then.colocated if self.then.servers else self.first.colocated
 
     def updates(self, workers: int) -> float:
         """Those of the first: at the switch the learning rate follows."""

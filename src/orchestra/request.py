@@ -187,6 +187,9 @@ def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data
     if given.schedule is not None and strategy.servers and isinstance(data, IterableDataset):
         message = "cannot be followed by servers, which do not see where a stream ends: use a map-style Dataset"
         yield Problem("schedule", given.schedule, message)
+    if strategy.promotes and isinstance(data, IterableDataset):
+        message = "cannot give the samples of a stream to other workers: use a map-style Dataset"
+        yield Problem("strategy.promote", True, message)
     per_epoch = None if isinstance(data, IterableDataset) else 1
     if strategy.counts_down and budgets.last_step(given.budget, per_epoch, 1) is None:
         message = "has no share that could be spent, by which the strategy switches: add an end, such as | Steps(1000)"

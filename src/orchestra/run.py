@@ -163,20 +163,21 @@ def work(life: Life, keeper: Keeper) -> None:
         if not life.meter.proceed(node.steps, in_step=life.in_step):
             life.interrupted = keeper.interrupted()
             break
-        before = node.steps
+        before, far = node.steps, distance(life)
         job.strategy.step(node, life.state)
         record(life)
         report(life)
-        if job.snapshot_every is not None and crossed(before, node.steps, job.snapshot_every):
-            take_snapshot(life, node.steps // job.snapshot_every)
+        if job.snapshot_every is not None and crossed(far, distance(life), job.snapshot_every):
+            take_snapshot(life, int(distance(life) // job.snapshot_every))
         keeper.after_step(before)
     if life.interrupted:
         keeper.break_off()
         node.comm.leave()
         end(life)
         return
-    job.strategy.finish(node, life.state)
-    node.comm.leave()
+    if not node.retired:
+        job.strategy.finish(node, life.state)
+        node.comm.leave()
     end(life)
     if keeper.stay():
         set_aside(life, job.run / snapshot.FINAL)
@@ -214,14 +215,22 @@ def serve(life: Life, keeper: Keeper) -> None:
 
 
 def spent(life: Life) -> bool:
-    """Whether a worker has done its steps, or its epochs of a stream."""
+    """Whether a worker has done its steps, or its epochs of a stream, or has made way for a server."""
     job, node = life.job, life.node
-    if job.last_step is not None and node.steps >= job.last_step:
+    if node.retired or (job.last_step is not None and distance(life) >= job.last_step):
         return True
     return job.last_epoch is not None and node.feed is not None and node.feed.epoch >= job.last_epoch
 
 
-def crossed(before: int, after: int, every: int | None) -> bool:
+def distance(life: Life) -> float:
+    """A worker's steps, counted as if all that began were still there: budgets and snapshots go by these."""
+    job, node = life.job, life.node
+    if len(node.comm.workers) == job.workers or job.steps_per_epoch is None:
+        return node.steps
+    return node.epochs * job.steps_per_epoch
+
+
+def crossed(before: float, after: float, every: int | None) -> bool:
     """Whether a multiple of `every` lies in what was just done."""
     return every is not None and after // every > before // every
 
@@ -247,7 +256,7 @@ def report(life: Life) -> None:
     life.show(
         Report(
             node.steps, node.samples, node.loss, meter.compute, meter.communicate, meter.wait,
-            traffic.sent, traffic.received, node.now(),
+            traffic.sent, traffic.received, node.now(), math.inf if node.retired else distance(life),
         )
     )  # fmt: skip
 
@@ -280,7 +289,7 @@ def set_aside(life: Life, folder: Path) -> bool:
     equal = where in ("everywhere", "copies", "shared")
     holds = where == "servers" if life.is_server else where == "apart" or (equal and life.rank == 0)
     buffers = node.replica.buffers() if node.replica is not None else {}
-    if not holds and not buffers:
+    if node.retired or not (holds or buffers):
         return False
     start = job.range_of(life.rank).start if life.is_server else 0
     x: Tensor | None = node.x if holds else None
@@ -301,7 +310,7 @@ def everything(life: Life) -> dict[str, Any]:
         "buffers": node.replica.buffers() if node.replica is not None else {},
         "inner": node.inner.state(),
         "strategy": life.state,
-        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step],
+        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
         "counts": [node.steps, node.samples, node.skipped, life.snapshots],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
         "node_rng": node.rng.get_state(),
@@ -318,11 +327,15 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
         for name, buffer in node.replica.buffers().items():
             buffer.copy_(saved["buffers"][name])
     node.inner.restore(saved["inner"])
+    if node.feed is not None:
+        epoch, step, shared_anew = saved["feed"]
+        if shared_anew is not None:
+            node.feed.seek(*shared_anew[:2])
+            node.feed.reshare(shared_anew[2])
+        node.feed.seek(epoch, step)
     if life.state is not None:
         checkpoint.restore_into(life.state, saved["strategy"])
         life.job.strategy.attach(node, life.state)
-    if node.feed is not None:
-        node.feed.seek(*saved["feed"])
     node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]
     node.rng.set_state(saved["node_rng"])

@@ -116,9 +116,11 @@ class Scorer:
         buffers = bool(persistent_buffers(self.module))
         workers = set(range(self.workers))
         servers = set(range(self.workers, self.workers + self.strategy.servers))
+        left = set(range(self.workers - len(servers))) if self.strategy.promotes else workers
         for where in self.strategy.places:
             wanted = {"servers": servers, "apart": workers}.get(where, {0})
-            if (wanted | (workers if buffers else set())) <= found and snapshot.holds_x(folder, min(wanted)):
+            working = left if where == "servers" else workers
+            if (wanted | (working if buffers else set())) <= found and snapshot.holds_x(folder, min(wanted)):
                 return True
         return False
 

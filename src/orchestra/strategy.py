@@ -51,6 +51,9 @@ class Strategy(ABC, Generic[S]):
     colocated: bool = False
     """Whether servers live on the workers' machines, in turn, or on their own."""
 
+    promotes: bool = False
+    """Whether the workers that share a machine with a server make way for it in the course of a run."""
+
     @property
     def model_at(self) -> Where:
         """Where the model is between two steps.

@@ -204,7 +204,9 @@ class _Training:
 
     def _refuse_the_past(self, job: Job) -> None:
         """A checkpoint that is further than the budget goes would end at once, and look like a success."""
-        if self.saved is None or job.last_step is None or not self.strategy.synchronous:
+        # Where workers retire, the others do more steps than each was to do in the beginning.
+        comparable = self.strategy.synchronous and not self.strategy.promotes
+        if self.saved is None or job.last_step is None or not comparable:
             return
         if self.saved.step > job.last_step:
             message = f"ends at step {job.last_step:,}; the checkpoint is already at {self.saved.step:,}: ask for more"

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from tests.zoo import BATCH, SEED, make_data
 
 from orchestra import (
     ASP,
@@ -41,6 +42,7 @@ from orchestra import (
     SyncEASGD,
 )
 from orchestra.collectives.double_tree import trees
+from orchestra.data.feed import IndexedFeed
 from orchestra.expression import show
 from orchestra.strategies import PARTS, STRATEGIES
 from orchestra.vectors import ranges, share_of_mean, split
@@ -69,6 +71,8 @@ MORE: tuple[Strategy[Any], ...] = (
     StrategySwitch(when=AtShare(share=0.5), then=ParameterServer(servers=2)),
     StrategySwitch(when=AtShare(share=0.4), then=ParameterServer(consistency=ASP(), servers=2)),
     StrategySwitch(when=AtShare(share=0.4), first=ParameterServer(), then=LocalSGD(tau=2)),
+    StrategySwitch(when=AtShare(share=0.4), then=ParameterServer(), promote=True),
+    StrategySwitch(when=AtShare(share=0.4), then=ParameterServer(consistency=ASP(), servers=2), promote=True),
     StrategySwitch(when=AtShare(share=0.4), first=ParameterServer(consistency=ASP()), then=AllReduce()),
     StrategySwitch(when=AtShare(share=0.4), first=LocalSGD(tau=2), then=AllReduce(algorithm="ring")),
 )
@@ -190,7 +194,25 @@ def alone(strategy: Strategy[Any]) -> Strategy[Any]:
             return dataclasses.replace(strategy, tau=1000, alpha=1.0)
         case SyncEASGD():
             return dataclasses.replace(strategy, alpha=0.0, beta=1.0)
+        case StrategySwitch(promote=True):
+            return dataclasses.replace(strategy, promote=False)
     return strategy
+
+
+def steps_of(strategy: Strategy[Any], workers: int, steps: int) -> int:
+    """Steps of a worker to the end, if each was to do so many in the beginning: more if others make way for servers."""
+    if not isinstance(strategy, StrategySwitch) or not strategy.promote:
+        return steps
+    assert isinstance(strategy.when, AtShare)
+    feed = IndexedFeed(make_data(), batch=BATCH, seed=SEED, rank=0, size=workers)
+    per_epoch, done = feed.steps_per_epoch or 0, math.ceil(strategy.when.share * steps)
+    for _ in range(done):
+        feed.next()
+    feed.reshare(workers - strategy.servers)
+    while feed.epochs * per_epoch < steps:
+        feed.next()
+        done += 1
+    return done
 
 
 def numbers_sent(algorithm: str, p: int, n: int, group: int | None = None) -> list[int]:
@@ -279,7 +301,8 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, layers: list[i
             held = held_by_servers(strategy, layers)
             if not strategy.colocated:
                 return [[steps * size] * workers, [steps * workers * 4 * length for length in held]]
-            near = [4 * sum(held[i::workers]) for i in range(workers)]
+            last = -len(held) % workers  # the worker with which the first server lives
+            near = [4 * sum(held[(i - last) % workers :: workers]) for i in range(workers)]
             return [[steps * (size - own) for own in near], [steps * (workers - 1) * 4 * length for length in held]]
         case SlowMo(tau=tau, base=base, buffers=buffers):
             rounds = -(-steps // tau)
@@ -297,7 +320,10 @@ def bytes_sent(strategy: Strategy[Any], workers: int, steps: int, layers: list[i
 def bytes_of_a_switch(strategy: StrategySwitch, k: int, workers: int, steps: int, layers: list[int]) -> list[list[int]]:
     """Both strategies, and what they hand over: x, one momentum and what it is called."""
     first, then, outline = strategy.first, strategy.then, len('{"momentum_buffer": "vector"}')
-    before, after = bytes_sent(first, workers, k, layers), bytes_sent(then, workers, steps - k, layers)
+    left = workers - strategy.servers if strategy.promote else workers
+    rest = steps_of(strategy, workers, steps) - k
+    before, after = bytes_sent(first, workers, k, layers), bytes_sent(then, left, rest, layers)
+    after[0] += [0] * (workers - left)
     numel = sum(layers)
     sent = [a + b for a, b in zip(before[0], after[0], strict=True)]
     served = [sum(both) for both in zip_longest(before[1], after[1], fillvalue=0)]
@@ -309,6 +335,6 @@ def bytes_of_a_switch(strategy: StrategySwitch, k: int, workers: int, steps: int
     for server, part in enumerate(parts):
         if first.servers:
             served[server] += workers * (part if then.servers else 2 * part + outline)
-        else:
-            sent[server % workers] += 2 * part + outline
+        elif not strategy.promote:  # else it stays on the machine
+            sent[(server - strategy.servers) % workers] += 2 * part + outline
     return [sent, served]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,15 @@ class Feed(Protocol):
         """Go to a position."""
         ...
 
+    def reshare(self, size: int) -> None:
+        """From here on, deal what is left among the first `size` workers only."""
+        ...
+
+    @property
+    def shared_anew(self) -> tuple[int, int, int] | None:
+        """Epoch and step at which that was done, and the size; None if it was not."""
+        ...
+
 
 class Samples:
     """A tuple of tensors or a map-style Dataset, by index."""
@@ -71,6 +80,15 @@ class Samples:
         return torch.as_tensor([int(self._data[i][-1]) for i in range(len(self))])
 
 
+class _Deal(NamedTuple):
+    """How the samples of an epoch are dealt out."""
+
+    epoch: int
+    used: int  # samples used before they were shared anew
+    lengths: list[int]  # of all samples together, or of each worker's
+    steps: int
+
+
 class IndexedFeed:
     """Batches of samples that can be picked by index."""
 
@@ -82,63 +100,100 @@ class IndexedFeed:
         self.draws = not is_tensors(data)
         self._pick: Callable[[], list[Any]] = lambda: self._samples.take(self.indices(self.epoch, self.step))
         self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
-        count = len(self._samples)
         self._shards: list[Tensor] | None = None
-        if partition is None or isinstance(partition, IID):
-            self.steps_per_epoch: int | None = -(-count // (batch * size))
-        else:
+        if partition is not None and not isinstance(partition, IID):
             self._shards = partition.shards(self._samples.labels(), size, seed)
-            self.steps_per_epoch = max(-(-len(shard) // batch) for shard in self._shards)
         self.epoch = self.step = 0
-        self._count = count if self._shards is None else len(self._shards[rank])  # of the samples it picks from
+        self.shared_anew: tuple[int, int, int] | None = None
+        self._used = 0  # samples of the epoch in which they were shared anew that were used before
+        self._left: list[Tensor] = []  # the others, where each worker has a shard
         self._order_of = -1
         self._order = torch.empty(0, dtype=torch.int64)
+        self._deal = self._deal_for(-1)
+        self.steps_per_epoch: int | None = self._deal.steps
 
     def indices(self, epoch: int, step: int) -> list[int]:
         """The samples of this rank at a step of an epoch."""
         if self._order_of != epoch:
-            self._order, self._order_of = self._shuffle(epoch), epoch
-        chosen: list[int] = self._order[self._here(step)].tolist()
+            self._order, self._order_of = self._shuffle(epoch, self._rank), epoch
+        chosen: list[int] = self._order[self._here(epoch, step)].tolist()
         return chosen
 
-    def _here(self, step: int) -> slice:
+    def _deal_in(self, epoch: int) -> _Deal:
+        if self._deal.epoch != epoch:
+            self._deal = self._deal_for(epoch)
+        return self._deal
+
+    def _deal_for(self, epoch: int) -> _Deal:
+        """How the samples of an epoch are dealt out."""
+        broken = self._broken(epoch)
+        used = self._used if broken else 0
+        if self._shards is None:
+            count = len(self._samples)
+            return _Deal(epoch, used, [count - used], -(-(count - used) // (self._batch * self._size)))
+        lengths = [len(shard) for shard in (self._left if broken else self._shards)]
+        return _Deal(epoch, used, lengths, max(-(-length // self._batch) for length in lengths))
+
+    def _broken(self, epoch: int) -> bool:
+        """Whether the samples were shared anew in the course of an epoch."""
+        return self.shared_anew is not None and self.shared_anew[0] == epoch
+
+    def _here(self, epoch: int, step: int) -> slice:
         """Where in the order of an epoch this rank's samples of a step are."""
+        deal = self._deal_in(epoch)
         if self._shards is not None:
-            assert self.steps_per_epoch is not None
-            return slice(cut(self._count, self.steps_per_epoch, step), cut(self._count, self.steps_per_epoch, step + 1))
-        start = step * self._batch * self._size
-        part = hand(min(self._batch * self._size, self._count - start), self._size, self._batch, self._rank)
+            mine = deal.lengths[self._rank]
+            return slice(cut(mine, deal.steps, step), cut(mine, deal.steps, step + 1))
+        together = self._batch * self._size
+        part = hand(min(together, deal.lengths[0] - step * together), self._size, self._batch, self._rank)
+        start = deal.used + step * together
         return slice(start + part.start, start + part.stop)
 
-    def _shuffle(self, epoch: int) -> Tensor:
-        """The order of an epoch: of all samples, or of this rank's shard."""
+    def _shuffle(self, epoch: int, rank: int) -> Tensor:
+        """The order of an epoch: of all samples, or of a rank's shard."""
         seed = fold(self._seed, epoch)
         if self._shards is None:
             return _permutation(len(self._samples), seed)
-        shard = self._shards[self._rank]
+        if self._broken(epoch):
+            return self._left[rank]
+        shard = self._shards[rank]
         return shard[_permutation(len(shard), seed)]
 
     @property
     def epochs(self) -> float:
         """Passes over the data so far."""
-        count = len(self._samples)
-        if self._shards is None:
-            within = min(self.step * self._batch * self._size, count)
-        else:
-            assert self.steps_per_epoch is not None
-            within = sum(cut(len(shard), self.steps_per_epoch, self.step) for shard in self._shards)
         # A server counts samples, not steps: the same division gives it the same learning rate.
-        return (self.epoch * count + within) / count
+        count = len(self._samples)
+        return (self.epoch * count + self._used_by(self.step)) / count
+
+    def _used_by(self, step: int) -> int:
+        """Samples of this epoch that all workers have used before a step."""
+        deal = self._deal_in(self.epoch)
+        if self._shards is None:
+            return deal.used + min(step * self._batch * self._size, deal.lengths[0])
+        return deal.used + sum(cut(length, deal.steps, step) for length in deal.lengths)
 
     def next(self) -> Batch:
         """The batch at the current position; moves on."""
-        here = self._here(self.step)
+        here = self._here(self.epoch, self.step)
         size = here.stop - here.start
         batch = self._pick() if size else []
         self.step += 1
-        if self.step == self.steps_per_epoch:
+        if self.step == self._deal.steps:
             self.epoch, self.step = self.epoch + 1, 0
         return batch, size
+
+    def reshare(self, size: int) -> None:
+        """From here on, deal what is left among the first `size` workers only."""
+        epoch, step, used = self.epoch, self.step, self._used_by(self.step)
+        if self._shards is not None:
+            orders, steps = [self._shuffle(epoch, rank) for rank in range(self._size)], self._deal.steps
+            self._left = _dealt([order[cut(len(order), steps, step) :] for order in orders], size)
+            self._shards = _dealt(self._shards, size)
+        self.shared_anew, self._used, self._size = (epoch, step, size), used, size
+        self.step, self._order_of = 0, -1
+        self._deal = self._deal_for(-1)
+        self.steps_per_epoch = self._deal.steps
 
     def give_indices(self) -> None:
         """From now on, instead of samples: somebody else takes the samples of many batches at once."""
@@ -199,6 +254,12 @@ class StreamFeed:
             self._read()
         self._ahead = self._read()
 
+    shared_anew = None
+
+    def reshare(self, size: int) -> None:
+        """A stream is read in groups for all workers, which cannot be parted anew."""
+        raise NotImplementedError("a stream cannot be shared anew")
+
     def _read(self) -> list[Any]:
         """The next group of samples of all ranks, drawn with the stream's own generators."""
         with left_alone():
@@ -219,6 +280,15 @@ def hand(count: int, size: int, batch: int, rank: int) -> slice:
     """
     busy = min(size, max(1, count // 2, -(-count // batch)))
     return slice(cut(count, busy, rank), cut(count, busy, rank + 1)) if rank < busy else slice(count, count)
+
+
+def _dealt(shards: Sequence[Tensor], size: int) -> list[Tensor]:
+    """The shards of the first workers, each with an equal part of all the others'."""
+    spare = torch.cat([*shards[size:]])
+    return [
+        torch.cat([shard, spare[cut(len(spare), size, rank) : cut(len(spare), size, rank + 1)]])
+        for rank, shard in enumerate(shards[:size])
+    ]
 
 
 @lru_cache(maxsize=4)

@@ -45,6 +45,8 @@ class LocalKeeper:
         due = crossed(before, life.node.steps, life.job.checkpoint_every) and not spent(life)
         if self._life.in_step:
             if due:
+                words.set(SAVE_WANTED, life.node.steps)  # for those that have retired
+                self._transport.ring_everybody()
                 self._save_with_servers(life.node.steps)
             return
         first = all(self._begun(w) == NOTHING_MORE for w in range(life.rank))
@@ -78,8 +80,6 @@ class LocalKeeper:
         False if the run is broken off before that: then this worker's part is saved, and there is no final model yet.
         Whether it is, everybody sees alike: some worker stopped with steps left to do.
         """
-        if self._life.in_step:
-            return True
         words, plan = self._words, self._plan
         words.set(plan.word("begun", self._life.rank), NOTHING_MORE)
         self._transport.ring_everybody()
@@ -107,7 +107,7 @@ class LocalKeeper:
 
     def after_service(self) -> bool:
         """Save once more if the run is broken off; False then, since there is no final model yet."""
-        if not self._life.in_step and self.interrupted():
+        if self.interrupted():
             self._await_lingerers()
         self._save_with_workers()
         return not self.interrupted() or self._saved_as != self._words[STOP_AT]

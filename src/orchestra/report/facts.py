@@ -121,6 +121,8 @@ def facts_of(run: Path) -> Facts:
     ended = {e.node: e for e in events if isinstance(e, Ended)}
     roles = {e.node: e.role for e in began}
     workers = [e for node, e in ended.items() if roles.get(node) == "worker"]
+    steps = [e.step for e in stepped]
+    retired = {e.node for e in _logged(events, "retired")}
     seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
     samples = sum(e.samples for e in workers)
     scores = scores_of(run)
@@ -130,12 +132,12 @@ def facts_of(run: Path) -> Facts:
         workers=config["workers"],
         servers=config["servers"],
         seed=config["seed"],
-        steps=min((e.step for e in workers), default=max((e.step for e in stepped), default=0)),
+        steps=min((e.step for e in workers if e.node not in retired), default=max(steps, default=0)),
         samples=samples,
         seconds=seconds,
         setup=max((e.setup for e in began), default=0.0),
         samples_per_second=samples / seconds if seconds else 0.0,
-        loss=final_loss(stepped) if trained else None,
+        loss=final_loss([e for e in stepped if e.node not in retired]) if trained else None,
         metrics=scores[-1].metrics if scores and trained else {},
         sent_per_worker=_mean([e.sent for e in workers]),
         received_per_worker=_mean([e.received for e in workers]),

@@ -53,7 +53,7 @@ class Rehearsal:
         self.transports = connect(self.world, self.nodes)
         assert job.delay is not None
         self.delay = job.delay
-        self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
+        self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings: list[str] = []
         self.stopped_by = "budget"
         self.began = time.monotonic()

@@ -121,7 +121,7 @@ def momenta_of(job: Job, x0: Tensor) -> Momenta:
 def _feed(job: Job, rank: int, data: Any) -> Any:
     """Mini-batches of the true sizes; full ones of a stream, whose length nobody knows, and of too few samples."""
     if isinstance(data, IterableDataset) or job.batch * job.workers > len(Samples(data)):
-        return _Stream(job.batch, job.steps_per_epoch)
+        return _Stream(job.batch, job.workers, job.steps_per_epoch)
     feed = IndexedFeed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition)
     feed.give_nothing()
     return feed
@@ -131,16 +131,18 @@ class _Stream:
     """Full batches, without samples in them."""
 
     draws = False
+    shared_anew: int | None = None
 
-    def __init__(self, batch: int, steps_per_epoch: int | None) -> None:
-        self._batch = batch
+    def __init__(self, batch: int, workers: int, steps_per_epoch: int | None) -> None:
+        self._batch, self._workers = batch, workers
         self._steps = steps_per_epoch or 2**62
-        self._done = 0
+        self._done = 0.0  # steps, as all workers together would have done them
+        self._whole = 1.0  # of such a step in one of the workers that are left
 
     @property
     def epoch(self) -> int:
         """Whole passes so far."""
-        return self._done // self._steps
+        return int(self._done // self._steps)
 
     @property
     def epochs(self) -> float:
@@ -149,5 +151,9 @@ class _Stream:
 
     def next(self) -> tuple[list[Any], int]:
         """The size of the next batch."""
-        self._done += 1
+        self._done += self._whole
         return [], self._batch
+
+    def reshare(self, size: int) -> None:
+        """From here on only so many workers have batches."""
+        self.shared_anew, self._whole = size, size / self._workers

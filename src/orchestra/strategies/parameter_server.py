@@ -26,9 +26,9 @@ Every push carries the range it covers and its worker's clock there: what comes 
 A `filter` (Significant, RandomSkip, KKT) says which entries are worth sending; they travel as keys and values, the keys
 only when they changed if `cache_keys`.
 
-Server k has a machine of its own or, if `colocated`, that of worker k mod N: what passes between the two does not pass
-the network. With as many servers as workers, colocated, there is one range per worker, and BSP is reduce-scatter and
-all-gather.
+A server has a machine of its own or, if `colocated`, server k of M that of worker k − M mod N, so that they live with
+the last workers: what passes between the two does not pass the network. With as many servers as workers, colocated,
+there is one range per worker, and BSP is reduce-scatter and all-gather.
 
 Bytes per worker and step: S sent, S received, unless filtered. Per server: N times its range received and sent.
 Colocated, neither counts what stays on the machine. Seconds of a BSP step on links of rate R, but for computing and

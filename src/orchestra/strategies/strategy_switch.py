@@ -14,12 +14,17 @@ Li et al. "Sync-Switch", ICDCS 2021 (after a share of the budget). https://arxiv
         one step of `then` (an asynchronous parameter server)
 
 γ is divided by N where N gradients made one update before and each makes one after; in general it is multiplied by
-updates before and divided by updates after. The schedule goes on by samples seen. Any two strategies in either order,
-with equally many servers if both have any; those start with the run and wait for their turn. Between all-reduce and
-synchronous servers a switch changes nothing, bit for bit.
+updates a gradient before and divided by updates a gradient after. The schedule goes on by samples seen. Any two
+strategies in either order, with equally many servers if both have any. Between all-reduce and synchronous servers a
+switch changes nothing, bit for bit.
+
+Servers start with the run and wait for their turn, on machines of their own. With `promote` they have those of the last
+M workers, which train no more after the switch: their samples go to the other N − M, in the middle of an epoch, and the
+budget is counted as if all had gone on.
 
 Bytes: those of `first` up to the switch and of `then` after it; a number to and from each worker in every round; at
-the switch S for x and S for every momentum, from a worker to each range's server or from the servers to every worker.
+the switch S for x and S for every momentum, from a worker to each range's server or from the servers to every worker;
+nothing of that if servers are promoted, who have it already.
 """
 
 from __future__ import annotations
@@ -53,6 +58,7 @@ class StrategySwitch(Phases):
     when: Trigger = field(default_factory=Plateau, metadata={"about": "when to switch"})
     momenta: Literal["keep", "reset", "scale"] = knob("keep", "what becomes of them: kept, forgotten, divided by N")
     scale: float | None = knob(None, "of the learning rate at the switch; None: 1/N from all-reduce to asp", least=0)
+    promote: bool = knob(False, "workers make way for the servers; their samples go to the others")
 
     @property
     def validates(self) -> bool:
@@ -71,17 +77,25 @@ class StrategySwitch(Phases):
 
     def demands(self, workers: int) -> Iterator[Problem]:
         """What both demand, and what cannot be handed over."""
+        left = workers - self.then.servers if self.promote else workers
         yield from self.first.demands(workers)
-        yield from self.then.demands(workers)
+        yield from self.then.demands(max(1, left))
         yield from handover.misfits(self.first, self.then)
+        if self.promote and (self.first.servers or not self.then.servers):
+            yield Problem("strategy.promote", True, "needs a first strategy without servers, and a second with some")
+        if left < 1:
+            message = f"would leave none of {workers} workers: promote fewer, or add workers"
+            yield Problem("strategy.then.servers", self.then.servers, message)
 
     def init(self, node: Node) -> SwitchState:
         """Both from the start; the second once more at the switch."""
         return SwitchState(False, Watch(), self.first.init(node), self.then.init(node))
 
     def attach(self, node: Node, s: SwitchState) -> None:
-        """Of the strategy in force."""
+        """Of the strategy in force, with the workers that are left."""
         node.comm.send_as_given()
+        if s.switched and self.promote:
+            node.retire(self.then.servers)
         self.then.attach(node, s.then) if s.switched else self.first.attach(node, s.first)
 
     def step(self, node: Node, s: SwitchState) -> None:
@@ -107,12 +121,15 @@ class StrategySwitch(Phases):
         node.comm.see_off()  # a server without work is still there to be asked for what it has
 
     def _begin_anew(self, node: Node, s: SwitchState) -> None:
-        workers = len(node.comm.workers)
+        workers = left = len(node.comm.workers)
         if self.momenta == "reset":
             node.inner.reset()
         for vector in node.inner.vectors() if self.momenta == "scale" else ():
             vector.div_(workers)
-        by = self.first.updates(workers) / self.then.updates(workers)
+        if self.promote:
+            node.retire(self.then.servers)
+            left = len(node.comm.workers)
+        by = self.first.updates(workers) * left / (self.then.updates(left) * workers)
         node.inner.rescale(by if self.scale is None else self.scale)
         s.then = self.then.init(node)
         s.switched = True
