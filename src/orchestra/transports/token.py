@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who belongs to a run: whoever holds its token.
+
+    token → Ed25519 key, and a certificate signed with it: the same bytes on every machine, so nobody has to send any
+    TLS 1.3 at both ends: each shows that certificate and accepts no other
+
+A stranger without the token cannot finish the handshake, and learns nothing. With `trusted` nothing is encrypted
+(everybody on the network can read, and whoever sits between two machines can change what they say), but each end still
+proves to the other that it has the token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import ssl
+import stat
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from orchestra.errors import ConfigError, Problem
+
+_NAME = "orchestra"
+_NONCE = 32
+_LEAST = 16  # characters
+
+
+def new() -> str:
+    """A token nobody can guess."""
+    return secrets.token_hex(32)
+
+
+def read(path: Path) -> str:
+    """A token from a file that only its owner can read."""
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem("token_file", str(path), f"cannot be read: {error}")]) from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        message = f"can be read by others (mode {stat.S_IMODE(mode):o}): chmod 600 {path}, or make a new token"
+        raise ConfigError([Problem("token_file", str(path), message)])
+    if len(text) < _LEAST:
+        message = f"holds {len(text)} characters, which can be guessed: take `openssl rand -hex 32`"
+        raise ConfigError([Problem("token_file", str(path), message)])
+    return text
+
+
+class Token:
+    """What a token is used for."""
+
+    def __init__(self, text: str, *, trusted: bool = False) -> None:
+        self._secret = hashlib.sha256(b"orchestra:" + text.encode()).digest()
+        self.trusted = trusted
+        self._contexts: dict[bool, ssl.SSLContext] = {}
+
+    def run(self) -> int:
+        """A number that tells one run's messages from another's."""
+        return int.from_bytes(self._derive(b"run")[:8], "little")
+
+    def secure(self, sock: socket.socket, *, server: bool) -> socket.socket:
+        """A connection to somebody who has the token as well. Raises OSError if the other end has not."""
+        if self.trusted:
+            self._prove(sock, server=server)
+            return sock
+        context = self._context(server=server)
+        return context.wrap_socket(sock, server_side=server, server_hostname=None if server else _NAME)
+
+    def _derive(self, purpose: bytes) -> bytes:
+        return hmac.digest(self._secret, purpose, "sha256")
+
+    # Without encryption.
+
+    def _prove(self, sock: socket.socket, *, server: bool) -> None:
+        """Each end answers the other's challenge; what one end says is of no use at the other."""
+        mine, names = os.urandom(_NONCE), (b"server", b"client")
+        me, other = names if server else names[::-1]
+        sock.sendall(mine)
+        theirs = exactly(sock, _NONCE)
+        sock.sendall(self._derive(b"proof:" + me + theirs + mine))
+        if not hmac.compare_digest(exactly(sock, 32), self._derive(b"proof:" + other + mine + theirs)):
+            raise ConnectionRefusedError("the other end does not have the run's token")
+
+    # With it.
+
+    def _context(self, *, server: bool) -> ssl.SSLContext:
+        if server not in self._contexts:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.check_hostname = not server
+            if server:
+                context.num_tickets = 0  # every connection proves itself anew
+            key, certificate = self._identity()
+            context.load_verify_locations(cadata=certificate.decode("ascii"))
+            descriptor, path = tempfile.mkstemp()  # ssl reads keys from files only; 0600, and gone at once
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(key + certificate)
+                context.load_cert_chain(path)
+            finally:
+                os.unlink(path)
+            self._contexts[server] = context
+        return self._contexts[server]
+
+    def _identity(self) -> tuple[bytes, bytes]:
+        """Key and certificate, the same for the same token wherever and whenever they are made."""
+        from cryptography import x509  # only for runs on many machines
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        key = Ed25519PrivateKey.from_private_bytes(self._derive(b"identity"))
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+        certificate = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(key.public_key())
+            .serial_number(int.from_bytes(self._derive(b"serial")[:8], "big") | 1)
+            .not_valid_before(datetime(2020, 1, 1, tzinfo=UTC))
+            .not_valid_after(datetime(2120, 1, 1, tzinfo=UTC))  # a run's token ends with the run
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(_NAME)]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .sign(key, None)
+        )
+        private = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return private, certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """So many bytes."""
+    found = bytearray()
+    while len(found) < count:
+        more = sock.recv(count - len(found))
+        if not more:
+            raise ConnectionResetError("the other end left during the handshake")
+        found += more
+    return bytes(found)

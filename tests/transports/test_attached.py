@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy over real sockets, with the bits of processes on one machine."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.laws.examples import EXAMPLES, each_of, workers_for
+from tests.zoo import assert_same, ended, make_large, make_model, train
+
+from orchestra import Local, Steps, Strategy, run
+from orchestra.cluster import Cluster, Ending, Order
+from orchestra.events import Began, EventLog
+from orchestra.node import Comm
+from orchestra.ops import Broadcast, Gather, Group, Mean, Traffic
+from orchestra.transports.attached import AttachedTransport
+from orchestra.transports.exchange import Exchange
+from orchestra.transports.meeting import Meeting
+from orchestra.transports.middleware import Metered
+from orchestra.transports.token import Token
+
+TOKEN = Token("a token for tests, of some length", trusted=True)
+
+
+def connect(size: int, workers: int, largest: int) -> list[AttachedTransport]:
+    meetings = [Meeting(rank, TOKEN, {}) for rank in range(size)]
+    addresses = [meeting.address for meeting in meetings]
+    with ThreadPoolExecutor(size) as pool:
+        connections = list(pool.map(lambda m: m.gather(addresses, patience=10), meetings))
+    found = []
+    for rank, sockets in enumerate(connections):
+        traffic = Traffic()
+        exchange = Exchange(
+            rank, workers, TOKEN.run(), sockets, largest=largest, patience=10, traffic=traffic
+        )  # fmt: skip
+        found.append(AttachedTransport(rank, size, exchange, traffic))
+    return found
+
+
+@dataclass
+class Alone:
+    """Nothing is saved and nobody is asked."""
+
+    def after_step(self, before: int) -> None: ...
+    def interrupted(self) -> bool:
+        return False
+
+    def break_off(self) -> None: ...
+    def stay(self) -> bool:
+        return True
+
+    def after_service(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threads(Cluster):
+    """Every node in a thread of its own, speaking through sockets as machines would."""
+
+    workers: int = 3
+    device: Any = "cpu"
+
+    def carry_out(self, order: Order) -> Ending:
+        job = order.job
+        size = job.workers + job.servers
+
+        def live(life: run.Life) -> None:
+            torch.set_num_threads(job.threads)
+            (run.serve if life.is_server else run.work)(life, Alone())
+
+        with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
+            lives = []
+            for rank, transport in enumerate(connect(size, job.workers, 4 * job.parameters + 1024)):
+                stack.callback(transport.exchange.close)
+                transport.exchange._near = job.near(rank)
+                log = stack.enter_context(EventLog(job.run / f"events-{rank}.jsonl", print))
+                log.write(Began(0.0, rank, "worker" if rank < job.workers else "server", 0.0))
+                meter, x0 = Metered(transport), order.x0
+                comm = Comm(meter, *job.groups)
+                if rank < job.workers:
+                    node = run.worker(job, rank, comm, log, x0.clone(), torch.zeros_like(x0))
+                else:
+                    node = run.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
+                lives.append(run.Life(job, node, meter, log, print, lambda row: None))
+            for future in [pool.submit(live, life) for life in lives]:
+                future.result(timeout=40)
+        return Ending("budget", [])
+
+
+@each_of([s for s in EXAMPLES if s.model_at != "shared"])
+def test_every_strategy_is_as_on_one_machine(strategy: Strategy[Any], tmp_path: Path) -> None:
+    workers = workers_for(strategy)
+    here = train(strategy, tmp_path / "here", cluster=Local(workers=workers), budget=Steps(8))
+    there = train(strategy, tmp_path / "there", cluster=Threads(workers=workers), budget=Steps(8))
+    assert there.summary.samples == here.summary.samples or not strategy.synchronous
+    if strategy.synchronous:
+        assert_same(there.model, here.model)
+        for node in range(workers + strategy.servers):
+            assert ended(tmp_path / "there", node).sent == ended(tmp_path / "here", node).sent
+            assert ended(tmp_path / "there", node).received == ended(tmp_path / "here", node).received
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=2)", "localsgd(tau=2)"])
+def test_large_models_likewise(strategy: str, tmp_path: Path) -> None:
+    found = [
+        train(strategy, tmp_path / type(cluster).__name__, cluster=cluster, model=make_large, budget=Steps(4)).model
+        for cluster in (Local(workers=3), Threads(workers=3))
+    ]
+    assert_same(*found)
+
+
+def together(transports: list[AttachedTransport], ops: list[Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(ops)) as pool:
+        return list(pool.map(lambda both: both[0].start(both[1]).wait(), zip(transports, ops, strict=True)))
+
+
+def test_means_broadcasts_and_gathers_of_a_part_of_the_nodes() -> None:
+    transports = connect(4, 4, 1 << 20)
+    group = Group((0, 1, 3))
+    members = [transports[m] for m in group.members]
+    xs = [torch.full((11,), float(m)) for m in group.members]
+    totals = together(members, [Mean(x, group, w) for x, w in zip(xs, (1.0, 0.0, 3.0), strict=True)])
+    assert totals == [4.0] * 3
+    assert all(torch.equal(x, torch.full((11,), 9 / 4)) for x in xs)
+    kept = [x.clone() for x in xs]
+    assert together(members, [Mean(x, group, 0.0) for x in xs]) == [0.0] * 3
+    assert all(torch.equal(a, b) for a, b in zip(xs, kept, strict=True))
+    for m, x in zip(group.members, xs, strict=True):
+        x.fill_(m)
+    gathered = together(members, [Gather(x, group) for x in xs])
+    assert [[float(v[0]) for v in found] for found in gathered] == [[0.0, 1.0, 3.0]] * 3
+    together(members, [Broadcast(x, 3, group) for x in xs])
+    assert all(torch.equal(x, torch.full((11,), 3.0)) for x in xs)
+    assert sum(p.numel() for p in make_model().parameters()) == 83
+    for transport in transports:
+        transport.exchange.close()
