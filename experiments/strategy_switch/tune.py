@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which learning rate is best for each: a few rates, on a seed that the study does not use."""
+"""Which learning rate is best for each: a few rates, on seeds that the study does not use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from experiments.common import Study
 from experiments.strategy_switch.__main__ import ASYNC, LOST, SYNC, measure
 from orchestra import Strategy
 
-SEED = 100
+SEEDS = (100, 101, 102)
 # Strategy, momentum, rates.
 GRID: dict[str, tuple[Strategy[Any], float, tuple[float, ...]]] = {
-    "all-reduce": (SYNC, 0.9, (0.025, 0.05, 0.1)),
-    "asynchronous": (ASYNC, 0.9, (0.002, 0.004, 0.008)),
-    "asynchronous, no momentum": (ASYNC, 0.0, (0.02, 0.04, 0.08)),
+    "all-reduce": (SYNC, 0.9, (0.03, 0.05, 0.08)),
+    "asynchronous": (ASYNC, 0.9, (0.0025, 0.005, 0.01)),
+    "asynchronous, no momentum": (ASYNC, 0.0, (0.025, 0.05, 0.1)),
 }
 
 
@@ -29,7 +29,7 @@ def main() -> int:
             for name, (strategy, momentum, rates) in GRID.items()
             for lr in rates
         },
-        seeds=[SEED],
+        seeds=SEEDS,
         diverged=LOST,
     )
     return study.conclude()

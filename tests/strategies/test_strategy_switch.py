@@ -299,6 +299,13 @@ def test_servers_learn_how_many_samples_there_were(tmp_path: Path) -> None:
 # What is said if it never happens.
 
 
+def test_after_the_last_step_there_is_nothing_to_switch_to(tmp_path: Path) -> None:
+    whole = StrategySwitch(when=AtShare(share=1.0))
+    result = train(whole, tmp_path / "run", workers=WORKERS, budget=Steps(4))
+    assert "NEVER SWITCHED" in (result.summary.missing or "")
+    assert_same(result.model, train(AllReduce(), tmp_path / "never", workers=WORKERS, budget=Steps(4)).model)
+
+
 def test_a_switch_that_never_came_is_said_loudly(tmp_path: Path) -> None:
     never = StrategySwitch(when=Plateau(threshold=0.0))
     result = train(never, tmp_path / "never", workers=WORKERS, budget=Epochs(8))

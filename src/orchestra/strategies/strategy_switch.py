@@ -104,7 +104,7 @@ class StrategySwitch(Phases):
             self.then.step(node, s.then)
             return
         self.first.step(node, s.first)
-        if self.when.fires(node, s.watch):
+        if self.when.fires(node, s.watch) and node.budget < 1:  # else there is nothing left for the other one
             self.first.finish(node, s.first)
             handover.from_worker(node, self.first, self.then)
             self._begin_anew(node, s)
