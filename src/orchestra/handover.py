@@ -6,7 +6,8 @@
     servers → workers       every worker gets x and the momenta from all servers
     servers → servers       every worker gets x; momenta stay
 
-Servers also learn how many samples there were, by which the schedule goes on.
+Momenta that are to be forgotten are not sent. Servers also learn how many samples there were, by which the schedule
+goes on.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def misfits(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
             yield Problem(f"strategy.{name}", part, "cannot be switched from or to")
 
 
-def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any]) -> None:
+def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bool) -> None:
     """A worker's part of it. All workers come here after the same step, and none goes on before all have."""
     comm = node.comm
+    if not keep:
+        node.inner.reset()
     comm.send_as_given()
     samples = torch.tensor([float(node.samples)], dtype=torch.float64)
     comm.mean_(samples)
@@ -66,13 +69,15 @@ def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any]) -> None:
             _send(node, server, part)
 
 
-def at_server(node: Node, first: Strategy[Any], then: Strategy[Any]) -> bool:
+def at_server(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bool) -> bool:
     """A server's part of it; False if the run has ended before."""
     comm, workers = node.comm, node.comm.workers.members
     comm.send_as_given()
     if first.servers:
         if not comm.resume():
             return False
+        if not keep:
+            node.inner.reset()
         for worker in workers:
             comm.send(worker, node.x)
             if not then.servers:

@@ -120,6 +120,17 @@ class Inner:
             if isinstance(value, Tensor) and value.dim() > 0
         ]
 
+    def first_moments(self) -> list[Tensor]:
+        """Those of them that are means of gradients, not of their squares."""
+        return [
+            kept[name]
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            for kept in [self.optimizer.state.get(p, {})]
+            for name in _FIRST
+            if isinstance(kept.get(name), Tensor)
+        ]
+
     def rescale(self, factor: float) -> None:
         """Multiply the learning rate, now and wherever a schedule takes it."""
         self._scale *= factor
@@ -136,6 +147,9 @@ class Inner:
 
     def adopt(self, outline: dict[str, Any], vectors: Sequence[Tensor]) -> None:
         """Go on with what another one kept: its outline, and its vectors."""
+        if not outline and not vectors:
+            self.reset()
+            return
         assert self._flat is not None, "layers cannot take over what was kept for a flat vector"
         left = iter(vectors)
         self.optimizer.state[self._flat] = {
@@ -153,6 +167,7 @@ class Inner:
 
 
 _VECTOR = "vector"
+_FIRST = ("momentum_buffer", "exp_avg")  # what torch calls first moments
 
 
 def _outline(value: Any) -> Any:

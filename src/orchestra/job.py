@@ -18,7 +18,7 @@ from orchestra.inner import Factory, Schedule
 from orchestra.ops import Group
 from orchestra.replica import Loss
 from orchestra.strategy import Strategy
-from orchestra.vectors import is_small, ranges, ranges_of_layers
+from orchestra.vectors import cut, is_small, ranges, ranges_of_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,7 @@ class Job:
     checkpoint_every: int | None  # steps
     steps_per_epoch: int | None  # of each worker
     samples_per_epoch: int | None
+    shards: tuple[int, ...] | None  # samples of each worker, where that is settled beforehand
     layers: tuple[tuple[int, ...], ...]  # shapes of the parameters that make up x
     layerwise: bool  # the optimizer must see whole layers
     resume: Path | None  # a verified checkpoint
@@ -114,4 +115,7 @@ class Job:
         if self.steps_per_epoch is None or self.samples_per_epoch is None:
             return step * together
         epochs, rest = divmod(step, self.steps_per_epoch)
+        if self.shards is not None:
+            within = sum(cut(length, self.steps_per_epoch, rest) for length in self.shards)
+            return epochs * self.samples_per_epoch + within
         return epochs * self.samples_per_epoch + min(rest * together, self.samples_per_epoch)

@@ -242,6 +242,12 @@ class Node:
         return torch.split_with_sizes(x, self._lengths)
 
     @property
+    def batch(self) -> int:
+        """Samples of a whole mini-batch of a worker."""
+        assert self.feed is not None
+        return self.feed.batch
+
+    @property
     def lr(self) -> float:
         """γ: the learning rate in force."""
         return self.inner.lr

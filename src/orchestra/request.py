@@ -81,8 +81,11 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
         yield Problem("cluster", given.cluster, "must be a cluster such as Local(workers=4)")
     yield from budgets.problems_of(given.budget)
     if strategy is not None and isinstance(given.cluster, Cluster):
-        yield from checks.check_strategy(strategy, given.cluster.workers, given.clip)
-        if strategy.model_at == "shared" and given.cluster.resolve_device() != "cpu":
+        unfit = [*checks.check_strategy(strategy, given.cluster.workers, given.clip)]
+        yield from unfit
+        if unfit:
+            strategy = None  # it may not even be able to say what it is
+        elif strategy.model_at == "shared" and given.cluster.resolve_device() != "cpu":
             message = f'workers of {type(strategy).__name__} share one x in the memory of the machine: use "cpu"'
             yield Problem("cluster.device", given.cluster.device, message)
     yield from checks.check_numbers(

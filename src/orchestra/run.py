@@ -225,9 +225,9 @@ def spent(life: Life) -> bool:
 def distance(life: Life) -> float:
     """A worker's steps, counted as if all that began were still there: budgets and snapshots go by these."""
     job, node = life.job, life.node
-    if len(node.comm.workers) == job.workers or job.steps_per_epoch is None:
+    if node.feed is None or len(node.comm.workers) == job.workers or job.steps_per_epoch is None:
         return node.steps
-    return node.epochs * job.steps_per_epoch
+    return node.feed.distance(job.steps_per_epoch)
 
 
 def crossed(before: float, after: float, every: int | None) -> bool:

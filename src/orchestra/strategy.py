@@ -165,10 +165,20 @@ def _misfit(value: Any, hint: Any) -> str | None:
     if expected is int:
         return None if isinstance(value, int) and not isinstance(value, bool) else "must be a whole number"
     if isinstance(expected, type) and not isinstance(value, expected):
-        return f"must be {_article(expected.__name__)}"
+        return f"must be {_article(expected.__name__)}{_known(expected, value)}"
     if expected is tuple:
         return next((f"has {v!r}, which {why}" for v in value if (why := _misfit(v, get_args(hint)[0]))), None)
     return None
+
+
+def _known(kind: type[Any], value: Any) -> str:
+    """The parts of a kind, for somebody who named none of them."""
+    found, todo = [], [kind]
+    while todo:
+        todo += (cls := todo.pop()).__subclasses__()
+        found += [cls.__name__.lower()] if dataclasses.is_dataclass(cls) and cls is not kind else []
+    quoted = ", without quotes on the command line" if isinstance(value, str) else ""
+    return f": {', '.join(sorted(found))}{quoted}" if found else ""
 
 
 def _article(name: str) -> str:

@@ -220,9 +220,10 @@ class _Training:
 
     def _job(self) -> Job:
         given, cluster, device = self.given, self.given.cluster, self.given.cluster.resolve_device()
-        per_epoch = make_feed(
+        feed = make_feed(
             self.data, batch=given.batch, seed=given.seed, rank=0, size=cluster.workers, partition=given.partition
-        ).steps_per_epoch
+        )
+        per_epoch = feed.steps_per_epoch
         streamed = isinstance(self.data, IterableDataset)
         epochs = [p.count for p in budgets.parts(given.budget) if isinstance(p, Epochs)]
         return Job(
@@ -250,6 +251,7 @@ class _Training:
             snapshot_every=_steps(given.evaluate_every, per_epoch) if given.evaluate is not None else None,
             checkpoint_every=_steps(given.checkpoint_every, per_epoch),
             steps_per_epoch=per_epoch,
+            shards=feed.shards,
             samples_per_epoch=None if streamed else len(Samples(self.data)),
             layers=tuple(tuple(p.shape) for p in trainable(self.module).values()),
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),

@@ -86,10 +86,12 @@ class Plateau(Trigger):
         number = math.floor(node.epochs / self.every + 1e-9)
         if number > w.round:
             w.round = number
-            w.losses = [*w.losses, self._agreed(node, w)][-self.window :]
+            loss = self._agreed(node, w)
             w.seen = [0.0, 0.0]
-            node.log("loss of the round", w.losses[-1])
-            if len(w.losses) == self.window:
+            node.log("loss of the round", loss)
+            if math.isfinite(loss):  # else nobody has one
+                w.losses = [*w.losses, loss][-self.window :]
+            if len(w.losses) == self.window and math.isfinite(loss):
                 s = sum(abs(b - a) / max(abs(a), _LEAST) for a, b in pairwise(w.losses)) / (self.window - 1)
                 node.log("s", s)
                 if s <= self.threshold:
@@ -97,13 +99,13 @@ class Plateau(Trigger):
         return self.latest is not None and node.budget >= self.latest
 
     def _agreed(self, node: Node, w: Watch) -> float:
-        """The loss of a round, the same on every worker."""
+        """The loss of a round, the same on every worker; NaN if nobody has one."""
         total, weight = node.validate() if self.loss == "validation" else w.seen
-        mine = torch.tensor([total / weight if weight else 0.0], dtype=torch.float64)
+        mine = torch.tensor([total / weight if weight else math.nan], dtype=torch.float64)
         if self.loss == "maximum":
-            return max(float(each) for each in node.comm.gather(mine))
-        node.comm.mean_(mine, weight=weight)
-        return float(mine)
+            found = [float(each) for each in node.comm.gather(mine)]
+            return max((loss for loss in found if math.isfinite(loss)), default=math.nan)
+        return float(mine) if node.comm.mean_(mine, weight=weight) else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,3 +227,20 @@ def test_nobody_is_inside_both_trees(p: int) -> None:
         assert sum(place.above is None for place in tree.values()) == 1
         assert all(tree[child].above == worker for worker, place in tree.items() for child in place.below)
     assert not any(a[worker].below and b[worker].below for worker in range(p))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_low_precision_does_not_overflow(algorithm: str) -> None:
+    """64 samples a worker: a weighted sum of these would be infinite in half precision."""
+    p, world = 4, Kernel()
+    ends = connect(World(world, PLAIN, p, p), p)
+    xs = [torch.full((9,), 3000.0, dtype=torch.float16) for _ in range(p)]
+
+    def worker(r: int) -> None:
+        comm = Comm(ends[r], Group(tuple(range(p))), Group(()))
+        mean_(comm, xs[r], 64.0, ALGORITHMS[algorithm], most=64.0)
+
+    for r in range(p):
+        world.spawn(f"worker {r}", partial(worker, r))
+    world.run()
+    assert all(torch.equal(x, torch.full((9,), 3000.0, dtype=torch.float16)) for x in xs)

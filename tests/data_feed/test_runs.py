@@ -14,14 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.zoo import (
+    BATCH,
     COUNT,
     SEED,
     Dicey,
     Trap,
     assert_close,
     assert_same,
+    classifier,
     die_after,
+    make_classes,
     make_data,
     my_rank,
     plain,
@@ -32,7 +36,10 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from orchestra import AllReduce, ConfigError, Epochs, LocalSGD, ParameterServer, Samples, Steps, Strategy, checkpoint
+from orchestra.data.partitions import Dirichlet
 from orchestra.errors import WorkerLost
+from orchestra.report.facts import scores_of
+from orchestra.vectors import cut
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -212,3 +219,21 @@ def test_a_stream_that_shuffles_itself_resumes_bit_for_bit(stream: Any, tmp_path
     assert checkpoint.newest(out / "checkpoints")[0].step == 7  # of 4 steps an epoch
     resumed = train(AllReduce(), out, model=trapped(model=Dicey), resume=True, **given)
     assert_same(resumed.model, train(AllReduce(), tmp_path / "never", model=trapped(model=Dicey), **given).model)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+def test_scores_of_shards_have_their_true_samples(strategy: str, tmp_path: Path) -> None:
+    partition = Dirichlet(alpha=0.3)
+
+    def score(model: nn.Module, data: Any) -> float:
+        return 0.0
+
+    train(
+        strategy, tmp_path, data=make_classes, loss=F.cross_entropy, model=classifier, partition=partition,
+        budget=Epochs(1), evaluate=score, evaluation_data=make_classes, evaluate_every=Steps(2),
+    )  # fmt: skip
+    shards = partition.shards(make_classes()[1], 3, SEED)
+    steps = max(-(-len(shard) // BATCH) for shard in shards)
+    expected = {n: sum(cut(len(s), steps, 2 * n) for s in shards) for n in range(1, steps // 2 + 1)}
+    found = {s.number: s.samples for s in scores_of(tmp_path)}
+    assert {n: found[n] for n in expected} == expected

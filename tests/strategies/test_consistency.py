@@ -276,7 +276,9 @@ def test_the_learning_rate_is_divided_by_staleness(tmp_path: Path) -> None:
     [
         ("ps(consistency=ksync(k=4))", "is more than the 3 workers"),
         ("ps(consistency=kasync(k=9))", "is more than the 3 workers"),
-        ("ps(consistency=kasync(k=2), servers=2)", "wait for each other"),
+        ("ps(consistency=kasync(k=2), servers=2)", "several would choose different ones"),
+        ("ps(consistency=ksync(k=2), servers=2)", "several would choose different ones"),
+        ("ps(consistency=backupworkers(b=1), servers=2)", "several would choose different ones"),
         ("ps(consistency=softsync(n=4))", "is more than the 3 workers"),
         ("ps(consistency=backupworkers(b=3))", "must be less than the 3 workers"),
         ("ps(consistency=ssp(staleness=-1))", "must be at least 0"),
@@ -286,3 +288,19 @@ def test_the_learning_rate_is_divided_by_staleness(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(strategy: str, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint):
         train(strategy, tmp_path, workers=WORKERS, budget=Steps(1))
+
+
+def test_a_correction_comes_before_a_push_is_divided(tmp_path: Path) -> None:
+    """SSP that never waits is ASP with N times the rate, whatever corrects its gradients."""
+    given: dict[str, Any] = {
+        "cluster": Simulated(workers=2, delay="constant:1 slow:1x2.5", network=FREE),
+        "model": Bowl, "loss": half_square, "data": zeros, "batch": 1, "budget": Steps(4),
+    }  # fmt: skip
+    found = [
+        train(
+            ParameterServer(consistency=consistency, correction=DelayCompensated(lam=0.5)),
+            tmp_path / str(lr), optimizer=partial(torch.optim.SGD, lr=lr), **given,
+        ).model
+        for consistency, lr in ((SSP(staleness=100), 0.2), (ASP(), 0.1))
+    ]  # fmt: skip
+    assert_close(*found)

@@ -123,6 +123,17 @@ def test_an_epoch_is_still_every_sample_once(cluster: Any, consistency: Consiste
     assert all(rows[-1].epoch == 3 for rows in steps[:2])
 
 
+@pytest.mark.parametrize("numerics", ["real", "off"])
+@pytest.mark.parametrize("steps", [27, 30, 32, 54])
+def test_as_many_samples_as_all_would_have_used(steps: int, numerics: Any, tmp_path: Path) -> None:
+    """27/49 · 49 is less than 27 in floating point."""
+    cluster = Simulated(workers=WORKERS, numerics=numerics)
+    data = partial(make_data, 196)
+    strategy = promoting(BSP(), servers=2, share=0.5)
+    result = train(strategy, tmp_path, cluster=cluster, data=data, batch=1, budget=Steps(steps))
+    assert result.summary.samples == WORKERS * steps
+
+
 def test_real_and_virtual_are_the_same(tmp_path: Path) -> None:
     models = [
         train(promoting(BSP(), servers=2), tmp_path / str(i), cluster=cluster, budget=Epochs(2)).model

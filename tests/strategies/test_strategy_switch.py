@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.zoo import adam, assert_close, assert_same, events, make_data, make_large, momentum, sgd, train
+from tests.zoo import COUNT, adam, assert_close, assert_same, ended, events, make_data, make_large, momentum, sgd, train
 from torch import Tensor, nn
 
 from orchestra import (
     ASP,
+    EASGD,
+    LARS,
     AllReduce,
     AtShare,
     ConfigError,
+    Downpour,
     Epochs,
     KAsync,
     Local,
@@ -32,6 +36,7 @@ from orchestra import (
     Steps,
     Strategy,
     StrategySwitch,
+    SyncEASGD,
 )
 from orchestra.events import Logged, Stepped
 from orchestra.inner import Factory, Inner
@@ -350,3 +355,51 @@ def test_alone_it_is_plain_training(tmp_path: Path) -> None:
     strategy = StrategySwitch(first=Solo(), then=ParameterServer(), when=HALF)
     given: dict[str, Any] = {"workers": 1, "budget": Steps(10), "optimizer": momentum}
     assert_same(train(strategy, tmp_path / "a", **given).model, train(Solo(), tmp_path / "b", **given).model)
+
+
+def test_to_a_centre_samples_are_counted_once(tmp_path: Path) -> None:
+    for name, then in (("easgd", EASGD(tau=2)), ("downpour", Downpour())):
+        result = train(StrategySwitch(then=then, when=HALF), tmp_path / name, workers=WORKERS, budget=Epochs(4))
+        assert ended(tmp_path / name, WORKERS).samples == result.summary.samples == 4 * COUNT
+
+
+@every_world
+@pytest.mark.parametrize("promote", [False, True])
+def test_momenta_of_layers_can_be_forgotten(promote: bool, cluster: Any, tmp_path: Path) -> None:
+    then = ParameterServer(servers=2, placement="layers")
+    strategy = StrategySwitch(then=then, when=HALF, momenta="reset", promote=promote)
+    result = train(strategy, tmp_path, cluster=cluster, budget=Steps(6), optimizer=partial(LARS, lr=0.05))
+    assert result.summary.happened is not None
+
+
+def test_what_is_forgotten_is_not_sent(tmp_path: Path) -> None:
+    strategies = [StrategySwitch(then=ASYNC, when=HALF, momenta=momenta) for momenta in ("keep", "reset")]
+    kept, reset = (
+        train(s, tmp_path / s.momenta, workers=WORKERS, optimizer=adam, budget=Steps(4)).summary.sent_total
+        for s in strategies
+    )
+    assert kept - reset > 2 * 4 * 83  # two moments, and what they are called
+
+
+@pytest.mark.parametrize("strategy", [SlowMo(tau=2), SyncEASGD(tau=2), LocalSGD(tau=3)], ids=repr)
+def test_from_a_strategy_to_itself_nothing_changes(strategy: S, tmp_path: Path) -> None:
+    switched = StrategySwitch(first=strategy, then=strategy, when=AtShare(share=0.3))
+    found = train(switched, tmp_path / "switched", workers=WORKERS, budget=Steps(9))
+    assert found.summary.happened == (3, found.summary.happened[1] if found.summary.happened else 0.0)
+    assert_same(found.model, train(strategy, tmp_path / "alone", workers=WORKERS, budget=Steps(9)).model)
+
+
+def test_only_first_moments_are_divided() -> None:
+    x = torch.ones(3)
+    inner = Inner(adam, x)
+    inner.step(torch.full((3,), 0.5))
+    (first,) = inner.first_moments()
+    first.div_(4)
+    kept = inner.optimizer.state[inner.optimizer.param_groups[0]["params"][0]]
+    assert torch.allclose(kept["exp_avg"], torch.full((3,), 0.05 / 4))
+    assert torch.allclose(kept["exp_avg_sq"], torch.full((3,), 0.00025))
+
+
+def test_a_round_without_a_loss_does_not_count() -> None:
+    losses = [2.0, 1.0, math.nan, 1.0, 1.0]
+    assert rounds_until(Plateau(window=3), losses) == 5

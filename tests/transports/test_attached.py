@@ -37,7 +37,7 @@ def connect(size: int, workers: int, largest: int) -> list[AttachedTransport]:
     for rank, sockets in enumerate(connections):
         traffic = Traffic()
         exchange = Exchange(
-            rank, workers, TOKEN.run(), sockets, largest=largest, patience=10, traffic=traffic
+            rank, workers, TOKEN.run(), sockets, largest=largest, patience=10, traffic=traffic, summed=True
         )  # fmt: skip
         found.append(AttachedTransport(rank, size, exchange, traffic))
     return found

@@ -51,7 +51,7 @@ def nodes(size: int, *, workers: int | None = None, trusted: bool = False, **giv
     made = [
         Exchange(
             rank, size if workers is None else workers, Token(SECRET).run(), connections,
-            **{"largest": 1 << 26, "patience": 5.0, "traffic": Traffic(), **given},
+            **{"largest": 1 << 26, "patience": 5.0, "traffic": Traffic(), "summed": trusted, **given},
         )
         for rank, connections in enumerate(meet(size, trusted=trusted))
     ]  # fmt: skip
@@ -126,7 +126,7 @@ def test_a_vector_may_change_as_soon_as_send_returns() -> None:
 
 
 def test_a_lent_vector_is_read_in_place_until_the_handle_says_so() -> None:
-    with nodes(2) as (a, b):
+    with nodes(2, trusted=True) as (a, b):
         x = torch.zeros(3_000_000)
         handle = a.send(Send(1, x, lend=True))
         x[-1] = 7.0  # not yet sent, since nobody reads

@@ -30,7 +30,7 @@ def read(header: bytes, *, source: int = 3, number: int = 7, largest: int = 1 <<
     version=st.integers(-(2**63), 2**63 - 1),
     weight=st.floats(allow_nan=False),
     stamp=st.tuples(*[st.integers(0, 2**64 - 1)] * 3),
-    check=st.integers(0, 2**32 - 1),
+    check=st.integers(0, 2**64 - 1),
 )
 def test_what_is_written_is_read(
     kind: int, dtype: torch.dtype, numel: int, tag: int, version: int, weight: float, stamp: tuple[int, ...], check: int
@@ -86,11 +86,19 @@ def test_a_forgery_is_named(header: bytes, complaint: str) -> None:
 def test_a_damaged_body_is_refused() -> None:
     x = torch.arange(10.0)
     body = wire.body_of(x)
-    frame = wire.Frame(wire.BODY, 3, 7, x.dtype, x.numel(), check=zlib.crc32(body))
+    frame = wire.Frame(wire.BODY, 3, 7, x.dtype, x.numel(), check=wire.sum_of(body))
     wire.checked(frame, body)
     x[3] = 3.0001
     with pytest.raises(wire.BadFrame, match="message 7 of node 3 came damaged"):
         wire.checked(frame, body)
+
+
+@given(data=st.binary(min_size=1, max_size=40), place=st.integers(0, 319))
+def test_a_sum_sees_every_flipped_bit(data: bytes, place: int) -> None:
+    flipped = bytearray(data)
+    place %= 8 * len(data)
+    flipped[place // 8] ^= 1 << place % 8
+    assert wire.sum_of(memoryview(bytearray(data))) != wire.sum_of(memoryview(flipped))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -64,6 +64,15 @@ def describe(run: Path, facts: Facts) -> str:
         lines.append(f"  {facts.defining} after step {step:,}, at {t:.2f} {'virtual ' if facts.virtual else ''}s")
     if facts.missing is not None:
         lines.append(f"  {facts.missing}")
+    if facts.used is not None and facts.used < facts.samples:
+        lines.append(
+            f"  {facts.used:,} of {facts.samples:,} samples went into the model; the others' gradients came too late"
+        )
+    if facts.retired:
+        names = ", ".join(map(str, facts.retired))
+        lines.append(
+            f"  worker {names} became {plural(facts.servers, 'server')}; figures of a worker are means over all"
+        )
     if facts.skipped:
         lines.append(f"  {plural(facts.skipped, 'gradient')} not finite, not used")
     lines += ["", *_nodes(facts), "", f"  run    {nearby(run)}", f"  model  {nearby(run / 'model.safetensors')}"]

@@ -190,7 +190,8 @@ class Condition:
         row = self.table.row(strategy)
         if row is None or not row.times:
             return "not reached" if row is not None and row.done else "failed"
-        return _seconds(row) + (" ◂" if strategy == self.winner else "")
+        incomplete = " !" if row.incomplete else ""
+        return _seconds(row) + incomplete + (" ◂" if strategy == self.winner else "")
 
 
 def _seconds(row: Row) -> str:
@@ -258,6 +259,12 @@ def _print(found: list[Condition], out: Path, record: dict[str, Any], *, as_json
 
 
 def _learned(found: list[Condition]) -> list[str]:
+    incomplete = {row.strategy for c in found for row in c.table.rows if row.incomplete}
+    alone = [f"! {strategy} never did what defines it: figures of its first part alone." for strategy in incomplete]
+    return [*_verdict(found), *sorted(alone)]
+
+
+def _verdict(found: list[Condition]) -> list[str]:
     winners = [c.winner for c in found if c.winner is not None]
     if not winners:
         advice = "Give more --epochs or a nearer --target."

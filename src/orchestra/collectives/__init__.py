@@ -48,14 +48,22 @@ ALGORITHMS: dict[str, Sum] = {
 
 
 @torch.no_grad()
-def mean_(comm: Comm, x: Tensor, weight: float, add_up: Sum) -> float:
-    """x ← Σ wᵢ xᵢ / Σ wᵢ over the workers, in place. Gives Σ wᵢ; if that is zero, x is of no use."""
+def mean_(comm: Comm, x: Tensor, weight: float, add_up: Sum, *, most: float = 1.0) -> float:
+    """x ← Σ wᵢ xᵢ / Σ wᵢ over the workers, in place. Gives Σ wᵢ; if that is zero, x is of no use.
+
+    `most` is a weight's usual size, the same on all: shares are divided by N times that before they are added up, which
+    keeps low precision from overflowing.
+    """
     if len(comm.workers) == 1:
         return weight
-    x.mul_(weight) if weight else x.zero_()
+    whole = most * len(comm.workers)
+    if weight:
+        x.mul_(weight / whole)
+    else:
+        x.zero_()
     total = add_up(comm, x, weight)
     if total:
-        x.div_(total)
+        x.mul_(whole / total)
     return total
 
 

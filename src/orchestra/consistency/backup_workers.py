@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orchestra.consistency.base import OnRequest, Service
-from orchestra.consistency.first_k import hold_in_time, of_workers
+from orchestra.consistency.first_k import hold_in_time, no_choice, of_workers
 from orchestra.errors import Problem
 from orchestra.ops import Message
 from orchestra.strategy import knob
@@ -42,6 +42,7 @@ class BackupWorkers(OnRequest):
         """Somebody must be waited for."""
         if self.b >= workers:
             yield Problem("strategy.consistency.b", self.b, f"must be less than the {workers} workers there are")
+        yield from no_choice(workers - self.b, workers, servers)
 
     def take(self, at: Service, push: Message) -> None:
         """Keep it, unless it comes too late."""

@@ -128,16 +128,21 @@ class Service:
         """Keep a gradient."""
         self.s.held.append(Push(push.source, push.x.clone(), push.version, push.weight, push.stamp.clock))
 
-    def apply(self, pushes: list[Push]) -> None:
-        """One update with the mean of some gradients, in the order of their workers; they are kept no longer."""
+    def apply(self, pushes: list[Push], *, by: int = 1) -> None:
+        """One update with the mean of some gradients, in the order of their workers; they are kept no longer.
+
+        `by`: what a gradient is divided by, once it is corrected.
+        """
         node, s = self.node, self.s
         ordered = sorted(pushes, key=lambda push: (push.source, push.clock))
-        fixed = [
-            Message(push.source, self.correction.correct(node, s, push), push.version, push.weight) for push in ordered
+        fixed = [self.correction.correct(node, s, push) for push in ordered]
+        pushed = [
+            Message(push.source, x if by == 1 else x / by, push.version, push.weight)
+            for push, x in zip(ordered, fixed, strict=True)
         ]
         for push in ordered:
             node.log("staleness", self.version - push.version)
-        if samples := node.average(fixed):
+        if samples := node.average(pushed):
             node.update(node.g)
             node.samples += int(samples)
         s.versions[0] += 1

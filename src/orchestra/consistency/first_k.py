@@ -12,8 +12,9 @@ Distributed SGD", AISTATS 2018. https://arxiv.org/abs/1803.01113
     K-async          of different workers           go on, stale       ≤ K-sync             (H_P − H_{P−K}) / μ
     K-batch-async    whoever's                      go on, stale       K E[X] / P           K / (P μ)
 
-K-sync with K = P is BSP, K-async with K = 1 is ASP. K-async with K between has one server: of several, each would wait
-for the first K that come to it, and a worker that one of them needs might wait for the other for ever.
+K-sync with K = P is BSP, K-async with K = 1 is ASP. K-sync with K < P and K-async with K between have one server: of
+several, each would wait for the first K that come to it, and a worker that one of them needs might wait for the other
+for ever.
 
 A worker whose gradient is cancelled stops in the middle where gradients are only waited for, and at the end of its
 mini-batch where they are really computed; the mini-batch is lost.
@@ -50,8 +51,9 @@ class KSync(OnRequest):
         return False
 
     def demands(self, workers: int, servers: int) -> Iterator[Problem]:
-        """K different workers."""
-        return at_most(self.k, workers)
+        """K different workers, and one server to say which, unless there is no choice."""
+        yield from at_most(self.k, workers)
+        yield from no_choice(self.k, workers, servers)
 
     def work(self, node: Node, s: ServerState) -> None:
         """Pull, compute unless cancelled, push."""
@@ -118,12 +120,8 @@ class KAsync(OnRequest):
     def demands(self, workers: int, servers: int) -> Iterator[Problem]:
         """K different workers, and one server to say which, unless there is no choice."""
         yield from at_most(self.k, workers)
-        if servers > 1 and 1 < self.k < workers:
-            message = (
-                f"must be 1 with {self.k} of {workers} workers: several would choose different ones, and these then "
-                f"wait for each other. K-async has any number of servers with k=1 or k={workers}, K-batch-async always"
-            )
-            yield Problem("strategy.servers", servers, message)
+        if self.k > 1:
+            yield from no_choice(self.k, workers, servers)
 
     def settle(self, at: Service) -> None:
         """Update with all that came."""
@@ -186,6 +184,13 @@ def at_most(k: int, workers: int) -> Iterator[Problem]:
     """K different workers must exist."""
     if k > workers:
         yield Problem("strategy.consistency.k", k, f"is more than the {workers} workers there are")
+
+
+def no_choice(k: int, workers: int, servers: int) -> Iterator[Problem]:
+    """Of several servers each would choose the first K that come to it, and those would wait for each other."""
+    if servers > 1 and k < workers:
+        message = f"must be 1 where {k} of {workers} workers are waited for: several would choose different ones"
+        yield Problem("strategy.servers", servers, message)
 
 
 def _renew(at: Service, concerned: set[int]) -> None:

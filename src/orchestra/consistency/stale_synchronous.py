@@ -35,8 +35,8 @@ class SSP(OnRequest):
 
     def take(self, at: Service, push: Message) -> None:
         """Apply its share at once."""
-        share = push.x / len(at.node.comm.workers)
-        at.apply([Push(push.source, share, push.version, push.weight, push.stamp.clock)])
+        whole = Push(push.source, push.x, push.version, push.weight, push.stamp.clock)
+        at.apply([whole], by=len(at.node.comm.workers))
 
     def may_read(self, at: Service, worker: int, version: int) -> bool:
         """Whether its clock is close enough to the slowest."""

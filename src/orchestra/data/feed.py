@@ -27,6 +27,7 @@ Batch = tuple[list[Any], int]  # the pieces (inputs..., target), and how many sa
 class Feed(Protocol):
     """A worker's endless supply of batches, with a position that can be saved."""
 
+    batch: int  # samples of a whole one
     epoch: int
     step: int  # within the epoch
     steps_per_epoch: int | None  # None: not known before the stream ends
@@ -47,6 +48,15 @@ class Feed(Protocol):
 
     def reshare(self, size: int) -> None:
         """From here on, deal what is left among the first `size` workers only."""
+        ...
+
+    def distance(self, steps: int) -> float:
+        """Steps so far, counted as if an epoch always had so many."""
+        ...
+
+    @property
+    def shards(self) -> tuple[int, ...] | None:
+        """How many samples each worker has, where that is settled beforehand."""
         ...
 
     @property
@@ -99,7 +109,7 @@ class IndexedFeed:
         self._samples = Samples(data)
         self.draws = not is_tensors(data)
         self._pick: Callable[[], list[Any]] = lambda: self._samples.take(self.indices(self.epoch, self.step))
-        self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
+        self.batch, self._seed, self._rank, self._size = batch, seed, rank, size
         self._shards: list[Tensor] | None = None
         if partition is not None and not isinstance(partition, IID):
             self._shards = partition.shards(self._samples.labels(), size, seed)
@@ -130,9 +140,9 @@ class IndexedFeed:
         used = self._used if broken else 0
         if self._shards is None:
             count = len(self._samples)
-            return _Deal(epoch, used, [count - used], -(-(count - used) // (self._batch * self._size)))
+            return _Deal(epoch, used, [count - used], -(-(count - used) // (self.batch * self._size)))
         lengths = [len(shard) for shard in (self._left if broken else self._shards)]
-        return _Deal(epoch, used, lengths, max(-(-length // self._batch) for length in lengths))
+        return _Deal(epoch, used, lengths, max(-(-length // self.batch) for length in lengths))
 
     def _broken(self, epoch: int) -> bool:
         """Whether the samples were shared anew in the course of an epoch."""
@@ -144,8 +154,8 @@ class IndexedFeed:
         if self._shards is not None:
             mine = deal.lengths[self._rank]
             return slice(cut(mine, deal.steps, step), cut(mine, deal.steps, step + 1))
-        together = self._batch * self._size
-        part = hand(min(together, deal.lengths[0] - step * together), self._size, self._batch, self._rank)
+        together = self.batch * self._size
+        part = hand(min(together, deal.lengths[0] - step * together), self._size, self.batch, self._rank)
         start = deal.used + step * together
         return slice(start + part.start, start + part.stop)
 
@@ -166,11 +176,21 @@ class IndexedFeed:
         count = len(self._samples)
         return (self.epoch * count + self._used_by(self.step)) / count
 
+    def distance(self, steps: int) -> float:
+        """Steps so far, counted as if an epoch always had so many."""
+        # Multiplied first: what is a whole number comes out as one.
+        return (self.epoch * len(self._samples) + self._used_by(self.step)) * steps / len(self._samples)
+
+    @property
+    def shards(self) -> tuple[int, ...] | None:
+        """How many samples each worker has, where that is settled beforehand."""
+        return None if self._shards is None else tuple(map(len, self._shards))
+
     def _used_by(self, step: int) -> int:
         """Samples of this epoch that all workers have used before a step."""
         deal = self._deal_in(self.epoch)
         if self._shards is None:
-            return deal.used + min(step * self._batch * self._size, deal.lengths[0])
+            return deal.used + min(step * self.batch * self._size, deal.lengths[0])
         return deal.used + sum(cut(length, deal.steps, step) for length in deal.lengths)
 
     def next(self) -> Batch:
@@ -220,7 +240,7 @@ class StreamFeed:
     def __init__(self, data: Any, *, batch: int, seed: int, rank: int, size: int) -> None:
         self._data = data
         self.draws = False  # a stream has generators of its own
-        self._batch, self._seed, self._rank, self._size = batch, seed, rank, size
+        self.batch, self._seed, self._rank, self._size = batch, seed, rank, size
         self.steps_per_epoch: int | None = None
         self._ahead: list[Any]
         self.seek(0, 0)
@@ -235,7 +255,7 @@ class StreamFeed:
     def next(self) -> Batch:
         """The batch at the current position; moves on, and begins the stream again at its end."""
         group = self._ahead
-        mine = group[hand(len(group), self._size, self._batch, self._rank)]
+        mine = group[hand(len(group), self._size, self.batch, self._rank)]
         self.step += 1
         self._ahead = self._read()
         if not self._ahead:
@@ -255,6 +275,11 @@ class StreamFeed:
         self._ahead = self._read()
 
     shared_anew = None
+    shards = None
+
+    def distance(self, steps: int) -> float:
+        """As for `reshare`."""
+        raise NotImplementedError("a stream cannot be shared anew")
 
     def reshare(self, size: int) -> None:
         """A stream is read in groups for all workers, which cannot be parted anew."""
@@ -264,7 +289,7 @@ class StreamFeed:
         """The next group of samples of all ranks, drawn with the stream's own generators."""
         with left_alone():
             set_states(self._generators)
-            group = list(islice(self._stream, self._batch * self._size))
+            group = list(islice(self._stream, self.batch * self._size))
             self._generators = get_states()
         return group
 

@@ -57,6 +57,8 @@ class Facts:
     defining: str | None = None  # what must happen for the strategy to have been itself
     happened: tuple[int, float] | None = None  # the step and the second of that
     last_s: float | None = None  # how far from a plateau the loss was in the end
+    used: int | None = None  # samples that went into the model, where some did not
+    retired: tuple[int, ...] = ()  # workers that made way for servers
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -68,7 +70,10 @@ class Facts:
         if self.defining is None or self.happened is not None:
             return None
         so_far = "" if self.last_s is None else f" (s was {self.last_s:.3g} at last)"
-        return f"NEVER {self.defining.upper()} in {self.steps:,} steps{so_far}: figures of its first part alone"
+        return (
+            f"NEVER {self.defining.upper()} in {self.steps:,} steps{so_far}: figures of its first part alone. A larger "
+            "threshold, latest=0.5 or when=atshare would make it"
+        )
 
     def share(self, kind: str) -> float:
         """The workers' mean share of time in `compute`, `communicate` or `wait`."""
@@ -151,7 +156,15 @@ def facts_of(run: Path) -> Facts:
         trained=trained,
         most_steps=max((e.step for e in workers), default=None),
         **_switching(config, events),
+        used=_used(events, [e for node, e in ended.items() if roles.get(node) == "server"]),
+        retired=tuple(sorted(retired)),
     )
+
+
+def _used(events: Sequence[Event], servers: Sequence[Ended]) -> int | None:
+    """What servers know of, if anything came too late for them or was given up."""
+    lost = _logged(events, "late") or _logged(events, "abandoned")
+    return max(e.samples for e in servers) if lost and servers else None
 
 
 def time_to(run: Path, target: Target) -> Scored | None:

@@ -54,7 +54,11 @@ class Rehearsal:
         assert job.delay is not None
         self.delay = job.delay
         self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
-        self.warnings: list[str] = []
+        self.warnings = (
+            ["the workers share one x in the memory of one machine: no network was used."]
+            if job.strategy.model_at == "shared"
+            else []
+        )
         self.stopped_by = "budget"
         self.began = time.monotonic()
         self.shown = 0.0

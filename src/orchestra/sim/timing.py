@@ -97,6 +97,10 @@ class _Inner:
     def rescale(self, factor: float) -> None:
         """No learning rate."""
 
+    def first_moments(self) -> list[Tensor]:
+        """Nothing to scale."""
+        return []
+
     def outline(self) -> dict[str, Any]:
         """As that of the real one."""
         return self._outline if self._begun else {}
@@ -134,26 +138,30 @@ class _Stream:
     shared_anew: int | None = None
 
     def __init__(self, batch: int, workers: int, steps_per_epoch: int | None) -> None:
-        self._batch, self._workers = batch, workers
+        self.batch, self._workers = batch, workers
         self._steps = steps_per_epoch or 2**62
-        self._done = 0.0  # steps, as all workers together would have done them
-        self._whole = 1.0  # of such a step in one of the workers that are left
+        self._done = 0  # steps of single workers: so many make one of all
+        self._left = workers
 
     @property
     def epoch(self) -> int:
         """Whole passes so far."""
-        return int(self._done // self._steps)
+        return self._done // (self._steps * self._workers)
 
     @property
     def epochs(self) -> float:
         """Passes so far."""
-        return self._done / self._steps
+        return self._done / (self._steps * self._workers)
+
+    def distance(self, steps: int) -> float:
+        """Steps so far, as all workers together would have done them."""
+        return self._done / self._workers
 
     def next(self) -> tuple[list[Any], int]:
         """The size of the next batch."""
-        self._done += self._whole
-        return [], self._batch
+        self._done += self._left
+        return [], self.batch
 
     def reshare(self, size: int) -> None:
         """From here on only so many workers have batches."""
-        self.shared_anew, self._whole = size, size / self._workers
+        self.shared_anew = self._left = size

@@ -196,6 +196,7 @@ class SimTransport:
             if letter is None:
                 sources = op.group.members if op.source is None else (op.source,)
                 if all(source in self._left for source in sources):
+                    self.traffic.waited += self._kernel.now - asked
                     return None
                 self._from = op.source
                 self._awaited = Promise(self._kernel, self._whom, sources)
@@ -203,6 +204,7 @@ class SimTransport:
             elif letter.message is None:
                 self._left.add(letter.source)
                 if op.departures:
+                    self.traffic.waited += self._kernel.now - asked
                     return Departed(letter.source)
             else:
                 if letter.read is not None:

@@ -62,5 +62,5 @@ class AllReduce(Strategy[None]):
             node.mean_update(g)
             return
         add_up = ALGORITHMS[self.algorithm] if self.group is None else partial(hierarchical, group=self.group)
-        if mean_(node.comm, g, node.weight, add_up):
+        if mean_(node.comm, g, node.weight, add_up, most=node.batch):
             node.update(g)

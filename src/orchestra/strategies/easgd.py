@@ -71,7 +71,7 @@ class EASGD(Strategy[EASGDState]):
 
     def init(self, node: Node) -> EASGDState:
         """All begin at the centre."""
-        return EASGDState()
+        return EASGDState(node.samples)
 
     def step(self, node: Node, s: EASGDState) -> None:
         """A local step, and an exchange meanwhile if one is due."""

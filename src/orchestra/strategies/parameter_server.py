@@ -99,7 +99,11 @@ class ParameterServer(Strategy[ServerState]):
         yield from self.consistency.demands(workers, self.servers)
         yield from too_many(self.servers, workers)
         if self.synchronous and not isinstance(self.correction, AsPushed):
-            yield Problem("strategy.correction", self.correction, "corrects stale gradients, of which there are none")
+            yield Problem(
+                "strategy.correction",
+                self.correction,
+                "corrects stale gradients, of which there are none: consistency=asp has some",
+            )
 
     def init(self, node: Node) -> ServerState:
         """Version 0 of everything; a worker that asks before it computes has read nothing yet."""

@@ -105,8 +105,12 @@ class StrategySwitch(Phases):
             return
         self.first.step(node, s.first)
         if self.when.fires(node, s.watch) and node.budget < 1:  # else there is nothing left for the other one
+            if self.first == self.then and not self.servers and self.momenta == "keep" and self.scale is None:
+                s.then, s.switched = s.first, True
+                node.log("switched", node.steps)
+                return
             self.first.finish(node, s.first)
-            handover.from_worker(node, self.first, self.then)
+            handover.from_worker(node, self.first, self.then, keep=self.momenta != "reset")
             self._begin_anew(node, s)
 
     def serve(self, node: Node, s: SwitchState) -> None:
@@ -114,7 +118,7 @@ class StrategySwitch(Phases):
         if not s.switched:
             if self.first.servers:
                 self.first.serve(node, s.first)
-            if handover.at_server(node, self.first, self.then):
+            if handover.at_server(node, self.first, self.then, keep=self.momenta != "reset"):
                 self._begin_anew(node, s)
         if s.switched and self.then.servers:
             self.then.serve(node, s.then)
@@ -122,10 +126,8 @@ class StrategySwitch(Phases):
 
     def _begin_anew(self, node: Node, s: SwitchState) -> None:
         workers = left = len(node.comm.workers)
-        if self.momenta == "reset":
-            node.inner.reset()
-        for vector in node.inner.vectors() if self.momenta == "scale" else ():
-            vector.div_(workers)
+        for momentum in node.inner.first_moments() if self.momenta == "scale" else ():
+            momentum.div_(workers)
         if self.promote:
             node.retire(self.then.servers)
             left = len(node.comm.workers)

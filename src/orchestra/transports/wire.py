@@ -25,7 +25,7 @@ if sys.byteorder != "little":
 
 BODY, FAREWELL, PIECE = 1, 2, 3  # kinds: a message, nothing more to come, a part of what a whole group does
 _MAGIC, _VERSION = b"ONO", 1
-_FIELDS = struct.Struct("<3sBBBHQIQIqdQQQQI")  # all but the check of the header itself
+_FIELDS = struct.Struct("<3sBBBHQIQIqdQQQQQ")  # all but the check of the header itself
 _CHECK = struct.Struct("<I")
 LENGTH = _FIELDS.size + _CHECK.size
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -96,7 +96,14 @@ def body_of(x: Tensor) -> memoryview:
     return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
+def sum_of(body: memoryview) -> int:
+    """A sum that any flipped bit changes, as fast as memory is read. Where messages are encrypted nobody needs it."""
+    whole = len(body) // 8 * 8
+    words = torch.frombuffer(body[:whole], dtype=torch.int64).sum() if whole else 0
+    return (int(words) + zlib.crc32(body[whole:])) % 2**64
+
+
 def checked(frame: Frame, body: memoryview) -> None:
     """Refuse a body that is not what was sent."""
-    if zlib.crc32(body) != frame.check:
+    if sum_of(body) != frame.check:
         raise BadFrame(f"message {frame.number} of node {frame.source} came damaged")
