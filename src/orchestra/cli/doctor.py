@@ -49,8 +49,9 @@ def doctor(names: Names = None, list_: List = False, json_: Json = False) -> Non
     from orchestra.doctor import examine, find
 
     checks = find(names or [])
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a letter of a path must not end us
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a letter of a path must not end us; and JSON is UTF-8 wherever it goes.
+        sys.stdout.reconfigure(encoding="utf-8" if json_ else None, errors="backslashreplace")
     if list_:
         _list(checks, json_=json_)
         return
@@ -81,23 +82,25 @@ def _list(checks: Sequence[Check], *, json_: bool) -> None:
 
 
 def _show(check: Check, finding: Finding) -> None:
-    """One line of the table, as soon as it is known."""
-    mark = typer.style(finding.state, fg=_COLOURS[finding.state]) + " " * (8 - len(finding.state))
-    if _width() < _NARROW:
-        typer.echo(f"{mark}{check.name}")
-        print(_filled(finding.found, "  "), flush=True)
-        return
-    # Escape codes have no width: only what follows the mark is filled.
-    typer.echo(mark + _filled(finding.found, f"{check.name:<10}  ", before=8))
+    """One line of the table, as soon as it is known. The mark is a word: it needs no colour and no special letters."""
+    from rich.console import Console
+    from rich.text import Text
+
+    wide = _width() >= _NARROW
+    head = f"{finding.state:<8}{check.name:<10}  "
+    row = _filled(finding.found, head) if wide else f"{head.rstrip()}\n{_filled(finding.found, '  ')}"
+    text = Text(row)
+    text.stylize(_COLOURS[finding.state], 0, len(finding.state))
+    Console(highlight=False).print(text, soft_wrap=True)
 
 
-def _filled(text: str, head: str, *, before: int = 0) -> str:
+def _filled(text: str, head: str) -> str:
     """Text after a head, its further lines below itself; in a pipe one line, which programs can search."""
     return textwrap.fill(
         text,
-        max(_width() - before, len(head) + 10),
+        _width(),
         initial_indent=head,
-        subsequent_indent=" " * (before + len(head)) if before else " " * len(head),
+        subsequent_indent=" " * len(head),
         break_long_words=False,
         break_on_hyphens=False,
     )

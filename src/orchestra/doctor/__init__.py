@@ -2,7 +2,7 @@
 """What works on this machine, what does not, and how to mend it. Everything is tried, not looked up.
 
 Each check is a small function that gives a `Finding`: fine, limited or broken, what was found, what to do. It runs in a
-process of its own, so one that hangs or crashes spoils nothing but its own line (`orchestra.doctor.examine`).
+process of its own, so one that hangs or crashes spoils nothing but its own line (`orchestra.doctor.trial`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from orchestra.doctor import disk, machine, network, packages, processes
-from orchestra.doctor.examine import Check, Finding, State, answer, examine
+from orchestra.doctor.trial import Check, Finding, State, answer, examine
 from orchestra.errors import ConfigError, Problem, nearest
 
 _REINSTALL = f"Install it anew: pip install --force-reinstall 'torch>={packages.NEEDED['torch']}'"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from orchestra.data.fetch import cache as cache_folder
-from orchestra.doctor.examine import Finding, State, fine, limited
+from orchestra.doctor.trial import Finding, State, fine, limited
 from orchestra.words import size
 
 _WRITTEN = 1 << 24  # bytes

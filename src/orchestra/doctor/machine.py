@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from orchestra.doctor.cgroups import Groups
-from orchestra.doctor.examine import Finding, broken, fine, limited
+from orchestra.doctor.trial import Finding, broken, cores, fine, limited
 from orchestra.words import size
 
 _TOUCHED = 1 << 26  # bytes
@@ -30,7 +30,7 @@ _PROCESSES = 16  # at once
 
 def processors() -> Finding:
     """Those there are, those that this process may use, and the time that a control group grants."""
-    usable, quota = len(os.sched_getaffinity(0)), Groups().quota()
+    usable, quota = cores(), Groups().quota()
     threads = os.environ.get("OMP_NUM_THREADS")
     found = (
         f"{usable} of {os.cpu_count()} usable, "
@@ -39,8 +39,8 @@ def processors() -> Finding:
         + (f", OMP_NUM_THREADS={threads}" if threads else "")
     )
     if quota is not None and quota < usable:
-        few = max(1, int(quota))
-        return limited(found, f"Cores are shared out without regard to the quota: begin with `taskset -c 0-{few - 1}`.")
+        few = "0" if quota < 2 else f"0-{int(quota) - 1}"
+        return limited(found, f"Cores are shared out without regard to the quota: begin with `taskset -c {few}`.")
     if usable == 1:
         return limited(found, "Workers take turns on one core, so times say little: give the process more of them.")
     return fine(found)
@@ -181,14 +181,18 @@ def _apart() -> float:
 
 def terminal() -> Finding:
     """Whether it shows what other commands print."""
-    language = next((f"{n}={os.environ[n]}" for n in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(n)), "no LANG")
+    names = ("PYTHONIOENCODING", "LC_ALL", "LC_CTYPE", "LANG")  # the first that is set decides
+    name = next((name for name in names if os.environ.get(name)), "LANG")
+    language = f"{name}={os.environ.get(name, '')}"
     encoding = sys.stdout.encoding.lower()
     found = f"{encoding}, {language}, TERM={os.environ.get('TERM', '')}"
     try:
         "τ ← · µ …".encode(encoding)
         locale.setlocale(locale.LC_ALL, "")
     except UnicodeEncodeError:
-        return limited(found, "Pages and tables have letters it cannot show: export LANG=C.UTF-8.")
+        return limited(found, f"Pages and tables have letters it cannot show: unset {name}; export LANG=C.UTF-8.")
     except locale.Error:
-        return limited(f"{found}, which is not installed", "Choose one of `locale -a`: export LANG=C.UTF-8.")
+        return limited(
+            f"{found}, which is not installed", f"Choose one of `locale -a`, e.g. unset {name}; export LANG=C.UTF-8."
+        )
     return fine(found)

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from orchestra.doctor.examine import Finding, broken, fine, limited, short
+from orchestra.doctor.trial import Finding, broken, fine, limited, short
 
 _FIRST, _COUNT = 29400, 16  # the ports where torchrun begins as well
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # for examples: nobody has them

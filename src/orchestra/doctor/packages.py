@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-from orchestra.doctor.examine import Finding, broken, fine, limited, short
+from orchestra.doctor.trial import Finding, broken, fine, limited, short
 
 PYTHON = "3.11"  # or later
 NEEDED = {"torch": "2.11", "numpy": "", "safetensors": "", "cloudpickle": "", "pyyaml": "", "typer": "", "rich": ""}

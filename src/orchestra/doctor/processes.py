@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.doctor.examine import Finding, broken, fine, limited, short
+from orchestra.doctor.trial import Finding, broken, fine, limited, short
 from orchestra.transports.futex import Words
 from orchestra.words import plural, size
 
@@ -219,8 +219,7 @@ def nccl() -> Finding:
         if gpus > rank:
             _mean("nccl", folder, rank, min(gpus, 2), f"cuda:{rank}")
 
-    found = _in_two(act, "2 GPUs, or 1 if there are no more")
-    return found
+    return _in_two(act, "2 GPUs, or 1 if there are no more")
 
 
 def _driver() -> bool:
@@ -247,7 +246,7 @@ def _in_two(act: Callable[[Path, int], None], where: str) -> Finding:
         _, status = os.waitpid(other, 0)
         took = time.perf_counter() - began
     if status:
-        return broken(f"the second process failed with {os.waitstatus_to_exitcode(status)}", "Its words are above.")
+        raise ChildProcessError(f"the second process ended with {os.waitstatus_to_exitcode(status)}")
     return fine(f"a mean over {where}, {took:.2f} s")
 
 

@@ -13,6 +13,7 @@ Processes are known by a mark in their environment: those of a run are in sessio
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from orchestra.errors import WorkerFailed
 from orchestra.words import plural
 
 _MARK = "ORCHESTRA_DOCTOR"
@@ -88,7 +90,7 @@ def examine(checks: Sequence[Check]) -> Iterator[tuple[Check, Finding]]:
     """Try each, some side by side; what was found comes in the order of `checks`."""
     mark = secrets.token_hex(8)
     deadline = time.monotonic() + _ALTOGETHER
-    lanes = ThreadPoolExecutor(max_workers=min(_LANES, len(os.sched_getaffinity(0))))
+    lanes = ThreadPoolExecutor(max_workers=min(_LANES, cores()))
     found: dict[str | None, Future[Finding]] = {}
     try:
         # What others depend on begins first, and what depends on it last: then nobody waits for one that has not begun.
@@ -113,15 +115,15 @@ def _attempt(check: Check, mark: str, deadline: float, before: Future[Finding] |
     try:
         child = _start(check.name, mark)
     except OSError as error:
-        return broken(f"no process could be started: {error.strerror}", "Raise `ulimit -n` and `ulimit -u`.")
-    with child:
-        try:
-            out, err = child.communicate(timeout=seconds)
-            ending = _ending(child.returncode, err)
-        except subprocess.TimeoutExpired:
-            out = _stop(child, mark)
-            busy = f"load {os.getloadavg()[0]:.1f} on {plural(len(os.sched_getaffinity(0)), 'core')}"
-            ending = f"no answer within {seconds:.0f} s, {busy}"
+        few = error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+        remedy = "Raise `ulimit -n` and `ulimit -u`." if few else f"This user must be able to execute {sys.executable}."
+        return broken(f"no process could be started: {error.strerror}", remedy)
+    try:
+        out, err = child.communicate(timeout=seconds)
+        ending = _ending(child.returncode, err)
+    except subprocess.TimeoutExpired:
+        out = _stop(child, mark)
+        ending = f"no answer within {seconds:.0f} s, load {os.getloadavg()[0]:.1f} on {plural(cores(), 'core')}"
     _kill(mark)
     try:
         said = json.loads(out)
@@ -146,11 +148,12 @@ def _start(name: str, mark: str) -> subprocess.Popen[str]:
 
 
 def _stop(child: subprocess.Popen[str], mark: str) -> str:
-    """End it, gently at first; gives what it said after all."""
+    """End it, gently at first; gives what it said after all. One that the kernel holds is not waited for."""
     child.terminate()
     for _ in range(2):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.communicate(timeout=_GRACE)[0]
+        child.kill()
         _kill(mark)
     return ""
 
@@ -162,6 +165,11 @@ def _kill(mark: str) -> None:
             with contextlib.suppress(OSError):  # it is gone, or somebody else's
                 if f"{_MARK}={mark}".encode() in environment.read_bytes():
                     os.kill(int(environment.parent.name), signal.SIGKILL)
+
+
+def cores() -> int:
+    """Those this process may use; all of them on systems that cannot tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ending(code: int, err: str) -> str:
@@ -185,6 +193,8 @@ def answer(check: Check) -> None:
     os.dup2(2, 1)  # what libraries print must not get in between
     try:
         finding = check.act()
+    except WorkerFailed as error:
+        finding = broken(short(f"{error.who} failed: {error.traceback.strip().splitlines()[-1]}"), check.mend)
     except Exception as error:
         finding = broken(short(f"{type(error).__name__}: {error}"), check.mend)
     os.write(out, json.dumps(asdict(finding)).encode())
