@@ -78,7 +78,7 @@ def top(
       orchestra probe digits                    measure this machine for that
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
-      orchestra doctor                          what works on this machine, and how to mend the rest
+      orchestra doctor                          what works here, how to mend the rest
 
     Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
     come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 130 stopped by Ctrl-C.

@@ -24,7 +24,7 @@ _COLOURS = {"fine": "green", "limited": "yellow", "broken": "red"}
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[NAME]...", help="Only these checks; --list has their names.", show_default=False),
+    typer.Argument(metavar="NAME", help="Only these checks; --list has their names.", show_default=False),
 ]
 List = Annotated[bool, typer.Option("--list", help="List the checks, and try none.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for programs.")]

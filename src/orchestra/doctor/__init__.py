@@ -87,7 +87,7 @@ CHECKS: tuple[Check, ...] = (
         needed=True,
         after="torch",
         slow=True,
-        seconds=12,
+        seconds=15,
     ),
     Check(
         name="gloo",
