@@ -117,7 +117,7 @@ def test_a_torch_that_hangs_is_ended_with_all_it_started(
     assert torch["state"] == "broken"
     assert torch["found"].startswith("no answer within 2 s")
     assert "pip install" in torch["remedy"]
-    assert (local["found"], local["remedy"]) == ("not tried, it needs torch", "Mend torch first.")
+    assert (local["state"], local["found"], local["remedy"]) == ("untried", "needs torch", "Mend torch first.")
     assert not _alive(int((folder / "torch" / "pid").read_text()))
 
 
@@ -132,12 +132,19 @@ def test_a_disk_that_hangs_keeps_no_files(
     assert not list(tmp_path.iterdir())
 
 
-def test_checks_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch, orchestra: Orchestra) -> None:
-    monkeypatch.setattr("orchestra.doctor.trial._ALTOGETHER", 0.0)
-    said = orchestra("doctor", "disk", "clock")
+@pytest.mark.parametrize(
+    ("seconds", "found"), [(0.0, "the other checks took too long"), (1.0, "no answer within 1 s, load")]
+)
+def test_checks_that_there_is_no_time_for(
+    seconds: float, found: str, poison: Poison, monkeypatch: pytest.MonkeyPatch, orchestra: Orchestra
+) -> None:
+    monkeypatch.setattr("orchestra.doctor.trial._ALTOGETHER", seconds)
+    poison("sitecustomize", "import os, time\nos.fsync = lambda fd: time.sleep(60)")
+    said = orchestra("doctor", "disk")
     assert said.code == 3
-    assert "broken  disk        not tried, the other checks took too long" in said.out
+    assert f"untried disk        {found}" in said.out
     assert "  disk: Try it alone: orchestra doctor disk." in said.out.splitlines()
+    assert "Whether training works on this machine is not known yet: disk took too long." in said.out
 
 
 def test_a_torch_that_crashes(poison: Poison, orchestra: Orchestra) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from orchestra.doctor import Check, Finding
 
 _NARROW = 60  # columns; below, what was found goes on lines of its own
-_COLOURS = {"fine": "green", "limited": "yellow", "broken": "red"}
+_COLOURS = {"fine": "green", "limited": "yellow", "broken": "red", "untried": "yellow"}
 
 Names = Annotated[
     list[str] | None,
@@ -35,10 +35,11 @@ def doctor(names: Names = None, list_: List = False, json_: Json = False) -> Non
 
     Every check really tries the thing, in a process of its own: imports torch, trains with two processes, takes means
     by Gloo and NCCL, maps memory, binds ports, writes to disk. It takes some seconds, 20 at most, and leaves nothing
-    behind. Each is fine, limited (some uses of it fail, or it is for some uses only) or broken.
+    behind. Each is fine, limited (some uses of it fail, or it is for some uses only), broken, or untried for lack of
+    time or of what it needs.
 
-    Exit code 0 if all that training on this machine needs works, 3 if something of it is broken; what is for other uses
-    (GPUs, other machines, the laboratory) does not count.
+    Exit code 0 if all that training on this machine needs works, 3 if something of it is broken or untried; what is for
+    other uses (GPUs, other machines, the laboratory) does not count.
 
     For example:
 
@@ -62,7 +63,7 @@ def doctor(names: Names = None, list_: List = False, json_: Json = False) -> Non
         results.append((check, finding))
         if not json_:
             _show(check, finding)
-    works = not _broken(results)
+    works = not _missing(results)
     if json_:
         found = [asdict(f) | {"name": c.name, "about": c.about, "needed": c.needed} for c, f in results]
         summary.print_json({"works": works, "verdict": verdict(results), "checks": found})
@@ -110,14 +111,16 @@ def _width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 20
 
 
-def _broken(results: Sequence[tuple[Check, Finding]]) -> list[str]:
-    return [check.name for check, finding in results if check.needed and finding.state == "broken"]
+def _missing(results: Sequence[tuple[Check, Finding]], *states: str) -> list[str]:
+    """What training needs and is in one of these states; not known to work, without any."""
+    wanted = states or ("broken", "untried")
+    return [check.name for check, finding in results if check.needed and finding.state in wanted]
 
 
 def _advice(results: Sequence[tuple[Check, Finding]]) -> Iterator[str]:
     """What to do, the needed first; the same remedy once."""
     remedies: dict[str, list[str]] = {}
-    for check, finding in sorted(results, key=lambda result: result[0].name not in _broken(results)):
+    for check, finding in sorted(results, key=lambda result: result[0].name not in _missing(results)):
         if finding.remedy:
             remedies.setdefault(finding.remedy, []).append(check.name)
     if remedies:
@@ -130,10 +133,12 @@ def verdict(results: Sequence[tuple[Check, Finding]]) -> str:
     """The whole in a sentence."""
     from orchestra.doctor import CHECKS
 
-    needed = _broken(results)
+    needed = _missing(results)
     others = [check.name for check, finding in results if finding.state != "fine" and check.name not in needed]
+    if broken := _missing(results, "broken"):
+        return f"Training on this machine will fail until this is mended: {', '.join(broken)}."
     if needed:
-        return f"Training on this machine will fail until this is mended: {', '.join(needed)}."
+        return f"Whether training works on this machine is not known yet: {', '.join(needed)} took too long."
     if len(results) < len(CHECKS):
         return f"Not fine: {', '.join(others)}." if others else "What was tried works."
     if others:

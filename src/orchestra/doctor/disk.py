@@ -9,8 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from orchestra.data.fetch import cache as cache_folder
-from orchestra.doctor.trial import Finding, State, fine, limited
+from orchestra.doctor.trial import Finding, broken, fine, limited
 from orchestra.words import size
 
 _WRITTEN = 1 << 24  # bytes
@@ -24,7 +23,9 @@ def runs() -> Finding:
 
 def cache() -> Finding:
     """The folder for data sets that are fetched."""
-    return _look(cache_folder().absolute(), "set ORCHESTRA_DATA to another folder")
+    from orchestra.data import fetch  # takes longer to import than most checks take
+
+    return _look(fetch.cache().absolute(), "set ORCHESTRA_DATA to another folder")
 
 
 def _look(folder: Path, otherwise: str) -> Finding:
@@ -35,9 +36,7 @@ def _look(folder: Path, otherwise: str) -> Finding:
         free = shutil.disk_usage(place).free
         rate = _write(place)
     except OSError as error:
-        return Finding(
-            State.BROKEN, f"{where}: {error.strerror}", f"Make room or get the rights there, or {otherwise}."
-        )
+        return broken(f"{where}: {error.strerror}", f"Make room or get the rights there, or {otherwise}.")
     found = f"{where}: {size(free)} free, {size(rate)}/s written"
     if free < _ENOUGH:
         return limited(found, f"Make room there, or {otherwise}.")

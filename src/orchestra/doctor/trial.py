@@ -43,6 +43,7 @@ class State(StrEnum):
     FINE = "fine"
     LIMITED = "limited"  # some uses of it fail, or it is for some uses only
     BROKEN = "broken"
+    UNTRIED = "untried"  # there was no time, or it needs something that is broken
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ def limited(found: str, remedy: str) -> Finding:
 def broken(found: str, remedy: str) -> Finding:
     """It does not work."""
     return Finding(State.BROKEN, found, remedy)
+
+
+def untried(found: str, remedy: str) -> Finding:
+    """Nobody knows."""
+    return Finding(State.UNTRIED, found, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,21 +113,23 @@ def examine(checks: Sequence[Check]) -> Iterator[tuple[Check, Finding]]:
 
 def _attempt(check: Check, mark: str, deadline: float, before: Future[Finding] | None) -> Finding:
     if before is not None and before.result().state is State.BROKEN:
-        return broken(f"not tried, it needs {check.after}", f"Mend {check.after} first.")
+        return untried(f"needs {check.after}", f"Mend {check.after} first.")
     alone = f"Try it alone: orchestra doctor {check.name}"
     seconds = min(check.seconds, deadline - time.monotonic())
     if seconds <= 0:
-        return broken("not tried, the other checks took too long", f"{alone}.")
+        return untried("the other checks took too long", f"{alone}.")
     try:
         child = _start(check.name, mark)
     except OSError as error:
         few = error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
         remedy = "Raise `ulimit -n` and `ulimit -u`." if few else f"This user must be able to execute {sys.executable}."
         return broken(f"no process could be started: {error.strerror}", remedy)
+    cut_short = False
     try:
         out, err = child.communicate(timeout=seconds)
         ending = _ending(child.returncode, err)
     except subprocess.TimeoutExpired:
+        cut_short = seconds < check.seconds  # for the others' sake: it may only be slow
         out = _stop(child, mark)
         ending = f"no answer within {seconds:.0f} s, load {os.getloadavg()[0]:.1f} on {plural(cores(), 'core')}"
     _kill(mark)
@@ -129,7 +137,7 @@ def _attempt(check: Check, mark: str, deadline: float, before: Future[Finding] |
         said = json.loads(out)
         return Finding(State(said["state"]), said["found"], said["remedy"])
     except ValueError:
-        return broken(ending, f"{alone}. {check.mend}")
+        return untried(ending, f"{alone}.") if cut_short else broken(ending, f"{alone}. {check.mend}")
 
 
 def _start(name: str, mark: str) -> subprocess.Popen[str]:
