@@ -10,7 +10,7 @@ def size(nbytes: float) -> str:
     >>> size(950), size(12_300), size(7_900_000)
     ('950 B', '12.3 kB', '7.9 MB')
     """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.1f} {unit}"
     return f"{nbytes:.0f} B"

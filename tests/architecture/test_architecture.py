@@ -132,6 +132,17 @@ MAY_KNOW = {
         "strategy",
     },  # no world by name
     "report": {"budget", "errors", "events", "report"},
+    "doctor": {
+        "budget",
+        "cluster",
+        "data.fetch",
+        "doctor",
+        "errors",
+        "launch",
+        "training",
+        "transports.futex",
+        "words",
+    },
 }
 
 

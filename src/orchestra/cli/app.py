@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from orchestra.cli import data
 from orchestra.cli.compare import compare
 from orchestra.cli.demo import demo
+from orchestra.cli.doctor import doctor
 from orchestra.cli.explain import explain
 from orchestra.cli.probe import probe
 from orchestra.cli.resume import resume
@@ -77,6 +78,7 @@ def top(
       orchestra probe digits                    measure this machine for that
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
+      orchestra doctor                          what works here, how to mend the rest
 
     Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
     come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 130 stopped by Ctrl-C.
@@ -84,6 +86,6 @@ def top(
 
 
 app.callback(help=flowing(top.__doc__ or ""))(top)
-for _verb in (demo, run, resume, sim, compare, sweep, probe, strategies, explain):
+for _verb in (demo, run, resume, sim, compare, sweep, probe, strategies, explain, doctor):
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 app.add_typer(data.app)

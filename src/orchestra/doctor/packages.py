@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python and the packages beside torch: whether they can be imported, and their versions."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import re
+import sys
+from collections.abc import Mapping
+
+from orchestra.doctor.trial import Finding, broken, fine, limited, short
+
+PYTHON = "3.11"  # or later
+NEEDED = {"torch": "2.11", "numpy": "", "safetensors": "", "cloudpickle": "", "pyyaml": "", "typer": "", "rich": ""}
+# What nothing fails without, and what it is for.
+OPTIONAL = {
+    "greenlet": "rehearsals use slower threads without it",
+    "pyzmq": "for runs between machines",
+    "psutil": "for the tests",
+    "simpy": "for a benchmark",
+}
+_MODULES = {"pyyaml": "yaml", "pyzmq": "zmq"}  # where the name to import is another
+
+
+def python() -> Finding:
+    """The interpreter, and what it runs on."""
+    found = (
+        f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}, "
+        f"{sys.executable}"
+    )
+    if older(platform.python_version(), PYTHON):
+        return broken(found, f"The package needs Python {PYTHON} or later.")
+    return fine(found)
+
+
+def packages() -> Finding:
+    """Import what the package cannot do without; torch has a check of its own."""
+    versions, failures = _look({name: "" for name in NEEDED if name != "torch"})
+    if failures:
+        return broken("; ".join(failures.values()), f"pip install --force-reinstall {' '.join(failures)}")
+    return fine(", ".join(versions))
+
+
+def extras() -> Finding:
+    """Import what only some uses need."""
+    versions, failures = _look(OPTIONAL)
+    if failures:
+        return limited(
+            ", ".join([*versions, *failures.values()]), f"If you want them: pip install {' '.join(failures)}"
+        )
+    return fine(", ".join(versions))
+
+
+def _look(names: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    versions, failures = [], {}
+    for name, purpose in names.items():
+        reason = f" ({purpose})" if purpose else ""
+        try:
+            importlib.import_module(_MODULES.get(name, name))
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} of unknown version")
+        except ModuleNotFoundError as error:
+            other = "" if error.name in (name, _MODULES.get(name)) else f", because {error.name} is"
+            failures[name] = f"{name} missing{other}{reason}"
+        except Exception as error:  # it is there, and does not work
+            failures[name] = f"{name} cannot be imported{reason}: {short(error)}"
+    return versions, failures
+
+
+def older(version: str, least: str) -> bool:
+    """Whether a version is older than another, by its leading numbers.
+
+    >>> older("2.9.1+cpu", "2.11"), older("2.13.0+cpu", "2.11"), older("2.11", "2.11")
+    (True, False, False)
+    """
+    own, other = ([int(n) for n in re.findall(r"\d+", text.split("+")[0])] for text in (version, least))
+    return own[: len(other)] < other
