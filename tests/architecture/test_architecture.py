@@ -132,6 +132,7 @@ MAY_KNOW = {
         "strategy",
     },  # no world by name
     "report": {"budget", "errors", "events", "report"},
+    "lab": {"errors", "lab", "networks"},  # any program may run in it
 }
 
 
