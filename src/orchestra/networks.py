@@ -169,8 +169,8 @@ def read_rate(text: object) -> float:
 def read_time(text: object) -> float:
     """Seconds.
 
-    >>> read_time("50us")
-    5e-05
+    >>> read_time("1ms")
+    0.001
     """
     return _quantity(text, _TIMES, "a time such as 1ms or 50us")
 

@@ -27,6 +27,7 @@ from orchestra.lab.plan import host_of, told
 
 _MARK = "ORCHESTRA_LAB_RUN"
 _GRACE = 5.0  # seconds between asking to end and killing
+_LAST_WORDS = 1.0  # seconds for what was said and is not yet read
 _ENTER = 'test -z "$0" || echo $$ > "$0" || exit 125; exec "$@"'  # into the cgroup, if there is one
 
 
@@ -151,20 +152,27 @@ class _Band:
                     self._start(host, ears)
                 while self.playing:
                     try:
-                        self._turn(ears)
+                        if not self._turn(ears):
+                            self._ask_to_end(signal.SIGKILL)
                     except KeyboardInterrupt:
                         self._ask_to_end(signal.SIGKILL if stopped else signal.SIGINT)
                         stopped = True
             finally:
-                _signal(self.playing.values(), signal.SIGKILL)
-                _kill_marked([host_of(self.lab.name, host) for host in self.hosts], self.mark)
-                for process in self.playing.values():
-                    process.wait()
-            while self.open_lines:  # what they had said; nobody is left to say more
-                self._turn(ears)
+                self._clear(ears)
         if stopped:
             raise Interrupted("stopped on every host.")
         return self.failed
+
+    def _clear(self, ears: selectors.BaseSelector) -> None:
+        """End whoever is left, and hear what they had said."""
+        _signal(self.playing.values(), signal.SIGKILL)
+        _kill_marked([host_of(self.lab.name, host) for host in self.hosts], self.mark)
+        self.end = time.monotonic() + _LAST_WORDS  # a program that hid from us may keep its pipe open for ever
+        while ears.get_map() and self._turn(ears):
+            pass
+        for key in list(ears.get_map().values()):
+            ears.unregister(key.fileobj)
+            os.close(key.fd) if isinstance(key.fileobj, int) else key.fileobj.close()  # type: ignore[attr-defined]
 
     def _start(self, host: int, ears: selectors.BaseSelector) -> None:
         process = subprocess.Popen(
@@ -182,12 +190,9 @@ class _Band:
             self.open_lines[pipe] = b""
             ears.register(pipe, selectors.EVENT_READ, (host, to))
 
-    def _turn(self, ears: selectors.BaseSelector) -> None:
-        """Hear whoever says something or ends, or wait until patience does."""
-        wait = None if self.end is None else max(0.0, self.end - time.monotonic())
-        heard = ears.select(wait)
-        if not heard and self.end is not None:
-            self._ask_to_end(signal.SIGKILL)
+    def _turn(self, ears: selectors.BaseSelector) -> bool:
+        """Hear whoever says something or ends. False: patience ended first."""
+        heard = ears.select(None if self.end is None else max(0.0, self.end - time.monotonic()))
         for key, _ in heard:
             host, to = key.data
             if to is not None:
@@ -199,6 +204,7 @@ class _Band:
             if code and self.end is None:
                 self.failed = code
                 self._ask_to_end(signal.SIGTERM)
+        return bool(heard)
 
     def _relay(self, host: int, pipe: IO[bytes], to: BinaryIO, ears: selectors.BaseSelector) -> None:
         said = os.read(pipe.fileno(), 1 << 16)
