@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from orchestra.errors import EnvironmentProblem
-from orchestra.lab import Lab, build, cgroups, kernel
+from orchestra.lab import Lab, build, kernel
+from orchestra.lab.cgroups import find_cgroups
 from orchestra.lab.plan import owner_of, switch_of
 
 PYTHON = [sys.executable, "-I", "-S"]  # starts in a fifth of the time
@@ -45,10 +47,10 @@ def name() -> Iterator[str]:
 
 def left_of(lab: str) -> list[str]:
     """All that there is of a lab."""
-    shares = cgroups.find()
+    shares = find_cgroups()
     left = [space for space in kernel.namespaces() if owner_of(space) == lab]
     left += shares.of(lab) if shares else []
-    # Of host namespaces no process can be left whose namespace has no name: it would hold a namespace named by this.
+    left += [path.name for path in Path("/etc/netns").glob("*") if owner_of(path.name) == lab]
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         words = kernel.arguments_of(int(pid))
         if switch_of(lab) in words or f"ORCHESTRA_LAB={lab}" in kernel.environment_of(int(pid)):
@@ -59,7 +61,7 @@ def left_of(lab: str) -> list[str]:
 def said(lab: Lab, program: str, *, host: int | None = None) -> list[str]:
     """The lines that hosts print when each runs a Python program, without the names of the hosts."""
     out = io.BytesIO()
-    assert lab.run([*PYTHON, "-c", program], host=host, out=out) == 0  # type: ignore[arg-type]
+    assert lab.run([*PYTHON, "-c", program], host=host, out=out) == 0
     return [line.partition(" | ")[2] for line in out.getvalue().decode().splitlines()]
 
 

@@ -16,8 +16,9 @@ import pytest
 from tests.lab.conftest import left_of, soon
 
 from orchestra.errors import ConfigError, EnvironmentProblem
-from orchestra.lab import Lab, build, cgroups, kernel, look
-from orchestra.lab.cgroups import Cgroups
+from orchestra.lab import Lab, build, kernel, running
+from orchestra.lab.cgroups import Cgroups, find_cgroups
+from orchestra.lab.look import look
 from orchestra.lab.plan import host_of, make_plan, switch_of
 
 ROOT = Path(__file__).parents[2]
@@ -146,19 +147,20 @@ def test_a_command_runs_on_all_hosts_with_its_lines_told_apart(name: str) -> Non
     tell = "echo $ORCHESTRA_LAB_RANK of $ORCHESTRA_LAB_SIZE; echo $ORCHESTRA_LAB_ADDRESS >&2; printf $MASTER_ADDR"
     with Lab(hosts=3, name=name) as lab:
         first, *_ = addresses = lab.look().addresses
-        assert lab.run(["sh", "-c", tell], out=out, err=err) == 0  # type: ignore[arg-type]
+        assert lab.run(["sh", "-c", tell], out=out, err=err) == 0
     for k in (1, 2, 3):
         mine = [line for line in out.getvalue().decode().splitlines() if line.startswith(f"host-{k} | ")]
         assert mine == [f"host-{k} | {k - 1} of 3", f"host-{k} | {first}"]
         assert f"host-{k} | {addresses[k - 1]}\n" in err.getvalue().decode()
 
 
-def test_the_first_that_fails_ends_the_others(name: str) -> None:
+def test_the_first_that_fails_ends_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_GRACE", 0.5)
     # Each leaves a program behind that is in no group or session of its own any more.
     sleeper = "setsid sleep 1000 & test $RANK != 1 || { sleep 0.2; exit 7; }; trap '' TERM; sleep 1000"
     with Lab(hosts=3, name=name) as lab:
         begun = time.monotonic()
-        assert lab.run(["sh", "-c", sleeper], out=io.BytesIO(), err=io.BytesIO()) == 7  # type: ignore[arg-type]
+        assert lab.run(["sh", "-c", sleeper], out=io.BytesIO(), err=io.BytesIO()) == 7
         assert time.monotonic() - begun < 15
         assert lab.look().processes == 0
 
@@ -172,9 +174,14 @@ def test_a_failing_command_on_one_host_says_its_status(name: str) -> None:
                 lab.run(["true"], host=host)
 
 
-@pytest.mark.parametrize("hosts", [(), ("--host", "1")], ids=["all", "one"])
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("hosts", "number", "code"),
+    [
+        ((), signal.SIGINT, 130),
+        ((), signal.SIGTERM, 143),
+        ((), signal.SIGKILL, -signal.SIGKILL),
+        (("--host", "1"), signal.SIGINT, 130),
+    ],
 )
 def test_a_run_that_is_stopped_leaves_nothing(hosts: tuple[str, ...], number: int, code: int, name: str) -> None:
     with Lab(hosts=2, name=name) as lab:
@@ -229,11 +236,11 @@ def test_a_kernel_that_lacks_something_is_named(
 
 def test_without_cgroups_no_share_is_promised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(name=name, hosts=1, cpu=0.5)
-    monkeypatch.setattr(cgroups, "find", lambda: None)
+    monkeypatch.setattr(build, "find_cgroups", lambda: None)
     with pytest.raises(EnvironmentProblem, match="Leave --cpu away"):
         build.up(plan)
     unwritable = Path("/proc/fs")
-    monkeypatch.setattr(cgroups, "find", lambda: Cgroups(unwritable, unified=False))
+    monkeypatch.setattr(build, "find_cgroups", lambda: Cgroups(unwritable, unified=False))
     with pytest.raises(EnvironmentProblem, match=r"cannot be shared out.*Leave --cpu away"):
         build.up(plan)
     assert not left_of(name)
@@ -246,18 +253,18 @@ def test_both_versions_of_cgroups_are_found_and_written(tmp_path: Path) -> None:
     (two / "cgroup.controllers").write_text("cpuset cpu io\n")
     (two / "cgroup.subtree_control").write_text("memory\n")
     mounts.write_text(f"cgroup2 {two} cgroup2 rw 0 0\n")
-    newer = cgroups.find(mounts)
+    newer = find_cgroups(mounts)
     assert newer == Cgroups(two, unified=True)
     newer.limit("orchestra-host-1", 0.25)
     assert (two / "cgroup.subtree_control").read_text() == "+cpu"
     assert (two / "orchestra-host-1" / "cpu.max").read_text() == "2500 10000"
     assert newer.share("orchestra-host-1") == 0.25
     mounts.write_text(f"cgroup2 {tmp_path} cgroup2 rw 0 0\ncgroup {one} cgroup rw,cpu,cpuacct 0 0\n")
-    older = cgroups.find(mounts)
+    older = find_cgroups(mounts)
     assert older == Cgroups(one, unified=False)
     older.limit("orchestra-host-1", 0.05)  # the kernel takes no quota below a millisecond
     assert (one / "orchestra-host-1" / "cpu.cfs_quota_us").read_text() == "1000"
     assert older.share("orchestra-host-1") == 0.05
     assert older.labs() == {"orchestra"}
     mounts.write_text("cgroup /nowhere cgroup rw,memory 0 0\n")
-    assert cgroups.find(mounts) is None
+    assert find_cgroups(mounts) is None

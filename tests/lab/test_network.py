@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 from tests.lab.conftest import routes, said
 
-from orchestra.lab import Lab, look
+from orchestra.lab import Lab
+from orchestra.lab.look import look
 from orchestra.lab.plan import Machine, switch_of
 
 # The first host receives, the others send, and say how many bits a second the receiver confirmed.
@@ -126,6 +127,13 @@ def test_between_hosts_that_differ_a_latency_is_the_mean_of_both(name: str) -> N
         assert tap["stats64"]["rx"]["packets"] < 20
 
 
+def test_a_link_that_is_down_is_no_matter_to_the_others(name: str) -> None:
+    with Lab(hosts=3, latency="1ms", name=name) as lab:
+        subprocess.run(["ip", "-n", switch_of(name), "link", "set", "t2", "down"], check=True)
+        assert all(0.001 <= way <= 0.004 for way in ways(lab))  # whoever asks for an address asks everybody
+        assert not lab.look().cut
+
+
 def test_a_host_gets_its_share_of_the_processor(name: str) -> None:
     with Lab(hosts=2, cpu=0.3, exceptions={2: {"cpu": "0.1"}}, name=name) as lab:
         for host, share in ((1, 0.3), (2, 0.1)):
@@ -142,6 +150,14 @@ def test_the_machine_itself_sees_nothing_of_it(name: str) -> None:
         program = "import os, socket, json; print(json.dumps(sorted(n for _, n in socket.if_nameindex())))"
         assert [json.loads(line) for line in said(lab, program)] == [["eth0", "lo"]] * 2
     assert routes() == before
+
+
+def test_hosts_know_each_other_by_name(name: str) -> None:
+    with Lab(hosts=2, name=name) as lab:
+        program = "import socket; print(*map(socket.gethostbyname, ('host-1', 'host-2', socket.gethostname())))"
+        first, second = lab.look().addresses
+        assert said(lab, program, host=1) == [f"{first} {second} {first}"]
+        assert said(lab, program, host=2) == [f"{first} {second} {second}"]
 
 
 def test_two_labs_are_apart(name: str) -> None:

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO, Self
 
-from orchestra.lab import build, running
+from orchestra.lab.build import down, up
 from orchestra.lab.look import Found, look
 from orchestra.lab.plan import DEFAULT, Machine, Plan, make_plan
+from orchestra.lab.running import command_in, environment_in, run
 
 __all__ = ["Lab", "Machine"]
 
@@ -45,11 +46,11 @@ class Lab:
         )
 
     def __enter__(self) -> Self:
-        build.up(self.plan)
+        up(self.plan)
         return self
 
     def __exit__(self, *_: object) -> None:
-        build.down(self.name)
+        down(self.name)
 
     def look(self) -> Found:
         """What is there, as the kernel has it: addresses, links, shares."""
@@ -68,12 +69,12 @@ class Lab:
         Lines go to `out` and `err`, by default our own, prefixed with their host. Whatever the command started is ended
         with it.
         """
-        return running.run(look(self.name), command, host=host, out=out, err=err)
+        return run(look(self.name), command, host=host, out=out, err=err)
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
         """The command line that runs a command on a host (from 1), for `subprocess`."""
-        return running.command_in(look(self.name), host, command)
+        return command_in(look(self.name), host, command)
 
     def environment(self, host: int) -> dict[str, str]:
         """The variables that go with `command`."""
-        return running.environment_in(look(self.name), host)
+        return environment_in(look(self.name), host)

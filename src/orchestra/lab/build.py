@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,13 +28,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from orchestra.errors import EnvironmentProblem
-from orchestra.lab import cgroups, delay_line, kernel
-from orchestra.lab.kernel import NAMESPACES, Kernel
+from orchestra.lab.cgroups import Cgroups, find_cgroups
+from orchestra.lab.kernel import NAMESPACES, Kernel, alone, identity, living_in, namespaces, refuse_without
 from orchestra.lab.plan import Machine, Plan, host_of, owner_of, subnet_of, switch_of
 
+DELAY_LINE = Path(__file__).resolve().with_name("delay_line.py")
+_NAMES = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc
 _BURST = 4096  # bytes: with 64 kB, messages of 64 kB took a ninth of their time at 100 Mbit/s
 _SLOW = 1e8  # bits per second up to which that is enough
-_BEYOND = 0.6e-3  # seconds of what is beyond: 68 kB at 1 Gbit/s, for segments of 64 kB to pass in one piece
+_BEYOND = 0.8e-3  # seconds of what is beyond: 90 kB at 1 Gbit/s, for segments of 64 kB to pass in one piece
 _QUEUE = 0.02  # seconds that a full queue takes to empty, beside the round trip that TCP needs to fill a link
 _FRAMES = 16  # of full size: the least room in a queue
 _PATIENCE = 10.0  # seconds: for a delay line to begin, for killed processes to be gone
@@ -46,11 +49,11 @@ _TBF = "The kernel must have token buckets (CONFIG_NET_SCH_TBF; try modprobe sch
 
 def up(plan: Plan) -> None:
     """Build a lab. One of that name that was there is taken down first, with all that ran in it."""
-    kernel.refuse_without(delayed=plan.delayed)
-    shares = cgroups.find()
+    refuse_without(delayed=plan.delayed)
+    shares = find_cgroups()
     if shares is None and any(machine.cpu for machine in plan.machines):
         raise EnvironmentProblem("this machine has no cgroups that share out its processor. Leave --cpu away.")
-    with kernel.alone() as k:
+    with alone() as k:
         _take_down(k, plan.name)
         try:
             _make_namespaces(k, plan)
@@ -78,11 +81,23 @@ def _connect(k: Kernel, plan: Plan) -> None:
         host = host_of(plan.name, number)
         lines = ["link set lo up", f"addr add {net}.{number}/24 dev eth0", *_silently_up("eth0")]
         k.batch("ip", lines, inside=host, needs=_VETH)
+        _name_hosts(net, number, plan)
         if machine.up:
             k.batch("tc", [bucket("eth0", machine.up, machine)], inside=host, needs=_TBF)
     receiving = [bucket(f"p{i}", m.down, m) for i, m in enumerate(plan.machines, start=1) if m.down]
     if receiving:
         k.batch("tc", receiving, inside=switch, needs=_TBF)
+
+
+def _name_hosts(net: str, number: int, plan: Plan) -> None:
+    """A file of names, which `ip netns exec` puts over /etc/hosts. This machine's own name is the host's there."""
+    folder = _NAMES / host_of(plan.name, number)
+    every = [f"{net}.{k} host-{k}" for k in range(1, len(plan.machines) + 1)]
+    own = f"{net}.{number} host-{number} {socket.gethostname()}"
+    with contextlib.suppress(OSError):  # a read-only /etc: addresses will do
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(["127.0.0.1 localhost", "::1 localhost", own, *every, ""])
+        (folder / "hosts").write_text(text, encoding="utf-8")
 
 
 def _ports(plan: Plan) -> Iterator[str]:
@@ -112,7 +127,7 @@ def bucket(device: str, rate: float, machine: Machine) -> str:
 
 def _taken(k: Kernel, but: str) -> set[str]:
     """Networks of other labs."""
-    others = [name for name in kernel.namespaces() if owner_of(name) not in (None, but)]
+    others = [name for name in namespaces() if owner_of(name) not in (None, but)]
     return {address.rpartition(".")[0] for name in others if (address := address_in(k, name))}
 
 
@@ -128,7 +143,7 @@ def _start_delay_line(k: Kernel, plan: Plan) -> None:
     switch = switch_of(plan.name)
     ports = [f"t{i}={m.latency / 2:.9f}" for i, m in enumerate(plan.machines, start=1)]
     assert k.lock is not None
-    program = [sys.executable, "-I", "-S", str(Path(delay_line.__file__).resolve())]
+    program = [sys.executable, "-I", "-S", str(DELAY_LINE)]
     line = subprocess.Popen(
         ["ip", "netns", "exec", switch, *program, switch, str(k.lock), *ports],
         stdin=subprocess.DEVNULL,
@@ -152,38 +167,48 @@ def _start_delay_line(k: Kernel, plan: Plan) -> None:
 
 def down(name: str) -> bool:
     """Take a lab down, whatever is there of it, and end all that runs in it. False if there was nothing."""
-    kernel.refuse_without()
-    with kernel.alone() as k:
+    refuse_without()
+    with alone() as k:
         return _take_down(k, name)
 
 
 def names() -> list[str]:
     """Labs of which anything is there."""
-    found = {lab for name in kernel.namespaces() if (lab := owner_of(name))}
-    shares = cgroups.find()
+    found = {lab for name in [*namespaces(), *_named()] if (lab := owner_of(name))}
+    shares = find_cgroups()
     return sorted(found | (shares.labs() if shares else set()))
 
 
+def _named() -> list[str]:
+    return sorted(os.listdir(_NAMES)) if _NAMES.is_dir() else []
+
+
 def _take_down(k: Kernel, lab: str) -> bool:
-    spaces = [name for name in kernel.namespaces() if owner_of(name) == lab]
-    if kernel.identity("/proc/self/ns/net") in {kernel.identity(NAMESPACES / name) for name in spaces}:
+    spaces = [name for name in namespaces() if owner_of(name) == lab]
+    if identity("/proc/self/ns/net") in {identity(NAMESPACES / name) for name in spaces}:
         raise EnvironmentProblem(f"this process runs in a host of the lab {lab} itself. Take it down from outside.")
-    shares = cgroups.find()
+    shares = find_cgroups()
     groups = shares.of(lab) if shares else []
+    named = [name for name in _named() if owner_of(name) == lab]
     _kill_all(spaces, shares, groups)  # before their namespace loses its name, by which they are found
     for name in spaces:
         k.ip("netns", "delete", name)
     for name in groups:
         assert shares is not None
         shares.remove(name)
-    return bool(spaces or groups)
+    for name in named:
+        (_NAMES / name / "hosts").unlink(missing_ok=True)
+        (_NAMES / name).rmdir()
+    if named and not _named():
+        _NAMES.rmdir()
+    return bool(spaces or groups or named)
 
 
-def _kill_all(spaces: Collection[str], shares: cgroups.Cgroups | None, groups: Collection[str]) -> None:
+def _kill_all(spaces: Collection[str], shares: Cgroups | None, groups: Collection[str]) -> None:
     end = time.monotonic() + _PATIENCE
     while True:
         members = [pid for name in groups for pid in shares.members(name)] if shares else []
-        there = {*kernel.living_in(spaces), *members} - {os.getpid()}
+        there = {*living_in(spaces), *members} - {os.getpid()}
         if not there:
             return
         if time.monotonic() > end:

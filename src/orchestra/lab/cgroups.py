@@ -97,7 +97,7 @@ class Cgroups:
                 time.sleep(0.01)
 
 
-def find(mounts: Path = Path("/proc/mounts")) -> Cgroups | None:
+def find_cgroups(mounts: Path = Path("/proc/mounts")) -> Cgroups | None:
     """Where this machine shares out its processor, if it does."""
     found: list[Cgroups] = []
     for line in mounts.read_text(encoding="utf-8").splitlines():

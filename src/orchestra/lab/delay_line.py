@@ -81,7 +81,7 @@ def forward(latency: dict[int, float], namespace: str) -> None:
                     heapq.heappush(heap, (due, next(number), target, frame))
         while heap and heap[0][0] <= time.monotonic():
             _, _, target, frame = heapq.heappop(heap)
-            with contextlib.suppress(BlockingIOError):  # a full queue drops, as that of any switch
+            with contextlib.suppress(OSError):  # a link that is down, or full, loses frames, as that of any switch
                 os.write(target, frame)
 
 
@@ -93,6 +93,15 @@ def _read(source: int) -> list[bytes]:
     return frames
 
 
+def _come_first() -> None:
+    """A switch does not wait for a processor that the hosts keep busy: that cost a tenth of the rate at 100 Mbit/s."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
+    except OSError:  # not in every container
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, -20)
+
+
 def main(arguments: list[str]) -> None:
     """Make the TAPs, say so, and forward."""
     if os.fork():
@@ -102,8 +111,7 @@ def main(arguments: list[str]) -> None:
     for port in ports:
         name, _, seconds = port.partition("=")
         latency[open_tap(name)] = float(seconds)
-    with contextlib.suppress(OSError):  # a switch is no program that competes with the hosts for the processor
-        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    _come_first()
     os.write(1, b"ready\n")
     os.close(int(lock))
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
-from orchestra.lab import build, cgroups, delay_line, kernel
-from orchestra.lab.kernel import Kernel
+from orchestra.lab.build import DELAY_LINE, address_in, names
+from orchestra.lab.cgroups import find_cgroups
+from orchestra.lab.kernel import Kernel, arguments_of, living_in, namespaces, refuse_without
 from orchestra.lab.plan import Machine, host_of, owner_of, switch_of
-
-_LINE = Path(delay_line.__file__).name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +38,13 @@ class Found:
 
 def look(name: str) -> Found:
     """A lab by its name, which must be up."""
-    kernel.refuse_without()
-    hosts = sum(owner_of(space) == name and not space.endswith("-switch") for space in kernel.namespaces())
-    if name not in build.names():
-        there = build.names()
+    refuse_without()
+    hosts = sum(owner_of(space) == name and not space.endswith("-switch") for space in namespaces())
+    there = names()
+    if name not in there:
         known = f"up: {', '.join(there)}" if there else "none is"
         raise ConfigError([Problem("name", name, f"no such lab is up ({known}); see orchestra lab up --help")])
-    k, shares = Kernel(), cgroups.find()
+    k, shares = Kernel(), find_cgroups()
     spaces = [host_of(name, i + 1) for i in range(hosts)]
     ports = {entry["dev"]: entry for entry in k.ask("tc", "qdisc", "show", inside=switch_of(name))}
     latencies = _latencies(name)
@@ -61,21 +59,21 @@ def look(name: str) -> Found:
                 cpu=shares.share(space) if shares else None,
             )
         )
-        addresses.append(build.address_in(k, space))
+        addresses.append(address_in(k, space))
     return Found(
         name=name,
         addresses=tuple(addresses),
         machines=tuple(machines),
         cut=not _whole(k, name, addresses, latencies),
-        processes=len(kernel.living_in(spaces)),
+        processes=len(living_in(spaces)),
     )
 
 
 def _latencies(name: str) -> dict[str, float]:
     """Of each TAP, from the command line of the delay line."""
-    for pid in kernel.living_in([switch_of(name)]):
-        words = kernel.arguments_of(pid)
-        if any(word.endswith(_LINE) for word in words):
+    for pid in living_in([switch_of(name)]):
+        words = arguments_of(pid)
+        if any(word.endswith(DELAY_LINE.name) for word in words):
             ports = [word.split("=") for word in words if word.startswith("t") and "=" in word]
             return {tap: 2 * float(seconds) for tap, seconds in ports}
     return {}

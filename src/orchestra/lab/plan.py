@@ -77,8 +77,8 @@ def owner_of(name: str) -> str | None:
 def subnet_of(lab: str, taken: Collection[str]) -> str:
     """The first three bytes of a lab's addresses: always the same for a name, unless another lab has them.
 
-    >>> subnet_of("a", []), subnet_of("a", ["10.77.68"])
-    ('10.77.68', '10.77.69')
+    >>> subnet_of("a", []), subnet_of("a", ["10.77.67"])
+    ('10.77.67', '10.77.68')
     """
     first = zlib.crc32(lab.encode())
     return next(net for i in range(256) if (net := f"10.77.{(first + i) % 256}") not in taken)

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import IO, BinaryIO
 
 from orchestra.errors import ConfigError, Interrupted, Problem
-from orchestra.lab import cgroups, kernel
+from orchestra.lab.cgroups import find_cgroups
+from orchestra.lab.kernel import environment_of, living_in
 from orchestra.lab.look import Found
 from orchestra.lab.plan import host_of, told
 
@@ -34,7 +35,7 @@ _ENTER = 'test -z "$0" || echo $$ > "$0" || exit 125; exec "$@"'  # into the cgr
 def command_in(lab: Found, host: int, command: Sequence[str]) -> list[str]:
     """The command line that runs a command on a host, for `subprocess`."""
     space = host_of(lab.name, host)
-    shares = cgroups.find()
+    shares = find_cgroups()
     door = (shares.door(space) if shares else None) or ""
     with_us = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     return ["sh", "-c", _ENTER, str(door), *with_us, "ip", "netns", "exec", space, *command]
@@ -80,7 +81,7 @@ def _marked(environment: Mapping[str, str], mark: str) -> dict[str, str]:
 
 def _kill_marked(spaces: Collection[str], mark: str) -> None:
     """End all that a run started and that is still there."""
-    while there := [pid for pid in kernel.living_in(spaces) if mark in kernel.environment_of(pid)]:
+    while there := [pid for pid in living_in(spaces) if mark in environment_of(pid)]:
         for pid in there:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
