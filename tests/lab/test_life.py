@@ -154,13 +154,14 @@ def test_a_command_runs_on_all_hosts_with_its_lines_told_apart(name: str) -> Non
         assert f"host-{k} | {addresses[k - 1]}\n" in err.getvalue().decode()
 
 
-def test_the_first_that_fails_ends_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("goes_on", ["sleep 1000", "while :; do echo going on; sleep 0.01; done"])
+def test_the_first_that_fails_ends_the_others(goes_on: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_GRACE", 0.5)
     # Each leaves a program behind that is in no group or session of its own any more.
-    sleeper = "setsid sleep 1000 & test $RANK != 1 || { sleep 0.2; exit 7; }; trap '' TERM; sleep 1000"
+    stubborn = f"setsid sleep 1000 & test $RANK != 1 || {{ sleep 0.2; exit 7; }}; trap '' TERM; {goes_on}"
     with Lab(hosts=3, name=name) as lab:
         begun = time.monotonic()
-        assert lab.run(["sh", "-c", sleeper], out=io.BytesIO(), err=io.BytesIO()) == 7
+        assert lab.run(["sh", "-c", stubborn], out=io.BytesIO(), err=io.BytesIO()) == 7
         assert time.monotonic() - begun < 15
         assert lab.look().processes == 0
 

@@ -217,7 +217,7 @@ def _plan(
     from orchestra.lab.plan import make_plan, read_exception
 
     problems: list[Problem] = []
-    differing: dict[int, dict[str, str]] = {}
+    differing: dict[int, dict[str, str | float]] = {}
     for text in exceptions or []:
         try:
             k, changes = read_exception(text)

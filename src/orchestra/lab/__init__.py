@@ -31,7 +31,8 @@ class Lab:
     latency: str | float = 0.0  # one way from host to host, such as "1ms", or seconds
     cpu: float | None = None  # cores of each host
     name: str = DEFAULT
-    exceptions: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # {3: {"rate": "10mbit"}}, from 1
+    # Hosts that differ, counted from 1: {3: {"rate": "10mbit", "cpu": 0.25}}; also "up", "down" and "latency".
+    exceptions: Mapping[int, Mapping[str, str | float]] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -157,10 +159,17 @@ def _start_delay_line(k: Kernel, plan: Plan) -> None:
     assert line.stdout is not None
     assert line.stderr is not None
     with line.stdout, line.stderr:
-        line.wait()  # it leaves a child behind
-        if line.stdout.readline() != "ready\n":
-            why = line.stderr.read().strip().splitlines()[-1:]
-            raise EnvironmentProblem(f"the delay line did not start: {' '.join(why)}. {_TUN}")
+        try:
+            if not select.select([line.stdout], [], [], _PATIENCE)[0]:
+                raise EnvironmentProblem(
+                    f"the delay line did not start within {_PATIENCE:.0f} s. Is this machine busy?"
+                )
+            if line.stdout.readline() != "ready\n":
+                why = line.stderr.read().strip().splitlines()[-1:]
+                raise EnvironmentProblem(f"the delay line did not start: {' '.join(why)}. {_TUN}")
+        finally:
+            line.kill()  # what is ready is a child of it
+            line.wait()
     for i in range(1, len(ports) + 1):
         k.batch("ip", [f"link set t{i} master br{i}", *_silently_up(f"t{i}")], inside=switch, needs=_TUN)
 
@@ -197,8 +206,7 @@ def _take_down(k: Kernel, lab: str) -> bool:
         assert shares is not None
         shares.remove(name)
     for name in named:
-        (_NAMES / name / "hosts").unlink(missing_ok=True)
-        (_NAMES / name).rmdir()
+        shutil.rmtree(_NAMES / name)
     if named and not _named():
         _NAMES.rmdir()
     return bool(spaces or groups or named)

@@ -19,7 +19,7 @@ from orchestra.errors import EnvironmentProblem
 
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
 _LOCK = "/run"  # a folder that is always there: nothing is left behind
-_PATIENCE = 30.0  # seconds that another one may build or take down
+_PATIENCE = 30.0  # seconds that a command may take, or another one that builds
 
 Identity = tuple[int, int]
 
@@ -66,7 +66,12 @@ class Kernel:
     def call(self, command: list[str], *, stdin: str = "", needs: str = "") -> None:
         """Run a command to its end, or say what it needed."""
         keep = () if self.lock is None else (self.lock,)
-        said = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, pass_fds=keep)
+        try:
+            said = subprocess.run(
+                command, input=stdin, capture_output=True, text=True, check=False, pass_fds=keep, timeout=_PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            raise EnvironmentProblem(f"`{' '.join(command)}` did not end within {_PATIENCE:.0f} s.") from None
         if said.returncode:
             why = " ".join((said.stderr or said.stdout).split())[:300]
             step = _failed_line(said.stderr, stdin) or " ".join(command)

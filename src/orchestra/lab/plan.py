@@ -112,7 +112,7 @@ def make_plan(
     rate: str | float | None = None,
     latency: str | float = 0.0,
     cpu: float | None = None,
-    exceptions: Mapping[int, Mapping[str, str]] | None = None,
+    exceptions: Mapping[int, Mapping[str, str | float]] | None = None,
 ) -> Plan:
     """Check what was asked for; all problems at once."""
     problems: list[Problem] = []

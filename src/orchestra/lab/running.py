@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, BinaryIO
 
-from orchestra.errors import ConfigError, Interrupted, Problem
+from orchestra.errors import ConfigError, EnvironmentProblem, Interrupted, Problem
 from orchestra.lab.cgroups import find_cgroups
 from orchestra.lab.kernel import environment_of, living_in
 from orchestra.lab.look import Found
@@ -28,6 +28,7 @@ from orchestra.lab.plan import host_of, told
 
 _MARK = "ORCHESTRA_LAB_RUN"
 _GRACE = 5.0  # seconds between asking to end and killing
+_PATIENCE = 10.0  # seconds for those that were killed to be gone
 _LAST_WORDS = 1.0  # seconds for what was said and is not yet read
 _ENTER = 'test -z "$0" || echo $$ > "$0" || exit 125; exec "$@"'  # into the cgroup, if there is one
 
@@ -43,7 +44,9 @@ def command_in(lab: Found, host: int, command: Sequence[str]) -> list[str]:
 
 def environment_in(lab: Found, host: int) -> dict[str, str]:
     """What a host is told of itself and the others, beside the variables there are."""
-    return dict(os.environ) | told(lab.name, host - 1, [address or "" for address in lab.addresses])
+    ours = told(lab.name, host - 1, [address or "" for address in lab.addresses])
+    port = os.environ.get("MASTER_PORT", ours["MASTER_PORT"])
+    return dict(os.environ) | ours | {"MASTER_PORT": port}
 
 
 def run(
@@ -63,6 +66,7 @@ def run(
         raise ConfigError([Problem("command", "", "say what to run: orchestra lab run -- hostname -I")])
     if host is not None and not 1 <= host <= lab.size:
         raise ConfigError([Problem("host", host, f"there is no such host; they count from 1 to {lab.size}")])
+    sys.stdout.flush()  # theirs comes after what was printed before
     mark = f"{_MARK}={secrets.token_hex(8)}"
     spaces = [host_of(lab.name, i + 1) for i in range(lab.size)]
     try:
@@ -81,7 +85,10 @@ def _marked(environment: Mapping[str, str], mark: str) -> dict[str, str]:
 
 def _kill_marked(spaces: Collection[str], mark: str) -> None:
     """End all that a run started and that is still there."""
+    end = time.monotonic() + _PATIENCE
     while there := [pid for pid in living_in(spaces) if mark in environment_of(pid)]:
+        if time.monotonic() > end:
+            raise EnvironmentProblem(f"processes {there} cannot be killed; they wait for something in the kernel.")
         for pid in there:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -153,7 +160,8 @@ class _Band:
                     self._start(host, ears)
                 while self.playing:
                     try:
-                        if not self._turn(ears):
+                        self._turn(ears)
+                        if self.end is not None and time.monotonic() >= self.end:
                             self._ask_to_end(signal.SIGKILL)
                     except KeyboardInterrupt:
                         self._ask_to_end(signal.SIGKILL if stopped else signal.SIGINT)
@@ -169,7 +177,7 @@ class _Band:
         _signal(self.playing.values(), signal.SIGKILL)
         _kill_marked([host_of(self.lab.name, host) for host in self.hosts], self.mark)
         self.end = time.monotonic() + _LAST_WORDS  # a program that hid from us may keep its pipe open for ever
-        while ears.get_map() and self._turn(ears):
+        while ears.get_map() and time.monotonic() < self.end and self._turn(ears):
             pass
         for key in list(ears.get_map().values()):
             ears.unregister(key.fileobj)
