@@ -100,8 +100,8 @@ def parse(text: str) -> Network:
         rate, latency, message, *rest = [*first.split(","), "0s", "0s"][: max(3, first.count(",") + 1)]
         if rest:
             raise ValueError(f"{first!r} is not RATE,LATENCY,MESSAGE, e.g. 1gbit,0.5ms")
-        bits = _rate(rate)
-        hosts = (Host(up=bits, down=bits, latency=_time(latency) / 2, message=_time(message)),)
+        bits = read_rate(rate)
+        hosts = (Host(up=bits, down=bits, latency=read_time(latency) / 2, message=read_time(message)),)
     rack, times = None, 1.0
     for word in more:
         found = re.fullmatch(r"racks:(\d+)x([\d.]+)", word)
@@ -153,20 +153,25 @@ def _entry(path: Path, i: int, entry: Mapping[str, Any]) -> Host:
     up, down = entry.get("up", entry.get("rate")), entry.get("down", entry.get("rate"))
     if up is None or down is None:
         raise ValueError(f"{path}, host {i}: needs rate, or up and down")
-    latency, message, number = (_time(entry.get(name, "0s")) for name in ("latency", "message", "number"))
-    return Host(up=_rate(up), down=_rate(down), latency=latency / 2, message=message, number=number)
+    latency, message, number = (read_time(entry.get(name, "0s")) for name in ("latency", "message", "number"))
+    return Host(up=read_rate(up), down=read_rate(down), latency=latency / 2, message=message, number=number)
 
 
-def _rate(text: object) -> float:
+def read_rate(text: object) -> float:
     """Bits per second.
 
-    >>> _rate("2.5gbit")
+    >>> read_rate("2.5gbit")
     2500000000.0
     """
     return _quantity(text, _UNITS, "a rate such as 100mbit or 10gbit")
 
 
-def _time(text: object) -> float:
+def read_time(text: object) -> float:
+    """Seconds.
+
+    >>> read_time("1ms")
+    0.001
+    """
     return _quantity(text, _TIMES, "a time such as 1ms or 50us")
 
 

@@ -223,8 +223,7 @@ class _Training:
         feed = make_feed(
             self.data, batch=given.batch, seed=given.seed, rank=0, size=cluster.workers, partition=given.partition
         )
-        per_epoch = feed.steps_per_epoch
-        streamed = isinstance(self.data, IterableDataset)
+        per_epoch, streamed = feed.steps_per_epoch, isinstance(self.data, IterableDataset)
         epochs = [p.count for p in budgets.parts(given.budget) if isinstance(p, Epochs)]
         return Job(
             model=given.model,

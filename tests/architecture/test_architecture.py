@@ -143,6 +143,7 @@ MAY_KNOW = {
         "transports.futex",
         "words",
     },
+    "lab": {"errors", "lab", "networks"},  # any program may run in it
 }
 
 

@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from orchestra.cli import data
+from orchestra.cli import data, lab
 from orchestra.cli.compare import compare
 from orchestra.cli.demo import demo
 from orchestra.cli.doctor import doctor
 from orchestra.cli.explain import explain
+from orchestra.cli.flowing import flowing
 from orchestra.cli.probe import probe
 from orchestra.cli.resume import resume
 from orchestra.cli.run import run
@@ -49,12 +49,6 @@ app = typer.Typer(
 )
 
 
-def flowing(text: str) -> str:
-    """A docstring as the terminal should fill it: prose in one line a paragraph, indented lines as they are."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(p if p.startswith(" ") else " ".join(p.split()) for p in paragraphs)
-
-
 def _version(asked: bool) -> None:
     if asked:
         from orchestra import __version__
@@ -79,6 +73,7 @@ def top(
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
       orchestra doctor                          what works here, how to mend the rest
+      orchestra lab up --hosts 4                a network of hosts on this machine
 
     Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
     come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 130 stopped by Ctrl-C.
@@ -89,3 +84,4 @@ app.callback(help=flowing(top.__doc__ or ""))(top)
 for _verb in (demo, run, resume, sim, compare, sweep, probe, strategies, explain, doctor):
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 app.add_typer(data.app)
+app.add_typer(lab.app)

@@ -126,7 +126,6 @@ def facts_of(run: Path) -> Facts:
     ended = {e.node: e for e in events if isinstance(e, Ended)}
     roles = {e.node: e.role for e in began}
     workers = [e for node, e in ended.items() if roles.get(node) == "worker"]
-    steps = [e.step for e in stepped]
     retired = {e.node for e in _logged(events, "retired")}
     seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
     samples = sum(e.samples for e in workers)
@@ -137,7 +136,7 @@ def facts_of(run: Path) -> Facts:
         workers=config["workers"],
         servers=config["servers"],
         seed=config["seed"],
-        steps=min((e.step for e in workers if e.node not in retired), default=max(steps, default=0)),
+        steps=min((e.step for e in workers if e.node not in retired), default=_most(stepped)),
         samples=samples,
         seconds=seconds,
         setup=max((e.setup for e in began), default=0.0),
@@ -149,22 +148,28 @@ def facts_of(run: Path) -> Facts:
         sent_total=sum(e.sent for e in ended.values()),
         shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(ended.items())],
         **_staleness(events),
-        skipped=sum(isinstance(e, Skipped) for e in events),
         stopped_by=ending.get("stopped_by", "unknown"),
         parameters=config["parameters"],
         virtual=config.get("cluster", {}).get("kind") == "simulated",
         trained=trained,
         most_steps=max((e.step for e in workers), default=None),
         **_switching(config, events),
-        used=_used(events, [e for node, e in ended.items() if roles.get(node) == "server"]),
+        **_losses(events, [e for node, e in ended.items() if roles.get(node) == "server"]),
         retired=tuple(sorted(retired)),
     )
 
 
-def _used(events: Sequence[Event], servers: Sequence[Ended]) -> int | None:
-    """What servers know of, if anything came too late for them or was given up."""
+def _most(stepped: Sequence[Stepped]) -> int:
+    return max((e.step for e in stepped), default=0)
+
+
+def _losses(events: Sequence[Event], servers: Sequence[Ended]) -> dict[str, Any]:
+    """Gradients that were not finite, and how many samples servers know of if any came too late or were given up."""
     lost = _logged(events, "late") or _logged(events, "abandoned")
-    return max(e.samples for e in servers) if lost and servers else None
+    return {
+        "skipped": sum(isinstance(e, Skipped) for e in events),
+        "used": max(e.samples for e in servers) if lost and servers else None,
+    }
 
 
 def time_to(run: Path, target: Target) -> Scored | None:

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra lab`: a network of hosts on one machine. Building it, running commands in it, taking it down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from orchestra.cli import summary
+from orchestra.cli.flowing import flowing
+from orchestra.cli.options import Json, Quiet
+from orchestra.errors import ConfigError, Problem
+from orchestra.words import plural
+
+if TYPE_CHECKING:
+    from orchestra.lab.look import Found
+    from orchestra.lab.plan import Machine, Plan
+
+_NAME = "orchestra"  # of a lab that is given none, as in `orchestra.lab.plan`
+
+Hosts = Annotated[int, typer.Option("--hosts", "-n", metavar="N", help="How many hosts.", show_default=False)]
+Rate = Annotated[
+    str | None, typer.Option(metavar="RATE", help="Of each host's link, up and down, e.g. 100mbit. Default: any.")
+]
+Latency = Annotated[str, typer.Option(metavar="TIME", help="One way from host to host, e.g. 1ms.")]
+Cpu = Annotated[float | None, typer.Option(metavar="CORES", help="Of each host, e.g. 0.5. Default: any.")]
+Exceptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--host",
+        metavar="K:KEY=VALUE,...",
+        help="A host that differs, e.g. 3:rate=10mbit,latency=5ms,cpu=0.25; also up= and down=. May be repeated.",
+    ),
+]
+Name = Annotated[str, typer.Option(metavar="NAME", help="Labs of different names are apart.")]
+
+
+def lab(context: typer.Context) -> None:
+    """A network of hosts on this machine: namespaces with a link each, whose rate, latency and processor you choose.
+
+    Any program that speaks through sockets takes it for a network of machines. Linux only, needs root; nothing of it is
+    seen from outside, and lab down leaves nothing behind. Without root: lab compose, for Docker.
+
+    For example:
+
+      orchestra lab up --hosts 4 --rate 100mbit --latency 1ms
+      orchestra lab up --hosts 4 --rate 1gbit --host 4:rate=10mbit,cpu=0.1
+      orchestra lab run -- ip -br address        on all at once
+      orchestra lab run --host 1 -- bash         a shell on the first
+      orchestra lab run -- python train.py       torch finds RANK, MASTER_ADDR
+      orchestra lab show                         what is up
+      orchestra lab down                         and all that runs in it
+
+    A rate counts headers: programs see 4 to 7 % less. With a latency, every frame passes through one Python program. It
+    keeps up with 200mbit, and with 1gbit, where 64 kB go in one piece; in between, at 500mbit, it loses a quarter.
+    Hosts share the machine's processors, memory and files, and are found by name: host-1, host-2, ...
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app = typer.Typer(name="lab", help=flowing(lab.__doc__ or ""), rich_markup_mode="rich")
+app.callback(help=flowing(lab.__doc__ or ""), invoke_without_command=True)(lab)
+
+
+def up(
+    hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, host: Exceptions = None,
+    name: Name = _NAME, json_: Json = False, quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Build a lab. One of the same name that is up is built anew, as asked; what ran in it is ended.
+
+    For example:
+
+      orchestra lab up --hosts 4 --rate 100mbit --latency 1ms
+      orchestra lab up --hosts 3 --rate 1gbit --host 3:up=20mbit,latency=5ms --name far
+    """
+    from orchestra.lab import build
+    from orchestra.lab.look import look
+
+    plan = _plan(name, hosts, rate, latency, cpu, host)
+    build.up(plan)
+    _show(look(name), json_=json_)
+    if json_ or quiet:
+        return
+    cores, asked = os.cpu_count() or 1, sum(machine.cpu or 0.0 for machine in plan.machines)
+    if asked > cores:
+        summary.say(f"warning: the hosts were promised {asked:g} cores together, and there are {cores}")
+    of = "" if name == _NAME else f"--name {name} "
+    summary.say(f"next: orchestra lab run {of}-- ip -br address\nlast: orchestra lab down {of}".rstrip())
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="After --.", show_default=False)],
+    host: Annotated[int | None, typer.Option(metavar="K", help="Only on the K-th host, from 1. Default: all.")] = None,
+    name: Name = _NAME,
+) -> NoReturn:
+    """Run a command on all hosts at once, each line prefixed by its host, or on one as if you sat there.
+
+    The exit code is that of the first that failed. It ends the others, as Ctrl-C does, and nothing that was started
+    stays. Each host finds in its environment ORCHESTRA_LAB_RANK (from 0), _SIZE, _ADDRESS (its own), _FIRST (the first
+    host's) and _ADDRESSES; for torch RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
+
+    For example:
+
+      orchestra lab run -- python train.py
+      orchestra lab run --host 1 -- bash
+      orchestra lab run -- sh -c 'torchrun --nnodes $WORLD_SIZE
+         --node-rank $RANK --master-addr $MASTER_ADDR train.py'
+    """
+    from orchestra.lab import running
+    from orchestra.lab.look import look
+
+    found = look(name)
+    for end in (signal.SIGTERM, signal.SIGHUP):  # so that what runs is ended with us
+        signal.signal(end, lambda number, _: sys.exit(128 + number))
+    raise typer.Exit(running.run(found, command, host=host))
+
+
+def down(
+    name: Name = _NAME,
+    all_: Annotated[bool, typer.Option("--all", help="Every lab of this machine.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Take a lab down and end all that runs in it. No complaint if there is none.
+
+    It looks for what exists, and so also removes what a lab left that was half built when it was interrupted.
+
+    For example:
+
+      orchestra lab down
+      orchestra lab down --all
+    """
+    from orchestra.lab import build
+
+    for each in build.names() if all_ else [name]:
+        was = build.down(each)
+        if not quiet:
+            summary.say(f"{each}: {'taken down' if was else 'was not up'}")
+
+
+def show(name: Name = _NAME, json_: Json = False) -> None:
+    """Show a lab's hosts: address, rate, latency and share of the processor, as the kernel has them.
+
+    For example:
+
+      orchestra lab show
+      orchestra lab show --name far --json
+    """
+    from orchestra.lab.look import look
+
+    found = look(name)
+    _show(found, json_=json_)
+    if found.cut:
+        summary.say(f"not whole: half built, or its delay line died. Next: orchestra lab down --name {name}")
+
+
+def list_(json_: Json = False) -> None:
+    """List the labs that are up.
+
+    For example:
+
+      orchestra lab list
+      orchestra lab list --json
+    """
+    from orchestra.lab import build
+    from orchestra.lab.look import look
+
+    found = [look(name) for name in build.names()]
+    if json_:
+        summary.print_json([_record(lab) for lab in found])
+        return
+    rows = []
+    for lab in found:
+        first = lab.addresses[0] if lab.addresses else None
+        rows.append((lab.name, str(lab.size), first or "none", str(lab.processes), "not whole" if lab.cut else "up"))
+    _table(("lab", "hosts", "first address", "processes", "state"), rows)
+    if not found:
+        summary.say("none is up. Next: orchestra lab up --hosts 4 --rate 100mbit --latency 1ms")
+
+
+def compose(
+    hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, host: Exceptions = None,
+    name: Name = _NAME,
+    image: Annotated[
+        str | None,
+        typer.Option(metavar="IMAGE", help="With ip and tc in it. Default: built from a checkout in this folder."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Print the same lab as a Docker Compose file: a service for each host, which shapes its own link.
+
+    For example:
+
+      orchestra lab compose --hosts 4 --rate 100mbit --latency 1ms > lab.yaml
+      orchestra lab compose --hosts 2 --rate 1gbit --cpu 0.5 --image mine:latest > lab.yaml
+    """
+    from orchestra.lab.compose import compose as written
+
+    print(written(_plan(name, hosts, rate, latency, cpu, host), image), end="", flush=True)
+    summary.say("next: docker compose -f FILE up -d --build")
+
+
+for _verb in (up, show, down, compose):
+    app.command(help=flowing(_verb.__doc__ or ""))(_verb)
+# What follows the first word of a command is the command's: `lab run ip -br address`.
+app.command(help=flowing(run.__doc__ or ""), context_settings={"allow_interspersed_args": False})(run)
+app.command("list", help=flowing(list_.__doc__ or ""))(list_)
+
+
+def _plan(
+    name: str, hosts: int, rate: str | None, latency: str, cpu: float | None, exceptions: list[str] | None
+) -> Plan:
+    from orchestra.lab.plan import make_plan, read_exception
+
+    problems: list[Problem] = []
+    differing: dict[int, dict[str, str | float]] = {}
+    for text in exceptions or []:
+        try:
+            k, changes = read_exception(text)
+            differing[k] = {**differing.get(k, {}), **changes}
+        except ConfigError as error:
+            problems += error.problems
+    try:
+        plan = make_plan(name=name, hosts=hosts, rate=rate, latency=latency, cpu=cpu, exceptions=differing)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return plan
+
+
+def _record(lab: Found) -> dict[str, Any]:
+    hosts = [
+        {"host": f"host-{k}", "address": address, **vars(machine)}
+        for k, (address, machine) in enumerate(zip(lab.addresses, lab.machines, strict=True), start=1)
+    ]
+    return {"name": lab.name, "whole": not lab.cut, "processes": lab.processes, "hosts": hosts}
+
+
+def _show(lab: Found, *, json_: bool) -> None:
+    if json_:
+        summary.print_json(_record(lab))
+        return
+    rows = [
+        (f"host-{k}", address or "none", *_words(machine))
+        for k, (address, machine) in enumerate(zip(lab.addresses, lab.machines, strict=True), start=1)
+    ]
+    _table((f"{lab.name}: {plural(lab.size, 'host')}", "address", "rate", "latency", "cpu"), rows)
+
+
+def _words(machine: Machine) -> tuple[str, str, str]:
+    from orchestra.lab.plan import rate_words, time_words
+
+    up, down = ("any" if rate is None else rate_words(rate) for rate in (machine.up, machine.down))
+    cpu = "any" if machine.cpu is None else f"{machine.cpu:g}"
+    return up if up == down else f"{up} up, {down} down", time_words(machine.latency) if machine.latency else "0", cpu
+
+
+def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    summary.console_for(80).print(table)

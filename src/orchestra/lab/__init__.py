@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A network of hosts on one machine: namespaces, token buckets, a delay line, shares of the processor.
+
+    with Lab(hosts=4, rate="100mbit", latency="1ms", cpu=0.5) as lab:
+        lab.run(["python", "train.py"])
+
+The hosts of a lab are what `orchestra.networks` rehearses: Lab(rate="100mbit", latency="1ms") is --network 100mbit,1ms,
+for any program that speaks through sockets. They share the machine's processors, memory and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO, Self
+
+from orchestra.lab.build import down, up
+from orchestra.lab.look import Found, look
+from orchestra.lab.plan import DEFAULT, Machine, Plan, make_plan
+from orchestra.lab.running import command_in, environment_in, run
+
+__all__ = ["Lab", "Machine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """Hosts that are up inside a `with`, and gone after it."""
+
+    hosts: int
+    rate: str | float | None = None  # up and down, such as "100mbit", or bits per second; None: as fast as the kernel
+    latency: str | float = 0.0  # one way from host to host, such as "1ms", or seconds
+    cpu: float | None = None  # cores of each host
+    name: str = DEFAULT
+    # Hosts that differ, counted from 1: {3: {"rate": "10mbit", "cpu": 0.25}}; also "up", "down" and "latency".
+    exceptions: Mapping[int, Mapping[str, str | float]] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> Plan:
+        """What is to be built; raises `ConfigError` where it cannot be."""
+        return make_plan(
+            name=self.name,
+            hosts=self.hosts,
+            rate=self.rate,
+            latency=self.latency,
+            cpu=self.cpu,
+            exceptions=self.exceptions,
+        )
+
+    def __enter__(self) -> Self:
+        up(self.plan)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        down(self.name)
+
+    def look(self) -> Found:
+        """What is there, as the kernel has it: addresses, links, shares."""
+        return look(self.name)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        host: int | None = None,
+        out: BinaryIO | None = None,
+        err: BinaryIO | None = None,
+    ) -> int:
+        """Run a command on one host (from 1) or on all at once; the status of the first that failed.
+
+        Lines go to `out` and `err`, by default our own, prefixed with their host. Whatever the command started is ended
+        with it.
+        """
+        return run(look(self.name), command, host=host, out=out, err=err)
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """The command line that runs a command on a host (from 1), for `subprocess`."""
+        return command_in(look(self.name), host, command)
+
+    def environment(self, host: int) -> dict[str, str]:
+        """The variables that go with `command`."""
+        return environment_in(look(self.name), host)

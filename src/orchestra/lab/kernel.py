@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a lab asks of the kernel: `ip` and `tc`, one builder at a time, and who lives in which namespace."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestra.errors import EnvironmentProblem
+
+NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
+_LOCK = "/run"  # a folder that is always there: nothing is left behind
+_PATIENCE = 30.0  # seconds that a command may take, or another one that builds
+
+Identity = tuple[int, int]
+
+
+def refuse_without(*, delayed: bool = False) -> None:
+    """Refuse early where no lab can be."""
+    instead = "Or let Docker do it: orchestra lab compose --help"
+    if os.geteuid() != 0:
+        raise EnvironmentProblem(
+            f"a lab needs root, and this is user {os.geteuid()}: it makes network namespaces. "
+            f'Try: sudo "$(command -v orchestra)" lab ... {instead}'
+        )
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise EnvironmentProblem(
+            f"{' and '.join(missing)} not found on PATH. Install iproute2 (apt-get install iproute2). {instead}"
+        )
+    if delayed and not os.path.exists("/dev/net/tun"):
+        raise EnvironmentProblem(
+            "/dev/net/tun is missing, which latencies need (CONFIG_TUN). Try modprobe tun, or leave --latency away."
+        )
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Runs `ip` and `tc`."""
+
+    lock: int | None = None  # inherited by every command: when a builder is killed, the next waits for the last of them
+
+    def ip(self, *words: str, inside: str | None = None, needs: str = "") -> None:
+        """One `ip` command."""
+        self.call(["ip", *(["-n", inside] if inside else []), *words], needs=needs)
+
+    def batch(self, tool: str, lines: Iterable[str], *, inside: str, needs: str) -> None:
+        """Many commands of one tool in one namespace, the first failure ends it."""
+        self.call([tool, "-n", inside, "-batch", "-"], stdin="\n".join(lines), needs=needs)
+
+    def ask(self, tool: str, *words: str, inside: str) -> list[dict[str, Any]]:
+        """What a `show` command says; nothing if what it asks for is not there."""
+        said = subprocess.run([tool, "-n", inside, "-j", *words], capture_output=True, text=True, check=False)
+        found: list[dict[str, Any]] = json.loads(said.stdout or "[]") if said.returncode == 0 else []
+        return [entry for entry in found if entry]
+
+    def call(self, command: list[str], *, stdin: str = "", needs: str = "") -> None:
+        """Run a command to its end, or say what it needed."""
+        keep = () if self.lock is None else (self.lock,)
+        try:
+            said = subprocess.run(
+                command, input=stdin, capture_output=True, text=True, check=False, pass_fds=keep, timeout=_PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            raise EnvironmentProblem(f"`{' '.join(command)}` did not end within {_PATIENCE:.0f} s.") from None
+        if said.returncode:
+            why = " ".join((said.stderr or said.stdout).split())[:300]
+            step = _failed_line(said.stderr, stdin) or " ".join(command)
+            raise EnvironmentProblem(f"`{step}` failed: {why}. {needs}".rstrip())
+
+
+def _failed_line(complaint: str, batch: str) -> str:
+    """The line that a batch stopped at: it ends with "Command failed -:3"."""
+    _, found, number = complaint.rpartition("Command failed -:")
+    return batch.splitlines()[int(number) - 1] if found and number.strip().isdecimal() else ""
+
+
+@contextmanager
+def alone() -> Iterator[Kernel]:
+    """The right to build and take down, which one process has at a time, and loses when it dies."""
+    lock = os.open(_LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise EnvironmentProblem(
+                        f"another `orchestra lab` has been building for {_PATIENCE:.0f} s: it holds a lock on {_LOCK}. "
+                        "Wait for it, or end it."
+                    ) from None
+                time.sleep(0.05)
+        yield Kernel(lock)
+    finally:
+        os.close(lock)
+
+
+# Who lives where.
+
+
+def namespaces() -> list[str]:
+    """The names there are."""
+    return sorted(os.listdir(NAMESPACES)) if NAMESPACES.is_dir() else []
+
+
+def identity(path: str | Path) -> Identity | None:
+    """Which namespace a file stands for."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def living_in(names: Collection[str]) -> list[int]:
+    """Processes in any of these namespaces; none that shares this one's network, or the machine's own."""
+    homes = {identity(NAMESPACES / name) for name in names}
+    homes -= {None, identity("/proc/1/ns/net"), identity("/proc/self/ns/net")}
+    if not homes:
+        return []
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and identity(f"/proc/{pid}/ns/net") in homes]
+
+
+def arguments_of(pid: int) -> list[str]:
+    """The command line of a process; nothing if it is gone."""
+    return _words(f"/proc/{pid}/cmdline")
+
+
+def environment_of(pid: int) -> list[str]:
+    """The variables a process was started with."""
+    return _words(f"/proc/{pid}/environ")
+
+
+def _words(path: str) -> list[str]:
+    try:
+        return Path(path).read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
