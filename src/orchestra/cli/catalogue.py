@@ -137,7 +137,7 @@ def examples(cls: type[Any]) -> list[str]:
     """Expressions to try."""
     if cls in PARTS:
         return [
-            f"{short_of(host) or name_of(host)}({name}={name_of(cls)}())"
+            f"{short_of(host) or name_of(host)}({_needs(host, name, cls)}{name}={name_of(cls)}())"
             for host in STRATEGIES
             for name, hint in get_type_hints(host).items()
             if cls in alternatives(hint)
@@ -151,6 +151,11 @@ def examples(cls: type[Any]) -> list[str]:
             given.append(f"{field.name}={other}")
             found.append(f"{name}({', '.join(given)})")
     return found
+
+
+def _needs(host: type[Any], name: str, cls: type[Any]) -> str:
+    """What must be said beside it: staleness is corrected where there is any."""
+    return "consistency=asp(), " if name == "correction" and [*host(**{name: cls()}).demands(4)] else ""
 
 
 def _another(field: dataclasses.Field[Any], hint: Any) -> str | None:

@@ -62,8 +62,8 @@ def explain(
     title = catalogue.name_of(cls) + (f" (short: {short})" if short else "")
     console.print(f"{title}: {catalogue.one_line(cls)}\n", style="bold")
     if cls in PARTS:
-        hosts = ", ".join(example.split("(")[0] for example in catalogue.examples(cls))
-        console.print(f"A part of {hosts}, whose page follows.\n")
+        hosts = list(dict.fromkeys(example.split("(")[0] for example in catalogue.examples(cls)))
+        console.print(f"A part of {', '.join(hosts)}: see also `orchestra explain {hosts[0]}`.\n")
     console.print(catalogue.page(cls))
     _print_knobs(console, catalogue.knobs(cls))
     console.print("\nExamples", style="bold")

@@ -89,7 +89,8 @@ def _nodes(facts: Facts) -> list[str]:
     lines = ["  time of     compute  communicate  wait"]
     for share in facts.shares[:_MOST_NODES]:
         name = f"worker {share.node}" if share.role == "worker" else f"server {share.node - facts.workers}"
-        lines.append(f"  {name:<10} {share.compute:8.0%} {share.communicate:12.0%} {share.wait:5.0%}")
+        communicate = max(0.0, share.communicate)  # a difference, which rounding may leave below nothing
+        lines.append(f"  {name:<10} {share.compute:8.0%} {communicate:12.0%} {share.wait:5.0%}")
     if len(facts.shares) > _MOST_NODES:
         lines.append(f"  … and {len(facts.shares) - _MOST_NODES} more nodes")
     return lines

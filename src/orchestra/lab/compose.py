@@ -47,7 +47,7 @@ def compose(plan: Plan, image: str | None = None) -> str:
         build="builds the image from the checkout in this folder" if image is None else f"needs ip and tc in {image}",
     )
 
-    class Plain(yaml.SafeDumper):
+    class Plain(yaml.SafeDumper):  # type: ignore[misc]  # it has no types
         """Every service in full, not as a reference to the first; scripts as one would write them."""
 
         def ignore_aliases(self, data: object) -> bool:
