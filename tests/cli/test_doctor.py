@@ -95,6 +95,7 @@ def test_what_is_needed_is_what_the_package_says() -> None:
     needed = {name: least for name, _, least in (text.partition(">=") for text in project["dependencies"])}
     assert project["requires-python"] == f">={packages.PYTHON}"
     assert needed.pop("greenlet") == ""  # the simulator does without
+    assert needed.pop("cryptography") == ""  # one machine does without
     assert needed == packages.NEEDED
 
 

@@ -249,8 +249,9 @@ def test_without_the_token_nobody_gets_in_and_nobody_is_disturbed(trusted: bool)
         while not stop.is_set():
             other = Token("another token of the same length", trusted=trusted)
             try:
-                with socket.create_connection(addresses[0], timeout=1) as sock:
-                    other.secure(sock, server=False).sendall(b"hello")
+                sock = socket.create_connection(addresses[0], timeout=1)
+                with sock, other.secure(sock, server=False) as secured:
+                    secured.sendall(b"hello")
             except OSError:
                 pass
             time.sleep(0.01)

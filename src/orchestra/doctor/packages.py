@@ -17,7 +17,8 @@ NEEDED = {"torch": "2.11", "numpy": "", "safetensors": "", "cloudpickle": "", "p
 # What nothing fails without, and what it is for.
 OPTIONAL = {
     "greenlet": "rehearsals use slower threads without it",
-    "pyzmq": "for runs between machines",
+    "cryptography": "for runs between machines",
+    "pyzmq": "for a benchmark",
     "psutil": "for the tests",
     "simpy": "for a benchmark",
 }
