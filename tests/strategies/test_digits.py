@@ -40,7 +40,7 @@ RATES = {
     "ps(consistency=kbatchasync(k=2))": 0.07,
     "ps(consistency=softsync(n=2))": 0.07,
     "ps(consistency=asp(), correction=delaycompensated())": 0.07,
-    "downpour(n_push=2, n_fetch=2)": 0.05,
+    "downpour(n_push=2, n_fetch=2)": 0.03,
     "easgd": 0.1,
     "synceasgd": 0.1,
     "hogwild": 0.0125,
