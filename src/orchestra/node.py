@@ -232,8 +232,6 @@ class Node:
         """Let the last workers make way for servers: so many of those that began. The others have all samples then."""
         self.comm.dismiss(count)
         self.retired = not self.serves and self.rank not in self.comm.workers
-        if self.retired:
-            self.log("retired", self.steps)
         if self.feed is not None and not self.retired and self.feed.shared_anew is None:
             self.feed.reshare(len(self.comm.workers))
 

@@ -66,6 +66,10 @@ class Phases(Strategy[SwitchState]):
         """Where either has it."""
         return (self.model_at, *self.then.places)
 
+    def in_force(self, s: SwitchState) -> tuple[Strategy[Any], Any]:
+        """The strategy of this phase, and its state."""
+        return (self.then, s.then) if s.switched else (self.first, s.first)
+
     def where(self, s: SwitchState) -> Where:
         """As the strategy in force has it."""
         return self.then.where(s.then) if s.switched else self.model_at

@@ -30,6 +30,8 @@ def test_it_is_as_saved() -> None:
     assert {row["variant"] for row in study.rows} == {*switching.VARIANTS, *switching.NEVER}
     switching.judge(study)
     assert [vars(claim) for claim in study.claims] == record["claims"]
+    (failed,) = (claim for claim in study.claims if not claim.holds)  # told in the README
+    assert failed.words.startswith("the rule fires in every run")
 
 
 def worse(row: dict[str, Any], figure: str, by: float, *variants: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.laws.examples import EXAMPLES, each_of, workers_for
-from tests.zoo import assert_same, ended, make_large, make_model, train
+from tests.zoo import assert_same, ended, make_large, train
 
 from orchestra import Local, Steps, Strategy, run
 from orchestra.cluster import Cluster, Ending, Order
@@ -137,6 +137,5 @@ def test_means_broadcasts_and_gathers_of_a_part_of_the_nodes() -> None:
     assert [[float(v[0]) for v in found] for found in gathered] == [[0.0, 1.0, 3.0]] * 3
     together(members, [Broadcast(x, 3, group) for x in xs])
     assert all(torch.equal(x, torch.full((11,), 3.0)) for x in xs)
-    assert sum(p.numel() for p in make_model().parameters()) == 83
     for transport in transports:
         transport.exchange.close()

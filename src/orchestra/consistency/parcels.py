@@ -37,16 +37,12 @@ class Parcels:
     filter: Filter
     cache_keys: bool
     begun: dict[int, Tensor] = field(default_factory=dict)  # pushes, by worker, of which there may be pieces to come
-    serves: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.serves = self.node.serves  # asked for with every message
 
     def pack(self, message: Send) -> list[Send]:
         """A worker's push, in pieces, or a server's answer; of either, what passes the filter."""
         if message.tag:
             return [message]
-        if self.serves:
+        if self.node.serves:
             sieved = self.filter.answer(self.node, self.s, message.to)
             return [message if sieved is None else replace(message, x=self._bytes(message.to, 0, *sieved))]
         server = self.node.comm.servers.index(message.to)
@@ -86,17 +82,13 @@ class Parcels:
         if message.tag:
             return message
         node, (t, start, stop) = self.node, message.stamp
-        packed = message.x.dtype is torch.uint8
-        if not self.serves:
+        packed = message.x.dtype == torch.uint8
+        if not node.serves:
             if not packed:
                 return message
             x = node.parts(node.x)[node.comm.servers.index(message.source)]
             return replace(message, x=self._vector(message, 0, x.clone()))
-        pieces = self.s.clocks[message.source]
-        if not packed and len(pieces) == 1 and pieces[0][:2] == (start, stop) and pieces[0][2] < t:
-            pieces[0] = (start, stop, t)  # a whole push, as mostly
-            return message
-        clock = RangeClock(pieces)
+        clock = RangeClock(self.s.clocks[message.source])
         if clock.least(start, stop) >= t:
             node.log("duplicate", 1)
             return None

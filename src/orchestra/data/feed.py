@@ -173,13 +173,13 @@ class IndexedFeed:
     def epochs(self) -> float:
         """Passes over the data so far."""
         # A server counts samples, not steps: the same division gives it the same learning rate.
-        count = len(self._samples)
-        return (self.epoch * count + self._used_by(self.step)) / count
+        return self.distance(1)
 
     def distance(self, steps: int) -> float:
         """Steps so far, counted as if an epoch always had so many."""
+        count = len(self._samples)
         # Multiplied first: what is a whole number comes out as one.
-        return (self.epoch * len(self._samples) + self._used_by(self.step)) * steps / len(self._samples)
+        return (self.epoch * count + self._used_by(self.step)) * steps / count
 
     @property
     def shards(self) -> tuple[int, ...] | None:
@@ -237,6 +237,9 @@ class StreamFeed:
     itself must do so alike everywhere: it draws from global generators that are seeded by the epoch while it is read.
     """
 
+    shared_anew = None
+    shards = None
+
     def __init__(self, data: Any, *, batch: int, seed: int, rank: int, size: int) -> None:
         self._data = data
         self.draws = False  # a stream has generators of its own
@@ -274,11 +277,8 @@ class StreamFeed:
             self._read()
         self._ahead = self._read()
 
-    shared_anew = None
-    shards = None
-
     def distance(self, steps: int) -> float:
-        """As for `reshare`."""
+        """As for `reshare`: nobody asks for it."""
         raise NotImplementedError("a stream cannot be shared anew")
 
     def reshare(self, size: int) -> None:

@@ -96,7 +96,8 @@ class StrategySwitch(Phases):
         node.comm.send_as_given()
         if s.switched and self.promote:
             node.retire(self.then.servers)
-        self.then.attach(node, s.then) if s.switched else self.first.attach(node, s.first)
+        strategy, state = self.in_force(s)
+        strategy.attach(node, state)
 
     def step(self, node: Node, s: SwitchState) -> None:
         """Of the strategy in force; then see whether it is time."""
@@ -131,6 +132,8 @@ class StrategySwitch(Phases):
         if self.promote:
             node.retire(self.then.servers)
             left = len(node.comm.workers)
+            if node.retired:
+                node.log("retired", node.steps)
         by = self.first.updates(workers) * left / (self.then.updates(left) * workers)
         node.inner.rescale(by if self.scale is None else self.scale)
         s.then = self.then.init(node)
@@ -140,4 +143,5 @@ class StrategySwitch(Phases):
 
     def finish(self, node: Node, s: SwitchState) -> None:
         """Of the strategy in force."""
-        self.then.finish(node, s.then) if s.switched else self.first.finish(node, s.first)
+        strategy, state = self.in_force(s)
+        strategy.finish(node, state)

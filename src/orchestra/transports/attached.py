@@ -33,6 +33,7 @@ from orchestra.ops import (
     Sleep,
     Traffic,
 )
+from orchestra.transports.computing import compute
 from orchestra.transports.exchange import Exchange
 from orchestra.vectors import ranges, share_of_mean, weighted_mean
 
@@ -47,7 +48,7 @@ class AttachedTransport:
         self.exchange = exchange
         self.began = time.perf_counter()
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
-            Compute: self._compute,
+            Compute: lambda op: compute(op, exchange.sleep),
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,
@@ -65,16 +66,6 @@ class AttachedTransport:
     def start(self, op: Op[T]) -> Handle[T]:
         """Carry out an op; all but lent sends are finished when this returns."""
         return cast("Handle[T]", self._rules[type(op)](op))
-
-    def _compute(self, op: Compute[Any]) -> Handle[Any]:
-        """Call it; what is not wanted any more is found out before and after, not in the middle."""
-        if op.unless is None:
-            return Done(op.fn())
-        asleep = Sleep(0, op.unless)
-        if not self.exchange.sleep(asleep):
-            return Done(None)
-        value = op.fn()
-        return Done(value if self.exchange.sleep(asleep) else None)
 
     # Together.
 

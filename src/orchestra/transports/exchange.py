@@ -39,7 +39,7 @@ class Peer:
     out: deque[memoryview] = field(default_factory=deque)  # bytes still to be sent
     sent: int = 0  # messages
     taken: int = 0  # messages
-    arrived: deque[Message] = field(default_factory=deque)
+    arrived: deque[Message | Departed] = field(default_factory=deque)
     pieces: deque[Message] = field(default_factory=deque)  # likewise, of what a whole group does
     left: bool = False  # it sends nothing more
     lost: str | None = None  # why nothing can be sent to it or come from it
@@ -167,17 +167,16 @@ class Exchange:
             peer = self._first(sources)
             if peer is None:
                 return Done(None)
-            message = peer.arrived.popleft()
+            came = peer.arrived.popleft()
             self._turn = peer.rank + 1
-            self._read(peer)  # what there was no room for
-            self._watch(peer)
-            if message.tag != _LEAVING:
+            self._make_room(peer)
+            if isinstance(came, Message):
                 if peer.rank not in self._near:
-                    self._traffic.received += message.x.numel() * message.x.element_size()
-                return Done(message)
+                    self._traffic.received += came.x.numel() * came.x.element_size()
+                return Done(came)
             peer.left = True
             if op.departures:
-                return Done(Departed(peer.rank))
+                return Done(came)
 
     def give(self, to: int, x: Tensor, weight: float) -> Handle[None]:
         """Send a part of what a whole group does, in place."""
@@ -190,8 +189,7 @@ class Exchange:
         peer = self._peers[source]
         self._wait(lambda: bool(peer.pieces), lambda: f"{self._names([source])}, for what all do together", [peer])
         piece = peer.pieces.popleft()
-        self._read(peer)
-        self._watch(peer)
+        self._make_room(peer)
         return piece
 
     def sleep(self, op: Sleep) -> bool:
@@ -202,7 +200,7 @@ class Exchange:
             left = until - time.perf_counter()
             if left <= 0:
                 return True
-            self._pump(left) if disturbing else time.sleep(left)
+            self._pump(left)
         return False
 
     def _first(self, peers: Sequence[Peer]) -> Peer | None:
@@ -229,6 +227,11 @@ class Exchange:
         except (OSError, wire.BadFrame) as error:
             self._lose(peer, error)
 
+    def _make_room(self, peer: Peer) -> None:
+        """Something was taken away: take in what there was no room for."""
+        self._read(peer)
+        self._watch(peer)
+
     def _complete(self, peer: Peer) -> None:
         """A header or a body is whole."""
         frame = peer.frame
@@ -242,9 +245,11 @@ class Exchange:
                 return
         if self._summed:
             wire.checked(frame, wire.body_of(peer.body))
-        tag = _LEAVING if frame.kind == wire.FAREWELL else frame.tag
-        here = peer.pieces if frame.kind == wire.PIECE else peer.arrived
-        here.append(Message(peer.rank, peer.body, frame.version, frame.weight, tag, frame.stamp))
+        message = Message(peer.rank, peer.body, frame.version, frame.weight, frame.tag, frame.stamp)
+        if frame.kind == wire.PIECE:
+            peer.pieces.append(message)
+        else:
+            peer.arrived.append(Departed(peer.rank) if frame.kind == wire.FAREWELL else message)
         peer.frame, peer.room = None, memoryview(peer.header)
 
     # Waiting.
@@ -306,9 +311,6 @@ class Exchange:
                 self._flush(peer)
                 peer.sock.close()
         self._selector.close()
-
-
-_LEAVING = 0xFFFFFFFF  # a tag that no strategy has
 
 
 @dataclass(slots=True)

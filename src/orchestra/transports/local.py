@@ -35,6 +35,7 @@ from orchestra.ops import (
     Sleep,
     Traffic,
 )
+from orchestra.transports.computing import compute
 from orchestra.transports.mailbox import Mailbox
 from orchestra.transports.memory import BARRIER, EVEN, FACTS, GO, ODD, PLACE, STOP_ASKED, STOP_AT, WEIGHT, Arena
 from orchestra.transports.waiting import Waiter
@@ -62,7 +63,7 @@ class LocalTransport:
         self._small = 0
         self._barriers = 0
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
-            Compute: self._compute,
+            Compute: lambda op: compute(op, self.mailbox.sleep),
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,
@@ -123,16 +124,6 @@ class LocalTransport:
             STOP_AT, lambda: words[STOP_AT] != 0, lambda: "the coordinator to say after which step to stop"
         )
         return in_step and step < words[STOP_AT]
-
-    def _compute(self, op: Compute[Any]) -> Handle[Any]:
-        """Call it; what is not wanted any more is found out before and after, not in the middle."""
-        if op.unless is None:
-            return Done(op.fn())
-        asleep = Sleep(0, op.unless)
-        if not self.mailbox.sleep(asleep):
-            return Done(None)
-        value = op.fn()
-        return Done(value if self.mailbox.sleep(asleep) else None)
 
     # Collectives.
 
