@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from orchestra.attached import Attached
     from orchestra.board import Progress
     from orchestra.budget import Budget, Epochs, Samples, Seconds, Steps, Target
     from orchestra.cluster import Local
@@ -64,6 +65,7 @@ __all__ = [
     "AllReduce",
     "AsPushed",
     "AtShare",
+    "Attached",
     "BackupWorkers",
     "BoundedDelay",
     "Budget",
@@ -113,6 +115,7 @@ __all__ = [
 
 # Names are imported when they are first used: `orchestra --help` must not wait for torch.
 _HOMES = {
+    "attached": ("Attached",),
     "board": ("Progress",),
     "budget": ("Budget", "Epochs", "Samples", "Seconds", "Steps", "Target"),
     "cluster": ("Local",),

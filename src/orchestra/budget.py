@@ -113,3 +113,8 @@ def lower_is_better(metric: str) -> bool:
     (True, False)
     """
     return any(word in metric.lower() for word in ("loss", "error", "mae", "mse", "rmse", "nats", "perplexity"))
+
+
+def last_epoch(budget: Budget) -> float | None:
+    """The epoch after which a run ends, if the budget names one."""
+    return min((part.count for part in parts(budget) if isinstance(part, Epochs)), default=None)

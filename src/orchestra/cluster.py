@@ -39,6 +39,7 @@ class Order:
     show: Callable[[Progress], None]
     scorer: Scoring
     has_target: bool  # a score may end the run
+    fingerprint: dict[str, Any]  # what every process of the run must have in common
 
 
 class Scoring(Protocol):
@@ -56,11 +57,23 @@ class Scoring(Protocol):
 
 
 @dataclass(frozen=True)
+class Told:
+    """What every process of a run is told at its end."""
+
+    run: str
+    metrics: dict[str, float]
+    summary: dict[str, Any]
+    model: bytes  # as a safetensors file
+
+
+@dataclass(frozen=True)
 class Ending:
     """How it ended."""
 
     stopped_by: str
     warnings: list[str]
+    tell: Callable[[Callable[[], Told]], None] = lambda told: None  # the other processes, if each made the same call
+    close: Callable[[], None] = lambda: None
 
 
 class Cluster(ABC):
@@ -69,6 +82,7 @@ class Cluster(ABC):
     workers: int
     device: Device
     keeps_checkpoints: ClassVar[bool] = True
+    one_memory: ClassVar[bool] = True  # workers can share one x
 
     def problems(self) -> Iterator[Problem]:
         """What cannot be run there."""
@@ -88,6 +102,19 @@ class Cluster(ABC):
     @abstractmethod
     def carry_out(self, order: Order) -> Ending:
         """Run the job to its end. Raises what ended it early; leaves nothing behind but the run folder."""
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this process keeps the run folder, and tells other processes what to do."""
+        return True
+
+    def joined(self, strategy: Strategy[Any]) -> Cluster:
+        """The same, knowing with what it is to be shared out."""
+        return self
+
+    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[Progress], None]) -> Told:
+        """Take part in a run that another process keeps, to its end."""
+        raise NotImplementedError
 
     def get_delay(self) -> Delay | None:
         """How long a worker takes for a mini-batch, if that is not left to the machine."""
@@ -157,7 +184,7 @@ class Local(Cluster):
         """Run the job to its end. Raises what ended it early; leaves no process and no memory behind."""
         from orchestra.launch.local import Coordinator  # processes are not needed to describe a cluster
 
-        return Coordinator(order, self.patience).run()
+        return Coordinator(order, patience=self.patience).run()
 
     def one_gpu_each(self) -> bool:
         """Where there are enough."""

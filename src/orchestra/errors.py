@@ -11,6 +11,7 @@ OrchestraError                 1
 │   └── Deadlock               4   in virtual time: everybody waits for somebody
 ├── Diverged                   5   too many gradients in a row were not finite
 ├── CheckpointError            7   a checkpoint that cannot be trusted or does not fit
+├── Exposed                    8   others could reach the run, and nothing keeps them out
 └── Interrupted              130   Ctrl-C: the run stopped at a step boundary and left a checkpoint
 """
 
@@ -108,6 +109,19 @@ class CheckpointError(OrchestraError):
     """A checkpoint is missing, damaged, or of another model or cluster."""
 
     exit_code = 7
+
+
+class Exposed(OrchestraError):
+    """The run would listen where strangers can reach it, without a token that tells them from its own processes."""
+
+    exit_code = 8
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"MASTER_ADDR = {host!r} can be reached from other machines, and there is no token to keep strangers out. "
+            "Make one (`openssl rand -hex 32 > token; chmod 600 token`), copy it to every machine, and say "
+            "--token-file token or ORCHESTRA_TOKEN_FILE=token; `orchestra launch` does all that."
+        )
 
 
 class Interrupted(OrchestraError, KeyboardInterrupt):

@@ -34,6 +34,7 @@ class Job:
     batch: int
     seed: int
     device: str  # "cpu" or "cuda"
+    one_memory: bool  # workers can share one x
     own_gpu: bool  # every worker has a GPU of its own, so means go over NCCL
     run: Path
     launch: str  # different whenever the run is started or resumed
@@ -101,7 +102,7 @@ class Job:
     @property
     def shares_x(self) -> bool:
         """Whether one x in memory serves all workers of a machine."""
-        return self.strategy.model_at == "shared" or (self.owns_range and self.device == "cpu")
+        return self.one_memory and (self.strategy.model_at == "shared" or (self.owns_range and self.device == "cpu"))
 
     @property
     def groups(self) -> tuple[Group, Group]:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +72,18 @@ def read_strategy(given: Request) -> tuple[Strategy[Any] | None, list[Problem]]:
         return None, list(error.problems)
 
 
+def placed(given: Request, strategy: Strategy[Any] | None) -> Request:
+    """The same, with a cluster that knows how many of its processes will be servers."""
+    if strategy is None or not isinstance(given.cluster, Cluster):
+        return given
+    return replace(given, cluster=given.cluster.joined(strategy))
+
+
 def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Problem]:
     """What can be judged without calling anything of the user's."""
     yield from _look_at_functions(given)
-    if isinstance(given.cluster, Cluster):
-        yield from given.cluster.problems()
-    else:
-        yield Problem("cluster", given.cluster, "must be a cluster such as Local(workers=4)")
+    strategy = yield from _look_at_place(given, strategy)
     yield from budgets.problems_of(given.budget)
-    if strategy is not None and isinstance(given.cluster, Cluster):
-        unfit = [*checks.check_strategy(strategy, given.cluster.workers, given.clip)]
-        yield from unfit
-        if unfit:
-            strategy = None  # it may not even be able to say what it is
-        elif strategy.model_at == "shared" and given.cluster.resolve_device() != "cpu":
-            message = f'workers of {type(strategy).__name__} share one x in the memory of the machine: use "cpu"'
-            yield Problem("cluster.device", given.cluster.device, message)
     yield from checks.check_numbers(
         batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
         precision=given.precision, optimizer=given.optimizer,
@@ -107,6 +103,28 @@ def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Probl
     yield from _look_at_intervals(given)
     yield from _look_at_checkpoints(given)
     yield from _look_at_folder(given)
+
+
+def _look_at_place(given: Request, strategy: Strategy[Any] | None) -> Generator[Problem, None, Strategy[Any] | None]:
+    """The cluster, and whether the strategy fits there. Gives the strategy if it can say more about itself."""
+    if not isinstance(given.cluster, Cluster):
+        yield Problem("cluster", given.cluster, "must be a cluster such as Local(workers=4)")
+        return strategy
+    lacking = [*given.cluster.problems()]
+    yield from lacking
+    if strategy is None or (lacking and not given.cluster.one_memory):  # how many workers there are is not known
+        return strategy
+    unfit = [*checks.check_strategy(strategy, given.cluster.workers, given.clip)]
+    yield from unfit
+    if unfit:
+        return None  # it may not even be able to say what it is
+    if strategy.model_at == "shared" and not given.cluster.one_memory:
+        message = "its workers share one x in the memory of one machine: use Local(...), without torchrun"
+        yield Problem("strategy", type(strategy).__name__, message)
+    elif strategy.model_at == "shared" and given.cluster.resolve_device() != "cpu":
+        message = f'workers of {type(strategy).__name__} share one x in the memory of the machine: use "cpu"'
+        yield Problem("cluster.device", given.cluster.device, message)
+    return strategy
 
 
 def _look_at_functions(given: Request) -> Iterator[Problem]:
@@ -154,6 +172,8 @@ def _look_at_checkpoints(given: Request) -> Iterator[Problem]:
 
 def _look_at_folder(given: Request) -> Iterator[Problem]:
     out = given.out
+    if isinstance(given.cluster, Cluster) and not given.cluster.is_home:
+        return  # another process keeps it
     if out is not None and not isinstance(out, str | Path):
         yield Problem("out", out, "must be a path")
         return

@@ -279,6 +279,7 @@ def take_snapshot(life: Life, number: int) -> None:
     try:
         if set_aside(life, life.job.run / "snapshots" / f"{number:05d}"):
             life.log.write(Snapped(node.now(), life.rank, node.steps, node.samples, number))
+            life.tell({"kind": "snapped", "node": life.rank, "number": number})
     except OSError as error:
         life.tell({"kind": "snapshot-failed", "node": life.rank, "step": node.steps, "error": str(error)})
 

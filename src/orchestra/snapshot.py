@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load as parse_tensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -105,3 +106,8 @@ def export(module: nn.Module, path: Path) -> None:
     save_file(state, temporary, metadata={"format": "pt"})
     checkpoint.sync(temporary)
     temporary.replace(path)
+
+
+def adopt(module: nn.Module, exported: bytes) -> None:
+    """Give a module the weights that `export` wrote."""
+    module.load_state_dict(parse_tensors(exported), strict=False)  # what has no place in such a file stays as it is

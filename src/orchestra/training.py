@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+import orchestra
 import orchestra.budget as budgets
-from orchestra import checkpoint, expression, overrides, progress, schedules, snapshot
+from orchestra import checkpoint, environment, expression, fingerprint, overrides, progress, schedules, snapshot
+from orchestra.attached import Attached
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
-from orchestra.cluster import Cluster, Ending, Local, Order
+from orchestra.cluster import Cluster, Ending, Local, Order, Told
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
 from orchestra.errors import CheckpointError, ConfigError, Interrupted, OrchestraError, Problem
@@ -32,10 +35,10 @@ from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
 from orchestra.replica import Loss, flatten, trainable
 from orchestra.report.facts import Facts, facts_of, scores_of
-from orchestra.request import Request, first_look, read_strategy, refuse, second_look
+from orchestra.request import Request, first_look, placed, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
 from orchestra.scoring import Evaluate, Scorer
-from orchestra.snapshot import FINAL, export, load_into, numbered
+from orchestra.snapshot import FINAL, adopt, export, load_into, numbered
 from orchestra.strategy import Strategy
 
 
@@ -95,7 +98,8 @@ def train(
         loss: `loss(output, target)`, the mean over the batch.
         optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.
         strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
-        cluster: where; `Local(workers=2)` by default. `Simulated(workers=64)` rehearses it in virtual time.
+        cluster: where; `Local(workers=2)` by default, under torchrun `Attached()`, which is many machines.
+            `Simulated(workers=64)` rehearses it in virtual time.
         batch: samples of each worker and step.
         budget: how long: `Epochs(3)`, `Steps(1000) | Seconds(60)`, ...; one epoch by default.
         evaluate: `evaluate(model, evaluation_data)` gives a number or a dict of them; called off the clock, on a copy
@@ -122,7 +126,8 @@ def train(
     given = _request(locals())
     with left_alone():
         try:
-            return _Training(overrides.apply(given)).run()
+            training = _Training(overrides.apply(given))
+            return training.run() if training.given.cluster.is_home else training.attend()
         except OrchestraError as error:
             # It says what is wrong and what to do; the way through these files would only hide that.
             raise error.with_traceback(None) from None
@@ -134,11 +139,12 @@ def problems_of(**arguments: Any) -> list[Problem]:
     asked.apply_defaults()
     given = _request(asked.arguments)
     strategy, problems = read_strategy(given)
-    return [*problems, *first_look(given, strategy)]
+    return [*problems, *first_look(placed(given, strategy), strategy)]
 
 
 def _request(asked: Mapping[str, Any]) -> Request:
-    defaults: dict[str, Any] = {"cluster": Local(), "budget": Epochs(1), "evaluate_every": Epochs(1), "note": {}}
+    cluster = Attached() if environment.launched() else Local()
+    defaults: dict[str, Any] = {"cluster": cluster, "budget": Epochs(1), "evaluate_every": Epochs(1), "note": {}}
     given: dict[str, Any] = {n: defaults.get(n) if value is None else value for n, value in asked.items()}
     return Request(**given)
 
@@ -146,13 +152,14 @@ def _request(asked: Mapping[str, Any]) -> Request:
 class _Training:
     """One call of `train`, from the arguments to the result."""
 
-    def __init__(self, given: Request) -> None:
-        strategy, problems = read_strategy(given)
+    def __init__(self, asked: Request) -> None:
+        strategy, problems = read_strategy(asked)
+        given = placed(asked, strategy)
         refuse([*problems, *first_look(given, strategy)])
         assert strategy is not None
         self.strategy = strategy
         together = given.batch * given.cluster.workers
-        self.given = given = replace(given, schedule=schedules.settle(given.schedule, together))
+        given = replace(given, schedule=schedules.settle(given.schedule, together))
         seed_everything(given.seed)
         self.module = given.model()
         self.data = given.data()
@@ -193,6 +200,7 @@ class _Training:
             show=display,
             scorer=scorer,
             has_target=bool(self.targets),
+            fingerprint=self._fingerprint(job),
         )
         try:
             ending = given.cluster.carry_out(order)
@@ -200,7 +208,20 @@ class _Training:
             scorer.stop()
             if isinstance(display, progress.Display):
                 display.close()
-        return self._conclude(scorer, ending)
+        with closing(ending):
+            result = self._conclude(scorer, ending)
+            model = (self.folder / "model.safetensors").read_bytes
+            ending.tell(lambda: Told(str(result.run), result.metrics, result.summary.as_dict(), model()))
+        return result
+
+    def attend(self) -> Result:
+        """Take part in a run that another process keeps."""
+        job = self._job()
+        show = given if callable(given := self.given.progress) else lambda watch: None
+        told = self.given.cluster.attend(job, flatten(self.module), self._fingerprint(job), show)
+        adopt(self.module, told.model)
+        self.module.eval()
+        return Result(self.module, told.metrics, Facts.of(told.summary), Path(told.run))
 
     def _refuse_the_past(self, job: Job) -> None:
         """A checkpoint that is further than the budget goes would end at once, and look like a success."""
@@ -224,7 +245,6 @@ class _Training:
             self.data, batch=given.batch, seed=given.seed, rank=0, size=cluster.workers, partition=given.partition
         )
         per_epoch, streamed = feed.steps_per_epoch, isinstance(self.data, IterableDataset)
-        epochs = [p.count for p in budgets.parts(given.budget) if isinstance(p, Epochs)]
         return Job(
             model=given.model,
             data=given.data,
@@ -235,11 +255,12 @@ class _Training:
             batch=given.batch,
             seed=given.seed,
             device=device,
+            one_memory=cluster.one_memory,
             own_gpu=cluster.one_gpu_each(),
             run=self.folder.absolute(),
             launch=uuid.uuid4().hex[:8],
             last_step=budgets.last_step(given.budget, per_epoch, given.batch * cluster.workers),
-            last_epoch=min(epochs) if epochs and streamed else None,
+            last_epoch=budgets.last_epoch(given.budget) if streamed else None,
             schedule=given.schedule,
             validation=given.validation_data,
             partition=given.partition,
@@ -274,31 +295,21 @@ class _Training:
         )
 
     def _about(self, job: Job) -> dict[str, Any]:
-        shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.module).items()}
-        return {
-            "strategy": expression.show(self.strategy),
-            "workers": job.workers,
-            "servers": job.servers,
-            "batch": job.batch,
-            "seed": job.seed,
-            "model": checkpoint.fingerprint(shapes),
-            "data": "a stream" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
-            "optimizer": _settings(self.given.optimizer(list(trainable(self.module).values()))),
-            "schedule": expression.show(s) if isinstance(s := self.given.schedule, schedules.Curve) else None,
-            "precision": self.given.precision,
-            "clip": job.clip,
-            "accumulate": job.accumulate,
-            "partition": repr(self.given.partition) if self.given.partition is not None else "IID()",
-            # Who holds which part of x depends on it.
-            "device": f"{job.device}, one each" if job.own_gpu else job.device,
-        }
+        return fingerprint.about(self.given, self.strategy, self.module, job)
+
+    def _fingerprint(self, job: Job) -> dict[str, Any]:
+        """What other processes must have in common with this one, where there are any."""
+        if self.given.cluster.one_memory:
+            return {}
+        seed_everything(self.given.seed)  # samples may be drawn
+        return fingerprint.fingerprint(orchestra.__version__, self.given, self.module, self.data, self._about(job))
 
     def _open_folder(self, job: Job) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self._about(job) | {
             "defining": self.strategy.defining,
             "parameters": job.parameters,
-            "budget": [f"{type(p).__name__.lower()}={_value(p)}" for p in budgets.parts(self.given.budget)],
+            "budget": fingerprint.budget_of(self.given),
             "threads": job.threads,
             "cluster": self.given.cluster.about(),
             "snapshot_every": job.snapshot_every,
@@ -357,16 +368,6 @@ def _steps(every: Steps | Epochs | None, per_epoch: int | None) -> int | None:
     if isinstance(every, Steps):
         return every.count
     return max(1, round(every.count * per_epoch)) if per_epoch else 100
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """An optimizer's class and hyper-parameters, as text to compare."""
-    groups = [{k: v for k, v in sorted(group.items()) if k != "params"} for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} {groups}"
-
-
-def _value(part: Any) -> Any:
-    return f"{part.metric}:{part.value}" if isinstance(part, Target) else part.count
 
 
 def _new_folder(name: str) -> Path:

@@ -64,6 +64,7 @@ def test_there_is_something_to_look_at() -> None:
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
     "board": set[str](),
+    "environment": set[str](),
     "errors": set[str](),
     "events": set[str](),
     "ops": set[str](),
@@ -110,6 +111,9 @@ MAY_KNOW = {
         "vectors",
     },
     "training": {
+        "attached",
+        "environment",
+        "fingerprint",
         "board",
         "budget",
         "checkpoint",

@@ -77,7 +77,7 @@ class Threads(Cluster):
         with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
             lives = []
             for rank, transport in enumerate(connect(size, job.workers, 4 * job.parameters + 1024)):
-                stack.callback(transport.exchange.close)
+                stack.callback(transport.exchange.close, within=0.05)
                 transport.exchange._near = job.near(rank)
                 log = stack.enter_context(EventLog(job.run / f"events-{rank}.jsonl", print))
                 log.write(Began(0.0, rank, "worker" if rank < job.workers else "server", 0.0))
@@ -138,4 +138,4 @@ def test_means_broadcasts_and_gathers_of_a_part_of_the_nodes() -> None:
     together(members, [Broadcast(x, 3, group) for x in xs])
     assert all(torch.equal(x, torch.full((11,), 3.0)) for x in xs)
     for transport in transports:
-        transport.exchange.close()
+        transport.exchange.close(within=0.05)

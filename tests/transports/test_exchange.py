@@ -57,7 +57,7 @@ def nodes(size: int, *, workers: int | None = None, trusted: bool = False, **giv
     ]  # fmt: skip
     yield made
     for node in made:
-        node.close()
+        node.close(within=0.05)
 
 
 def at_once(*bodies: Callable[[], Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from tests.transports.world import World
 
 from orchestra.launch import keeper
-from orchestra.launch.keeper import LocalKeeper
+from orchestra.launch.keeper import NodeKeeper
 from orchestra.strategies import Downpour
 
 
@@ -21,11 +21,11 @@ def test_a_server_reads_what_was_pushed_before_it_saves(monkeypatch: pytest.Monk
     worker, server = world.comms
     saved: list[int] = []
     monkeypatch.setattr(keeper, "report", lambda life: None)
-    monkeypatch.setattr(LocalKeeper, "_save", lambda self, label: saved.append(label))
+    monkeypatch.setattr(NodeKeeper, "_save", lambda self, label: saved.append(label))
     life: Any = SimpleNamespace(
         rank=1, is_server=True, job=SimpleNamespace(strategy=Downpour()), node=SimpleNamespace(now=lambda: 0.0)
     )
-    keeps = LocalKeeper(life, world.arenas[1], world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
+    keeps = NodeKeeper(life, world.arenas[1].words, world.arenas[1].plan, world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
     worker.send(1, torch.ones(3))
     world.arenas[0].words.set(world.plan.word("saved", 0), 7)
     keeps._while_idle()

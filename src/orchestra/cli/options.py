@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import recipes
+from orchestra.environment import launched
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.overrides import Change
 
@@ -111,6 +112,21 @@ Numerics = Annotated[
         help="real: one gradient at a time; batched: many in one call; off: timing only. Default: what pays.",
     ),
 ]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Under torchrun: the run's token, by which its processes know each other; a file that only you can read. "
+        "Default: ORCHESTRA_TOKEN_FILE, or ORCHESTRA_TOKEN itself.",
+    ),
+]
+Trusted = Annotated[
+    bool,
+    typer.Option(
+        "--trusted-network",
+        help="Under torchrun: encrypt nothing. Whoever is on the network can read along, and change what is sent.",
+    ),
+]
 Sim = Annotated[bool, typer.Option("--sim", help="Rehearse in virtual time: see --network and --delay.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the outcome: no progress, no messages.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
@@ -142,6 +158,8 @@ class Options:
     network: str | None = None
     delay: str | None = None
     numerics: str | None = None
+    token_file: str | None = None
+    trusted: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """Those that were given, as JSON takes them."""
@@ -281,12 +299,21 @@ def _cluster(o: Options) -> dict[str, Change]:
     given = {name: value for name, value in given.items() if value is not None}
     if o.workers is None and o.strategy is not None and is_solo(o.strategy):
         given["workers"] = 1
-    if not given and not o.sim:
+    joins = not o.sim and launched()
+    if joins:
+        given = _as_one_of_many(o, given)
+    elif o.token_file or o.trusted:
+        message = "is for processes that torchrun or `orchestra launch` started, which this one is not"
+        raise ConfigError([Problem("trusted-network" if o.trusted else "token-file", o.token_file or True, message)])
+    if not given and not o.sim and not joins:
         return {}
 
     def change(old: Any) -> Any:
+        from orchestra.attached import Attached
         from orchestra.cluster import Local
 
+        if joins:
+            return dataclasses.replace(old if isinstance(old, Attached) else Attached(), **given)
         if not o.sim:
             return dataclasses.replace(old or Local(), **given)
         from orchestra.sim.simulated import Simulated
@@ -296,6 +323,16 @@ def _cluster(o: Options) -> dict[str, Change]:
         return Simulated(**({} if old is None else {"workers": old.workers}) | given)
 
     return {"cluster": change}
+
+
+def _as_one_of_many(o: Options, given: dict[str, Any]) -> dict[str, Any]:
+    """What may be said of a cluster whose processes were started by somebody else."""
+    if o.workers is not None:
+        message = "as many processes as were started take part, but for the servers: leave it out"
+        raise ConfigError([Problem("workers", o.workers, message)])
+    given.pop("workers", None)
+    token = {} if o.token_file is None else {"token_file": o.token_file}
+    return given | token | ({"trusted": True} if o.trusted else {})
 
 
 def is_solo(text: str) -> bool:

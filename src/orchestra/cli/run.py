@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestra import progress
+from orchestra import environment, progress
 from orchestra.cli import options as o
 from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
@@ -22,7 +22,8 @@ def run(
     target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
     schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None,
     precision: o.Precision = None, device: o.Device = None, delay: o.Delay = None,
-    checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    checkpoint_every: o.CheckpointEvery = None, token_file: o.TokenFile = None, trusted: o.Trusted = False,
+    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 
@@ -35,12 +36,17 @@ def run(
       orchestra run digits --strategy "ps(consistency=asp())" --workers 4
       orchestra run fashion-lenet -s slowmo --target accuracy=0.88 --seconds 90
       orchestra run train.py -s "localsgd(tau=16)" -n 4 -- --your arguments
+
+    On many machines, every process makes the same call; the last ones are servers, if the strategy has any:
+
+      torchrun --nnodes 4 --nproc-per-node 1 ... -m orchestra run digits -s ps --token-file token
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
         target=target, seed=seed, batch=batch, lr=lr, optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
+        token_file=str(token_file) if token_file else None, trusted=trusted or None,
     )  # fmt: skip
     source = find(recipe, chosen)
     runs = carry_out(source, chosen, args or [], quiet=quiet)
@@ -64,10 +70,10 @@ def carry_out(
     changes, problems = chosen.read(of_script=source.path is not None)
     if problems:
         raise ConfigError([*problems, *sources.problems_of(source, changes)])
-    if not chosen.sim:
+    if not chosen.sim and not environment.launched():
         forkserver.warm()  # imports torch in another process while this one does the same
     note = {"recipe": source.name, "args": list(args), "options": chosen.given()}
-    with progress.choose(quiet=quiet, seconds=chosen.seconds) as display:
+    with progress.choose(quiet=quiet or environment.is_member(), seconds=chosen.seconds) as display:
 
         def show(old: Any) -> Any:
             def both(watch: Any) -> None:
@@ -83,6 +89,8 @@ def carry_out(
 
 def conclude(source: Source, chosen: Options, runs: list[Path], *, as_json: bool, quiet: bool) -> None:
     """Say how it went and what to try next."""
+    if environment.is_member():
+        return  # process 0 does
     from orchestra.report.facts import facts_of
 
     found = [(path, facts_of(path)) for path in runs]

@@ -3,38 +3,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import mmap
 import os
 import pickle
 import socket
 import sys
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from orchestra import checkpoint, delays, run
+from orchestra import run
 from orchestra.errors import OrchestraError
-from orchestra.events import Began, EventLog
+from orchestra.events import EventLog
 from orchestra.job import Job
-from orchestra.launch.keeper import LocalKeeper
+from orchestra.launch.living import Tell, live
 from orchestra.node import Comm, Node
 from orchestra.transports.local import LocalTransport
 from orchestra.transports.memory import Arena, Plan
-from orchestra.transports.middleware import Delayed, Metered
 from orchestra.transports.waiting import Aborted
 
-Tell = Callable[[dict[str, Any]], None]
-
 _LONGEST = 10_000  # characters of a traceback; a datagram must hold them, at up to twelve bytes each as JSON
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 @dataclass(frozen=True)
@@ -78,37 +71,23 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
 
 def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> None:
     """Set up, begin together with the others, train or serve."""
-    torch.set_num_threads(job.threads)
+    transport = LocalTransport(arena, rank, patience=handover.patience, near=job.near(rank))
 
-    def complain(error: OSError) -> None:
-        tell({"kind": "log-failed", "node": rank, "error": str(error)})
-
-    with EventLog(job.run / f"events-{rank}.jsonl", complain) as log:
-        transport = LocalTransport(arena, rank, patience=handover.patience, near=job.near(rank))
-        paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
-        meter = Metered(paced)
-        node = _node(job, arena, rank, Comm(meter, *job.groups), log)
+    def make_node(comm: Comm, log: EventLog) -> Node:
+        node = _node(job, arena, rank, comm, log)
         if job.own_gpu and node.feed is not None:
             from orchestra.transports.nccl import NcclMeans  # torch.distributed is not needed otherwise
 
             transport.gpu_means = NcclMeans(job.run / f"nccl-{job.launch}", rank, job.workers, node.x.device)
-        life = run.Life(job, node, meter, log, tell, partial(arena.report, rank))
-        if job.resume is not None:
-            run.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
-            if isinstance(paced, Delayed):
-                paced.step = node.steps  # the delays go on where they were
-        keeper = LocalKeeper(life, arena, transport, log)
-        _settle_memory()
-        tell({"kind": "ready", "node": rank})
-        waited = transport.traffic.waited
-        transport.await_go()
-        transport.traffic.waited = waited  # the clock starts now
-        role, live = ("server", run.serve) if life.is_server else ("worker", run.work)
-        log.write(Began(node.now(), rank, role, time.perf_counter() - handover.asked))
-        live(life, keeper)
-        if transport.gpu_means is not None:
-            transport.gpu_means.close()
-    tell({"kind": "done", "node": rank, "interrupted": life.interrupted})
+        return node
+
+    show = partial(arena.report, rank)
+    interrupted = live(
+        job, transport, arena.words, arena.plan, make_node=make_node, tell=tell, show=show, asked=handover.asked
+    )
+    if transport.gpu_means is not None:
+        transport.gpu_means.close()
+    tell({"kind": "done", "node": rank, "interrupted": interrupted})
 
 
 def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
@@ -136,19 +115,6 @@ def _read(fd: int) -> Handover:
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
         handover: Handover = pickle.loads(memory)
     return handover
-
-
-def _settle_memory() -> None:
-    """Give back what setting up needed for a moment; from now on keep what backward frees.
-
-    Giving 40 MB back to the kernel at every step and faulting it in again costs 10 ms.
-    """
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):  # another C library
-        libc.malloc_trim(0)
-        if not any(name.startswith("MALLOC_") for name in os.environ):  # else the user has a wish of his own
-            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the most that glibc takes
-            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _move_in(handover: Handover) -> None:

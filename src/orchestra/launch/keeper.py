@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run on one machine: who saves when, agreed upon through words in shared memory.
+"""Checkpoints: who saves when, agreed upon through words that all nodes can read.
 
     in step             all workers save after the same step and wait for the servers, which save when every worker has
     each at its pace    the first worker that is not done asks the others, who save at the end of the step they are in:
@@ -11,26 +11,76 @@ Workers that are done stay, so that they can be asked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 from orchestra import checkpoint
 from orchestra.events import EventLog, Saved
+from orchestra.ops import Transport
 from orchestra.run import Life, crossed, everything, report, spent
-from orchestra.transports.local import LocalTransport
-from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT, Arena
+from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT, Plan
 
 # Values of STOP_ASKED.
 BUDGET_SPENT, INTERRUPTED = 1, 2
 
 
-class LocalKeeper:
+class Words(Protocol):
+    """Numbers that all nodes can read, each with one writer at a time."""
+
+    def __getitem__(self, index: int) -> int: ...
+
+    def set(self, index: int, value: int) -> None:
+        """Write, to be seen by whoever looks."""
+
+    def announce(self, index: int, value: int) -> None:
+        """Write, and wake who waits for it."""
+
+
+class Box(Protocol):
+    """Where a node's messages arrive."""
+
+    when_idle: Callable[[], None]
+    when_at_rest: Callable[[], None]
+
+    def has_mail(self) -> bool:
+        """Whether a message from anybody lies here unread."""
+        ...
+
+    def ring(self, node: int) -> None:
+        """Make a node look around."""
+
+
+class Together(Transport, Protocol):
+    """A transport whose nodes can wait for each other's words."""
+
+    @property
+    def mailbox(self) -> Box:
+        """Where messages arrive."""
+        ...
+
+    def await_go(self) -> None:
+        """Block until every node is ready."""
+
+    def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
+        """Block until a server has saved a checkpoint, which it does when every worker has."""
+
+    def await_bell(self, ready: Callable[[], bool]) -> None:
+        """Block, for as long as it takes, until something happens that concerns this node."""
+
+    def ring_everybody(self) -> None:
+        """Make every node look around."""
+
+
+class NodeKeeper:
     """One node's share of it."""
 
-    def __init__(self, life: Life, arena: Arena, transport: LocalTransport, log: EventLog) -> None:
+    def __init__(self, life: Life, words: Words, plan: Plan, transport: Together, log: EventLog) -> None:
         self._life = life
-        self._words = arena.words
-        self._plan = arena.plan
+        self._words = words
+        self._plan = plan
         self._transport = transport
         self._log = log
-        self._saved_as = arena.words[SAVE_WANTED]  # label of this node's newest part of a checkpoint
+        self._saved_as = words[SAVE_WANTED]  # label of this node's newest part of a checkpoint
         self._one_x = life.job.strategy.model_at == "shared"
         if life.is_server:
             transport.mailbox.when_idle = self._while_idle

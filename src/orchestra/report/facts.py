@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from orchestra.budget import Target
 from orchestra.events import Began, Ended, Event, Logged, Scored, Skipped, Stepped, read
@@ -63,6 +63,14 @@ class Facts:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Self:
+        """As `as_dict` gave it, also by way of JSON."""
+        counts = {int(staleness): count for staleness, count in record["staleness_counts"].items()}
+        again = {"shares": [Share(**share) for share in record["shares"]], "staleness_counts": counts}
+        happened = record["happened"] and tuple(record["happened"])
+        return cls(**record | again | {"happened": happened, "retired": tuple(record["retired"])})
 
     @property
     def missing(self) -> str | None:

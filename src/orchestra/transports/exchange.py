@@ -4,17 +4,21 @@
 Whoever waits, to send or to receive, reads and writes whatever can be read and written meanwhile: two nodes that send
 to each other at the same time both get on. A node that computes takes no part; its kernel holds what comes, and tells
 the others that the machine is alive. At most `_AHEAD` messages of one sender are taken in before they are asked for.
+
+What concerns the run as a whole travels the same way, in turn with the messages, and is heard as soon as it is read.
 """
 
 from __future__ import annotations
 
+import json
 import selectors
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,45 +27,12 @@ from orchestra.board import name_of
 from orchestra.errors import Stalled, WorkerLost
 from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.transports import wire
+from orchestra.transports.peer import Peer
 
 _AHEAD = 8  # messages
+_BYE = {"kind": "bye"}  # a node's last word: that its connection ends is nothing to worry about
 _SLICE = 0.2  # seconds between two looks at the deadline
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
-
-
-@dataclass(eq=False)
-class Peer:
-    """A connection to another node."""
-
-    rank: int
-    sock: socket.socket
-    out: deque[memoryview] = field(default_factory=deque)  # bytes still to be sent
-    sent: int = 0  # messages
-    taken: int = 0  # messages
-    arrived: deque[Message | Departed] = field(default_factory=deque)
-    pieces: deque[Message] = field(default_factory=deque)  # likewise, of what a whole group does
-    left: bool = False  # it sends nothing more
-    lost: str | None = None  # why nothing can be sent to it or come from it
-    header: bytearray = field(default_factory=lambda: bytearray(wire.LENGTH))
-    frame: wire.Frame | None = None  # of the body that is being read
-    body: Tensor = field(default_factory=lambda: torch.empty(0))
-    room: memoryview = field(init=False)  # where the next bytes go
-    watched: int = 0  # what the selector looks at
-
-    def __post_init__(self) -> None:
-        self.room = memoryview(self.header)
-        self.sock.setblocking(False)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE:
-            if hasattr(socket, name):
-                self.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    @property
-    def kept(self) -> int:
-        """Messages that nobody has asked for yet."""
-        return len(self.arrived) + len(self.pieces)
 
 
 class Exchange:
@@ -82,6 +53,10 @@ class Exchange:
     ) -> None:
         self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
         self.when_at_rest: Callable[[], None] = lambda: None  # likewise, if it is as it was after its last step
+        self.when_waiting: Callable[[], None] = lambda: None  # now and then, for as long as it waits
+        self.hear: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a word on the run as a whole
+        self.lost: dict[int, str] = {}  # nodes whose connection broke, and how
+        self.take_in: Callable[[int, bytes], None] = lambda source, piece: None  # of a file that was announced
         self._rank, self._workers, self._run = rank, workers, run
         self._largest, self._patience = largest, patience
         self._summed = summed  # bodies are checked here, since nothing below does
@@ -89,6 +64,7 @@ class Exchange:
         self._selector = selectors.DefaultSelector()
         self._peers = {node: Peer(node, sock) for node, sock in connections.items()}
         self._turn = 0
+        self._ahead = _AHEAD
         for peer in self._peers.values():
             self._watch(peer)
 
@@ -214,7 +190,7 @@ class Exchange:
     def _read(self, peer: Peer) -> None:
         """Take in what has come, as far as there is room for it."""
         try:
-            while peer.kept < _AHEAD and peer.lost is None:
+            while peer.kept < self._ahead and peer.lost is None:
                 if not len(peer.room):
                     self._complete(peer)
                     continue
@@ -245,21 +221,78 @@ class Exchange:
                 return
         if self._summed:
             wire.checked(frame, wire.body_of(peer.body))
-        message = Message(peer.rank, peer.body, frame.version, frame.weight, frame.tag, frame.stamp)
-        if frame.kind == wire.PIECE:
-            peer.pieces.append(message)
-        else:
-            peer.arrived.append(Departed(peer.rank) if frame.kind == wire.FAREWELL else message)
-        peer.frame, peer.room = None, memoryview(peer.header)
+        body, peer.frame, peer.room = peer.body, None, memoryview(peer.header)
+        match frame.kind:
+            case wire.NOTE:
+                said = wire.read_note(body)
+                peer.gone = peer.gone or said == _BYE
+                if not peer.gone:
+                    self.hear(peer.rank, said)
+            case wire.FILE:
+                self.take_in(peer.rank, bytes(wire.body_of(body)))
+            case wire.FAREWELL:
+                peer.arrived.append(Departed(peer.rank))
+            case _:
+                message = Message(peer.rank, body, frame.version, frame.weight, frame.tag, frame.stamp)
+                (peer.pieces if frame.kind == wire.PIECE else peer.arrived).append(message)
+
+    # The run as a whole.
+
+    def note(self, to: int, said: dict[str, Any]) -> None:
+        """Tell a node something; it hears it when it next looks, in turn with this node's messages."""
+        peer = self._peers[to]
+        if peer.lost is None:
+            text = bytearray(json.dumps(said).encode())
+            self._post(peer, wire.NOTE, memoryview(text), torch.empty(len(text), dtype=torch.uint8), None)
+
+    def tell_all(self, said: dict[str, Any]) -> None:
+        """Tell every other node."""
+        for node in self._peers:
+            self.note(node, said)
+
+    def ship(self, to: int, data: bytes) -> None:
+        """Send what was announced by a note."""
+        peer, most = self._peers[to], wire.LONGEST[wire.FILE]
+        for start in range(0, len(data), most):
+            piece = memoryview(bytearray(data[start : start + most]))
+            self._post(peer, wire.FILE, piece, torch.empty(len(piece), dtype=torch.uint8), None)
+            self._flush(peer)
+
+    def ring(self, node: int) -> None:
+        """Nothing to do: who waits hears at once what was sent."""
+
+    def has_mail(self) -> bool:
+        """Whether a message from anybody lies here unread."""
+        return any(peer.arrived for peer in self._peers.values())
+
+    def poll(self) -> None:
+        """Take in what has come, without waiting."""
+        self.when_waiting()
+        self._pump(0.0)
+
+    def attend(self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False) -> None:
+        """Wait for something that concerns the run: messages nobody asked for yet must not stand in its way."""
+        self._ahead = 1 << 30
+        try:
+            for peer in self._peers.values():
+                self._watch(peer)
+            self._wait(ready, whom, [], forever=forever)
+        finally:
+            self._ahead = _AHEAD
+            for peer in self._peers.values():
+                self._watch(peer)
 
     # Waiting.
 
-    def _wait(self, ready: Callable[[], bool], whom: Callable[[], str], needed: Sequence[Peer]) -> None:
+    def _wait(
+        self, ready: Callable[[], bool], whom: Callable[[], str], needed: Sequence[Peer], *, forever: bool = False
+    ) -> None:
         began = time.perf_counter()
         while not ready():
+            self.when_waiting()
             for peer in needed:
                 self._require(peer)
-            if time.perf_counter() - began > self._patience:
+            if not forever and time.perf_counter() - began > self._patience:
                 raise Stalled(f"{self._names([self._rank])} waited {self._patience:g} s for {whom()}.")
             self._pump(_SLICE)
         self._traffic.waited += time.perf_counter() - began
@@ -278,7 +311,7 @@ class Exchange:
         """Have the selector look at what this node could do with a connection."""
         wanted = 0
         if peer.lost is None:
-            wanted |= selectors.EVENT_READ if peer.kept < _AHEAD else 0
+            wanted |= selectors.EVENT_READ if peer.kept < self._ahead else 0
             wanted |= selectors.EVENT_WRITE if peer.out else 0
         if wanted == peer.watched:
             return
@@ -297,6 +330,8 @@ class Exchange:
     def _lose(self, peer: Peer, error: Exception) -> None:
         """Nothing more can come or go: of consequence only if somebody still needs it."""
         peer.lost = f"its connection to {self._names([self._rank])} broke: {error}"
+        if not peer.gone:
+            self.lost[peer.rank] = peer.lost
         peer.out.clear()
         self._watch(peer)
         peer.sock.close()
@@ -304,13 +339,31 @@ class Exchange:
     def _names(self, nodes: Sequence[int]) -> str:
         return ", ".join(name_of(node, self._workers) for node in nodes) or "nobody"
 
-    def close(self) -> None:
-        """Send what is left, and hang up."""
+    def close(self, *, within: float = 2.0) -> None:
+        """Send what is left, and hang up; after so many seconds even if somebody does not listen."""
+        self.when_waiting, self.hear = (lambda: None), (lambda source, said: None)
+        self._patience = within
+        until = time.monotonic() + within
+        for peer in self._peers.values():
+            with suppress(Stalled, WorkerLost):
+                self.note(peer.rank, _BYE)
+                self._flush(peer)
         for peer in self._peers.values():
             if peer.lost is None:
-                self._flush(peer)
-                peer.sock.close()
+                _hang_up(peer.sock, until)
         self._selector.close()
+
+
+def _hang_up(sock: socket.socket, until: float) -> None:
+    """Close a connection once the other end has read everything.
+
+    Closed with something unread here, it would be reset, and what was sent last lost on the way.
+    """
+    with suppress(OSError), closing(sock):
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(max(0.01, until - time.monotonic()))
+        while time.monotonic() < until and sock.recv(1 << 16):
+            pass
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the nodes of a run on many machines find each other.
 
-    every node listens, and tells where
+    node 0 listens where everybody knows, the others where they say; node 0 tells everybody where that is
     node k connects to every node before it; both prove that they have the run's token
     both say who they are and what they are about to do; the first difference is named, and ends it
     when everybody is there, nobody listens any more
@@ -35,23 +35,51 @@ _AGAIN = 0.1  # seconds between two attempts to connect
 class Meeting:
     """A node that waits for the others."""
 
-    def __init__(self, rank: int, token: Token, about: Mapping[str, Any], *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, rank: int, token: Token, about: Mapping[str, Any], *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self._rank, self._token = rank, token
         self._about = dict(about)
-        self._door = socket.create_server((host, 0), backlog=_STRANGERS)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._door = socket.create_server((host, port), family=family, backlog=_STRANGERS)
         self.address: Address = self._door.getsockname()[:2]
+        self._doors: dict[int, Address] = {rank: self.address}
         self._arrived: Queue[tuple[int, socket.socket] | Exception] = Queue()
         self._room = threading.Semaphore(_STRANGERS)
 
-    def gather(self, addresses: Sequence[Address], *, patience: float) -> dict[int, socket.socket]:
-        """A connection to every other node."""
+    def welcome(self, size: int, *, patience: float) -> dict[int, socket.socket]:
+        """As node 0: wait for everybody, and tell them where the others are."""
+        found = self.gather([self.address] * size, patience=patience)
+        doors = [self._doors[node] for node in range(size)]
+        for sock in found.values():
+            _say(sock, {"rank": self._rank, "doors": doors})
+        return found
+
+    def join(self, host: Address, *, patience: float) -> dict[int, socket.socket]:
+        """As any other node: go to node 0, hear where the others are, and find them."""
         until = time.monotonic() + patience
-        found: dict[int, socket.socket] = {}
+        first = self._call(0, host, until)
+        try:
+            first.settimeout(max(_PROOF, until - time.monotonic()))  # it waits for everybody
+            doors = [(str(name), int(port)) for name, port in _hear(first)["doors"]]
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            first.close()
+            why = "it gave up waiting for the others" if isinstance(error, OSError) else error
+            raise ClusterError(f"node 0 at {host[0]}:{host[1]} did not say where the others are: {why}") from None
+        return self.gather(doors, patience=patience, known={0: first})
+
+    def gather(
+        self, addresses: Sequence[Address], *, patience: float, known: Mapping[int, socket.socket] | None = None
+    ) -> dict[int, socket.socket]:
+        """A connection to every other node, beside those there are."""
+        until = time.monotonic() + patience
+        found = dict(known or {})
         doorman = threading.Thread(target=self._open, name="doorman", daemon=True)
         doorman.start()
         try:
             for node, address in enumerate(addresses[: self._rank]):
-                found[node] = self._call(node, address, until)
+                if node not in found:
+                    found[node] = self._call(node, address, until)
             while len(found) < len(addresses) - 1:
                 missing = [node for node in range(len(addresses)) if node not in (*found, self._rank)]
                 node, sock = self._next(until, missing)
@@ -104,13 +132,15 @@ class Meeting:
             sock.settimeout(_PROOF)
             sock = self._token.secure(sock, server=True)
             theirs = _hear(sock)
-            _say(sock, {"rank": self._rank, "about": self._about})
+            _say(sock, self._introduction())
             self._compare(theirs)
+            host, port = theirs["door"]
+            self._doors[theirs["rank"]] = (str(host), int(port))
             self._arrived.put((theirs["rank"], sock))
         except ClusterError as error:
             sock.close()
             self._arrived.put(error)
-        except (OSError, ValueError):
+        except (OSError, ValueError, KeyError, TypeError):
             sock.close()  # nobody of ours
         finally:
             self._room.release()
@@ -128,7 +158,7 @@ class Meeting:
                 time.sleep(_AGAIN)
         try:
             sock = self._token.secure(sock, server=False)
-            _say(sock, {"rank": self._rank, "about": self._about})
+            _say(sock, self._introduction())
             theirs = _hear(sock)
             self._compare(theirs)
             if theirs["rank"] != node:
@@ -140,6 +170,9 @@ class Meeting:
             sock.close()
             raise
         return sock
+
+    def _introduction(self) -> dict[str, Any]:
+        return {"rank": self._rank, "about": self._about, "door": self.address}
 
     def _shut_out(self, node: int, address: Address, error: Exception) -> ClusterError:
         where = f"{address[0]}:{address[1]}"
@@ -181,3 +214,11 @@ def _hear(sock: socket.socket) -> dict[str, Any]:
     if not isinstance(said, dict) or not isinstance(said.get("rank"), int):
         raise ValueError("no introduction")
     return said
+
+
+def interface_to(host: Address) -> str:
+    """The address by which this machine is seen from there; nothing is sent to find it."""
+    family, _, _, _, where = socket.getaddrinfo(*host, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])

@@ -9,10 +9,11 @@ in turn, of a type we know and not longer than anything that could be asked for.
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from orchestra.ops import Stamp
 if sys.byteorder != "little":
     raise ImportError("numbers travel as they lie in memory, which is little-endian")
 
-BODY, FAREWELL, PIECE = 1, 2, 3  # kinds: a message, nothing more to come, a part of what a whole group does
+# Kinds: a message, nothing more to come, a part of what a whole group does; and what concerns the run: words, files.
+BODY, FAREWELL, PIECE, NOTE, FILE = range(1, 6)
+LONGEST = {NOTE: 1 << 17, FILE: 1 << 20}  # bytes
 _MAGIC, _VERSION = b"ONO", 1
 _FIELDS = struct.Struct("<3sBBBHQIQIqdQQQQQ")  # all but the check of the header itself
 _CHECK = struct.Struct("<I")
@@ -76,7 +79,7 @@ def decode(header: bytes | bytearray | memoryview, run: int, *, source: int, num
         raise BadFrame(f"node {source} sent {fields[:16].hex()}..., which is no message of ours")
     wrong = (
         (version != _VERSION, f"version {version}, not {_VERSION}: the same release must run everywhere"),
-        (kind not in (BODY, FAREWELL, PIECE) or zero, f"kind {kind}"),
+        (kind not in (BODY, FAREWELL, PIECE, NOTE, FILE) or zero, f"kind {kind}"),
         (dtype >= len(_DTYPES), f"type {dtype}"),
         (of != run, "another run's message"),
         (sender != source, f"a message in the name of node {sender}"),
@@ -86,6 +89,7 @@ def decode(header: bytes | bytearray | memoryview, run: int, *, source: int, num
         if is_wrong:
             raise BadFrame(f"node {source} sent {what}")
     frame = Frame(kind, source, count, _DTYPES[dtype], numel, tag, v, weight, Stamp(clock, start, stop), check)
+    largest = LONGEST.get(kind, largest)
     if frame.nbytes > largest:
         raise BadFrame(f"node {source} announced {frame.nbytes:,} bytes; nothing longer than {largest:,} is expected")
     return frame
@@ -107,3 +111,14 @@ def checked(frame: Frame, body: memoryview) -> None:
     """Refuse a body that is not what was sent."""
     if sum_of(body) != frame.check:
         raise BadFrame(f"message {frame.number} of node {frame.source} came damaged")
+
+
+def read_note(body: Tensor) -> dict[str, Any]:
+    """What a note says."""
+    try:
+        said = json.loads(bytes(body_of(body)))
+    except ValueError as error:
+        raise BadFrame(f"a note that cannot be read: {error}") from None
+    if not isinstance(said, dict):
+        raise BadFrame("a note that says nothing")
+    return said

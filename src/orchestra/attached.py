@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on many machines, seen from one of its processes: who it is, where the others are, by what it is known.
+
+    RANK, WORLD_SIZE            which process of how many; the last are servers, if the strategy has any
+    MASTER_ADDR, MASTER_PORT    where process 0 is to be found
+    LOCAL_RANK, LOCAL_WORLD_SIZE    which of those on this machine, for GPUs and threads
+    ORCHESTRA_TOKEN, ORCHESTRA_TOKEN_FILE    the run's token, or a file with it that nobody else can read
+
+torchrun sets all but the token, `orchestra launch` all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from orchestra import delays
+from orchestra.cluster import Cluster, Device, Ending, Order
+from orchestra.delays import Delay
+from orchestra.environment import NEEDED, is_member
+from orchestra.errors import ClusterError, ConfigError, Exposed, Problem
+from orchestra.transports import token
+from orchestra.transports.token import Token
+
+if TYPE_CHECKING:
+    from orchestra.board import Progress
+    from orchestra.cluster import Told
+    from orchestra.job import Job
+    from orchestra.strategy import Strategy
+
+_AGAIN = 0.05  # seconds between two looks for a file
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    host: str  # of process 0
+    port: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """As the environment has it. Raises a ConfigError with all that is missing or wrong there."""
+        missing = [name for name in NEEDED if not environment.get(name)]
+        if missing:
+            message = "is not set: start with torchrun or `orchestra launch`, which set it, or use Local(...)"
+            raise ConfigError([Problem(name, None, message) for name in missing])
+        numbers, problems = {}, []
+        for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("MASTER_PORT", ""), ("LOCAL_RANK", "0"),
+                              ("LOCAL_WORLD_SIZE", "1")):  # fmt: skip
+            text = environment.get(name) or default
+            if text.isdecimal():
+                numbers[name] = int(text)
+            else:
+                problems.append(Problem(name, text, "must be a whole number"))
+        if not problems and not numbers["RANK"] < numbers["WORLD_SIZE"]:
+            problems.append(Problem("RANK", numbers["RANK"], f"must be below WORLD_SIZE ({numbers['WORLD_SIZE']})"))
+        if not problems and not 0 < numbers["MASTER_PORT"] < 65536:
+            problems.append(Problem("MASTER_PORT", numbers["MASTER_PORT"], "must be a port, 1 to 65535"))
+        if problems:
+            raise ConfigError(problems)
+        rank, size, port, local_rank, local_size = numbers.values()
+        return cls(rank, size, environment["MASTER_ADDR"], port, local_rank, local_size)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether nobody outside this machine can reach the run."""
+        try:
+            return ipaddress.ip_address(socket.gethostbyname(self.host)).is_loopback
+        except OSError as error:
+            message = f"cannot be resolved ({error}): give an address, or a name that every machine knows"
+            raise ConfigError([Problem("MASTER_ADDR", self.host, message)]) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached(Cluster):
+    """Processes on one machine or many, started by torchrun, Slurm, Kubernetes or `orchestra launch`.
+
+    Every process makes the same call and is one node; the last ones are servers, if the strategy has any. Process 0
+    keeps the run folder. All get the result.
+    """
+
+    workers: int = 1  # all processes but the servers: known once the strategy is
+    device: Device = "cpu"
+    token_file: str | Path | None = None  # default: ORCHESTRA_TOKEN_FILE, or ORCHESTRA_TOKEN itself
+    trusted: bool = False  # the network is: nothing is encrypted. Who has no token stays outside all the same
+    threads: int | None = None  # of each process; None shares the cores of the machine out evenly
+    patience: float = 300.0  # seconds a node waits for another
+    delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.delays
+
+    one_memory = False
+
+    @property
+    def place(self) -> Place:
+        """This process among the others."""
+        return Place.of(os.environ)
+
+    @property
+    def is_home(self) -> bool:
+        """Process 0 is."""
+        return not is_member()
+
+    def joined(self, strategy: Strategy[Any]) -> Attached:
+        """The same, with the processes that are not servers as workers."""
+        with contextlib.suppress(ConfigError):  # told by `problems`
+            return replace(self, workers=max(0, self.place.size - strategy.servers))
+        return self
+
+    def problems(self) -> Iterator[Problem]:
+        """What cannot be run from here."""
+        try:
+            place = self.place
+        except ConfigError as error:
+            yield from error.problems
+            return
+        if self.workers < 1:
+            message = f"the strategy has as many servers as there are processes ({place.size}), or more: start more"
+            yield Problem("WORLD_SIZE", place.size, message)
+        yield from super().problems() if self.workers >= 1 else ()
+        if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
+            yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
+        if self.delay is not None:
+            yield from delays.look(self.delay)
+        if not isinstance(self.patience, int | float) or not self.patience > 0:
+            yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
+
+    def get_delay(self) -> Delay | None:
+        """The delays, read if they were given as text."""
+        return delays.parse(self.delay) if isinstance(self.delay, str) else self.delay
+
+    def about(self) -> dict[str, Any]:
+        """What to remember of it."""
+        delay = None if self.delay is None else str(self.get_delay())
+        return {"kind": "attached", "delay": delay, "encrypted": not self.trusted}
+
+    def threads_for(self, nodes: int) -> int:
+        """As given, or the cores of this machine shared out among its processes."""
+        return self.threads or super().threads_for(self.place.local_size)
+
+    def carry_out(self, order: Order) -> Ending:
+        """As process 0: run the job to its end, together with the others."""
+        from orchestra.launch.attached import Home  # connections are not needed to describe a cluster
+
+        return Home(order, cluster=self).run()
+
+    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[Progress], None]) -> Told:
+        """As any other process: do as process 0 says, until it tells how it went."""
+        from orchestra.launch.attached import Member
+
+        return Member(job, x0, about, self, show).run()
+
+    def token(self) -> Token:
+        """Proof that a process belongs to the run. Without one, only processes of this machine may come together."""
+        file = self.token_file or os.environ.get("ORCHESTRA_TOKEN_FILE")
+        if file:
+            return Token(token.read(Path(file)), trusted=self.trusted)
+        text = os.environ.get("ORCHESTRA_TOKEN")
+        if text:
+            return Token(text, trusted=self.trusted)
+        if not self.place.loopback:
+            raise Exposed(self.place.host)
+        return Token(_own_token(self.place, self.patience), trusted=self.trusted)
+
+    def forget_token(self) -> None:
+        """Everybody is there: what process 0 left for the others of this machine can go."""
+        if self.is_home:
+            _left_at(self.place).unlink(missing_ok=True)
+
+
+def _left_at(place: Place) -> Path:
+    started_by = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    return Path(tempfile.gettempdir()) / f"orchestra-{os.getuid()}-{place.port}-{started_by}.token"
+
+
+def _own_token(place: Place, patience: float) -> str:
+    """A token for processes of one user on one machine: process 0 leaves it where only they can read it."""
+    path = _left_at(place)
+    if place.rank == 0:
+        path.unlink(missing_ok=True)
+        text = token.new()
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(text)
+        return text
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        if path.exists() and path.stat().st_uid == os.getuid() and path.stat().st_size:
+            return token.read(path)
+        time.sleep(_AGAIN)
+    raise ClusterError(f"process 0 left no token in {path}: was it started, on this machine and by this user?")

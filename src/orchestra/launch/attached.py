@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of a run on many machines: join the others, live as one node, end together with them.
+
+    process 0 (home)    keeps the run folder; hears what the others tell, decides when the run begins, stops and is over
+    the others          do as it says
+
+There is no thread for that: a node hears what concerns the run whenever it waits for a message, and before each step.
+To stop, home asks; every worker answers with the step it is in, and begins none before home has named the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from orchestra import checkpoint, expression
+from orchestra.board import Progress, Report
+from orchestra.cluster import Ending, Told
+from orchestra.errors import ClusterError, Interrupted, OrchestraError, WorkerFailed, WorkerLost
+from orchestra.job import Job
+from orchestra.launch.courier import Courier, Reception
+from orchestra.launch.living import live
+from orchestra.launch.overseer import Overseer, counting
+from orchestra.launch.party import HOME, Party
+from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT
+
+if TYPE_CHECKING:
+    from orchestra.attached import Attached
+
+_ECHO = 2.0  # seconds in which a second signal is the same: a terminal and torchrun both pass Ctrl-C on
+_GLANCE = 0.25  # seconds between two reports to whoever watches
+_LONGEST = 10_000  # characters of a traceback
+
+
+class Stopped(ClusterError):
+    """Another process ended the run, and said why."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code  # type: ignore[misc]
+
+
+@dataclass
+class Home(Overseer):
+    """Process 0: a worker as well."""
+
+    cluster: Attached = field(kw_only=True)
+    reports: dict[int, Report] = field(default_factory=dict)
+    answers: dict[int, int] = field(default_factory=dict)  # the step that each worker was in when asked to stop
+
+    def run(self) -> Ending:
+        """Train, together with the others. Raises what ended the run early."""
+        asked, job = time.perf_counter(), self.job
+        with counting(self, echo=_ECHO):
+            self.party = party = Party(job, self.order.x0, self.cluster, self.order.fingerprint)
+            self.exchange, self.transport = party.exchange, party.transport
+            self.files = Reception(job.run)
+            self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
+            self.exchange.when_waiting = self._glance
+            self.transport.words.learn(SAVE_WANTED, self.order.resumed_from)
+            try:
+                if self.order.has_target:
+                    self.order.scorer.start()
+                self._share_order()
+                broken_off = live(
+                    job,
+                    self.transport,
+                    self.transport.words,
+                    party.plan,
+                    make_node=lambda comm, log: party.make_node(job, comm, log),
+                    tell=self.hear,
+                    show=self._show,
+                    asked=asked,
+                )
+                self.hear({"kind": "done", "node": HOME, "interrupted": broken_off})
+                self.exchange.attend(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
+                self.settle()
+            except BaseException as error:
+                raise self._end_for_all(error) from None
+        return Ending(self.stopped_by, self.warnings, tell=self._tell, close=self._close)
+
+    def _share_order(self) -> None:
+        """Tell the others what only home knows; whoever cannot see the run folder sends its files."""
+        job = self.job
+        job.run.mkdir(parents=True, exist_ok=True)
+        self.marker = job.run / f".launch-{job.launch}"
+        self.marker.write_text(job.launch, encoding="ascii")
+        resume = None if job.resume is None else job.resume.name
+        self.exchange.tell_all(
+            {"kind": "order", "run": str(job.run), "launch": job.launch, "resume": resume,
+             "resumed_from": self.order.resumed_from}
+        )  # fmt: skip
+
+    def _listen(self, source: int, said: dict[str, Any]) -> None:
+        """Somebody tells something."""
+        if said.get("node", source) != source:
+            raise ClusterError(f"node {source} spoke in the name of node {said['node']}")
+        match said["kind"]:
+            case "far-off":
+                self._send_part(source)
+            case "file":
+                self.files.expect(source, said)
+            case "report":
+                self.reports[source] = Report(*said["row"])
+            case "begun":
+                self.answers[source] = int(said["step"])
+                self._name_last_step()
+            case "signal":
+                self.signals = self.signals or 1
+                self.signal_name = self.signal_name or str(said["name"])
+            case "stopped":
+                raise Stopped(str(said["message"]), int(said["code"]))
+            case _ if not self.transport.hear(said):
+                self.hear(said | {"node": source})
+
+    def _send_part(self, to: int) -> None:
+        """Send a node, which cannot see the run folder, its part of the checkpoint."""
+        if self.job.resume is not None:
+            name = f"{self.job.resume.name}/{checkpoint.part_name(to)}"
+            data = (self.job.resume / checkpoint.part_name(to)).read_bytes()
+            self.exchange.note(to, {"kind": "file", "path": name, "bytes": len(data)})
+            self.exchange.ship(to, data)
+
+    # The run as a whole.
+
+    def begin(self) -> None:
+        """Start the clock, and let the nodes go."""
+        self.marker.unlink(missing_ok=True)
+        self.exchange.tell_all({"kind": "go", "at": self.order.resumed_at})
+        self.transport.go(self.order.resumed_at)
+
+    def seconds(self) -> float:
+        """Of training so far."""
+        return self.transport.now()
+
+    def rows(self) -> tuple[Report, ...]:
+        """What every node last reported."""
+        nothing = Report(*[0.0] * len(Report._fields))
+        return tuple(self.reports.get(node, nothing) for node in range(self.nodes))
+
+    def ask_to_stop(self, code: int) -> None:
+        """Ask the workers where they are: from then on none begins another step before it knows the last one."""
+        self.transport.words.set(STOP_ASKED, code)
+        self._name_last_step()
+
+    def _name_last_step(self) -> None:
+        """Once every worker has answered."""
+        words, plan = self.transport.words, self.party.plan
+        done = words[plan.word("begun", HOME)] == NOTHING_MORE
+        self.answers[HOME] = NOTHING_MORE if done else self.transport.begun
+        if len(self.answers) == plan.workers and not words[STOP_AT]:
+            last = max((step for step in self.answers.values() if step != NOTHING_MORE), default=0)
+            # It also names the checkpoint of this moment, which must be the newest.
+            words.set(STOP_AT, max(last, words[SAVE_WANTED]) + 1)
+
+    def _glance(self) -> None:
+        """Now and then, while this node waits: see whether everybody is there, and whether it is time to stop."""
+        self.party.require_everybody()
+        self.consider_stopping()
+        now = time.perf_counter()
+        if now - self._shown > _GLANCE:
+            self._shown = now
+            self.order.show(self.progress())
+
+    _shown = 0.0
+
+    def _show(self, row: Report) -> None:
+        self.reports[HOME] = row
+
+    # The end.
+
+    def _tell(self, told: Callable[[], Told]) -> None:
+        """Tell the others how it went."""
+        said = asdict(told())
+        model = said.pop("model")
+        for node in range(1, self.nodes):
+            self.exchange.note(node, {"kind": "over", **said, "bytes": len(model)})
+            self.exchange.ship(node, model)
+
+    def _close(self) -> None:
+        self.exchange.close()
+
+    def _end_for_all(self, error: BaseException) -> BaseException:
+        """The run ends here: what everybody is told, and what this process raises."""
+        if not isinstance(error, OrchestraError | KeyboardInterrupt):
+            error = WorkerFailed(self.party.name, traceback.format_exc()[-_LONGEST:])
+        self.marker.unlink(missing_ok=True)
+        code = error.exit_code if isinstance(error, OrchestraError) else 130
+        message = f"{error.who} failed" if isinstance(error, WorkerFailed) else str(error) or "stopped by SIGINT"
+        self.party.give_up({"message": message, "code": code})
+        return error
+
+
+class Member:
+    """Any other process."""
+
+    def __init__(
+        self, job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, show: Callable[[Progress], None]
+    ) -> None:
+        self.job, self.x0, self.about, self.cluster, self.show = job, x0, about, cluster, show
+        self.signals, self.signal_name = 0, ""
+        self.order: dict[str, Any] | None = None
+        self.over: dict[str, Any] | None = None
+        self.model = bytearray()
+        self.files: Reception | None = None
+        self._reported = 0.0
+        self._told_of_signal = False
+
+    def run(self) -> Told:
+        """Take part to the end."""
+        asked = time.perf_counter()
+        with counting(self, echo=_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
+            self.party = party = Party(self.job, self.x0, self.cluster, self.about)
+            self.exchange, self.transport, self.rank = party.exchange, party.transport, party.rank
+            self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
+            self.exchange.when_waiting = self._glance
+            try:
+                job, tell = self._receive_order(Path(scratch))
+                broken_off = live(
+                    job,
+                    self.transport,
+                    self.transport.words,
+                    party.plan,
+                    make_node=lambda comm, log: party.make_node(job, comm, log),
+                    tell=tell,
+                    show=self._show,
+                    asked=asked,
+                )
+                tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
+                self._await(lambda: self.over is not None and len(self.model) == self.over["bytes"], "worker 0")
+            except BaseException as error:
+                raise self._end_for_all(error) from None
+            self.exchange.close()
+        assert self.over is not None
+        return Told(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
+
+    def _receive_order(self, scratch: Path) -> tuple[Job, Callable[[dict[str, Any]], None]]:
+        """What only home knows: the run folder, and what to go on from."""
+        self._await(lambda: self.order is not None, "worker 0 to say where the run folder is")
+        assert self.order is not None
+        self.show(self._progress(Path(self.order["run"])))
+        folder, launch, resume = Path(self.order["run"]), str(self.order["launch"]), self.order["resume"]
+        self.transport.words.learn(SAVE_WANTED, int(self.order["resumed_from"]))
+        if _reads(folder / f".launch-{launch}") == launch:
+            saved = None if resume is None else folder / "checkpoints" / resume
+            return replace(self.job, run=folder, launch=launch, resume=saved), self._tell
+        self.files, courier = Reception(scratch / "checkpoint"), Courier(self.exchange, scratch / "run", HOME)
+        courier.folder.mkdir()
+        self.exchange.note(HOME, {"kind": "far-off", "node": self.rank})
+        part = None if resume is None else self.files.folder / resume / checkpoint.part_name(self.rank)
+        self._await(lambda: part is None or part.exists(), "worker 0 to send a checkpoint")
+
+        def tell(said: dict[str, Any]) -> None:
+            courier.bring()
+            self._tell(said)
+
+        return replace(self.job, run=courier.folder, launch=launch, resume=part and part.parent), tell
+
+    def _progress(self, folder: Path) -> Progress:
+        """All that this process can show of the run."""
+        job = self.job
+        return Progress(folder, expression.show(job.strategy), job.workers, job.servers, job.last_step, False, 0.0, ())
+
+    def _tell(self, said: dict[str, Any]) -> None:
+        self.exchange.note(HOME, said)
+
+    def _listen(self, source: int, said: dict[str, Any]) -> None:
+        match said["kind"]:
+            case "order":
+                self.order = said
+            case "file" if self.files is not None:
+                self.files.expect(source, said)
+            case "over":
+                self.over = said
+            case "stopped":
+                raise Stopped(str(said["message"]), int(said["code"]))
+            case _:
+                self.transport.hear(said)
+                asked = said["kind"] == "word" and said["word"] == STOP_ASKED
+                if asked and self.rank < self.party.plan.workers:
+                    self._tell({"kind": "begun", "step": self._begun()})
+
+    def _begun(self) -> int:
+        done = self.transport.words[self.party.plan.word("begun", self.rank)] == NOTHING_MORE
+        return NOTHING_MORE if done else self.transport.begun
+
+    def _take_in(self, source: int, piece: bytes) -> None:
+        if self.over is not None:
+            self.model += piece
+        elif self.files is not None:
+            self.files.take_in(source, piece)
+
+    def _await(self, ready: Callable[[], bool], whom: str) -> None:
+        self.exchange.attend(ready, lambda: whom, forever=True)
+
+    def _glance(self) -> None:
+        if self.over is None:
+            self.party.require_everybody()
+        if self.signals and not self._told_of_signal:
+            self._told_of_signal = True
+            self._tell({"kind": "signal", "name": self.signal_name})
+
+    def _show(self, row: Report) -> None:
+        if time.perf_counter() - self._reported > _GLANCE:
+            self._reported = time.perf_counter()
+            self._tell({"kind": "report", "row": list(row)})
+
+    def raise_interrupted(self) -> None:
+        """A second signal: go at once."""
+        raise Interrupted(f"stopped by {self.signal_name}.")
+
+    def _end_for_all(self, error: BaseException) -> BaseException:
+        """This process cannot go on: home is told why, the others who it was."""
+        if isinstance(error, Stopped):
+            self.exchange.close()
+            return error
+        code = error.exit_code if isinstance(error, OrchestraError) else 1
+        if isinstance(error, WorkerLost | Interrupted | Stopped):
+            said = {"message": str(error), "code": code}
+        elif isinstance(error, OrchestraError):
+            self._tell({"kind": "refused", "node": self.rank, "error": type(error).__name__, "message": str(error)})
+            said = {"message": f"{self.party.name}: {error}", "code": code}
+        else:
+            trace = traceback.format_exc()[-_LONGEST:]
+            self._tell({"kind": "failed", "node": self.rank, "traceback": trace})
+            error, said = WorkerFailed(self.party.name, trace), {"message": f"{self.party.name} failed", "code": 1}
+        self.party.give_up(said)
+        return error
+
+
+def _reads(path: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii")
+    return None

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's way through a run, in a process of its own: set up, begin together with the others, train or serve."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from orchestra import checkpoint, delays, run
+from orchestra.board import Report
+from orchestra.events import Began, EventLog
+from orchestra.job import Job
+from orchestra.launch.keeper import NodeKeeper, Together, Words
+from orchestra.node import Comm, Node
+from orchestra.transports.memory import Plan
+from orchestra.transports.middleware import Delayed, Metered
+
+Tell = Callable[[dict[str, Any]], None]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
+def live(
+    job: Job,
+    transport: Together,
+    words: Words,
+    plan: Plan,
+    *,
+    make_node: Callable[[Comm, EventLog], Node],
+    tell: Tell,
+    show: Callable[[Report], None],
+    asked: float,
+) -> bool:
+    """Live as one node. Gives whether the run was broken off; `asked` is when this process was asked for."""
+    rank = transport.rank
+    torch.set_num_threads(job.threads)
+
+    def complain(error: OSError) -> None:
+        tell({"kind": "log-failed", "node": rank, "error": str(error)})
+
+    with EventLog(job.run / f"events-{rank}.jsonl", complain) as log:
+        paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
+        meter = Metered(paced)
+        node = make_node(Comm(meter, *job.groups), log)
+        life = run.Life(job, node, meter, log, tell, show)
+        if job.resume is not None:
+            run.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
+            if isinstance(paced, Delayed):
+                paced.step = node.steps  # the delays go on where they were
+        keeper = NodeKeeper(life, words, plan, transport, log)
+        _settle_memory()
+        tell({"kind": "ready", "node": rank})
+        waited = transport.traffic.waited
+        transport.await_go()
+        transport.traffic.waited = waited  # the clock starts now
+        role, spend = ("server", run.serve) if life.is_server else ("worker", run.work)
+        log.write(Began(node.now(), rank, role, time.perf_counter() - asked))
+        spend(life, keeper)
+    return life.interrupted
+
+
+def _settle_memory() -> None:
+    """Give back what setting up needed for a moment; from now on keep what backward frees.
+
+    Giving 40 MB back to the kernel at every step and faulting it in again costs 10 ms.
+    """
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # another C library
+        libc.malloc_trim(0)
+        if not any(name.startswith("MALLOC_") for name in os.environ):  # else the user has a wish of his own
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the most that glibc takes
+            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process of a run on many machines comes to the others: its connections, and the node it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from orchestra import run
+from orchestra.board import name_of
+from orchestra.errors import OrchestraError, WorkerLost
+from orchestra.events import EventLog
+from orchestra.job import Job
+from orchestra.launch.joined import JoinedTransport
+from orchestra.node import Comm, Node
+from orchestra.ops import Traffic
+from orchestra.transports.exchange import Exchange
+from orchestra.transports.meeting import Meeting, interface_to
+from orchestra.transports.memory import Plan
+from orchestra.transports.token import Token
+
+if TYPE_CHECKING:
+    from orchestra.attached import Attached
+
+HOME = 0  # the process that keeps the run folder
+_SLACK = 4096  # bytes by which a message may be longer than the model
+
+
+class Party:
+    """This process's connections, and the node it is."""
+
+    def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any]) -> None:
+        self.cluster, self.rank, self.x0 = cluster, cluster.place.rank, x0
+        traffic = Traffic()
+        size = job.workers + job.servers
+        token = cluster.token()
+        self.exchange = Exchange(
+            self.rank,
+            job.workers,
+            token.run(),
+            _meet(cluster, token, size, about),
+            largest=x0.numel() * x0.element_size() + _SLACK,
+            patience=cluster.patience,
+            traffic=traffic,
+            summed=cluster.trusted,
+            near=job.near(self.rank),
+        )
+        cluster.forget_token()
+        self.plan = Plan(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
+        self.transport = JoinedTransport(self.rank, self.plan, self.exchange, traffic)
+        self.name = name_of(self.rank, job.workers)
+
+    def require_everybody(self) -> None:
+        """Raise if the connection to anybody broke: nobody leaves before the run is over."""
+        for node, cause in self.exchange.lost.items():
+            raise WorkerLost(name_of(node, self.plan.workers), cause)
+
+    def make_node(self, job: Job, comm: Comm, log: EventLog) -> Node:
+        """The worker or server that this process is."""
+        if self.rank >= job.workers:
+            return run.server(job, self.rank, comm, log, self.x0[job.range_of(self.rank)].clone())
+        device = torch.device("cpu")
+        if job.device == "cuda":
+            device = torch.device("cuda", self.cluster.place.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        x = self.x0.to(device, copy=True)
+        return run.worker(job, self.rank, comm, log, x, torch.zeros_like(x))
+
+    def give_up(self, said: dict[str, Any]) -> None:
+        """Tell everybody that this process ends the run, and hang up."""
+        with contextlib.suppress(OrchestraError):
+            self.exchange.tell_all({"kind": "stopped", **said})
+        self.exchange.close()
+
+
+def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> dict[int, socket.socket]:
+    """Connections to all the others."""
+    place = cluster.place
+    store = _store(cluster)
+    if place.rank == HOME:
+        host = "127.0.0.1" if place.loopback else _own_address(place.host)
+        meeting = Meeting(HOME, token, about, host=host, port=0 if store is not None else place.port)
+        if store is not None:
+            store.set(_door_key(), str(meeting.address[1]))
+        return meeting.welcome(size, patience=cluster.patience)
+    port = place.port if store is None else int(store.get(_door_key()))
+    host = interface_to((place.host, port))
+    return Meeting(place.rank, token, about, host=host).join((place.host, port), patience=cluster.patience)
+
+
+def _store(cluster: Attached) -> Any:
+    """torchrun's own store, where it listens at MASTER_PORT: all it is told is a port."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    place = cluster.place
+    return TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=cluster.patience))
+
+
+def _door_key() -> str:
+    return f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _own_address(host: str) -> str:
+    """Where to listen: at the address others are given, unless that is a name in front of this machine."""
+    address = socket.gethostbyname(host)
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return "0.0.0.0"  # a service of Kubernetes, say
+    return address

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may take part in a run on many machines, and what they must have in common."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.processes import Processes, environ_of, free_port
+from tests.zoo import BATCH, make_data, make_large, train
+
+from orchestra import Attached, ConfigError, Steps, environment
+from orchestra.errors import Exposed
+
+TOKEN = "0123456789abcdef" * 2
+
+
+def call(out: Path, **given: Any) -> Any:
+    asked: dict[str, Any] = {"cluster": Attached(patience=8), "budget": Steps(3)} | given
+    return train("allreduce", out, **asked).summary.steps
+
+
+def test_a_token_by_file_or_environment_lets_in(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    more = [{"ORCHESTRA_TOKEN": TOKEN}, {"ORCHESTRA_TOKEN_FILE": str(file)}]
+    with Processes([partial(call, tmp_path / "run")] * 2, more) as processes:
+        assert [outcome.value for outcome in processes.outcomes()] == [3, 3]
+
+
+def test_who_has_another_token_gets_nowhere(tmp_path: Path) -> None:
+    """And the others go on waiting for the one they expect."""
+    more = [{"ORCHESTRA_TOKEN": TOKEN}, {"ORCHESTRA_TOKEN": TOKEN[::-1]}]
+    with Processes([partial(call, tmp_path / "run")] * 2, more) as processes:
+        home, stranger = processes.outcomes()
+    assert home.code == stranger.code == 4
+    assert "waited in vain for node 1" in home.error
+    assert "Has it the same token?" in stranger.error
+
+
+def test_without_encryption_the_token_still_counts(tmp_path: Path) -> None:
+    trusted = partial(call, cluster=Attached(patience=8, trusted=True))
+    with Processes([partial(trusted, tmp_path / "run")] * 2, {"ORCHESTRA_TOKEN": TOKEN}) as processes:
+        assert [outcome.value for outcome in processes.outcomes()] == [3, 3]
+    more = [{"ORCHESTRA_TOKEN": TOKEN}, {"ORCHESTRA_TOKEN": TOKEN[::-1]}]
+    with Processes([partial(trusted, tmp_path / "again")] * 2, more) as processes:
+        assert [outcome.code for outcome in processes.outcomes()] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("different", "told"),
+    [
+        ({"batch": BATCH + 1}, "batch is"),
+        ({"model": make_large}, "model is"),
+        ({"seed": 4}, "seed is"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.5)}, "optimizer is"),
+        ({"data": lambda: tuple(2 * t for t in make_data())}, "sum of some samples is"),
+        ({"budget": Steps(4)}, "budget is"),
+    ],
+)
+def test_the_first_difference_is_named(different: dict[str, Any], told: str, tmp_path: Path) -> None:
+    calls = [partial(call, tmp_path / "run"), partial(call, tmp_path / "run", **different)]
+    with Processes(calls) as processes:
+        for outcome in processes.outcomes():
+            assert outcome.code == 4
+            assert told in outcome.error
+    assert not list((tmp_path / "run").glob(".launch*"))
+
+
+def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ_of(0, 2, free_port(), host="192.0.2.1").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Exposed, match="no token to keep strangers out") as caught:
+        call(tmp_path / "run")
+    assert caught.value.exit_code == 8
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({}, "RANK = None"),
+        ({"RANK": "2"}, "must be below WORLD_SIZE"),
+        ({"WORLD_SIZE": "two"}, "must be a whole number"),
+        ({"MASTER_PORT": "70000"}, "must be a port"),
+        ({"MASTER_ADDR": "no.such.host.invalid", "ORCHESTRA_TOKEN": ""}, "cannot be resolved"),
+    ],
+)
+def test_an_environment_that_cannot_be(
+    environ: dict[str, str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if environ:
+        for name, value in {**environ_of(0, 2, free_port()), **environ}.items():
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=told):
+        call(tmp_path / "run")
+
+
+def test_more_servers_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ_of(0, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="as many servers as there are processes"):
+        train("ps(servers=2)", tmp_path / "run", cluster=Attached())
+    with pytest.raises(ConfigError, match="share one x in the memory of one machine"):
+        train("hogwild", tmp_path / "run", cluster=Attached())
+
+
+def test_it_is_the_default_where_a_launcher_started_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not environment.launched()
+    for name, value in environ_of(1, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    assert environment.launched()
+    assert not Attached().is_home

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes as a launcher would start them: one for each rank, told where it is by its environment alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+import cloudpickle
+
+from orchestra.errors import OrchestraError
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "orchestra.training", "orchestra.launch.attached", "tests.zoo"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended: what it gave, or what it raised; neither if it was killed."""
+
+    value: Any = None
+    error: str = ""
+    kind: str = ""
+    code: int | None = None
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return int(door.getsockname()[1])
+
+
+def environ_of(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": host, "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def _live(end: Connection, environ: dict[str, str], call: bytes) -> None:
+    os.environ.update(environ)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test process was started with
+    try:
+        outcome = Outcome(pickle.loads(call)())
+    except OrchestraError as error:
+        outcome = Outcome(error=str(error), kind=type(error).__name__, code=error.exit_code)
+    except BaseException:
+        outcome = Outcome(error=traceback.format_exc(), kind="crash", code=1)
+    end.send_bytes(cloudpickle.dumps(outcome))
+
+
+@dataclass
+class Processes:
+    """Some processes, each to make a call of its own."""
+
+    calls: Sequence[Callable[[], Any]]
+    more: Mapping[str, str] | Sequence[Mapping[str, str]] = field(default_factory=dict)  # of the environment
+    host: str = "127.0.0.1"
+
+    def __enter__(self) -> Self:
+        port, size = free_port(), len(self.calls)
+        each = [self.more] * size if isinstance(self.more, Mapping) else self.more
+        self.ends, self.processes = [], []
+        for rank, call in enumerate(self.calls):
+            mine, theirs = _CONTEXT.Pipe(duplex=False)
+            environ = environ_of(rank, size, port, self.host) | dict(each[rank])
+            process = _CONTEXT.Process(target=_live, args=(theirs, environ, cloudpickle.dumps(call)), daemon=True)
+            process.start()
+            theirs.close()
+            self.ends.append(mine)
+            self.processes.append(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def outcomes(self, *, seconds: float = 60) -> list[Outcome]:
+        """Wait until all have ended."""
+        found = []
+        for rank, end in enumerate(self.ends):
+            if not wait([end], timeout=seconds):
+                raise TimeoutError(f"process {rank} did not end within {seconds} s")
+            try:
+                found.append(pickle.loads(end.recv_bytes()))
+            except EOFError:
+                found.append(Outcome(kind="killed"))
+        return found
+
+
+def together(
+    size: int, call: Callable[[], Any], *, seconds: float = 60, more: Mapping[str, str] | None = None
+) -> list[Outcome]:
+    """The same call from so many processes."""
+    with Processes([call] * size, more or {}) as processes:
+        return processes.outcomes(seconds=seconds)
