@@ -100,6 +100,7 @@ class Attached(Cluster):
     trusted: bool = False  # the network is: nothing is encrypted. Who has no token stays outside all the same
     threads: int | None = None  # of each process; None shares the cores of the machine out evenly
     patience: float = 300.0  # seconds a node waits for another
+    order: str | tuple[int, ...] = "measured"  # which process is which node: by rates and latencies, "given", or a list
     delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.delays
 
     one_memory = False
@@ -135,6 +136,11 @@ class Attached(Cluster):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
         if self.delay is not None:
             yield from delays.look(self.delay)
+        if self.order not in ("measured", "given") and (
+            isinstance(self.order, str) or sorted(self.order) != [*range(place.size)] or self.order[0] != 0
+        ):
+            message = f'must be "measured", "given" or the processes 0 to {place.size - 1} in some order, 0 first'
+            yield Problem("cluster.order", self.order, message)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import recipes
-from orchestra.environment import launched
+from orchestra.cli.worlds import read_cluster
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.overrides import Change
 
@@ -127,6 +127,14 @@ Trusted = Annotated[
         help="Under torchrun: encrypt nothing. Whoever is on the network can read along, and change what is sent.",
     ),
 ]
+Order = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW",
+        help="Under torchrun: which process is which node. measured: by latencies and rates; given; or 0,2,1,3. "
+        "Default: measured.",
+    ),
+]
 Sim = Annotated[bool, typer.Option("--sim", help="Rehearse in virtual time: see --network and --delay.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the outcome: no progress, no messages.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
@@ -160,6 +168,7 @@ class Options:
     numerics: str | None = None
     token_file: str | None = None
     trusted: bool | None = None
+    order: str | None = None
 
     def given(self) -> dict[str, Any]:
         """Those that were given, as JSON takes them."""
@@ -179,7 +188,7 @@ class Options:
         """
         problems: list[Problem] = []
         found: dict[str, Change] = {}
-        for read in (_plain, _strategy, _cluster, _budget, _optimizer, _schedule, _partition):
+        for read in (_plain, _strategy, read_cluster, _budget, _optimizer, _schedule, _partition):
             try:
                 found |= _later(self) if of_script and read is _strategy else read(self)
             except ConfigError as error:
@@ -288,62 +297,6 @@ def _with_servers(strategy: Any, servers: int) -> Any:
         name = expression.show(strategy)
         raise ConfigError([Problem("servers", servers, f"{name} has no servers: leave it out, or use ps")])
     return dataclasses.replace(strategy, servers=servers)
-
-
-def _cluster(o: Options) -> dict[str, Change]:
-    if o.network is not None and not o.sim:
-        raise ConfigError([Problem("network", o.network, "needs --sim: the network of this machine is what it is")])
-    given: dict[str, Any] = {"workers": o.workers, "device": o.device, "delay": o.delay}
-    if o.sim:
-        given |= {"network": o.network, "numerics": o.numerics}
-    given = {name: value for name, value in given.items() if value is not None}
-    if o.workers is None and o.strategy is not None and is_solo(o.strategy):
-        given["workers"] = 1
-    joins = not o.sim and launched()
-    if joins:
-        given = _as_one_of_many(o, given)
-    elif o.token_file or o.trusted:
-        message = "is for processes that torchrun or `orchestra launch` started, which this one is not"
-        raise ConfigError([Problem("trusted-network" if o.trusted else "token-file", o.token_file or True, message)])
-    if not given and not o.sim and not joins:
-        return {}
-
-    def change(old: Any) -> Any:
-        from orchestra.attached import Attached
-        from orchestra.cluster import Local
-
-        if joins:
-            return dataclasses.replace(old if isinstance(old, Attached) else Attached(), **given)
-        if not o.sim:
-            return dataclasses.replace(old or Local(), **given)
-        from orchestra.sim.simulated import Simulated
-
-        if isinstance(old, Simulated):
-            return dataclasses.replace(old, **given)
-        return Simulated(**({} if old is None else {"workers": old.workers}) | given)
-
-    return {"cluster": change}
-
-
-def _as_one_of_many(o: Options, given: dict[str, Any]) -> dict[str, Any]:
-    """What may be said of a cluster whose processes were started by somebody else."""
-    if o.workers is not None:
-        message = "as many processes as were started take part, but for the servers: leave it out"
-        raise ConfigError([Problem("workers", o.workers, message)])
-    given.pop("workers", None)
-    token = {} if o.token_file is None else {"token_file": o.token_file}
-    return given | token | ({"trusted": True} if o.trusted else {})
-
-
-def is_solo(text: str) -> bool:
-    """Whether a strategy is the one that runs alone. Misspelt ones are not: they are refused elsewhere."""
-    from orchestra import expression
-    from orchestra.strategies import Solo
-
-    try:
-        return isinstance(expression.parse(text), Solo)
-    except ConfigError:
-        return False
 
 
 def _budget(o: Options) -> dict[str, Change]:

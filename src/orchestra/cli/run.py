@@ -23,7 +23,7 @@ def run(
     schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None,
     precision: o.Precision = None, device: o.Device = None, delay: o.Delay = None,
     checkpoint_every: o.CheckpointEvery = None, token_file: o.TokenFile = None, trusted: o.Trusted = False,
-    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    order: o.Order = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 
@@ -46,7 +46,7 @@ def run(
         target=target, seed=seed, batch=batch, lr=lr, optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
-        token_file=str(token_file) if token_file else None, trusted=trusted or None,
+        token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order,
     )  # fmt: skip
     source = find(recipe, chosen)
     runs = carry_out(source, chosen, args or [], quiet=quiet)

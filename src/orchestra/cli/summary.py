@@ -73,6 +73,8 @@ def describe(run: Path, facts: Facts) -> str:
         lines.append(
             f"  worker {names} became {plural(facts.servers, 'server')}; figures of a worker are means over all"
         )
+    if (run / "topology.json").exists():
+        lines.append(f"  {json.loads((run / 'topology.json').read_text(encoding='utf-8'))['words']}")
     if facts.skipped:
         lines.append(f"  {plural(facts.skipped, 'gradient')} not finite, not used")
     lines += ["", *_nodes(facts), "", f"  run    {nearby(run)}", f"  model  {nearby(run / 'model.safetensors')}"]

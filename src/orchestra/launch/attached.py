@@ -11,6 +11,7 @@ To stop, home asks; every worker answers with the step it is in, and begins none
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import time
 import traceback
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from orchestra import checkpoint, expression
+from orchestra import checkpoint, expression, topology
 from orchestra.board import Progress, Report
 from orchestra.cluster import Ending, Told
 from orchestra.errors import ClusterError, Interrupted, OrchestraError, WorkerFailed, WorkerLost
@@ -91,6 +92,7 @@ class Home(Overseer):
         """Tell the others what only home knows; whoever cannot see the run folder sends its files."""
         job = self.job
         job.run.mkdir(parents=True, exist_ok=True)
+        self._note_order()
         self.marker = job.run / f".launch-{job.launch}"
         self.marker.write_text(job.launch, encoding="ascii")
         resume = None if job.resume is None else job.resume.name
@@ -98,6 +100,16 @@ class Home(Overseer):
             {"kind": "order", "run": str(job.run), "launch": job.launch, "resume": resume,
              "resumed_from": self.order.resumed_from}
         )  # fmt: skip
+
+    def _note_order(self) -> None:
+        """Keep which process is which node, and why, where they could have been others."""
+        order, links = self.party.order, self.party.links
+        if links is None and order == sorted(order):
+            return
+        record = {"order": order, "words": topology.describe(order, self.job.workers, links)}
+        measured = {} if links is None else {"latency": links.latency, "rate": links.rate}  # seconds, bytes a second
+        text = json.dumps(record | measured).replace("Infinity", "null")
+        checkpoint.write_text(self.job.run / "topology.json", text)
 
     def _listen(self, source: int, said: dict[str, Any]) -> None:
         """Somebody tells something."""

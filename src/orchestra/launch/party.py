@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 from datetime import timedelta
@@ -12,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from orchestra import run
+from orchestra import run, topology
 from orchestra.board import name_of
-from orchestra.errors import OrchestraError, WorkerLost
+from orchestra.errors import ClusterError, OrchestraError, WorkerLost
 from orchestra.events import EventLog
 from orchestra.job import Job
 from orchestra.launch.joined import JoinedTransport
 from orchestra.node import Comm, Node
 from orchestra.ops import Traffic
 from orchestra.transports.exchange import Exchange
+from orchestra.transports.measuring import Found, agree, measure
 from orchestra.transports.meeting import Meeting, interface_to
 from orchestra.transports.memory import Plan
 from orchestra.transports.token import Token
@@ -36,15 +38,17 @@ class Party:
     """This process's connections, and the node it is."""
 
     def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any]) -> None:
-        self.cluster, self.rank, self.x0 = cluster, cluster.place.rank, x0
+        self.cluster, self.x0 = cluster, x0
         traffic = Traffic()
-        size = job.workers + job.servers
         token = cluster.token()
+        connections = _meet(cluster, token, job.workers + job.servers, about)
+        self.order, self.links = _arrange(cluster, job, connections)
+        self.rank = self.order.index(cluster.place.rank)
         self.exchange = Exchange(
             self.rank,
             job.workers,
             token.run(),
-            _meet(cluster, token, size, about),
+            {self.order.index(process): sock for process, sock in connections.items()},
             largest=x0.numel() * x0.element_size() + _SLACK,
             patience=cluster.patience,
             traffic=traffic,
@@ -77,6 +81,33 @@ class Party:
         with contextlib.suppress(OrchestraError):
             self.exchange.tell_all({"kind": "stopped", **said})
         self.exchange.close()
+
+
+def _arrange(
+    cluster: Attached, job: Job, connections: dict[int, socket.socket]
+) -> tuple[list[int], topology.Links | None]:
+    """The process of every node; and what was measured to choose, where there is anything to choose."""
+    rank, size = cluster.place.rank, len(connections) + 1
+    if not isinstance(cluster.order, str):
+        return list(cluster.order), None
+    if cluster.order == "given" or size < 3 or cluster.place.loopback:
+        return list(range(size)), None
+    links: topology.Links | None = None
+
+    def decide(found: list[dict[int, Found]]) -> list[int]:
+        nonlocal links
+        nothing = (0.0, math.inf)
+        table = [[row.get(node, nothing) for node in range(size)] for row in found]
+        links = topology.Links(
+            tuple(tuple(latency for latency, _ in row) for row in table),
+            tuple(tuple(rate for _, rate in row) for row in table),
+        )
+        return topology.arrange(links.cost(4 * job.parameters / size), job.servers)
+
+    order = agree(rank, connections, measure(rank, connections), decide)
+    if sorted(order) != list(range(size)) or order[0] != HOME:
+        raise ClusterError(f"process 0 decided on an order that cannot be: {order}")
+    return order, links
 
 
 def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> dict[int, socket.socket]:

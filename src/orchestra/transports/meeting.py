@@ -52,7 +52,7 @@ class Meeting:
         found = self.gather([self.address] * size, patience=patience)
         doors = [self._doors[node] for node in range(size)]
         for sock in found.values():
-            _say(sock, {"rank": self._rank, "doors": doors})
+            say(sock, {"rank": self._rank, "doors": doors})
         return found
 
     def join(self, host: Address, *, patience: float) -> dict[int, socket.socket]:
@@ -61,7 +61,7 @@ class Meeting:
         first = self._call(0, host, until)
         try:
             first.settimeout(max(_PROOF, until - time.monotonic()))  # it waits for everybody
-            doors = [(str(name), int(port)) for name, port in _hear(first)["doors"]]
+            doors = [(str(name), int(port)) for name, port in hear(first)["doors"]]
         except (OSError, KeyError, TypeError, ValueError) as error:
             first.close()
             why = "it gave up waiting for the others" if isinstance(error, OSError) else error
@@ -131,8 +131,8 @@ class Meeting:
         try:
             sock.settimeout(_PROOF)
             sock = self._token.secure(sock, server=True)
-            theirs = _hear(sock)
-            _say(sock, self._introduction())
+            theirs = hear(sock)
+            say(sock, self._introduction())
             self._compare(theirs)
             host, port = theirs["door"]
             self._doors[theirs["rank"]] = (str(host), int(port))
@@ -158,8 +158,8 @@ class Meeting:
                 time.sleep(_AGAIN)
         try:
             sock = self._token.secure(sock, server=False)
-            _say(sock, self._introduction())
-            theirs = _hear(sock)
+            say(sock, self._introduction())
+            theirs = hear(sock)
             self._compare(theirs)
             if theirs["rank"] != node:
                 raise ClusterError(f"node {theirs['rank']} answered at the address of node {node}")
@@ -201,12 +201,14 @@ def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tupl
     return None
 
 
-def _say(sock: socket.socket, what: Mapping[str, Any]) -> None:
+def say(sock: socket.socket, what: Mapping[str, Any]) -> None:
+    """Say something, before there are messages."""
     text = json.dumps(what).encode()
     sock.sendall(_LENGTH.pack(len(text)) + text)
 
 
-def _hear(sock: socket.socket) -> dict[str, Any]:
+def hear(sock: socket.socket) -> dict[str, Any]:
+    """What the other end says."""
     (length,) = _LENGTH.unpack(exactly(sock, _LENGTH.size))
     if length > _LONGEST:
         raise ValueError(f"an introduction of {length:,} bytes")
