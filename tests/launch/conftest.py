@@ -38,7 +38,7 @@ NODE = """\
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 what, here, rank = sys.argv[1], Path(__file__).parent, int(os.environ["RANK"])
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ORCHESTRA_TOKEN", "MINE")
+names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT ORCHESTRA_TOKEN MINE".split()
 
 def saves(number, frame):
     (here / f"saved-{rank}").write_text(signal.Signals(number).name)
