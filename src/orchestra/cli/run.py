@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from orchestra import progress
+from orchestra.cli import elsewhere, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
 from orchestra.errors import ConfigError
@@ -23,6 +25,7 @@ def run(
     schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None,
     precision: o.Precision = None, device: o.Device = None, delay: o.Delay = None,
     checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    on: o.On = None, ray_address: o.RayAddress = "auto",
 ) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 
@@ -35,6 +38,7 @@ def run(
       orchestra run digits --strategy "ps(consistency=asp())" --workers 4
       orchestra run fashion-lenet -s slowmo --target accuracy=0.88 --seconds 90
       orchestra run train.py -s "localsgd(tau=16)" -n 4 -- --your arguments
+      orchestra run digits --on ray -n 4                 on a Ray cluster
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
@@ -43,6 +47,8 @@ def run(
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
     )  # fmt: skip
     source = find(recipe, chosen)
+    if on is not None:
+        raise typer.Exit(elsewhere.run_on(on, source, chosen, args or [], as_json=json_, quiet=quiet, at=ray_address))
     runs = carry_out(source, chosen, args or [], quiet=quiet)
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
 

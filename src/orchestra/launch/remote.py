@@ -163,8 +163,10 @@ def _start(orders: Orders) -> subprocess.Popen[bytes]:
     libc, us = ctypes.CDLL(None), os.getpid()
 
     def with_us() -> None:
-        """The kernel kills it if we are killed."""
+        """The kernel kills it if we are killed; and it can be interrupted, even if whoever started us cannot be."""
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if os.getppid() != us:
             os._exit(1)
 

@@ -15,12 +15,13 @@ import secrets
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Problem
+from orchestra.errors import ConfigError, EnvironmentProblem, Problem
+from orchestra.launch.agreement import Answer, agree
 from orchestra.launch.band import GRACE, SILENCE, Band, News, Pipe
 from orchestra.launch.hosts import PORT, Host, Seat, argv, place, seats
 
@@ -139,28 +140,8 @@ def prepare(run: Run) -> int:
     asked = {"do": "check", "master": run.master_address, "port": run.port or PORT, "any_port": run.port is None}
     questions = [(host, asked | {"cwd": host.cwd, "first": host is run.hosts[0]}) for host in run.hosts]
     said = _ask_all(run, questions, _ANSWER)
-    answers = [_understand(run, host, *words) for host, words in zip(run.hosts, said, strict=True)]
-    found = [(host, answer) for host, answer in zip(run.hosts, answers, strict=True) if isinstance(answer, dict)]
-    problems = [answer for answer in answers if isinstance(answer, str)]
-    problems += [f"{host.name} {problem}" for host, answer in found for problem in answer["problems"]]
-    problems += _differences(found)
-    if problems:
-        told = "\n".join(f"  {problem}" for problem in problems)
-        raise ClusterError(f"not every host is ready; nothing was started.\n{told}")
-    return int(found[0][1]["port"])
-
-
-def _differences(found: Sequence[tuple[Host, dict[str, Any]]]) -> Iterator[str]:
-    """Between the first host and the others, of each the one that explains most."""
-    for host, answer in found[1:]:
-        first, expected = found[0]
-        for what, remedy in (("orchestra", "install the same on both"), ("torch", "install the same on both")):
-            if answer[what] != expected[what]:
-                yield f"{host.name} has {what} {answer[what]}, {first.name} has {expected[what]}: {remedy}"
-                break
-        else:
-            if answer["code"] != expected["code"]:
-                yield f"{host.name} has other sources of orchestra than {first.name}: install the same commit on both"
+    answers = [(host.name, _understand(run, host, *words)) for host, words in zip(run.hosts, said, strict=True)]
+    return int(agree(answers)[0]["port"])
 
 
 def _ask_all(
@@ -203,7 +184,7 @@ def _answer(process: subprocess.Popen[str], end: float, patience: float) -> tupl
     return process.returncode, out, err
 
 
-def _understand(run: Run, host: Host, status: int, out: str, err: str) -> dict[str, Any] | str:
+def _understand(run: Run, host: Host, status: int, out: str, err: str) -> Answer | str:
     """A host's answer, or what is wrong with it and what to do."""
     with contextlib.suppress(ValueError, IndexError):
         answer = json.loads(out.strip().splitlines()[-1])  # a login script may have printed something before
@@ -213,4 +194,4 @@ def _understand(run: Run, host: Host, status: int, out: str, err: str) -> dict[s
     remedies = (remedy for sign, remedy in _REMEDIES.items() if sign in err.lower())
     by_hand = shlex.join([*run.ssh, host.name, "true"])
     remedy = next(remedies, f"try by hand: {by_hand}").format(ssh=shlex.join(run.ssh), host=host.name)
-    return f"{host.name}: {why.strip()}. Next: {remedy}"
+    return f"{why.strip()}. Next: {remedy}"
