@@ -124,6 +124,14 @@ def test_what_a_process_leaves_is_ended_with_it() -> None:
     wait_for(lambda: not Path(f"/proc/{int(out)}").exists())
 
 
+def test_a_far_end_that_is_killed_takes_the_process_with_it() -> None:
+    far = FarEnd(script("import os, time; print(os.getpid(), flush=True); time.sleep(60)"))
+    pid = int(far.stdout.readline())
+    far.process.kill()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 5.0)
+    assert far.end()[0] == -9
+
+
 def test_without_orders_it_says_what_it_is() -> None:
     far = subprocess.run(
         [sys.executable, "-m", "orchestra.launch.remote"],

@@ -78,7 +78,7 @@ def test_the_token_is_in_no_command_line(ground: Ground) -> None:
 def test_asked_to_stop_it_saves(ground: Ground, number: signal.Signals, code: int) -> None:
     launcher = ground.start(what="play")
     ground.await_players(2)
-    launcher.send_signal(number)
+    os.killpg(launcher.pid, number)  # as a terminal does: ssh, if it were in the same group, would die of it
     found, out, err = said(launcher)
     assert found == code
     assert [(ground.folder / f"saved-{rank}").read_text() for rank in (0, 1)] == [number.name] * 2

@@ -190,22 +190,25 @@ class Band:
     # What is printed.
 
     def _pass_on(self, rank: int, kind: str, said: bytes) -> None:
-        *lines, rest = (self._open.pop((rank, kind), b"") + said).split(b"\n")
+        *lines, rest = (self._open.get((rank, kind), b"") + said).split(b"\n")
         if len(rest) > _OPENINGS:
             lines, rest = [*lines, rest], b""
         self._open[rank, kind] = rest
-        if kind == "err":
-            self.tails[rank].extend(lines)
         if rank == 0:
             _write(1 if kind == "out" else 2, said)
-        elif lines:
-            _write(2, b"".join(b"%s | %s\n" % (self.name_of(rank).encode(), line) for line in lines))
+        self._note(rank, kind, lines)
 
     def _flush(self, rank: int) -> None:
         """Lines that were never ended."""
         for kind in ("out", "err"):
-            if self._open.get((rank, kind)):
-                self._pass_on(rank, kind, b"\n")
+            if rest := self._open.pop((rank, kind), b""):
+                self._note(rank, kind, [rest])
+
+    def _note(self, rank: int, kind: str, lines: Sequence[bytes]) -> None:
+        if kind == "err":
+            self.tails[rank].extend(lines)
+        if rank and lines:
+            _write(2, b"".join(b"%s | %s\n" % (self.name_of(rank).encode(), line) for line in lines))
 
     def name_of(self, rank: int) -> str:
         """The host, and the rank where a host has several."""
