@@ -114,6 +114,7 @@ def test_kubernetes(orchestra: Orchestra) -> None:
     values = {key: entry.get("value") for key, entry in env.items()}
     assert (values["WORLD_SIZE"], values["MASTER_ADDR"]) == ("6", f"{name}-0.{name}")
     assert (values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"]) == ("0", "1")
+    assert not [word for word in container["args"] if re.search(r"(?<!\$)\$\(", word)]  # it would be replaced
     words = container["command"] + [word.replace("$$(", "$(") for word in container["args"]]
     assert words[-len(COMMAND) :] == list(COMMAND)
     # As Kubernetes would start it, with an echo for Python.
