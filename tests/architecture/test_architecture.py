@@ -148,6 +148,14 @@ MAY_KNOW = {
         "words",
     },
     "lab": {"errors", "lab", "networks"},  # any program may run in it
+    # What starts processes on other machines knows nothing of what they do.
+    "launch/agreement": {"errors"},
+    "launch/band": {"errors"},
+    "launch/hosts": {"errors"},
+    "launch/on_ray": {"errors", "launch.agreement", "launch.band", "launch.hosts", "launch.remote"},
+    "launch/remote": set[str](),
+    "launch/ssh": {"errors", "launch.agreement", "launch.band", "launch.hosts"},
+    "launch/templates": {"errors", "launch.hosts"},
 }
 
 

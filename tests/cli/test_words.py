@@ -20,7 +20,7 @@ from orchestra.data.partitions import Dirichlet, LabelSorted
 from orchestra.errors import ConfigError
 from orchestra.strategies import STRATEGIES
 
-VERBS = ("demo", "run", "resume", "compare", "strategies", "explain", "doctor", "data", "lab")
+VERBS = ("demo", "run", "resume", "compare", "strategies", "explain", "doctor", "data", "lab", "launch")
 
 
 def test_help_names_every_verb(orchestra: Orchestra) -> None:

@@ -15,6 +15,7 @@ from orchestra.cli.demo import demo
 from orchestra.cli.doctor import doctor
 from orchestra.cli.explain import explain
 from orchestra.cli.flowing import flowing
+from orchestra.cli.launch import launch
 from orchestra.cli.probe import probe
 from orchestra.cli.resume import resume
 from orchestra.cli.run import run
@@ -74,6 +75,7 @@ def top(
       orchestra explain slowmo                  how one works
       orchestra doctor                          what works here, how to mend the rest
       orchestra lab up --hosts 4                a network of hosts on this machine
+      orchestra launch --hosts FILE -- run ...  one run on many machines
 
     Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
     come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 130 stopped by Ctrl-C.
@@ -83,5 +85,7 @@ def top(
 app.callback(help=flowing(top.__doc__ or ""))(top)
 for _verb in (demo, run, resume, sim, compare, sweep, probe, strategies, explain, doctor):
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
+# What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.
+app.command(help=flowing(launch.__doc__ or ""), context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(data.app)
 app.add_typer(lab.app)

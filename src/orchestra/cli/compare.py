@@ -18,6 +18,7 @@ from orchestra import progress
 from orchestra.cli import options as o
 from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
+from orchestra.cli.worlds import is_solo
 from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed, nearest
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def _unknown_score(recipe: Recipe, goal: Target) -> list[Problem]:
 
 def _for(strategy: str, shared: Options, **more: Any) -> Options:
     """The options of one run. A strategy that runs alone has one worker."""
-    alone = {"workers": 1} if o.is_solo(strategy) else {}
+    alone = {"workers": 1} if is_solo(strategy) else {}
     return Options(**shared.given() | {"strategy": strategy} | alone | more)
 
 

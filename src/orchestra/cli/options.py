@@ -135,6 +135,13 @@ Order = Annotated[
         "Default: measured.",
     ),
 ]
+On = Annotated[
+    str | None, typer.Option("--on", metavar="CLUSTER", help="ray: on a Ray cluster. Default: on this machine.")
+]
+RayAddress = Annotated[
+    str,
+    typer.Option(metavar="ADDRESS", help="Of the Ray cluster: HOST:6379, auto (the one this machine is in), local."),
+]
 Sim = Annotated[bool, typer.Option("--sim", help="Rehearse in virtual time: see --network and --delay.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the outcome: no progress, no messages.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from orchestra import environment, progress
+from orchestra.cli import elsewhere, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
 from orchestra.errors import ConfigError
@@ -22,8 +24,9 @@ def run(
     target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
     schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None,
     precision: o.Precision = None, device: o.Device = None, delay: o.Delay = None,
-    checkpoint_every: o.CheckpointEvery = None, token_file: o.TokenFile = None, trusted: o.Trusted = False,
-    order: o.Order = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    token_file: o.TokenFile = None, trusted: o.Trusted = False, order: o.Order = None, on: o.On = None,
+    ray_address: o.RayAddress = "auto",
 ) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 
@@ -39,7 +42,9 @@ def run(
 
     On many machines, every process makes the same call; the last ones are servers, if the strategy has any:
 
+      orchestra launch --hosts hosts.txt -- run digits -s ps               over ssh
       torchrun --nnodes 4 --nproc-per-node 1 ... -m orchestra run digits -s ps --token-file token
+      orchestra run digits --on ray -n 4                                   on a Ray cluster
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
@@ -49,6 +54,8 @@ def run(
         token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order,
     )  # fmt: skip
     source = find(recipe, chosen)
+    if on is not None:
+        raise typer.Exit(elsewhere.run_on(on, source, chosen, args or [], as_json=json_, quiet=quiet, at=ray_address))
     runs = carry_out(source, chosen, args or [], quiet=quiet)
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra run --on`: the same run, but its nodes are started by a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from orchestra.cli.options import Options
+from orchestra.cli.sources import Source
+from orchestra.cli.worlds import is_solo
+from orchestra.errors import ConfigError, Problem, nearest
+
+_CLUSTERS = ("ray",)
+
+
+def run_on(
+    cluster: str, source: Source, chosen: Options, args: Sequence[str], *, as_json: bool, quiet: bool, at: str
+) -> int:
+    """Have a cluster carry out the run; gives its exit code."""
+    problems = [] if cluster in _CLUSTERS else [Problem("on", cluster, f"is no cluster; {nearest(cluster, _CLUSTERS)}")]
+    problems += chosen.read(of_script=source.path is not None)[1]
+    if chosen.workers is not None and chosen.workers < 1:
+        problems.append(Problem("workers", chosen.workers, "must be at least 1"))
+    if problems:
+        raise ConfigError(problems)
+    from orchestra.launch import on_ray
+    from orchestra.transports import token
+
+    words = ["run", source.name if source.path is None else str(source.path), *_flags(chosen)]
+    words += ["--json"] * as_json + ["--quiet"] * quiet + (["--", *args] if args else [])
+    return on_ray.launch(words, nodes_of(chosen), token.new(), address=at, gpus=int(chosen.device == "cuda"))
+
+
+def nodes_of(chosen: Options) -> int:
+    """Workers and servers. Those of a script's own strategy are only known to the script: say --servers."""
+    alone = chosen.strategy is not None and is_solo(chosen.strategy)
+    workers = chosen.workers or (1 if alone else 2)
+    if chosen.strategy is None:
+        return workers + (chosen.servers or 0)
+    try:
+        strategy = chosen.changes()["strategy"](None)
+    except ConfigError:
+        return workers + (chosen.servers or 0)
+    return workers + int(strategy.servers)
+
+
+def _flags(chosen: Options) -> Iterator[str]:
+    """The options as they were given, but for the workers: how many there are, every node is told."""
+    for name, value in chosen.given().items():
+        if name != "workers":
+            yield from (f"--{name.replace('_', '-')}", str(value))

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra launch`: one run on many machines, over ssh or by a template for what starts programs there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestra.errors import ConfigError, Problem
+
+Command = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="COMMAND", help="After --: run ..., resume ... or python SCRIPT ...", show_default=False),
+]
+Hosts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="One host a line, as ssh takes it; behind it slots=2, python=..., cwd=..."),
+]
+PerHost = Annotated[int, typer.Option(metavar="N", help="Processes on a host that says no slots=.")]
+Master = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Where the others find the first host. Default: as in the file."),
+]
+Port = Annotated[int | None, typer.Option(metavar="P", help="On the first host. Default: 29500, or a free one.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="With the run's token, mode 600. Default: a new token.")
+]
+Python = Annotated[
+    str | None, typer.Option(metavar="PATH", help="On the hosts. Default: this command's own, at the same path.")
+]
+Ssh = Annotated[str, typer.Option(metavar="COMMAND", help='E.g. "ssh -p 2222 -i key". Keys only, no passwords.')]
+Cwd = Annotated[str | None, typer.Option(metavar="DIR", help="On the hosts. Default: this folder, at the same path.")]
+Environment = Annotated[
+    list[str] | None, typer.Option("--env", metavar="NAME[=VALUE]", help="For every process. May be repeated.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run where, and start nothing.")]
+Print = Annotated[
+    str | None,
+    typer.Option("--print", metavar="KIND", help="Print a template instead: slurm, kubernetes or docker-compose."),
+]
+Nodes = Annotated[int, typer.Option("--nodes", metavar="N", help="Machines, for --print.")]
+Image = Annotated[str | None, typer.Option(metavar="IMAGE", help="Of containers, for --print. Default: one you build.")]
+
+
+def launch(
+    command: Command = None, hosts: Hosts = None, per_host: PerHost = 1, master: Master = None, port: Port = None,
+    token_file: TokenFile = None, python: Python = None, ssh: Ssh = "ssh", cwd: Cwd = None, env: Environment = None,
+    dry_run: DryRun = False, print_: Print = None, nodes: Nodes = 2, image: Image = None,
+) -> None:  # fmt: skip
+    """Run one command on many machines: every process is a node of one run.
+
+    The hosts are asked first whether they answer and have the same versions. Then each runs the same command and finds
+    its rank in the environment, as under torchrun; the last ranks are the servers, if the strategy has any. Rank 0
+    speaks for the run; what the others say goes to standard error, with the host in front. Ctrl-C lets the run save and
+    stop, once more kills it. If a process fails, the others are stopped and the first cause is told; its exit code is
+    this command's. Nothing stays behind on any host, even if this command is killed.
+
+    For example:
+
+      orchestra launch --hosts hosts.txt -- run digits --strategy slowmo
+      orchestra launch --hosts hosts.txt --per-host 2 --dry-run -- run digits
+      orchestra launch --hosts hosts.txt -- python train.py --your arguments
+      orchestra launch --print slurm --nodes 4 -- run digits > job.sh
+      orchestra launch --print kubernetes --nodes 4 -- run digits > job.yaml
+
+    hosts.txt:
+
+      ada@10.0.0.1  slots=2
+      ada@10.0.0.2  python=/opt/venv/bin/python  cwd=/data
+
+    The run's token, which lets a process take part, goes through ssh's encrypted input; it is in no command line. A
+    launcher that is stopped (Ctrl-Z) for a minute counts as gone.
+    """
+    from orchestra.launch.hosts import check_command
+
+    words = check_command(command or [])
+    if (print_ is None) == (hosts is None):
+        raise ConfigError([Problem("hosts", None if hosts is None else str(hosts), "say either --hosts or --print")])
+    if print_ is not None:
+        from orchestra.launch.templates import template
+
+        print(template(print_, words, nodes=nodes, per_host=per_host, image=image), end="", flush=True)
+        return
+    assert hosts is not None
+    from orchestra.launch.hosts import read_hosts
+    from orchestra.launch.ssh import Run, describe
+    from orchestra.launch.ssh import launch as start
+    from orchestra.transports import token
+
+    places = read_hosts(hosts, per_host=per_host, python=python or sys.executable, cwd=cwd or os.getcwd())
+    run = Run(places, words, _words(ssh), master, port, _environment(env or []))
+    run.check()
+    if dry_run:
+        print(describe(run))
+        return
+    raise typer.Exit(start(run, token.new() if token_file is None else token.read(token_file)))
+
+
+def _words(ssh: str) -> list[str]:
+    try:
+        return shlex.split(ssh)
+    except ValueError as error:
+        raise ConfigError([Problem("ssh", ssh, f"cannot be read: {str(error).lower()}")]) from None
+
+
+def _environment(given: list[str]) -> dict[str, str]:
+    """Variables with their values, or with those they have here."""
+    found: dict[str, str] = {}
+    problems = []
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or (not equals and name not in os.environ):
+            problems.append(Problem("env", text, "is not set here: say NAME=VALUE"))
+        found[name] = value if equals else os.environ.get(name, "")
+    if problems:
+        raise ConfigError(problems)
+    return found

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The near end alone, with far ends that do as the test wishes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from orchestra.launch import band
+from orchestra.launch.band import Band, News
+
+
+class Deaf:
+    """A far end that notes what it is told, and ends when it is hung up on or at a word."""
+
+    def __init__(self, rank: int, news: News, at: str | None = None, status: int = 0) -> None:
+        self.rank, self.news, self.at, self.status = rank, news, at, status
+        self.told: list[str] = []
+        self.ended = False
+
+    def say(self, word: str) -> None:
+        self.told.append(word)
+        if word == self.at:
+            self.end(self.status)
+
+    def cut(self) -> None:
+        self.end(137)
+
+    def end(self, status: int) -> None:
+        if not self.ended:
+            self.ended = True
+            self.news.put((self.rank, ("end", status)))
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_PULSE", 0.05), ("_NOTICE", 0.2), ("_KILLED", 0.2)):
+        monkeypatch.setattr(band, name, seconds)
+
+
+def play(*wires: Deaf, at: float = 0.0, then: Callable[[], None] | None = None, names: str = "abcd") -> int:
+    if then is not None:
+        threading.Timer(at, then).start()
+    found = Band(list(names[: len(wires)]), wires[0].news, grace=0.2)
+    return found.play({wire.rank: wire for wire in wires})
+
+
+def test_far_ends_are_told_that_we_are_there() -> None:
+    news = News()
+    first, second = Deaf(0, news), Deaf(1, news)
+
+    def end() -> None:
+        first.end(0)
+        second.end(0)
+
+    assert play(first, second, at=0.5, then=end) == 0
+    assert first.told.count("") >= 3
+    assert set(first.told) == {""}
+
+
+def test_who_does_not_hear_is_asked_then_killed_then_hung_up_on() -> None:
+    news = News()
+    stubborn = Deaf(0, news)
+    assert play(stubborn, Deaf(1, news), at=0.0, then=lambda: news.put((1, ("end", 9)))) == 9
+    assert [word for word in stubborn.told if word] == ["SIGTERM", "SIGKILL"]
+    assert stubborn.ended
+
+
+@pytest.mark.parametrize(("number", "word", "code"), [(signal.SIGINT, "SIGINT", 130), (signal.SIGHUP, "SIGTERM", 143)])
+def test_a_signal_is_passed_on_once(number: int, word: str, code: int) -> None:
+    news = News()
+    first, second = Deaf(0, news, at=word, status=code), Deaf(1, news, at=word, status=code)
+    assert play(first, second, at=0.1, then=lambda: os.kill(os.getpid(), number)) == code
+    assert [w for w in second.told if w] == [word]
+
+
+def test_a_second_signal_kills_and_a_deaf_host_does_not_keep_us() -> None:
+    news = News()
+    deaf = Deaf(0, news)
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    assert play(deaf, at=0.1, then=twice) == 130
+    assert [word for word in deaf.told if word] == ["SIGINT", "SIGKILL"]
+
+
+def test_signals_are_as_before_when_it_is_over() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    news = News()
+    assert play(Deaf(0, news), then=lambda: news.put((0, ("end", 3)))) == 3
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_whoever_ends_because_we_asked_is_not_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
+    news = News()
+    wires = Deaf(0, news), Deaf(1, news, at="SIGTERM", status=143)
+    news.put((0, ("end", 6)))
+    assert play(*wires) == 6
+    assert "rank 0 on a failed first: exit status 6" in capfd.readouterr().err
+
+
+def test_lines_are_whole_and_nobody_is_cut_short(capfd: pytest.CaptureFixture[str]) -> None:
+    news = News()
+    for rank, kind, said in ((1, "out", b"hal"), (0, "out", b"\xff0"), (1, "err", b"x\ny"), (1, "out", b"f\nrest")):
+        news.put((rank, (kind, said)))  # type: ignore[arg-type]
+    for rank in (1, 0):
+        news.put((rank, ("end", 0)))
+    assert Band(["a", "b"], news).play({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
+    out, err = capfd.readouterr()
+    assert out == "\ufffd0"  # rank 0 as it is
+    assert err.splitlines() == ["b | x", "b | half", "b | rest", "b | y"]

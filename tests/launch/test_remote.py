@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The far end alone: what it does when nobody speaks to it any more, and whom it starts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch.conftest import wait_for
+
+from orchestra.launch.remote import look
+
+ORDERS: dict[str, Any] = {"do": "run", "cwd": "/", "environment": {"A": "b"}, "silence": 30.0, "grace": 30.0}
+
+
+class FarEnd:
+    def __init__(self, orders: dict[str, Any], preexec_fn: Callable[[], None] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "orchestra.launch.remote"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+            preexec_fn=preexec_fn,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.say(json.dumps(ORDERS | orders))
+
+    def say(self, word: str) -> None:
+        self.stdin.write(word.encode() + b"\n")
+        self.stdin.flush()
+
+    def end(self) -> tuple[int, bytes, bytes]:
+        """Wait for it, and hear what it said."""
+        assert self.process.stderr is not None
+        code = self.process.wait(20)
+        self.stdin.close()
+        out = b"" if self.stdout.closed else self.stdout.read()
+        err = self.process.stderr.read()
+        self.stdout.close()
+        self.process.stderr.close()
+        return code, out, err
+
+
+def script(text: str, **more: Any) -> dict[str, Any]:
+    return {"argv": [sys.executable, "-c", text], "mark": f"test-{time.monotonic_ns()}.", **more}
+
+
+def test_it_ends_as_the_process_did() -> None:
+    far = FarEnd(script("import os, sys; print(os.environ['A']); sys.exit(7)"))
+    assert far.end() == (7, b"b\n", b"")
+    assert FarEnd(script("import os; os.kill(os.getpid(), 9)")).end()[0] == 137
+
+
+def test_a_command_that_cannot_be_run() -> None:
+    code, _, err = FarEnd({"argv": ["/nowhere/python"], "mark": "x."}).end()
+    assert code == 127
+    assert b"/nowhere/python cannot be run in /" in err
+    assert b"Traceback" not in err
+
+
+def test_silence_counts_as_the_end() -> None:
+    """A cable that is cut closes nothing; so a launcher that is not heard any more is gone."""
+    far = FarEnd(script("import time; time.sleep(60)", silence=1.0))
+    for _ in range(4):  # as long as it is heard, it goes on
+        time.sleep(0.5)
+        far.say("")
+        assert far.process.poll() is None
+    assert far.end()[0] == 143
+
+
+def test_who_does_not_stop_is_killed_after_the_grace() -> None:
+    text = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+    far = FarEnd(script(text, grace=0.5))
+    assert far.stdout.readline() == b"on\n"
+    far.stdin.close()
+    assert far.end()[0] == 137
+
+
+def test_it_can_be_interrupted_whoever_started_it() -> None:
+    """Ray blocks SIGINT in all that it starts, and a shell's background jobs ignore it."""
+
+    def deaf() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    far = FarEnd(script("import time; print('on', flush=True); time.sleep(60)"), preexec_fn=deaf)
+    assert far.stdout.readline() == b"on\n"
+    far.say("SIGINT")
+    assert far.end()[0] == 130
+
+
+def test_a_process_goes_on_saving_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+    text = (
+        "import os, signal, sys, time\n"
+        "def save(*_):\n"
+        "    for _ in range(300): os.write(1, b'x' * 1000)\n"
+        f"    open({str(tmp_path / 'saved')!r}, 'w').write('all')\n"
+        "    sys.exit(143)\n"
+        "signal.signal(15, save); print('on', flush=True); time.sleep(60)"
+    )
+    far = FarEnd(script(text))
+    assert far.stdout.readline() == b"on\n"
+    far.stdout.close()
+    far.stdin.close()
+    assert far.end()[0] == 143
+    assert (tmp_path / "saved").read_text() == "all"
+
+
+def test_what_a_process_leaves_is_ended_with_it() -> None:
+    child = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    far = FarEnd(script(child))
+    code, out, _ = far.end()
+    assert code == 0
+    wait_for(lambda: not Path(f"/proc/{int(out)}").exists())
+
+
+def test_a_far_end_that_is_killed_takes_the_process_with_it() -> None:
+    far = FarEnd(script("import os, time; print(os.getpid(), flush=True); time.sleep(60)"))
+    pid = int(far.stdout.readline())
+    far.process.kill()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 5.0)
+    assert far.end()[0] == -9
+
+
+def test_without_orders_it_says_what_it_is() -> None:
+    far = subprocess.run(
+        [sys.executable, "-m", "orchestra.launch.remote"],
+        input="",
+        env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert far.returncode == 1
+    assert "is started by `orchestra launch`" in far.stderr
+
+
+@pytest.mark.parametrize("master", ["127.0.0.1", "no.such.host.invalid"])
+def test_a_name_that_nobody_knows_is_told(master: str) -> None:
+    answer = look({"cwd": "/", "master": master, "port": 1, "any_port": False, "first": False})
+    assert bool(answer["problems"]) == (master != "127.0.0.1")
+    assert all("--master" in problem for problem in answer["problems"])

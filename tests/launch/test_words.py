@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `orchestra launch` says before it reaches anybody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Orchestra
+from tests.cli.conftest import orchestra as orchestra  # the fixture
+
+from orchestra.errors import ConfigError
+from orchestra.launch.hosts import Host, read_hosts, seats
+
+FILE = """\
+# the machines of the second floor
+ada@10.0.0.1   slots=2      # with two GPUs
+
+10.0.0.2  python=/opt/py/bin/python cwd="/data/my runs"
+fe80::1%eth0
+"""
+
+
+def test_a_file_of_hosts(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(FILE)
+    hosts = read_hosts(tmp_path / "hosts", per_host=3, python="python", cwd="/work")
+    assert hosts == [
+        Host("ada@10.0.0.1", 2, "python", "/work"),
+        Host("10.0.0.2", 3, "/opt/py/bin/python", "/data/my runs"),
+        Host("fe80::1%eth0", 3, "python", "/work"),
+    ]
+    assert hosts[0].address == "10.0.0.1"
+    assert [(seat.rank, seat.local_rank) for seat in seats(hosts)] == list(enumerate([0, 1, 0, 1, 2, 0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("two slots=0", "slots=0 must be a whole number from 1"),
+        ("two slots=x", "slots=x must be a whole number"),
+        ("two slot=2", "did you mean 'slots'?"),
+        ("two 2", "'2' is no option of a host"),
+        ("two slots=1 slots=2", "slots needs one value"),
+        ("two cwd=", "cwd needs one value"),
+        ("ada@one", "is on line 1 already"),
+        ("-oProxyCommand=evil", "is no host"),
+        ("ada@-oProxyCommand=evil", "is no host"),
+        ("two;evil", "is no host"),
+        ("two cwd='x", "cannot be read: no closing quotation"),
+    ],
+)
+def test_a_line_that_cannot_be_understood(line: str, hint: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"one\n\n{line}\n")
+    with pytest.raises(ConfigError) as raised:
+        read_hosts(tmp_path / "hosts", per_host=1, python="python", cwd="/")
+    (problem,) = raised.value.problems
+    assert problem.where == f"{tmp_path / 'hosts'}:3"
+    assert hint in problem.message
+
+
+def test_dry_run_shows_what_would_be_run_where(orchestra: Orchestra) -> None:
+    Path("hosts").write_text("ada@one slots=2\ntwo python=/opt/python\n")
+    said = orchestra(
+        "launch", "--hosts", "hosts", "--ssh", "ssh -p 2222", "--dry-run", "--", "orchestra", "run", "digits", "-n", "3"
+    )
+    assert said.code == 0
+    assert said.out.count("ORCHESTRA_TOKEN") == 3
+    assert "RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=one MASTER_PORT=29500" in said.out
+    assert "ssh -p 2222 -T -o BatchMode=yes" in said.out
+    assert "two 'exec /opt/python -P -m orchestra.launch.remote'" in said.out
+    assert "which runs: /opt/python -m orchestra run digits -n 3" in said.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("--hosts", "hosts"), "say after -- what to run"),
+        (("--hosts", "hosts", "--", "rm", "x"), "cannot be run on many machines"),
+        (("--hosts", "hosts", "--", "run"), "needs something to run"),
+        (("--", "run", "digits"), "either --hosts or --print"),
+        (("--hosts", "hosts", "--print", "slurm", "--", "run", "digits"), "either --hosts or --print"),
+        (("--hosts", "nowhere", "--", "run", "digits"), "cannot be read"),
+        (("--hosts", "empty", "--", "run", "digits"), "names no host"),
+        (("--hosts", "hosts", "--per-host", "0", "--", "run", "digits"), "at least 1 process"),
+        (("--hosts", "hosts", "--port", "70000", "--", "run", "digits"), "from 1 to 65535"),
+        (("--hosts", "hosts", "--ssh", "'ssh", "--", "run", "digits"), "no closing quotation"),
+        (("--hosts", "hosts", "--ssh", "", "--", "run", "digits"), "must be a command"),
+        (("--hosts", "hosts", "--env", "NOWHERE_SET", "--", "run", "digits"), "is not set here"),
+        (("--hosts", "loop", "--", "run", "digits"), "--master with the first host's address"),
+        (("--hosts", "hosts", "--token-file", "open", "--", "run", "digits"), "chmod 600"),
+    ],
+)
+def test_bad_input_is_refused_with_a_hint(arguments: tuple[str, ...], hint: str, orchestra: Orchestra) -> None:
+    Path("hosts").write_text("one\n")
+    Path("empty").write_text("# nobody\n")
+    Path("loop").write_text("localhost\ntwo\n")
+    Path("open").write_text("0" * 64)
+    Path("open").chmod(0o644)
+    said = orchestra("launch", *arguments)
+    assert said.code == 2
+    assert hint in said.err
+    assert "Traceback" not in said.err
