@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import progress
+from orchestra.cli import in_lab, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.cli.worlds import is_solo
 from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed, nearest
@@ -36,6 +38,14 @@ Name = Annotated[
 ]
 Strategies = Annotated[str, typer.Option("--strategies", "-s", metavar="A,B,C", help="Expressions, between commas.")]
 Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each strategy, with seeds 0 to K-1.")]
+Lab = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE,LATENCY",
+        help="Run each in a network of hosts on this machine, one for each node, such as 100mbit,1ms or "
+        "1gbit,0.2ms,cpu=0.5. Needs root: see orchestra lab.",
+    ),
+]
 Goal = Annotated[
     str | None, typer.Option(metavar="SCORE=VALUE", help="The test score to race to. Default: the recipe's own.")
 ]
@@ -46,7 +56,8 @@ def compare(
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    network: o.Network = None, delay: o.Delay = None, lab: Lab = None, out: o.Out = None, json_: o.Json = False,
+    quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies to a target on the same model, samples and seeds, and print who won and what it cost.
 
@@ -60,6 +71,7 @@ def compare(
       orchestra compare digits -n 4 -s "ps, ps(consistency=asp()), slowmo(tau=8)"
       orchestra compare mnist-lenet --epochs 2 --partition dirichlet:0.3
       orchestra compare digits --sim -n 16 --network 10mbit,1ms --delay "lognormal:0.02,0.3 slow:1x5"
+      orchestra compare digits --lab 10mbit,1ms -n 3 -s allreduce,localsgd
     """
     source = sources.find(recipe)
     shared = Options(
@@ -67,7 +79,7 @@ def compare(
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, precision=precision,
         device=device, sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
-    race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out)
+    race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
     table = race.run(quiet=quiet)
     conclude(table, race.out, as_json=json_, quiet=quiet)
 
@@ -83,6 +95,7 @@ class Race:
     seeds: int
     target: Target
     out: Path
+    lab: str | None = None  # the network that each runs in
 
     @property
     def epochs(self) -> float:
@@ -107,6 +120,7 @@ class Race:
         return self._table(outcomes)
 
     def _run_one(self, strategy: str, seed: int, mark: str, *, quiet: bool, first: bool) -> Outcome:
+        from orchestra import expression
         from orchestra.budget import Epochs
         from orchestra.cli.table import Outcome, judge
 
@@ -114,6 +128,11 @@ class Race:
         chosen = _for(strategy, self.shared, seed=seed, out=str(folder))
         note = {"recipe": self.source.name, "args": [], "options": chosen.given()}
         try:
+            if self.lab is not None:
+                nodes = (chosen.workers or 1) + expression.parse(strategy).servers
+                chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / _SNAPSHOTS)
+                in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab)
+                return judge(folder, seed, self.target)
             with progress.choose(quiet=quiet, title=mark) as display:
                 sources.train_recipe(
                     self.recipe,
@@ -156,6 +175,8 @@ class Race:
 
     def _world(self) -> str:
         """Where it takes place, if that is not here."""
+        if self.lab is not None:
+            return f"in a laboratory: {self.lab}"
         if not self.shared.sim:
             return ""
         delay = self.shared.delay or o.DELAY
@@ -163,7 +184,13 @@ class Race:
 
 
 def prepare(
-    source: sources.Source, texts: list[str], shared: Options, seeds: int, target: str | None, out: Path | None
+    source: sources.Source,
+    texts: list[str],
+    shared: Options,
+    seeds: int,
+    target: str | None,
+    out: Path | None,
+    lab: str | None = None,
 ) -> Race:
     """Check all that can be checked before anything runs; raises a `ConfigError` with every problem."""
     from orchestra.launch import forkserver
@@ -171,12 +198,12 @@ def prepare(
     if not source.holds_recipe:
         why = "defines no RECIPE = orchestra.Recipe(...), which compare needs"
         raise ConfigError([Problem("recipe", source.name, why)])
-    if not shared.sim:
+    if not shared.sim and lab is None:
         forkserver.warm()
     from orchestra import expression
 
     recipe = sources.load(source)
-    problems = [*_problems(texts, shared, seeds, out)]
+    problems = [*_problems(texts, shared, seeds, out), *_unfit_for_lab(texts, shared, lab)]
     try:
         goal = o.read_target(target or recipe.target)
         problems += _unknown_score(recipe, goal)
@@ -185,7 +212,7 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
-    return Race(source, recipe, names, shared, seeds, goal, out or _new_folder(source.label))
+    return Race(source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab)
 
 
 def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -> Iterator[Problem]:
@@ -212,6 +239,22 @@ def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -
             if str(problem) not in seen:
                 seen.add(str(problem))
                 yield problem
+
+
+def _unfit_for_lab(texts: list[str], shared: Options, lab: str | None) -> Iterator[Problem]:
+    """What cannot be run in a laboratory."""
+    from orchestra import expression
+
+    if lab is None:
+        return
+    yield from in_lab.problems_of(lab, shared.workers or 1)
+    if shared.sim:
+        yield Problem("lab", lab, "is real, --sim is not: choose one")
+    for text in texts:
+        with suppress(ConfigError):  # told elsewhere
+            strategy = expression.parse(text)
+            if strategy.model_at == "shared" or (strategy.servers and strategy.colocated):
+                yield Problem("strategies", text, "needs several nodes on one machine; a lab has a host for each")
 
 
 def _unknown_score(recipe: Recipe, goal: Target) -> list[Problem]:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from orchestra.cli.in_lab import flags
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
 from orchestra.cli.worlds import is_solo
@@ -26,7 +27,7 @@ def run_on(
     from orchestra.launch import on_ray
     from orchestra.transports import token
 
-    words = ["run", source.name if source.path is None else str(source.path), *_flags(chosen)]
+    words = ["run", source.name if source.path is None else str(source.path), *flags(chosen)]
     words += ["--json"] * as_json + ["--quiet"] * quiet + (["--", *args] if args else [])
     return on_ray.launch(words, nodes_of(chosen), token.new(), address=at, gpus=int(chosen.device == "cuda"))
 
@@ -42,10 +43,3 @@ def nodes_of(chosen: Options) -> int:
     except ConfigError:
         return workers + (chosen.servers or 0)
     return workers + int(strategy.servers)
-
-
-def _flags(chosen: Options) -> Iterator[str]:
-    """The options as they were given, but for the workers: how many there are, every node is told."""
-    for name, value in chosen.given().items():
-        if name != "workers":
-            yield from (f"--{name.replace('_', '-')}", str(value))

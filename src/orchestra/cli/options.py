@@ -88,6 +88,9 @@ Spread = Annotated[
 CheckpointEvery = Annotated[
     int | None, typer.Option(help="Save everything every so many steps. Ctrl-C always does.", metavar="K")
 ]
+EvaluateEvery = Annotated[
+    float | None, typer.Option(help="Epochs between two scores, taken off the clock. Default: 1.", metavar="E")
+]
 Network = Annotated[
     str | None,
     typer.Option(
@@ -176,6 +179,7 @@ class Options:
     token_file: str | None = None
     trusted: bool | None = None
     order: str | None = None
+    evaluate_every: float | None = None
 
     def given(self) -> dict[str, Any]:
         """Those that were given, as JSON takes them."""
@@ -262,14 +266,15 @@ def _set(value: Any) -> Change:
 
 def _plain(o: Options) -> dict[str, Change]:
     """Arguments that take the option's value as it is."""
-    from orchestra.budget import Steps
+    from orchestra.budget import Epochs, Steps
 
     every = None if o.checkpoint_every is None else Steps(o.checkpoint_every)
+    scored = None if o.evaluate_every is None else Epochs(o.evaluate_every)
     if o.checkpoint_every is not None and o.checkpoint_every < 1:
         raise ConfigError([Problem("checkpoint-every", o.checkpoint_every, "must be at least 1 step")])
     values = {
         "seed": o.seed, "batch": o.batch, "clip": o.clip, "precision": o.precision, "out": o.out,
-        "checkpoint_every": every,
+        "checkpoint_every": every, "evaluate_every": scored,
     }  # fmt: skip
     return {name: _set(value) for name, value in values.items() if value is not None}
 

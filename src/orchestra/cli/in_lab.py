@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in a laboratory of its own: hosts on this machine, with the rates and latencies that were asked for."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestra.cli.options import Options
+from orchestra.errors import ClusterError, ConfigError, Interrupted, Problem
+
+_FORM = "must be RATE,LATENCY and perhaps cpu=CORES: 100mbit,1ms or 1gbit,0.2ms,cpu=0.5"
+
+
+def read(text: str) -> dict[str, Any]:
+    """What every host of a lab has, from `100mbit,1ms,cpu=0.5`."""
+    rate, comma, rest = text.partition(",")
+    latency, _, cpu = rest.partition(",cpu=")
+    try:
+        cores = {"cpu": float(cpu)} if cpu else {}
+    except ValueError:
+        raise ConfigError([Problem("lab", text, _FORM)]) from None
+    if not comma or not rate or not latency:
+        raise ConfigError([Problem("lab", text, _FORM)])
+    return {"rate": rate, "latency": latency, **cores}
+
+
+def problems_of(text: str, nodes: int) -> Iterator[Problem]:
+    """What keeps such a lab from being built here."""
+    from orchestra.errors import EnvironmentProblem
+    from orchestra.lab import Lab, kernel
+
+    try:
+        plan = Lab(name=_name(), hosts=nodes, **read(text)).plan
+        kernel.refuse_without(delayed=any(host.latency for host in plan.machines))
+    except ConfigError as error:
+        yield from error.problems
+    except EnvironmentProblem as error:
+        yield Problem("lab", text, str(error))
+
+
+def run(recipe: str, chosen: Options, nodes: int, lab: str) -> None:
+    """Have every host of a lab run the same command. Raises what its first host, which speaks for the run, said."""
+    from orchestra.lab import Lab
+    from orchestra.transports import token
+
+    command = [sys.executable, "-m", "orchestra", "run", recipe, *flags(chosen), "--quiet"]
+    said = io.BytesIO()
+    with tempfile.TemporaryDirectory() as scratch, Lab(name=_name(), hosts=nodes, **read(lab)) as hosts:
+        secret = Path(scratch) / "token"
+        secret.touch(mode=0o600)
+        secret.write_text(token.new(), encoding="ascii")
+        os.environ["ORCHESTRA_TOKEN_FILE"] = str(secret)
+        try:
+            code = hosts.run(command, out=io.BytesIO(), err=said)
+        except KeyboardInterrupt:
+            raise Interrupted("stopped by SIGINT while a strategy ran in the laboratory.") from None
+        finally:
+            del os.environ["ORCHESTRA_TOKEN_FILE"]
+    if code:
+        lines = said.getvalue().decode(errors="replace").strip().splitlines()
+        raise ClusterError(lines[-1].partition(" | ")[2] if lines else f"exit status {code}")
+
+
+def flags(chosen: Options, without: Sequence[str] = ("workers",)) -> Iterator[str]:
+    """Options as they were given, but for the workers: how many there are, every node is told."""
+    for name, value in chosen.given().items():
+        if name not in without:
+            yield from (f"--{name.replace('_', '-')}", str(value))
+
+
+def _name() -> str:
+    return f"run{os.getpid()}"
