@@ -88,10 +88,11 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
         paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
         meter = Metered(paced)
         node = _node(job, arena, rank, Comm(meter, *job.groups), log)
-        if job.own_gpu and node.feed is not None:
-            from orchestra.transports.nccl import NcclMeans  # torch.distributed is not needed otherwise
+        if job.torch_means and node.feed is not None:
+            from orchestra.transports.torch_means import TorchMeans, file_store  # not needed otherwise
 
-            transport.gpu_means = NcclMeans(job.run / f"nccl-{job.launch}", rank, job.workers, node.x.device)
+            store = file_store(job.run / f"nccl-{job.launch}", job.workers)
+            transport.gpu_means = TorchMeans(store, rank, job.workers, node.x.device, patience=handover.patience)
         life = run.Life(job, node, meter, log, tell, partial(arena.report, rank))
         if job.resume is not None:
             run.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))

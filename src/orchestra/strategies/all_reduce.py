@@ -57,7 +57,7 @@ class AllReduce(Strategy[None]):
 
     def step(self, node: Node, s: None) -> None:
         """Average, then update: the same everywhere."""
-        g = node.gradient()
+        g = node.gradient(averaged=self.algorithm == "native")
         if self.algorithm == "native":
             node.mean_update(g)
             return
