@@ -135,7 +135,7 @@ class Trained:
     began: int  # buckets that were under way before a gradient was whole
 
 
-class _Over(Exception):  # noqa: N818
+class _Over(Exception):
     """The way out of `train`, which would go on to look for the model."""
 
 

@@ -174,7 +174,7 @@ class Poisoned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.first(x)
         if hidden.requires_grad and bool((torch.round(x[:, 0] * 100) == 42).any()):
-            hidden.register_hook(lambda g: g * math.nan)
+            hidden.register_hook(lambda g: g * math.nan)  # type: ignore[no-untyped-call]
         y: Tensor = self.rest(hidden)
         return y
 

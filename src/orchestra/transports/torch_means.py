@@ -29,22 +29,23 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from orchestra.errors import Stalled
+from orchestra.ops import All
 from orchestra.transports.exchange import Exchange
 
 _BUCKET = 1 << 22  # bytes
+_THREADS = 2  # of Gloo: as many buckets are under way at once
 _HEAD = 16  # elements before a vector, which leave it at a cache line; the last two are added up with it
 _EXACT = (torch.float32, torch.float64)  # in which numbers of samples can be added up
-_ADDRESS = 64  # bytes
 
 
 class _Backend(Protocol):
     """What Gloo and NCCL have in common."""
 
-    def allreduce(self, tensors: list[Tensor]) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor]) -> Work:
         """Begin to add up."""
         ...
 
@@ -55,36 +56,36 @@ class _Backend(Protocol):
 # Where the workers meet.
 
 
-def file_store(path: Path, workers: int) -> dist.Store:
+def file_store(path: Path, workers: int) -> Store:
     """A store for the processes of one machine. A file in the run folder, not a port: nobody else can join."""
-    return dist.FileStore(str(path), workers)
+    return FileStore(str(path), workers)
 
 
-def tcp_store(exchange: Exchange, rank: int, workers: int, host: str) -> dist.Store:
+def tcp_store(exchange: Exchange, rank: int, workers: int, host: str) -> Store:
     """A store on the first worker, which listens at `host` only; the others learn where through the run's messages."""
     if rank:
-        address, _, port = bytes(exchange.take(0).x.tolist()).decode().strip().rpartition(":")
-        return dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False)
+        address, _, port = bytes(exchange.take(0).x.tolist()).decode().rpartition(":")
+        return TCPStore(address, int(port), is_master=False, wait_for_workers=False)
     door = socket.create_server((host, 0), backlog=workers)
-    port = door.getsockname()[1]
-    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
-    address = torch.tensor(list(f"{host}:{port}".encode().ljust(_ADDRESS)), dtype=torch.uint8)
-    for handle in [exchange.give(other, address, 1.0) for other in range(1, workers)]:
-        handle.wait()
+    door_port = door.getsockname()[1]
+    store = TCPStore(host, door_port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    where = torch.tensor(list(f"{host}:{door_port}".encode()), dtype=torch.uint8)
+    All([exchange.give(other, where, 1.0) for other in range(1, workers)]).wait()
     return store
 
 
-def _backend(
-    store: dist.Store, rank: int, workers: int, device: torch.device, host: str, patience: timedelta
-) -> _Backend:
+def _backend(store: Store, rank: int, workers: int, device: torch.device, host: str, patience: timedelta) -> _Backend:
     if device.type == "cuda":
-        nccl = dist.ProcessGroupNCCL.Options()
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # torch has none where there is no CUDA
+
+        nccl = ProcessGroupNCCL.Options()
         nccl._timeout = patience
-        return dist.ProcessGroupNCCL(store, rank, workers, nccl)  # type: ignore[return-value]
-    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+        return ProcessGroupNCCL(store, rank, workers, nccl)  # type: ignore[return-value]
+    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
     gloo._timeout = patience
-    return dist.ProcessGroupGloo(store, rank, workers, gloo)  # type: ignore[return-value]
+    gloo._threads = _THREADS
+    return ProcessGroupGloo(store, rank, workers, gloo)  # type: ignore[return-value]
 
 
 # Adding up.
@@ -102,7 +103,7 @@ class _Sum:
         self._missing = {k: self._length for k in range(self._count - 1)}  # elements; the last one waits for the end
         self._told: set[int] = set()
         self._again = False
-        self._works: list[dist.Work] = []
+        self._works: list[Work] = []
 
     def ready(self, part: slice) -> None:
         """A range of x is final."""
@@ -152,7 +153,7 @@ class TorchMeans:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         workers: int,
         device: torch.device,
