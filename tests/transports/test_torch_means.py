@@ -90,8 +90,11 @@ def mean_in_pieces(machine: Machine, order: list[list[int]], weights: list[float
     x = vector(machine.rank, 200_000, torch.float32)
     rank, ready = machine.rank, machine.means.ahead(x, promised[machine.rank], 6.0)
     assert ready is not None
-    for piece in order[rank]:
-        ready(slice(piece * 20_000, (piece + 1) * 20_000))
+    kept = x.clone()
+    for i, piece in enumerate(order[rank]):
+        part = slice(piece * 20_000, (piece + 1) * 20_000)
+        x[part] = 0.0 if piece in order[rank][i + 1 :] else kept[part]  # what is told again was not final
+        ready(part)
     if weights[rank] == 0:
         x.fill_(math.nan)
     total = machine.means.mean_(x, weights[rank])
