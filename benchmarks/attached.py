@@ -10,6 +10,7 @@ import argparse
 import itertools
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def table(settings: Sequence[Setting], rounds: int, kinds: Sequence[str]) -> Out
                     used.show(2),
                 ]
             )
-            print(" | ".join(rows[-1]), flush=True)
+            print(" | ".join(rows[-1]), file=sys.stderr)
             if kind == "torch" and ratio.median > WITHIN:
                 slow.append(f"{setting} ({ratio.median:.2f})")
     outcome.table(["setting", "contestant", "step, ms", "against DDP", "least, ms", "processor time against DDP"], rows)
