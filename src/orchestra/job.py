@@ -34,7 +34,6 @@ class Job:
     batch: int
     seed: int
     device: str  # "cpu" or "cuda"
-    own_gpu: bool  # every worker has a GPU of its own
     torch_means: bool  # means are taken by torch.distributed, and every worker updates the whole of x
     run: Path
     launch: str  # different whenever the run is started or resumed

@@ -235,7 +235,6 @@ class _Training:
             batch=given.batch,
             seed=given.seed,
             device=device,
-            own_gpu=cluster.one_gpu_each(),
             torch_means=cluster.means_by_torch(),
             run=self.folder.absolute(),
             launch=uuid.uuid4().hex[:8],
@@ -291,7 +290,7 @@ class _Training:
             "accumulate": job.accumulate,
             "partition": repr(self.given.partition) if self.given.partition is not None else "IID()",
             # Who holds which part of x depends on it.
-            "device": f"{job.device}, one each" if job.own_gpu else job.device,
+            "device": f"{job.device}, one each" if job.torch_means else job.device,
         }
 
     def _open_folder(self, job: Job) -> None:

@@ -170,10 +170,11 @@ class TorchMeans:
 
     def ahead(self, x: Tensor, weight: float, most: float) -> Callable[[slice], None] | None:
         """Begin a mean of x, of which nothing is final yet. Gives whom to tell what is; None if x is but one bucket."""
-        if x.numel() * x.element_size() <= _BUCKET or x.dtype not in _EXACT:
+        if x.dtype not in _EXACT:
             return None
-        self._begun = x, self._sum(x, weight, self.workers * most)
-        return self._begun[1].ready
+        begun = self._sum(x, weight, self.workers * most)
+        self._begun = x, begun
+        return begun.ready if x.numel() * x.element_size() > _BUCKET else None
 
     def mean(self, x: Tensor, weight: float) -> tuple[Tensor, float]:
         """Σ wᵢ xᵢ / Σ wᵢ, in memory that the next mean of such a vector uses again, and Σ wᵢ; if 0, there is no mean.
