@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from benchmarks.common import ROOT
 
 SCRIPTS = (
     "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal", "kernels",
-    "prediction", "crossover", "carriers", "links", "batched", "batched_gpu",
+    "prediction", "crossover", "carriers", "links", "attached", "batched", "batched_gpu",
 )  # fmt: skip
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -31,7 +32,8 @@ one script by itself with the command given.
 def main() -> None:
     """Run the scripts one after the other, each in a process of its own; sections of those not run are kept."""
     parser = argparse.ArgumentParser(description=__doc__)
-    here = [name for name in SCRIPTS if not name.endswith("_gpu") or torch.cuda.is_available()]
+    needs = {"batched_gpu": torch.cuda.is_available(), "attached": os.geteuid() == 0}
+    here = [name for name in SCRIPTS if needs.get(name, True)]
     parser.add_argument("scripts", nargs="*", default=here, help=f"which of {', '.join(SCRIPTS)}; all by default")
     sections = _sections(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name in parser.parse_args().scripts:

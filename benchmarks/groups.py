@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
+from orchestra.lab import Lab
 
 
 class Peers:
@@ -26,24 +27,38 @@ class Peers:
     """
 
     def __init__(
-        self, kind: str, workload: str, processes: int, count: int, *options: str, keep_memory: bool = False
+        self,
+        kind: str,
+        workload: str,
+        processes: int,
+        count: int,
+        *options: str,
+        keep_memory: bool = False,
+        module: str = "benchmarks.peer",
+        lab: Lab | None = None,  # one process on each of its hosts
     ) -> None:
         self.count = count
         port = str(free_port())
         path = os.pathsep.join(filter(None, sys.path))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
+        environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
         if keep_memory:  # what our own workers tell the allocator
             environment |= {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
-        command = [sys.executable, "-m", "benchmarks.peer", kind, workload, str(processes), port]
+        command = [sys.executable, "-m", module, kind, workload, str(processes), port]
+
+        def on_host(rank: int) -> dict[str, Any]:
+            here = [*command, str(rank), *options]
+            if lab is None:
+                return {"args": here, "env": os.environ | environment}
+            return {"args": lab.command(rank + 1, here), "env": lab.environment(rank + 1) | environment}
+
         self._members = [
             subprocess.Popen(
-                [*command, str(rank), *options],
+                **on_host(rank),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if "VERBOSE" in os.environ else subprocess.DEVNULL,
                 text=True,
                 cwd=ROOT,
-                env=environment,
             )
             for rank in range(processes)
         ]

@@ -64,7 +64,8 @@ def solo(workload: Workload, rank: int, **_: Any) -> Step:
 
 def ddp(workload: Workload, rank: int, processes: int, port: str, options: list[str]) -> Step:
     """DistributedDataParallel on Gloo."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
+    first = os.environ.get("ORCHESTRA_LAB_FIRST", "127.0.0.1")
+    dist.init_process_group("gloo", init_method=f"tcp://{first}:{port}", rank=rank, world_size=processes)
     module = DistributedDataParallel(workload.module(), gradient_as_bucket_view="--gradient-as-bucket-view" in options)
     return plain(module, batches(workload, rank))
 
@@ -192,20 +193,24 @@ def timed(step: Step, count: int) -> list[float]:
 
 
 def serve() -> None:
-    """Read commands until there are no more."""
+    """Set up what the command line asks for."""
     kind, workload, processes, port, rank, *options = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    step = KINDS[kind](WORKLOADS[workload], int(rank), processes=int(processes), port=port, options=options)
+    answer(KINDS[kind](WORKLOADS[workload], int(rank), processes=int(processes), port=port, options=options))
+
+
+def answer(step: Step | None) -> None:
+    """Read commands until there are no more; does not return."""
     for line in sys.stdin:
         match line.split():
             case ["ready"]:
-                answer: Any = True
+                found: Any = True
             case ["steps", count]:
-                answer = [] if step is None else timed(step, int(count))
+                found = [] if step is None else timed(step, int(count))
             case words:
                 raise ValueError(f"unknown command {words}")
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(found), flush=True)
     os._exit(0)  # process groups and RPC agents want to say goodbye to each other; nobody needs that here
 
 

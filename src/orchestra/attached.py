@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from orchestra import delays
@@ -100,6 +101,7 @@ class Attached(Cluster):
     trusted: bool = False  # the network is: nothing is encrypted. Who has no token stays outside all the same
     threads: int | None = None  # of each process; None shares the cores of the machine out evenly
     patience: float = 300.0  # seconds a node waits for another
+    collectives: str = "auto"  # "messages", "torch" (Gloo, NCCL: a trusted network only), or torch wherever it may be
     order: str | tuple[int, ...] = "measured"  # which process is which node: by rates and latencies, "given", or a list
     delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.delays
 
@@ -136,6 +138,11 @@ class Attached(Cluster):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
         if self.delay is not None:
             yield from delays.look(self.delay)
+        if self.collectives not in ("auto", "messages", "torch"):
+            yield Problem("cluster.collectives", self.collectives, 'must be "auto", "messages" or "torch"')
+        elif self.collectives == "torch" and not self.trusted:
+            message = "Gloo and NCCL know no token and encrypt nothing: say trusted=True if the network is, or messages"
+            yield Problem("cluster.collectives", self.collectives, message)
         if self.order not in ("measured", "given") and (
             isinstance(self.order, str) or sorted(self.order) != [*range(place.size)] or self.order[0] != 0
         ):
@@ -152,6 +159,12 @@ class Attached(Cluster):
         """What to remember of it."""
         delay = None if self.delay is None else str(self.get_delay())
         return {"kind": "attached", "delay": delay, "encrypted": not self.trusted}
+
+    def means_by_torch(self) -> bool:
+        """Where the network is trusted, and GPUs are not shared: NCCL wants one for each."""
+        if not self.trusted or self.collectives == "messages" or self.workers < 2:
+            return False
+        return self.resolve_device() == "cpu" or torch.cuda.device_count() >= self.place.local_size
 
     def threads_for(self, nodes: int) -> int:
         """As given, or the cores of this machine shared out among its processes."""

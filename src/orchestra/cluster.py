@@ -141,6 +141,10 @@ class Cluster(ABC):
         """Whether every worker has a GPU of its own."""
         return False
 
+    def means_by_torch(self) -> bool:
+        """Whether means are taken by torch.distributed: between GPUs that is NCCL."""
+        return self.one_gpu_each()
+
     def threads_for(self, nodes: int) -> int:
         """Threads of each of `nodes` processes."""
         return max(1, len(os.sched_getaffinity(0)) // nodes)

@@ -41,9 +41,11 @@ def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) 
         "accumulate": job.accumulate,
         "partition": repr(given.partition) if given.partition is not None else "IID()",
         # Who holds which part of x depends on it.
-        "device": f"{job.device}, one each" if job.own_gpu else job.device,
+        "device": f"{job.device}, one each" if job.torch_means and job.one_memory else job.device,
     }
-    return found if job.one_memory else found | {"x": "on every machine"}
+    if job.one_memory:
+        return found
+    return found | {"x": "on every machine", "means": "by torch" if job.torch_means else "by messages"}
 
 
 def fingerprint(version: str, given: Request, module: nn.Module, data: Any, about: dict[str, Any]) -> dict[str, Any]:

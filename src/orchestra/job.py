@@ -35,7 +35,7 @@ class Job:
     seed: int
     device: str  # "cpu" or "cuda"
     one_memory: bool  # workers can share one x
-    own_gpu: bool  # every worker has a GPU of its own, so means go over NCCL
+    torch_means: bool  # means are taken by torch.distributed, and every worker updates the whole of x
     run: Path
     launch: str  # different whenever the run is started or resumed
     last_step: int | None  # of each worker; None if only a clock, a score or the end of a stream can tell
@@ -97,7 +97,7 @@ class Job:
         The replicas must always be equal and the optimizer treat every element alike; and it must pay.
         """
         possible = self.strategy.model_at == "everywhere" and not self.layerwise and self.clip is None
-        return possible and not self.own_gpu and not is_small(self.parameters, self.workers)
+        return possible and not self.torch_means and not is_small(self.parameters, self.workers)
 
     @property
     def shares_x(self) -> bool:

@@ -15,6 +15,7 @@ from orchestra.errors import Diverged
 from orchestra.events import Event, Logged, Skipped
 from orchestra.inner import Inner
 from orchestra.ops import (
+    Ahead,
     All,
     Broadcast,
     Compute,
@@ -30,7 +31,7 @@ from orchestra.ops import (
     Send,
     Transport,
 )
-from orchestra.replica import Replica
+from orchestra.replica import Ready, Replica
 from orchestra.vectors import weighted_mean
 
 _PAUSE = 0xFFFF  # a tag
@@ -188,7 +189,7 @@ class Node:
         replica: Replica | None = None,
         feed: Feed | None = None,
         placement: Sequence[slice] = (),
-        owns_range: bool = False,
+        fuses: bool = False,
         samples_per_epoch: int | None = None,
         tolerate: int = 10,
         last_step: int | None = None,
@@ -211,7 +212,7 @@ class Node:
         self._log = log
         self.placement = placement  # the range of x that each server holds
         self._lengths = [part.stop - part.start for part in placement]
-        self._owns_range = owns_range
+        self._fuses = fuses  # the world takes means and updates in one
         self._samples_per_epoch = samples_per_epoch
         self._tolerate, self._in_a_row = tolerate, 0
         self._last_step, self._validation = last_step, validation
@@ -267,11 +268,12 @@ class Node:
         assert self._validation is not None, "there are no samples set apart"
         return self.comm.transport.start(Compute(self._validation)).wait()
 
-    def gradient(self, *, unless: Group | None = None) -> Tensor:
+    def gradient(self, *, averaged: bool = False, unless: Group | None = None) -> Tensor:
         """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.
 
         A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else. One
-        is `abandoned` if meanwhile a message comes from the nodes in `unless`.
+        is `abandoned` if meanwhile a message comes from the nodes in `unless`. `averaged`: what follows is
+        `mean_update`, so the world may begin with the last layers while backward is at the first.
         """
         assert self.feed is not None
         start = self.comm.transport.start
@@ -279,11 +281,13 @@ class Node:
         batch, size = start(Compute(self.feed.next, draws=self.feed.draws)).wait()
         self.steps += 1
         self.abandoned = False
+        ahead = Ahead(self.g, self.comm.workers, float(size), float(self.batch))
+        ready = start(ahead).wait() if averaged else None
         if size == 0:
             self.g.zero_()
             self.weight, self.loss = 0.0, math.nan
             return self.g
-        taking = Compute(lambda: self._differentiate(batch, size), size, batch, draws=True, unless=unless)
+        taking = Compute(lambda: self._differentiate(batch, size, ready), size, batch, draws=True, unless=unless)
         loss: float | None = start(taking).wait()
         if loss is None:
             self.abandoned = True
@@ -299,10 +303,10 @@ class Node:
             self._skip()
         return self.g
 
-    def _differentiate(self, batch: list[Any], size: int) -> float:
+    def _differentiate(self, batch: list[Any], size: int, ready: Ready | None) -> float:
         """Fill g and give the loss; NaN if either is not finite."""
         assert self.replica is not None
-        loss = self.replica.gradient(batch, size)
+        loss = self.replica.gradient(batch, size, ready)
         return loss if math.isfinite(float(self.g.sum(dtype=self._wide))) else math.nan
 
     def _skip(self) -> None:
@@ -351,7 +355,7 @@ class Node:
         The same as `mean_` and `update`, but where optimizer and world allow each worker does it for one range only.
         What g holds afterwards is nobody's business.
         """
-        if self._owns_range:
+        if self._fuses:
             op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self.inner.step)
             self.comm.transport.start(op).wait()
             return

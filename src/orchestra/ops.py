@@ -73,11 +73,25 @@ class Mean(Op[float]):
 
 
 @dataclass(slots=True)
-class MeanUpdate(Op[None]):
-    """The mean of g over the group, then the optimizer, once per range, visible everywhere.
+class Ahead(Op["Callable[[slice], None] | None"]):
+    """The mean of g is asked for next, and its ranges become final one after the other: begin with those that are.
 
-    Each member takes one range of the vector: it averages that range of g, calls `apply(mean)` to update the same range
-    of x, and every member ends with the whole new x. All weights zero change nothing.
+    Answers a function to be called with every range that is final, or None where nothing is gained by it. `weight` is
+    the one g will have, unless it turns out that it must not be used; `most` the weight of a whole mini-batch.
+    """
+
+    g: Tensor
+    group: Group
+    weight: float
+    most: float
+
+
+@dataclass(slots=True)
+class MeanUpdate(Op[None]):
+    """The mean of g over the group, then the optimizer: x is then the same everywhere.
+
+    Each member averages one range of g, calls `apply(mean)` to update the same range of x, and ends with the whole new
+    x; or, where torch takes the means, averages and applies the whole. All weights zero change nothing.
     """
 
     x: Tensor

@@ -27,6 +27,7 @@ from orchestra.errors import Problem
 from orchestra.vectors import LARGE
 
 Loss = Callable[[Any, Any], Tensor]
+Ready = Callable[[slice], None]
 
 
 def problems_of(module: nn.Module) -> Iterator[Problem]:
@@ -103,12 +104,16 @@ class Replica:
         self._names = list(trainable(module))
         self.parameters = list(trainable(module).values())
         self._slots: list[Tensor] = []
+        self._ranges: list[slice] = []  # of x and g, by parameter
+        self._hooked: set[Tensor] = set()  # parameters whose gradients are taken as backward leaves them
+        self._ready: Ready | None = None  # to be told which ranges of g are final
         self._ours = False  # whether a backward pass under way is this class's own, not one inside the module
         self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
         start = 0
         for p in self.parameters:
             stop = start + p.numel()
+            self._ranges.append(slice(start, stop))
             self._slots.append(g[start:stop].view(p.shape))
             here = x[start:stop].view(p.shape)
             if p.dtype == x.dtype:
@@ -116,20 +121,33 @@ class Replica:
             else:
                 p.data = p.data.to(x.device)
                 self._masters.append((p, here))
-            if p.numel() >= LARGE:
-                hook = partial(self._take_early, slot=self._slots[-1])
-                p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             start = stop
+        self._hook(least=LARGE)
 
-    def gradient(self, batch: Sequence[Any], size: int) -> float:
-        """Fill g with the mean gradient over a batch of `size` samples and give the mean loss."""
+    def _hook(self, least: int) -> None:
+        """Take the gradients of parameters that are large enough as backward leaves them."""
+        for p, slot, part in zip(self.parameters, self._slots, self._ranges, strict=True):
+            if p.numel() >= least and p not in self._hooked:
+                hook = partial(self._take_early, slot=slot, part=part)
+                p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooked.add(p)
+
+    def gradient(self, batch: Sequence[Any], size: int, ready: Ready | None = None) -> float:
+        """Fill g with the mean gradient over a batch of `size` samples and give the mean loss.
+
+        `ready` is told of ranges of g that are final while backward goes on; not of all of them.
+        """
+        if ready is not None:
+            self._hook(least=1)
         self.refresh()
         self.module.train()
         if self.x.device.type != "cpu":
             batch = [piece.to(self.x.device, non_blocking=True) for piece in batch]
         total: Tensor | float = 0.0
         self._filled.clear()
-        for part, share in _parts(batch, size, self._accumulate):
+        parts = list(_parts(batch, size, self._accumulate))
+        for i, (part, share) in enumerate(parts):
+            self._ready = ready if i == len(parts) - 1 else None
             for p in self.parameters:
                 p.grad = None
             with self._autocast():
@@ -188,8 +206,8 @@ class Replica:
         if more[0]:
             torch._foreach_add_(*more)
 
-    def _take_early(self, p: Tensor, slot: Tensor) -> None:
-        """Move a large gradient as soon as it is there: it is still in the cache, and its memory serves the next."""
+    def _take_early(self, p: Tensor, slot: Tensor, part: slice) -> None:
+        """Move a gradient as soon as it is there: it is still in the cache, and its memory serves the next."""
         grad = p.grad
         if not self._ours or grad is None or grad.layout is not torch.strided:
             return
@@ -199,6 +217,8 @@ class Replica:
             slot.copy_(grad)
         self._filled.add(p)
         p.grad = None
+        if self._ready is not None:
+            self._ready(part)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.x.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()

@@ -111,7 +111,7 @@ def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data
         replica=replica,
         feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
         placement=job.placement,
-        owns_range=job.owns_range,
+        fuses=job.owns_range or job.torch_means,
         tolerate=job.tolerate,
         last_step=job.last_step,
         validation=_validation(job, rank, replica),

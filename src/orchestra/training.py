@@ -256,7 +256,7 @@ class _Training:
             seed=given.seed,
             device=device,
             one_memory=cluster.one_memory,
-            own_gpu=cluster.one_gpu_each(),
+            torch_means=cluster.means_by_torch(),
             run=self.folder.absolute(),
             launch=uuid.uuid4().hex[:8],
             last_step=budgets.last_step(given.budget, per_epoch, given.batch * cluster.workers),

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.processes import Outcome, Processes, together
-from tests.zoo import Trap, classifier, ended, flat, make_classes, my_rank, paced, train, trapped
+from tests.zoo import Trap, classifier, ended, flat, make_classes, make_large, my_rank, paced, train, trapped
 
 from orchestra import Attached, Epochs, Seconds, Steps, Target
 
@@ -176,3 +176,35 @@ def test_under_torchrun(tmp_path: Path) -> None:
     record = json.loads(done.stdout)  # one object: one process spoke
     assert record["steps"] == 5
     assert record["workers"] == 2
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "slowmo(tau=2)"])
+def test_on_a_trusted_network_torch_takes_the_means(strategy: str, tmp_path: Path) -> None:
+    """Equal but for the order of sums; and to resume what messages began is refused."""
+    here = train(strategy, tmp_path / "here", workers=3, budget=Steps(8), model=make_large)
+
+    def call(**given: Any) -> Any:
+        cluster = Attached(patience=20, trusted=True)
+        more: dict[str, Any] = {"model": make_large, "budget": Steps(8), "checkpoint_every": Steps(5)} | given
+        result = train(strategy, tmp_path / "there", cluster=cluster, **more)
+        return result.model.state_dict(), result.summary.sent_total
+
+    for state, sent in values(together(3, call)):
+        for name, tensor in here.model.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=2e-5, atol=2e-6)
+        assert sent == here.summary.sent_total
+    assert [len(pair) for pair in values(together(3, lambda: call(resume=True, budget=Steps(9))))] == [2, 2, 2]
+
+
+def test_a_process_that_dies_during_a_mean_of_torch_is_named(tmp_path: Path) -> None:
+    def call() -> Any:
+        cluster = Attached(patience=30, trusted=True)
+        return train("allreduce", tmp_path / "run", cluster=cluster, model=paced(*[0.02] * 3), budget=Steps(999))
+
+    with Processes([call] * 3) as processes:
+        await_training(tmp_path / "run")
+        os.kill(processes.pid(2), signal.SIGKILL)
+        outcomes = processes.outcomes()
+    for outcome in outcomes[:2]:
+        assert outcome.code == 6, outcome.error
+        assert "worker 2 died" in outcome.error

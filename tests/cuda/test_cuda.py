@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import orchestra
 from orchestra.cluster import Device
+from orchestra.transports import torch_means
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -110,3 +111,22 @@ def test_rehearsals_on_a_gpu_follow_those_on_the_processor(strategy: str, tmp_pa
         assert torch.allclose(torch.cat([p.flatten() for p in gpu.model.parameters()]), x, atol=1e-3)
     chosen = json.loads((tmp_path / "auto" / "config.json").read_text())["cluster"]["numerics"]
     assert chosen == "batched"
+
+
+def test_means_by_nccl_of_a_worker_with_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one worker, since two cannot share a GPU there: the mean is its own vector, by all the steps of many."""
+    monkeypatch.setattr(torch_means, "_BUCKET", 1 << 16)
+    gpu = torch.device("cuda", 0)
+    means = torch_means.TorchMeans(torch_means.file_store(tmp_path / "store", 1), 0, 1, gpu)
+    x = torch.randn(100_003, device=gpu)
+    for vector in (x, x.double(), x.bfloat16()):
+        mean, total = means.mean(vector, 3.0)
+        assert total == 3.0
+        torch.testing.assert_close(mean, vector)
+    ready = means.ahead(x, 6.0, 6.0)
+    assert ready is not None
+    ready(slice(50_000, 100_003))
+    mean, total = means.mean(x, 4.0)  # not what was promised
+    assert (total, means.early) == (4.0, 3)
+    torch.testing.assert_close(mean, x)
+    means.close()

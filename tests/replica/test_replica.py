@@ -229,6 +229,35 @@ def test_accumulation_is_the_whole_batch(make: Callable[[], nn.Module], parts: i
     torch.testing.assert_close(cut.g, whole.g, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("make", ZOO)
+def test_what_is_told_to_be_final_is(make: Callable[[], nn.Module], parts: int) -> None:
+    torch.manual_seed(0)
+    replica = replica_of(make(), accumulate=parts)
+    told: dict[int, tuple[slice, Tensor]] = {}
+
+    def ready(part: slice) -> None:
+        assert part.start not in told
+        told[part.start] = part, replica.g[part].clone()
+
+    for _ in range(2):
+        told.clear()
+        replica.gradient(BATCH, 8, ready)
+        assert told
+        for part, then in told.values():
+            torch.testing.assert_close(replica.g[part], then, rtol=0, atol=0, equal_nan=True)
+    told.clear()
+    replica.gradient(BATCH, 8)
+    assert not told
+
+
+def test_the_last_layer_is_final_first() -> None:
+    replica, told = replica_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))), []
+    replica.gradient(BATCH, 8, lambda part: told.append(part.start))
+    assert sorted(told) == [0, 20, 24, 28]
+    assert {*told[:2]} == {24, 28}
+
+
 def test_bf16_computes_in_bf16_and_keeps_float32() -> None:
     seen: list[torch.dtype] = []
 

@@ -198,10 +198,11 @@ class Home(Overseer):
             self.exchange.ship(node, model)
 
     def _close(self) -> None:
-        self.exchange.close()
+        self.party.close()
 
     def _end_for_all(self, error: BaseException) -> BaseException:
         """The run ends here: what everybody is told, and what this process raises."""
+        error = self.party.cause_of(error)
         if not isinstance(error, OrchestraError | KeyboardInterrupt):
             error = WorkerFailed(self.party.name, traceback.format_exc()[-_LONGEST:])
         self.marker.unlink(missing_ok=True)
@@ -250,7 +251,7 @@ class Member:
                 self._await(lambda: self.over is not None and len(self.model) == self.over["bytes"], "worker 0")
             except BaseException as error:
                 raise self._end_for_all(error) from None
-            self.exchange.close()
+            party.close()
         assert self.over is not None
         return Told(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
 
@@ -331,8 +332,9 @@ class Member:
 
     def _end_for_all(self, error: BaseException) -> BaseException:
         """This process cannot go on: home is told why, the others who it was."""
+        error = self.party.cause_of(error)
         if isinstance(error, Stopped):
-            self.exchange.close()
+            self.party.close()
             return error
         code = error.exit_code if isinstance(error, OrchestraError) else 1
         if isinstance(error, WorkerLost | Interrupted | Stopped):

@@ -75,10 +75,11 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
 
     def make_node(comm: Comm, log: EventLog) -> Node:
         node = _node(job, arena, rank, comm, log)
-        if job.own_gpu and node.feed is not None:
-            from orchestra.transports.nccl import NcclMeans  # torch.distributed is not needed otherwise
+        if job.torch_means and node.feed is not None:
+            from orchestra.transports.torch_means import TorchMeans, file_store  # not needed otherwise
 
-            transport.gpu_means = NcclMeans(job.run / f"nccl-{job.launch}", rank, job.workers, node.x.device)
+            store = file_store(job.run / f"nccl-{job.launch}", job.workers)
+            transport.gpu_means = TorchMeans(store, rank, job.workers, node.x.device, patience=handover.patience)
         return node
 
     show = partial(arena.report, rank)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from orchestra import run, topology
 from orchestra.board import name_of
-from orchestra.errors import ClusterError, OrchestraError, WorkerLost
+from orchestra.errors import ClusterError, OrchestraError, Stalled, WorkerLost
 from orchestra.events import EventLog
 from orchestra.job import Job
 from orchestra.launch.joined import JoinedTransport
 from orchestra.node import Comm, Node
-from orchestra.ops import Traffic
+from orchestra.ops import Sleep, Traffic
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.measuring import Found, agree, measure
 from orchestra.transports.meeting import Meeting, interface_to
@@ -42,6 +42,7 @@ class Party:
         traffic = Traffic()
         token = cluster.token()
         connections = _meet(cluster, token, job.workers + job.servers, about)
+        self._host = next(iter(connections.values())).getsockname()[0] if connections else "127.0.0.1"
         self.order, self.links = _arrange(cluster, job, connections)
         self.rank = self.order.index(cluster.place.rank)
         self.exchange = Exchange(
@@ -73,14 +74,37 @@ class Party:
         if job.device == "cuda":
             device = torch.device("cuda", self.cluster.place.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
+        if job.torch_means:
+            from orchestra.transports.torch_means import TorchMeans, tcp_store  # not needed otherwise
+
+            store = tcp_store(self.exchange, self.rank, job.workers, self._host)
+            patience = self.cluster.patience
+            self.transport.means = TorchMeans(store, self.rank, job.workers, device, host=self._host, patience=patience)
         x = self.x0.to(device, copy=True)
         return run.worker(job, self.rank, comm, log, x, torch.zeros_like(x))
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """What broke a mean off, if that is known: torch does not say who was lost."""
+        if isinstance(error, Stalled):
+            try:
+                for _ in range(20):
+                    self.exchange.sleep(Sleep(0.05))
+                    self.require_everybody()
+            except OrchestraError as cause:
+                return cause
+        return error
+
+    def close(self) -> None:
+        """Send what is left, and hang up."""
+        if self.transport.means is not None:
+            self.transport.means.close()
+        self.exchange.close()
 
     def give_up(self, said: dict[str, Any]) -> None:
         """Tell everybody that this process ends the run, and hang up."""
         with contextlib.suppress(OrchestraError):
             self.exchange.tell_all({"kind": "stopped", **said})
-        self.exchange.close()
+        self.close()
 
 
 def _arrange(

@@ -17,7 +17,7 @@ from orchestra.data.feed import IndexedFeed, Samples
 from orchestra.inner import Inner
 from orchestra.node import Comm, Log, Node
 from orchestra.ops import Compute, Message
-from orchestra.replica import trainable
+from orchestra.replica import Ready, trainable
 
 if TYPE_CHECKING:
     from orchestra.job import Job
@@ -42,11 +42,11 @@ class _TimedNode(Node):
 
     def __init__(self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, job: Job, feed: Any = None) -> None:
         key, value = ("samples_per_epoch", job.samples_per_epoch) if feed is None else ("last_step", job.last_step)
-        more: dict[str, Any] = {key: value, "placement": job.placement, "owns_range": job.owns_range}
+        more: dict[str, Any] = {key: value, "placement": job.placement, "fuses": job.owns_range}
         super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, **more)
         self._at_once = at_once
 
-    def _differentiate(self, batch: list[Any], size: int) -> float:
+    def _differentiate(self, batch: list[Any], size: int, ready: Ready | None) -> float:
         return 0.0
 
     def average(self, pushes: Sequence[Message]) -> float:

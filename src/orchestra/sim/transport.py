@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 from orchestra.board import name_of
 from orchestra.delays import Sampler
 from orchestra.ops import (
+    Ahead,
     Broadcast,
     Compute,
     Departed,
@@ -79,6 +80,7 @@ class SimTransport:
         self._alarm: tuple[Group, Promise[bool]] | None = None  # whose letters disturb it
         self._rules: dict[type[Any], Callable[[Any], Any]] = {
             Compute: self._compute,
+            Ahead: lambda op: None,
             Mean: self._collective,
             MeanUpdate: self._collective,
             Broadcast: self._collective,

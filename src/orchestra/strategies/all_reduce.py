@@ -11,8 +11,8 @@ Patarasuk, Yuan. "Bandwidth optimal all-reduce algorithms for clusters of workst
 
 N workers with batch b follow the path of one process with batch N·b. One worker is plain SGD.
 
-The mean is taken by whatever is best where it runs (`native`), or by the messages of an algorithm in `collectives/`:
-the same path but for rounding, other traffic.
+The mean is taken by whatever is best where it runs (`native`), of the last layers while backward is at the first if it
+can be, or by the messages of an algorithm in `collectives/`: the same path but for rounding, other traffic.
 
 Bytes sent per worker and step, for a model of S bytes: 2 (N−1)/N · S on average over the workers, 2 (N−1) S in all;
 by an algorithm, what its file says.
@@ -57,7 +57,7 @@ class AllReduce(Strategy[None]):
 
     def step(self, node: Node, s: None) -> None:
         """Average, then update: the same everywhere."""
-        g = node.gradient()
+        g = node.gradient(averaged=self.algorithm == "native")
         if self.algorithm == "native":
             node.mean_update(g)
             return

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from orchestra.ops import (
+    Ahead,
     All,
     Broadcast,
     Compute,
@@ -37,6 +38,9 @@ from orchestra.transports.computing import compute
 from orchestra.transports.exchange import Exchange
 from orchestra.vectors import ranges, share_of_mean, weighted_mean
 
+if TYPE_CHECKING:
+    from orchestra.transports.torch_means import TorchMeans
+
 T = TypeVar("T")
 
 
@@ -46,9 +50,11 @@ class AttachedTransport:
     def __init__(self, rank: int, size: int, exchange: Exchange, traffic: Traffic) -> None:
         self.rank, self.size, self.traffic = rank, size, traffic
         self.exchange = exchange
+        self.means: TorchMeans | None = None  # of all workers, if torch takes them; every worker then updates all of x
         self.began = time.perf_counter()
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
             Compute: lambda op: compute(op, exchange.sleep),
+            Ahead: self._ahead,
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,
@@ -69,7 +75,17 @@ class AttachedTransport:
 
     # Together.
 
+    def _ahead(self, op: Ahead) -> Handle[Callable[[slice], None] | None]:
+        means = self._means_of(op.group)
+        return Done(None if means is None else means.ahead(op.g, op.weight, op.most))
+
+    def _means_of(self, group: Group) -> TorchMeans | None:
+        return self.means if self.means is not None and 1 < len(group) == self.means.workers else None
+
     def _mean(self, op: Mean) -> Handle[float]:
+        if (means := self._means_of(op.group)) is not None:
+            self._count(op.x, op.group)
+            return Done(means.mean_(op.x, op.weight))
         x = op.x if op.x.device.type == "cpu" and op.x.is_contiguous() else op.x.detach().cpu().contiguous()
         mine = ranges(x.numel(), len(op.group))[op.group.index(self.rank)]
         mean = torch.empty_like(x[mine])
@@ -86,6 +102,8 @@ class AttachedTransport:
             if op.weight:
                 op.apply(op.g)
             return Done(None)
+        if self.means is not None:
+            return self._update_whole(op)
         g, x = op.g.detach().cpu(), op.x.detach().cpu()
         mine = ranges(g.numel(), len(op.group))[op.group.index(self.rank)]
         mean = torch.empty_like(g[mine])
@@ -96,6 +114,17 @@ class AttachedTransport:
             if x.data_ptr() != op.x.data_ptr():
                 x[mine] = updated
                 op.x.copy_(x)
+        return Done(None)
+
+    def _update_whole(self, op: MeanUpdate) -> Handle[None]:
+        mean, means = op.g, self._means_of(op.group)
+        if means is None:
+            total = self._mean(Mean(op.g, op.group, op.weight)).wait()
+        else:
+            self._count(op.g, op.group)
+            mean, total = means.mean(op.g, op.weight)
+        if total:
+            op.apply(mean)
         return Done(None)
 
     def _reduce(self, x: Tensor, group: Group, weight: float, mean: Tensor) -> float:

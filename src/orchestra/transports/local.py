@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from orchestra.ops import (
+    Ahead,
     Broadcast,
     Compute,
     Done,
@@ -42,7 +43,7 @@ from orchestra.transports.waiting import Waiter
 from orchestra.vectors import is_small, ranges, share_of_mean, weighted_mean
 
 if TYPE_CHECKING:
-    from orchestra.transports.nccl import NcclMeans
+    from orchestra.transports.torch_means import TorchMeans
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class LocalTransport:
         self.rank = rank
         self.size = arena.plan.nodes
         self.traffic = Traffic()
-        self.gpu_means: NcclMeans | None = None  # where every worker has a GPU of its own
+        self.gpu_means: TorchMeans | None = None  # where every worker has a GPU of its own
         self._arena = arena
         self._words = arena.words
         self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic)
@@ -64,6 +65,7 @@ class LocalTransport:
         self._barriers = 0
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
             Compute: lambda op: compute(op, self.mailbox.sleep),
+            Ahead: lambda op: Done(None),
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,
@@ -188,7 +190,7 @@ class LocalTransport:
             return Done(op.weight)
         if self.gpu_means is not None and op.x.is_cuda:
             self._count(op.x, op.group)
-            return Done(self.gpu_means.mean(op.x, op.weight))
+            return Done(self.gpu_means.mean_(op.x, op.weight))
         mine = ranges(op.x.numel(), len(op.group))[op.group.index(self.rank)]
         if is_small(op.x.numel(), len(op.group)):
             self._count(op.x, op.group)
@@ -232,6 +234,12 @@ class LocalTransport:
         if len(op.group) == 1:
             if op.weight:
                 op.apply(g)
+            return Done(None)
+        if self.gpu_means is not None and g.is_cuda:
+            self._count(g, op.group)
+            mean, total = self.gpu_means.mean(g, op.weight)
+            if total:
+                op.apply(mean)
             return Done(None)
         mine = ranges(g.numel(), len(op.group))[op.group.index(self.rank)]
         shared = self._arena.plan.shared_x

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process on a host of a lab: DistributedDataParallel, or a worker of our all-reduce between machines.
+
+python -m benchmarks.attached_peer KIND WORKLOAD HOSTS PORT RANK FOLDER, with KIND one of
+
+    ddp             DistributedDataParallel on Gloo
+    ddp-view        the same with gradient_as_bucket_view
+    torch           ours, means by torch.distributed
+    messages        ours, means by messages over TLS
+    trusted         ours, means by messages that are not encrypted
+
+Commands come and are answered as in `benchmarks.peer`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import orchestra
+from benchmarks import peer
+from benchmarks.workloads import WORKLOADS, Workload, loss, sgd
+from orchestra import run
+from orchestra.cluster import Cluster, Device, Ending, Order
+from orchestra.events import EventLog
+from orchestra.node import Comm
+from orchestra.ops import Traffic
+from orchestra.transports.attached import AttachedTransport
+from orchestra.transports.exchange import Exchange
+from orchestra.transports.meeting import Address, Meeting
+from orchestra.transports.middleware import Metered
+from orchestra.transports.token import Token
+from orchestra.transports.torch_means import TorchMeans, tcp_store
+
+SECRET = "a token that everybody may read"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host(Cluster):
+    """One worker of several; it steps when it is told to."""
+
+    workers: int
+    rank: int
+    kind: str
+    meeting_place: Path
+    device: Device = "cpu"
+
+    def means_by_torch(self) -> bool:
+        return self.kind == "torch"
+
+    def carry_out(self, order: Order) -> Ending:
+        """Be worker `rank` for ever."""
+        job, rank = order.job, self.rank
+        with ExitStack() as stack:
+            log = stack.enter_context(EventLog(job.run / f"events-{rank}.jsonl", print))
+            transport = self._transport(job.parameters)
+            meter, x0 = Metered(transport), order.x0
+            node = run.worker(job, rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
+            life = run.Life(job, node, meter, log, print, lambda row: None)
+
+            def step() -> None:
+                job.strategy.step(node, life.state)
+                run.record(life)
+                run.report(life)
+
+            peer.answer(step)
+        raise AssertionError("it ends with the process")
+
+    def _transport(self, parameters: int) -> AttachedTransport:
+        host = os.environ["ORCHESTRA_LAB_ADDRESS"]
+        token = Token(SECRET, trusted=self.kind != "messages")
+        meeting = Meeting(self.rank, token, {}, host=host)
+        connections = meeting.gather(self._addresses(meeting.address), patience=60)
+        traffic = Traffic()
+        exchange = Exchange(
+            self.rank, self.workers, token.run(), connections,
+            largest=8 * parameters + 1024, patience=300, traffic=traffic, summed=token.trusted,
+        )  # fmt: skip
+        transport = AttachedTransport(self.rank, self.workers, exchange, traffic)
+        if self.kind == "torch":
+            store = tcp_store(exchange, self.rank, self.workers, host)
+            transport.means = TorchMeans(store, self.rank, self.workers, torch.device("cpu"), host=host)
+        return transport
+
+    def _addresses(self, mine: Address) -> list[Address]:
+        """Where everybody is: the hosts of a lab have one file system."""
+        place = self.meeting_place / f"{self.kind}-{self.rank}"
+        place.with_suffix(".new").write_text(f"{mine[0]} {mine[1]}")
+        place.with_suffix(".new").rename(place)
+        found = [self.meeting_place / f"{self.kind}-{rank}" for rank in range(self.workers)]
+        while not all(path.exists() for path in found):
+            time.sleep(0.02)
+        return [(host, int(port)) for host, port in (path.read_text().split() for path in found)]
+
+
+def ours(kind: str, workload: Workload, hosts: int, rank: int, folder: Path) -> None:
+    """A real `orchestra.train`, but for the cluster."""
+    orchestra.train(
+        model=workload.module,
+        data=workload.data,
+        loss=loss,
+        optimizer=sgd,
+        strategy="allreduce",
+        cluster=Host(workers=hosts, rank=rank, kind=kind, meeting_place=folder),
+        batch=workload.batch,
+        budget=orchestra.Steps(1_000_000),
+        out=folder / f"run-{kind}-{rank}",
+    )
+
+
+def main() -> None:
+    """Live as one process."""
+    kind, name, hosts, port, rank, folder = sys.argv[1:]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    workload = WORKLOADS[name]
+    if kind.startswith("ddp"):
+        options = ["--gradient-as-bucket-view"] if kind == "ddp-view" else []
+        peer.answer(peer.ddp(workload, int(rank), processes=int(hosts), port=port, options=options))
+    else:
+        ours(kind, workload, int(hosts), int(rank), Path(folder))
+
+
+if __name__ == "__main__":
+    main()

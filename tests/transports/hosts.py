@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes in processes of their own that speak through sockets, set up once: they do what they are asked, all at once."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.zoo import train
+from torch import Tensor
+
+from orchestra import run
+from orchestra.cluster import Cluster, Device, Ending, Order
+from orchestra.events import EventLog
+from orchestra.node import Comm
+from orchestra.ops import Group, Traffic
+from orchestra.transports.attached import AttachedTransport
+from orchestra.transports.exchange import Exchange
+from orchestra.transports.meeting import Meeting
+from orchestra.transports.middleware import Metered
+from orchestra.transports.token import Token
+from orchestra.transports.torch_means import TorchMeans, tcp_store
+
+TOKEN = Token("a token for tests, of some length", trusted=True)
+HOST = "127.0.0.1"
+PATIENCE = 20.0
+
+
+@dataclass
+class Machine:
+    """What a process has when it is asked to do something."""
+
+    rank: int
+    workers: Group
+    transport: AttachedTransport
+    means: TorchMeans
+
+
+def _live(rank: int, size: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    meeting = Meeting(rank, TOKEN, {}, host=HOST)
+    pipe.send(meeting.address)
+    traffic = Traffic()
+    sockets = meeting.gather(pipe.recv(), patience=PATIENCE)
+    exchange = Exchange(
+        rank, size, TOKEN.run(), sockets, largest=1 << 24, patience=PATIENCE, traffic=traffic, summed=True
+    )  # fmt: skip
+    means = TorchMeans(
+        tcp_store(exchange, rank, size, HOST), rank, size, torch.device("cpu"), host=HOST, patience=PATIENCE
+    )
+    machine = Machine(rank, Group(tuple(range(size))), AttachedTransport(rank, size, exchange, traffic), means)
+    pipe.send(None)
+    while (asked := pipe.recv()) is not None:
+        what, given = asked
+        try:
+            pipe.send(what(machine, *given))
+        except Exception as error:
+            pipe.send(error)
+    os._exit(0)
+
+
+class Hosts:
+    """All of them."""
+
+    def __init__(self, pipes: list[Connection], processes: list[Any]) -> None:
+        self._pipes, self.processes = pipes, processes
+
+    def all(self, what: Callable[..., Any], *given: Any) -> list[Any]:
+        """What each answers, in the order of the ranks; raises the first error."""
+        answers = self.answers(what, *given)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def answers(self, what: Callable[..., Any], *given: Any) -> list[Any]:
+        """The same, with errors as answers; None of those that died."""
+        for pipe in self._pipes:
+            pipe.send((what, given))
+        return [_hear(pipe) for pipe in self._pipes]
+
+
+def _hear(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+@contextmanager
+def hosts(size: int) -> Iterator[Hosts]:
+    """Processes that know each other."""
+    context = mp.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_live, args=(rank, size, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    try:
+        addresses = [pipe.recv() for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(addresses)
+        for pipe in pipes:
+            pipe.recv()
+        yield Hosts(pipes, processes)
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+# A run, of which each process is one worker.
+
+
+@dataclass
+class Trained:
+    """What became of it."""
+
+    x: Tensor
+    sent: int
+    skipped: int
+    began: int  # buckets that were under way before a gradient was whole
+
+
+class _Over(Exception):
+    """The way out of `train`, which would go on to look for the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host(Cluster):
+    """One worker of several."""
+
+    machine: Machine
+    by_torch: bool
+    workers: int = 3
+    device: Device = "cpu"
+
+    def means_by_torch(self) -> bool:
+        return self.by_torch
+
+    def carry_out(self, order: Order) -> Ending:
+        job, machine, x0 = order.job, self.machine, order.x0
+        machine.transport.means = machine.means if self.by_torch else None
+        meter = Metered(machine.transport)
+        with EventLog(job.run / "events.jsonl", print) as log:
+            node = run.worker(job, machine.rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
+            life = run.Life(job, node, meter, log, print, lambda row: None)
+            before, began = machine.transport.traffic.sent, machine.means.early
+            while not run.spent(life):
+                job.strategy.step(node, life.state)
+        sent = machine.transport.traffic.sent - before
+        raise _Over(Trained(node.x, sent, node.skipped, machine.means.early - began))
+
+
+def trained(machine: Machine, out: Path, by_torch: bool, strategy: str, given: dict[str, Any]) -> Trained:
+    """Train as one worker of all."""
+    cluster = Host(machine=machine, by_torch=by_torch, workers=len(machine.workers))
+    try:
+        train(strategy, out / f"{machine.rank}-{by_torch}-{os.urandom(4).hex()}", cluster=cluster, **given)
+    except _Over as over:
+        found: Trained = over.args[0]
+        return found
+    raise AssertionError
