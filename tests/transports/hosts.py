@@ -6,7 +6,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -113,8 +113,8 @@ def hosts(size: int) -> Iterator[Hosts]:
             pipe.recv()
         yield Hosts(pipes, processes)
     finally:
-        for pipe, process in zip(pipes, processes, strict=True):
-            if process.is_alive():
+        for pipe in pipes:
+            with suppress(OSError):  # of those that died
                 pipe.send(None)
         for process in processes:
             process.join(5)
