@@ -219,7 +219,8 @@ class Rehearsal:
 
     def _hear(self, said: dict[str, Any]) -> None:
         name = name_of(said["node"], self.job.workers)
-        self.warnings.append(f"{name} could not set aside the model at step {said['step']}: {said['error']}.")
+        if said["kind"] == "snapshot-failed":
+            self.warnings.append(f"{name} could not set aside the model at step {said['step']}: {said['error']}.")
 
     def _heartbeat(self) -> None:
         """Now and then: show where the run is, and see that time passes if only time can end it."""
