@@ -67,10 +67,10 @@ class SimTransport:
         self.begun = 0
         self._world = world
         self._number = world.host(rank).number
+        self._ways = world.ways[rank]
         self._others = others  # by rank, itself included
         self._kernel = world.kernel
         self._step = 0
-        self._ways: dict[int, Way] = {}  # to the nodes that it wrote to
         self._boxes: dict[int, deque[_Letter]] = {}
         self._arrivals: deque[int] = deque()  # sources of letters, in the order they came
         self._left: set[int] = set()
@@ -146,7 +146,7 @@ class SimTransport:
         x, to = op.x, op.to
         if self._lent:
             self._release(to)
-        way = self._ways.get(to) or self._way(to)
+        way = self._ways.get(to) or self._world.way(self.rank, to)
         size = x.nbytes if way.links else 0
         self.traffic.sent += size
         read: Promise[None] | None = None
@@ -157,10 +157,6 @@ class SimTransport:
         message = Message(self.rank, x, op.version, op.weight, op.tag, op.stamp)
         self._post(to, way, _Letter(message, self.rank, size, self._kernel.now, read))
         return read or _NOTHING
-
-    def _way(self, to: int) -> Way:
-        way = self._ways[to] = self._world.way(self.rank, to)
-        return way
 
     def _reader(self, to: int) -> str:
         return f"{name_of(to, self._world.workers)} to have read a message"
@@ -174,7 +170,7 @@ class SimTransport:
     def _leave(self, op: Leave) -> None:
         for to in op.group.members:
             self._release(to)
-            self._post(to, self._way(to), _Letter(None, self.rank, 0, self._kernel.now))
+            self._post(to, self._world.way(self.rank, to), _Letter(None, self.rank, 0, self._kernel.now))
 
     def _post(self, to: int, way: Way, letter: _Letter) -> None:
         world = self._world

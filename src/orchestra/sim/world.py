@@ -84,7 +84,7 @@ class World:
         self._up = [Link(f"up {m}", network.host(m).up / 8, UP) for m in every]
         self._down = [Link(f"down {m}", network.host(m).down / 8, DOWN) for m in every]
         self._racks = _racks(network, len(every))
-        self._ways: dict[tuple[int, int], Way] = {}  # by nodes
+        self.ways: list[dict[int, Way]] = [{} for _ in range(nodes)]  # from each node to those that it wrote to
         self._flying: dict[Way, deque[tuple[Arrived, Any]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self.under_way = 0  # messages and collectives in flight
@@ -97,9 +97,9 @@ class World:
 
     def way(self, source: int, to: int) -> Way:
         """From node to node."""
-        way = self._ways.get((source, to))
+        way = self.ways[source].get(to)
         if way is None:
-            way = self._ways[source, to] = self._between(self._machines[source], self._machines[to])
+            way = self.ways[source][to] = self._between(self._machines[source], self._machines[to])
         return way
 
     def _between(self, source: int, to: int) -> Way:
