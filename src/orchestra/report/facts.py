@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +92,14 @@ class Facts:
 
 def events_of(run: Path) -> list[Event]:
     """All events of a run, by node."""
-    return [event for path in sorted(run.glob("events-*.jsonl")) for event in read(path)]
+    # None of them is garbage, and looking for some among so many takes as long as reading them.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return [event for path in sorted(run.glob("events-*.jsonl")) for event in read(path)]
+    finally:
+        if collects:
+            gc.enable()
 
 
 def scores_of(run: Path) -> list[Scored]:
@@ -100,12 +108,23 @@ def scores_of(run: Path) -> list[Scored]:
     return sorted(scored, key=lambda s: s.number)
 
 
-def _logged(events: Sequence[Event], name: str | None) -> list[Logged]:
-    return [e for e in events if isinstance(e, Logged) and e.name == name]
+Said = dict[str | None, list[Logged]]  # what strategies had to say, by name
 
 
-def _staleness(events: Sequence[Event]) -> dict[str, Any]:
-    stale = [int(e.value) for e in _logged(events, "staleness")]
+def _apart(events: Sequence[Event]) -> tuple[list[Event], Said]:
+    """What was logged and all else, in one pass: a long run has millions of events, nearly all of them logged."""
+    others: list[Event] = []
+    said: Said = defaultdict(list)
+    for event in events:
+        if isinstance(event, Logged):
+            said[event.name].append(event)
+        else:
+            others.append(event)
+    return others, said
+
+
+def _staleness(said: Said) -> dict[str, Any]:
+    stale = [int(e.value) for e in said["staleness"]]
     return {
         "staleness_mean": _mean(stale) if stale else None,
         "staleness_max": max(stale, default=None),
@@ -113,10 +132,10 @@ def _staleness(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _switching(config: dict[str, Any], events: Sequence[Event]) -> dict[str, Any]:
-    defining, settling = config.get("defining"), _logged(events, "s")
-    happened = [(e.step, e.t) for e in _logged(events, defining) if e.node < config["workers"]]
-    last = max(settling, key=lambda e: e.t, default=None)
+def _switching(config: dict[str, Any], said: Said) -> dict[str, Any]:
+    defining = config.get("defining")
+    happened = [(e.step, e.t) for e in said[defining] if e.node < config["workers"]]
+    last = max(said["s"], key=lambda e: e.t, default=None)
     return {
         "defining": defining,
         "happened": min(happened, default=None),
@@ -128,13 +147,13 @@ def facts_of(run: Path) -> Facts:
     """Read a run folder."""
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     ending = json.loads(p.read_text(encoding="utf-8")) if (p := run / "ending.json").exists() else {}
-    events = events_of(run)
+    events, said = _apart(events_of(run))
     began = [e for e in events if isinstance(e, Began)]
     stepped = [e for e in events if isinstance(e, Stepped)]
     ended = {e.node: e for e in events if isinstance(e, Ended)}
     roles = {e.node: e.role for e in began}
     workers = [e for node, e in ended.items() if roles.get(node) == "worker"]
-    retired = {e.node for e in _logged(events, "retired")}
+    retired = {e.node for e in said["retired"]}
     seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
     samples = sum(e.samples for e in workers)
     scores = scores_of(run)
@@ -155,14 +174,14 @@ def facts_of(run: Path) -> Facts:
         received_per_worker=_mean([e.received for e in workers]),
         sent_total=sum(e.sent for e in ended.values()),
         shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(ended.items())],
-        **_staleness(events),
+        **_staleness(said),
         stopped_by=ending.get("stopped_by", "unknown"),
         parameters=config["parameters"],
         virtual=config.get("cluster", {}).get("kind") == "simulated",
         trained=trained,
         most_steps=max((e.step for e in workers), default=None),
-        **_switching(config, events),
-        **_losses(events, [e for node, e in ended.items() if roles.get(node) == "server"]),
+        **_switching(config, said),
+        **_losses(events, said, [e for node, e in ended.items() if roles.get(node) == "server"]),
         retired=tuple(sorted(retired)),
     )
 
@@ -171,9 +190,9 @@ def _most(stepped: Sequence[Stepped]) -> int:
     return max((e.step for e in stepped), default=0)
 
 
-def _losses(events: Sequence[Event], servers: Sequence[Ended]) -> dict[str, Any]:
+def _losses(events: Sequence[Event], said: Said, servers: Sequence[Ended]) -> dict[str, Any]:
     """Gradients that were not finite, and how many samples servers know of if any came too late or were given up."""
-    lost = _logged(events, "late") or _logged(events, "abandoned")
+    lost = said["late"] or said["abandoned"]
     return {
         "skipped": sum(isinstance(e, Skipped) for e in events),
         "used": max(e.samples for e in servers) if lost and servers else None,

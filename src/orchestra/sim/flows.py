@@ -19,7 +19,6 @@ import bisect
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from orchestra.sim.kernel import Kernel
@@ -33,7 +32,9 @@ _NEVER = float("inf")
 class Link:
     """Something with a capacity that flows share."""
 
-    __slots__ = ("alone", "capacity", "due", "flows", "kind", "name", "rho", "served", "since", "waiting")
+    __slots__ = (
+        "alone", "capacity", "due", "flows", "kind", "left", "name", "rho", "served", "since", "unfixed", "waiting"
+    )  # fmt: skip
 
     def __init__(self, name: str, capacity: float, kind: int = 0) -> None:
         self.name = name
@@ -45,7 +46,9 @@ class Link:
         self.served = 0.0  # V, at `since`
         self.since = 0.0
         self.due = _NEVER  # when to see whether the next one ends; events of other times are void
-        self.alone = True  # it holds back all flows that cross it, and no other link holds back any of them
+        self.alone = True  # if it holds back any: all that cross it, and no other link holds back any of them
+        self.left = 0.0  # while rates are computed anew: capacity not given away yet, and
+        self.unfixed = 0  # flows whose rate is not known yet
 
     def advance(self, now: float) -> None:
         """Bring V up to date."""
@@ -56,27 +59,20 @@ class Link:
 class Flow:
     """Bytes on their way."""
 
-    __slots__ = ("about", "arrived", "at", "end", "links", "number")
+    __slots__ = ("about", "arrived", "at", "end", "left", "links", "number")
 
     def __init__(self, number: int, links: tuple[Link, ...], arrived: Callable[..., None], about: Any) -> None:
         self.number = number
         self.links = links
         self.arrived, self.about = arrived, about
         self.at: Link | None = None  # which holds it back
-        self.end = 0.0  # the count of that link at which it ends
+        self.end: float  # the count of that link at which it ends
+        self.left: float  # bytes, while rates are computed anew
 
     @property
     def rate(self) -> float:
         """Bytes per second."""
         return self.at.rho if self.at is not None else 0.0
-
-
-@dataclass(slots=True)
-class _Level:
-    """A link while rates are computed anew."""
-
-    left: float  # capacity not given away yet
-    unfixed: int
 
 
 class Flows:
@@ -112,6 +108,8 @@ class Flows:
             host.alone = True
             self._join(flow, host, size)
             self._share(host)
+            if host.due == _NEVER or host.waiting[0][2] is flow:  # the others only end later than expected
+                self._await(host)
         else:
             self._join(flow, links[0], size)  # somewhere, for no time at all
             self._soon(links)
@@ -169,8 +167,12 @@ class Flows:
         rho = host.capacity / len(host.waiting)
         if self._never_full(host, rho):
             return True
-        others = {link for _, _, flow in host.waiting for link in flow.links if link is not host}
-        return all(self._load(link, host, rho) <= link.capacity * _ROOM for link in others)
+        others = [link for _, _, flow in host.waiting for link in flow.links if link is not host]
+        for link in others if self._single else {*others}:
+            load = rho if len(link.flows) == 1 else self._load(link, host, rho)
+            if load > link.capacity * _ROOM:
+                return False
+        return True
 
     def _never_full(self, host: Link, rho: float) -> bool:
         """Whether not even a link that one flow of every link of this kind crosses would be full."""
@@ -178,28 +180,27 @@ class Flows:
 
     def _join(self, flow: Flow, host: Link, size: float) -> None:
         host.advance(self._kernel.now)
+        waiting = host.waiting
         flow.at = host
-        flow.end = host.served + size
-        place = (flow.end, flow.number, flow)
-        if host.waiting and place < host.waiting[-1]:
-            bisect.insort(host.waiting, place)
-        else:  # flows are mostly of a size, so that the last to come is the last to end
-            host.waiting.append(place)
-        self._hot[host] = None
+        flow.end = end = host.served + size
+        if not waiting:
+            self._hot[host] = None
+        if not waiting or waiting[-1][0] <= end:  # as mostly: flows of a size end in the order in which they come
+            waiting.append((end, flow.number, flow))
+        else:
+            bisect.insort(waiting, (end, flow.number, flow))
 
     def _share(self, host: Link) -> None:
         """A link that holds back all its flows, and is up to date, serves them equally."""
-        self._set(host, host.capacity / len(host.waiting))
-        self._await(host)
-
-    def _set(self, link: Link, rho: float) -> None:
-        self._rates[link.kind] += rho - link.rho
-        link.rho = rho
+        rho = host.capacity / len(host.waiting)
+        self._rates[host.kind] += rho - host.rho
+        host.rho = rho
 
     def _await(self, host: Link) -> None:
         """Expect the next flow of a link to end. If it turns out later than expected, it is expected again then."""
+        now = self._kernel.now
         left = host.waiting[0][0] - host.served
-        due = self._kernel.now + left / host.rho if left > 0 else self._kernel.now
+        due = now + left / host.rho if left > 0 else now
         if due < host.due:
             host.due = due
             self._kernel.at(due, self._end, host, due)
@@ -208,15 +209,15 @@ class Flows:
         if due != host.due:
             return
         host.due = _NEVER
-        now = self._kernel.now
+        waiting, now = host.waiting, self._kernel.now
         host.advance(now)
-        end = host.waiting[0][0]
+        end = waiting[0][0]
         left = end - host.served
-        if left > _NOTHING * end and now + left / host.rho > now:
-            self._await(host)
+        if left > _NOTHING * end and (due := now + left / host.rho) > now:
+            host.due = due
+            self._kernel.at(due, self._end, host, due)
             return
         host.served = end  # exactly, so that equal flows end at equal times
-        waiting = host.waiting
         ended = [waiting.popleft()[2]]
         while waiting and waiting[0][0] <= end:
             ended.append(waiting.popleft()[2])
@@ -228,13 +229,14 @@ class Flows:
                 if link is not host and link.waiting:
                     others.append(link)
         if not waiting:
-            self._set(host, 0.0)
-            host.served = 0.0
+            self._rates[host.kind] -= host.rho
+            host.rho = host.served = 0.0
             del self._hot[host]
         if others or host in self._dirty or not self._leaves_alone(host):
             self._soon([host, *others])
         elif waiting:
             self._share(host)
+            self._await(host)
         for flow in ended:
             flow.arrived(*flow.about)
 
@@ -246,29 +248,30 @@ class Flows:
         touched, flows = _connected(links)
         self.filled += 1
         self.touched += len(flows)
-        left = {}
-        for link in touched:
+        hot = [link for link in touched if link.waiting]
+        for link in hot:
             link.advance(now)
         for flow in flows:
             assert flow.at is not None
-            left[flow] = flow.end - flow.at.served
-        for link in touched:
-            if link.waiting:
-                link.waiting.clear()
-                self._hot.pop(link, None)
-            self._set(link, 0.0)
+            flow.left = flow.end - flow.at.served
+        for link in hot:
+            link.waiting.clear()
             link.due = _NEVER
-        for link, rho, held in _levels(touched, flows):
-            self._set(link, rho)
+            self._rates[link.kind] -= link.rho
+            link.rho = 0.0
+            del self._hot[link]
+        levels = _levels(touched, flows)
+        for link, rho, held in levels:
+            self._rates[link.kind] += rho
+            link.rho, link.since = rho, now
             for flow in held:
-                flow.at = link
-                flow.end = link.served + left[flow]
-            link.waiting.extend(sorted((flow.end, flow.number, flow) for flow in held))
+                flow.end = link.served + flow.left
+            link.waiting.extend(sorted([(flow.end, flow.number, flow) for flow in held]))
             self._hot[link] = None
             self._await(link)
-        for link in touched:
-            link.alone = len(link.waiting) == len(link.flows) and all(
-                other is link or not other.waiting for flow in link.flows for other in flow.links
+        for link, _, held in levels:
+            link.alone = len(held) == len(link.flows) and not any(
+                other.waiting for flow in held for other in flow.links if other is not link
             )
 
 
@@ -290,26 +293,27 @@ def _connected(links: Iterable[Link]) -> tuple[list[Link], list[Flow]]:
 
 def _levels(links: list[Link], flows: list[Flow]) -> list[tuple[Link, float, list[Flow]]]:
     """Fill up: which links hold back which flows, and at what rate."""
-    level = {link: _Level(link.capacity, len(link.flows)) for link in links}
-    order = {link: i for i, link in enumerate(links)}
-    heap = [(state.left / state.unfixed, order[link], link) for link, state in level.items() if state.unfixed]
+    for flow in flows:
+        flow.at = None
+    for link in links:
+        link.left, link.unfixed = link.capacity, len(link.flows)
+    heap = [(link.capacity / link.unfixed, i, link) for i, link in enumerate(links) if link.unfixed]
     heapq.heapify(heap)
-    fixed: set[Flow] = set()
-    found = []
-    while len(fixed) < len(flows):
-        share, _, link = heapq.heappop(heap)
-        state = level[link]
-        if not state.unfixed:
+    fixed, found = 0, []
+    while fixed < len(flows):
+        share, i, link = heapq.heappop(heap)
+        if not link.unfixed:
             continue
-        rho = max(0.0, state.left) / state.unfixed
+        rho = max(0.0, link.left) / link.unfixed
         if rho > share * _ROOM:  # others took less than their share of it: not its turn yet
-            heapq.heappush(heap, (rho, order[link], link))
+            heapq.heappush(heap, (rho, i, link))
             continue
-        held = [flow for flow in link.flows if flow not in fixed]
+        held = [flow for flow in link.flows if flow.at is None]
         for flow in held:
-            fixed.add(flow)
+            flow.at = link
             for other in flow.links:
-                level[other].left -= rho
-                level[other].unfixed -= 1
+                other.left -= rho
+                other.unfixed -= 1
+        fixed += len(held)
         found.append((link, rho, held))
     return found

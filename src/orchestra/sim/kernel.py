@@ -12,12 +12,13 @@ Nothing here looks at a clock, so the same inputs give the same events in the sa
 from __future__ import annotations
 
 import gc
-import heapq
 import random
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count as counting
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -46,9 +47,8 @@ class Kernel:
 
     def __init__(self, *, fiber: fibers.Kind = "auto", ties: int | None = None) -> None:
         self.now = 0.0
-        self.events = 0
         self._kind = fiber
-        self._heap: list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, Any, Callable[..., object], tuple[Any, ...]]] = []  # time, order, act, arguments
         self._ready: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._count = 0
         self._dice = None if ties is None else random.Random(ties)
@@ -61,14 +61,15 @@ class Kernel:
 
     def at(self, t: float, act: Callable[..., object], *args: Any) -> None:
         """Do something at a time that has not passed."""
-        if self._dice is None and t == self.now:
+        dice = self._dice
+        if t == self.now and dice is None:
             # Whatever else is due now was asked for before, so it need not be put in order.
             self._ready.append((act, args))
             return
         if not t >= self.now:
             raise ValueError(f"something is to happen at {t} s, but it is {self.now} s already")
-        self._count += 1
-        heapq.heappush(self._heap, (t, self._dice.random() if self._dice else 0.0, self._count, act, args))
+        self._count = count = self._count + 1
+        heappush(self._heap, (t, count if dice is None else (dice.random(), count), act, args))
 
     def after(self, seconds: float, act: Callable[..., object], *args: Any) -> None:
         """Do something in a while."""
@@ -94,47 +95,43 @@ class Kernel:
         """Let a parked task go on, now."""
         self.at(self.now, self._run, task)
 
-    def park(self, promise: Promise[Any]) -> None:
-        """Set the running task aside until it is woken."""
-        task = self.current
-        task.awaits = promise
-        task.fiber.park()
-        task.awaits = None
-
     def _run(self, task: Task) -> None:
-        if task.fiber.done:
+        fiber = task.fiber
+        if fiber.done:
             return
         self._current = task
         self._stirred = self.now
-        task.fiber.resume()
+        fiber.resume()
         self._current = None
-        if task.fiber.done:
+        if fiber.done:
             self._tasks.remove(task)
-            if task.fiber.error is not None:
-                raise task.fiber.error
+            if fiber.error is not None:
+                raise fiber.error
+            if not self._tasks:  # nobody is left to whom anything could happen
+                self._heap.clear()
+                self._ready.clear()
 
     # The run.
 
     def run(self, heartbeat: Callable[[], None] = lambda: None) -> None:
         """Go on until nothing is left to happen, or nobody to whom; `heartbeat` is called now and then."""
-        heap, ready, pop = self._heap, self._ready, heapq.heappop
+        heap, ready = self._heap, self._ready
         # Hardly any garbage here is circular, and looking for it among so many objects takes a quarter of the time.
         before = gc.get_threshold()
         gc.freeze()
         gc.set_threshold(200_000, 50, 1000)
-        modes, peopled = fibers.modes(), bool(self._tasks)
+        modes = fibers.modes()
         try:
-            while heap or ready:
-                if ready and (not heap or heap[0][0] > self.now):
+            for events in counting(1):
+                if heap and (not ready or heap[0][0] <= self.now):
+                    self.now, _, act, args = heappop(heap)
+                elif ready:
                     act, args = ready.popleft()
                 else:
-                    self.now, _, _, act, args = pop(heap)
-                act(*args)
-                self.events += 1
-                if self.events & 255 == 0:
-                    heartbeat()
-                if peopled and not self._tasks:
                     break
+                act(*args)
+                if not events & 255:
+                    heartbeat()
             if self._tasks:
                 raise Deadlock(self._who_waits())
         finally:
@@ -195,8 +192,10 @@ class Promise(Generic[T]):
     def wait(self) -> T:
         """Set the running task aside until the answer is there."""
         if not self.done:
-            self._task = self._kernel.current
-            self._kernel.park(self)
+            self._task = task = self._kernel.current
+            task.awaits = self
+            task.fiber.park()
+            task.awaits = None
         return self._value
 
     def what(self) -> str:

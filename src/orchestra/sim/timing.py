@@ -45,9 +45,16 @@ class _TimedNode(Node):
         more: dict[str, Any] = {key: value, "placement": job.placement, "fuses": job.owns_range}
         super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, **more)
         self._at_once = at_once
+        self._parts: dict[torch.dtype, Sequence[Tensor]] = {}
 
     def _differentiate(self, batch: list[Any], size: int, ready: Ready | None) -> float:
         return 0.0
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """The servers' ranges: all vectors of a kind have the same, since they hold nothing."""
+        if x.dtype not in self._parts:
+            self._parts[x.dtype] = super().parts(x)
+        return self._parts[x.dtype]
 
     def average(self, pushes: Sequence[Message]) -> float:
         """Take one's time over it."""

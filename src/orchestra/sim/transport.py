@@ -37,9 +37,9 @@ from orchestra.ops import (
     Traffic,
 )
 from orchestra.sim import collectives
-from orchestra.sim.collectives import bytes_of, nbytes, vector_of
+from orchestra.sim.collectives import bytes_of, vector_of
 from orchestra.sim.kernel import Promise
-from orchestra.sim.world import World
+from orchestra.sim.world import Way, World
 
 T = TypeVar("T")
 
@@ -68,6 +68,7 @@ class SimTransport:
         self.begun = 0
         self._world = world
         self._number = world.host(rank).number
+        self._ways = world.ways[rank]
         self._others = others  # by rank, itself included
         self._kernel = world.kernel
         self._step = 0
@@ -98,7 +99,7 @@ class SimTransport:
         """Carry out an op; returns when it is over, in virtual time, but for vectors that are lent."""
         if type(op) is Send:
             return cast("Handle[T]", self._send(op))
-        return Done(cast("T", self._rules[type(op)](op)))
+        return Done(self._rules[type(op)](op))
 
     def proceed(self, step: int, *, in_step: bool) -> bool:
         """Whether to begin `step`: not once the run is to stop, where all stop at the same one if they go in step."""
@@ -144,15 +145,20 @@ class SimTransport:
     # Messages.
 
     def _send(self, op: Send) -> Handle[None]:
+        x, to = op.x, op.to
         if self._lent:
-            self._release(op.to)
-        size = 0 if self._world.near(self.rank, op.to) else nbytes(op.x)
+            self._release(to)
+        way = self._ways.get(to) or self._world.way(self.rank, to)
+        size = x.nbytes if way.links else 0
         self.traffic.sent += size
-        read: Promise[None] | None = Promise(self._kernel, self._reader, op.to) if op.lend else None
-        x = op.x if op.lend or op.x.is_meta else op.x.detach().clone()
+        read: Promise[None] | None = None
+        if op.lend:
+            read = Promise(self._kernel, self._reader, to)
+        elif not x.is_meta:
+            x = x.detach().clone()
         message = Message(self.rank, x, op.version, op.weight, op.tag, op.stamp)
-        self._post(op.to, _Letter(message, self.rank, size, self._kernel.now, read))
-        return _NOTHING if read is None else read
+        self._post(to, way, _Letter(message, self.rank, size, self._kernel.now, read))
+        return read or _NOTHING
 
     def _reader(self, to: int) -> str:
         return f"{name_of(to, self._world.workers)} to have read a message"
@@ -166,25 +172,26 @@ class SimTransport:
     def _leave(self, op: Leave) -> None:
         for to in op.group.members:
             self._release(to)
-            self._post(to, _Letter(None, self.rank, 0, self._kernel.now))
+            self._post(to, self._world.way(self.rank, to), _Letter(None, self.rank, 0, self._kernel.now))
 
-    def _post(self, to: int, letter: _Letter) -> None:
+    def _post(self, to: int, way: Way, letter: _Letter) -> None:
         world = self._world
         world.under_way += 1
-        world.carry(self.rank, to, letter.size, self._others[to].deliver, letter)
+        world.carry(way, letter.size, self._others[to].deliver, letter)
 
     def deliver(self, letter: _Letter) -> None:
         """A letter has come."""
         self._world.under_way -= 1
-        source = letter.source
+        source, awaited = letter.source, self._awaited
         box = self._boxes.get(source)
         if box is None:
             box = self._boxes[source] = deque()
         box.append(letter)
         self._arrivals.append(source)
-        if self._awaited is not None and (self._from is None or self._from == source):
-            self._awaited.keep(None)
-            self._awaited = None
+        if awaited is not None:
+            if self._from is None or self._from == source:
+                self._awaited = None
+                awaited.keep(None)
         elif self._alarm is not None and source in self._alarm[0] and not self._alarm[1].done:
             self._alarm[1].keep(False)
 
@@ -197,7 +204,7 @@ class SimTransport:
             letter = self._take(op)
             if letter is None:
                 sources = op.group.members if op.source is None else (op.source,)
-                if all(source in self._left for source in sources):
+                if self._left and all(source in self._left for source in sources):
                     self.traffic.waited += self._kernel.now - asked
                     return None
                 self._from = op.source

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from orchestra.board import name_of
@@ -34,8 +35,19 @@ from orchestra.sim.flows import Flows, Link
 from orchestra.sim.kernel import Kernel, Promise
 
 UP, DOWN = 0, 1  # kinds of links
-Way = tuple[int, int]  # from node to node
-_NONE: deque[Any] = deque(maxlen=0)  # nothing waits behind a message, as is mostly so
+Arrived = Callable[[Any], None]  # what is called when a message is there
+
+
+@dataclass(slots=True, eq=False)
+class Way:
+    """From one node to another, as by a connection of their own: messages keep their order."""
+
+    source: int  # machine
+    links: tuple[Link, ...] = ()  # none between nodes of one machine
+    latency: float = 0.0  # seconds
+    work: float = 0.0  # seconds for every message, at its source
+    busy: bool = False  # with a message that has not left yet
+    behind: deque[tuple[float, Arrived, Any]] | None = None  # messages that wait for it; mostly there is none
 
 
 @dataclass(slots=True)
@@ -72,8 +84,8 @@ class World:
         self._up = [Link(f"up {m}", network.host(m).up / 8, UP) for m in every]
         self._down = [Link(f"down {m}", network.host(m).down / 8, DOWN) for m in every]
         self._racks = _racks(network, len(every))
-        self._streams: dict[Way, deque[tuple[float, Callable[..., None], tuple[Any, ...]]]] = {}
-        self._flying: dict[Way, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {}
+        self.ways: list[dict[int, Way]] = [{} for _ in range(nodes)]  # from each node to those that it wrote to
+        self._flying: dict[Way, deque[tuple[Arrived, Any]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self.under_way = 0  # messages and collectives in flight
 
@@ -83,60 +95,61 @@ class World:
         """The machine that a node lives on."""
         return self._hosts[self._machines[node]]
 
-    def near(self, node: int, other: int) -> bool:
-        """Whether two nodes live on one machine."""
-        return self._machines[node] == self._machines[other]
+    def way(self, source: int, to: int) -> Way:
+        """From node to node."""
+        way = self.ways[source].get(to)
+        if way is None:
+            way = self.ways[source][to] = self._between(self._machines[source], self._machines[to])
+        return way
 
-    def carry(self, source: int, to: int, size: float, arrived: Callable[..., None], *about: Any) -> None:
-        """Send bytes from node to node; calls `arrived` when the last one is there, at once if they are near."""
-        way = source, to
-        if self._machines[source] == self._machines[to]:
-            self._fly(way, 0.0, arrived, about)
-            return
-        stream = self._streams.get(way)
-        if stream is None:
-            self._streams[way] = _NONE
-            self._depart(way, size, arrived, about)
-        elif stream is _NONE:
-            self._streams[way] = deque([(size, arrived, about)])
-        else:
-            stream.append((size, arrived, about))
-
-    def _depart(self, way: Way, size: float, arrived: Callable[..., None], about: tuple[Any, ...]) -> None:
-        source = self._machines[way[0]]
-        if work := self._hosts[source].message:
-            # The work on a message is done after that on the messages before it.
-            self._busy[source] = done = max(self._busy[source], self.kernel.now) + work
-            self.kernel.at(done, self.flows.start, self._links(*way), size, self._sent, way, arrived, about)
-        else:
-            self.flows.start(self._links(*way), size, self._sent, way, arrived, about)
-
-    def _sent(self, way: Way, arrived: Callable[..., None], about: tuple[Any, ...]) -> None:
-        self._fly(way, self.host(way[0]).latency + self.host(way[1]).latency, arrived, about)
-        stream = self._streams[way]
-        if stream:
-            self._depart(way, *stream.popleft())
-        else:
-            del self._streams[way]
-
-    def _fly(self, way: Way, latency: float, arrived: Callable[..., None], about: tuple[Any, ...]) -> None:
-        if self.kernel.shuffles:
-            # Messages of the same two nodes may arrive at the same time, but never in another order.
-            flying = self._flying.setdefault(way, deque())
-            flying.append((arrived, about))
-            self.kernel.after(latency, self._land, flying)
-        else:
-            self.kernel.after(latency, arrived, *about)
-
-    def _land(self, flying: deque[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-        arrived, about = flying.popleft()
-        arrived(*about)
-
-    def _links(self, source: int, to: int) -> tuple[Link, ...]:
-        source, to = self._machines[source], self._machines[to]
+    def _between(self, source: int, to: int) -> Way:
+        if source == to:
+            return Way(source)
+        links: tuple[Link, ...] = (self._up[source], self._down[to])
         if self._racks and (a := self._racks[source]) is not (b := self._racks[to]):
-            return (self._up[source], a[0], b[1], self._down[to])
-        return (self._up[source], self._down[to])
+            links = (self._up[source], a[0], b[1], self._down[to])
+        here, there = self._hosts[source], self._hosts[to]
+        return Way(source, links, here.latency + there.latency, here.message)
+
+    def carry(self, way: Way, size: float, arrived: Arrived, about: Any) -> None:
+        """Send bytes from node to node; calls `arrived` when the last one is there, at once on one machine."""
+        if not way.links:
+            self._fly(way, arrived, about)
+        elif way.busy:
+            if way.behind is None:
+                way.behind = deque()
+            way.behind.append((size, arrived, about))
+        else:
+            way.busy = True
+            self._depart(way, size, arrived, about)
+
+    def _depart(self, way: Way, size: float, arrived: Arrived, about: Any) -> None:
+        if work := way.work:
+            # The work on a message is done after that on the messages before it.
+            self._busy[way.source] = done = max(self._busy[way.source], self.kernel.now) + work
+            self.kernel.at(done, self.flows.start, way.links, size, self._sent, way, arrived, about)
+        else:
+            self.flows.start(way.links, size, self._sent, way, arrived, about)
+
+    def _sent(self, way: Way, arrived: Arrived, about: Any) -> None:
+        self._fly(way, arrived, about)
+        if way.behind:
+            self._depart(way, *way.behind.popleft())
+        else:
+            way.busy = False
+
+    def _fly(self, way: Way, arrived: Arrived, about: Any) -> None:
+        kernel = self.kernel
+        if not kernel.shuffles:
+            kernel.at(kernel.now + way.latency, arrived, about)
+            return
+        # Messages of the same two nodes may arrive at the same time, but never in another order.
+        self._flying.setdefault(way, deque()).append((arrived, about))
+        kernel.at(kernel.now + way.latency, self._land, way)
+
+    def _land(self, way: Way) -> None:
+        arrived, about = self._flying[way].popleft()
+        arrived(about)
 
     # Collectives.
 
@@ -181,7 +194,7 @@ class World:
     def _alone(self, group: Group, op: Any) -> bool:
         """Whether a formula tells when every member of a collective is done, and no other traffic can change that."""
         in_turn = isinstance(op, Broadcast) and self._hosts[0].message  # then they are not done at the same time
-        everyone = len(group) == len(self._machines) and self.under_way == 1 and not self._streams
+        everyone = len(group) == len(self._machines) and self.under_way == 1
         return self._closed_forms and everyone and not in_turn
 
     def _complete_all(self, group: Group, complete: Callable[[int], None]) -> None:
@@ -208,12 +221,13 @@ class World:
         n, size = len(group), nbytes(vector_of(op)) / len(group)
         rounds = 2 * (n - 1)
         sent, got = [0] * n, [0] * n
+        ways = [self.way(a, b) for a, b in pairwise((*group.members, group.members[0]))]
 
         def go_on(i: int) -> None:
             # A round's part can leave once the part before has come.
             while sent[i] < rounds and sent[i] <= got[i]:
                 sent[i] += 1
-                self.carry(group.members[i], group.members[(i + 1) % n], size, receive, (i + 1) % n)
+                self.carry(ways[i], size, receive, (i + 1) % n)
 
         def receive(i: int) -> None:
             got[i] += 1
@@ -238,7 +252,7 @@ class World:
 
         for member in group.members:
             if member != op.root:
-                self.carry(op.root, member, nbytes(op.x), arrived, member)
+                self.carry(self.way(op.root, member), nbytes(op.x), arrived, member)
 
     def exchange(self, group: Group, op: Gather, complete: Callable[[int], None]) -> None:
         """The flows of a gather: from everyone to everyone."""
@@ -252,7 +266,7 @@ class World:
         members = group.members
         for i, source in enumerate(members):
             for member in (*members[i + 1 :], *members[:i]):  # everyone begins with another
-                self.carry(source, member, nbytes(op.x), arrived, member)
+                self.carry(self.way(source, member), nbytes(op.x), arrived, member)
 
 
 _FLOWS: dict[type[Any], Callable[..., None]] = {

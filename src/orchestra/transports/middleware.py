@@ -60,16 +60,16 @@ class Metered(Wrapper):
 
     def start(self, op: Op[T]) -> Handle[T]:
         """Pass the op on and note how long it took."""
-        if isinstance(op, MeanUpdate):
+        if type(op) is MeanUpdate:
             op = cast("Op[T]", replace(op, apply=self._timed(op.apply)))
         now, traffic = self.now, self.traffic
         began, waited, computed = now(), traffic.waited, self.compute
         handle = self.inner.start(op)
-        took = now() - began
-        if type(op) is Compute:
-            self.compute += took
-        elif took:
-            self.communicate += took - (traffic.waited - waited) - (self.compute - computed)
+        if took := now() - began:
+            if type(op) is Compute:
+                self.compute += took
+            else:
+                self.communicate += took - (traffic.waited - waited) - (self.compute - computed)
         return handle if isinstance(handle, Done) else _MeteredHandle(self, handle)
 
     def _timed(self, apply: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
