@@ -79,7 +79,11 @@ class Flows:
     """All flows under way."""
 
     def __init__(self, kernel: Kernel, *, single: bool = False) -> None:
-        """`single`: of the flows that cross a link, at most one crosses each link of any other kind."""
+        """`single`: of the flows that cross a link, at most one crosses each link of any other kind.
+
+        Then a link is crossed by at most one flow of every link of another kind, and if all these together serve no
+        more than the least capacity there is, it is not full.
+        """
         self._kernel = kernel
         self._count = 0
         self._single = single
@@ -141,7 +145,7 @@ class Flows:
                 return None
             host = min(empty, key=lambda link: link.capacity)
         rho = host.capacity / (len(host.waiting) + 1)
-        if self._never_full(host, rho):
+        if self._single and self._rates[host.kind] - host.rho + rho <= self._least:
             return host
         for link in flow.links:
             if link is not host and self._load(link, host, rho) + rho > link.capacity * _ROOM:
@@ -165,7 +169,7 @@ class Flows:
         if not host.alone:
             return False
         rho = host.capacity / len(host.waiting)
-        if self._never_full(host, rho):
+        if self._single and self._rates[host.kind] - host.rho + rho <= self._least:
             return True
         others = [link for _, _, flow in host.waiting for link in flow.links if link is not host]
         for link in others if self._single else {*others}:
@@ -174,13 +178,10 @@ class Flows:
                 return False
         return True
 
-    def _never_full(self, host: Link, rho: float) -> bool:
-        """Whether not even a link that one flow of every link of this kind crosses would be full."""
-        return self._single and self._rates[host.kind] - host.rho + rho <= self._least
-
     def _join(self, flow: Flow, host: Link, size: float) -> None:
-        host.advance(self._kernel.now)
-        waiting = host.waiting
+        now, waiting = self._kernel.now, host.waiting
+        host.served += host.rho * (now - host.since)  # as `advance` does, but without a call: this is the inner loop
+        host.since = now
         flow.at = host
         flow.end = end = host.served + size
         if not waiting:
@@ -210,7 +211,8 @@ class Flows:
             return
         host.due = _NEVER
         waiting, now = host.waiting, self._kernel.now
-        host.advance(now)
+        host.served += host.rho * (now - host.since)
+        host.since = now
         end = waiting[0][0]
         left = end - host.served
         if left > _NOTHING * end and (due := now + left / host.rho) > now:
