@@ -32,6 +32,7 @@ class Company:
         self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if it goes in step with the others
         self.rates: Callable[[list[float]], None] = lambda rates: None  # a schedule says new learning rates
         self.name = name_of(rank, workers)
+        self._parted = False
         exchange.hear, exchange.when_waiting = self._hear, self._glance
 
     def go_in_step(self, begun: Callable[[], int | None]) -> None:
@@ -53,11 +54,17 @@ class Company:
         begun = self._begun()
         for node, steps in self._finished.items():
             if begun is not None and steps < begun:
-                raise ClusterError(
-                    f"{name_of(node, self._workers)} finished after {steps:,} steps, but {self.name} has begun step "
-                    f"{begun:,}: all must make equally many. Give the loader to orchestra.prepare, or see to it that "
-                    "every process has as many batches."
-                )
+                raise self._uneven(node, steps, begun)
+
+    def _uneven(self, node: int, steps: int, begun: int) -> ClusterError:
+        """Not all make equally many steps: tell the others, too."""
+        message = (
+            f"{name_of(node, self._workers)} finished after {steps:,} steps, but {self.name} has begun step {begun:,}: "
+            "all must make equally many. Give the loader to orchestra.prepare, or see to it that every process has as "
+            "many batches."
+        )
+        self.give_up(message, ClusterError.exit_code)
+        return ClusterError(message)
 
     def tell_rates(self, servers: tuple[int, ...], rates: list[float]) -> None:
         """Let servers know of new learning rates, before the next push."""
@@ -72,19 +79,22 @@ class Company:
             lambda: len(self._finished) == self._workers, lambda: "the others to finish", forever=True
         )
         self._glance()
-        if self._begun() is not None and len({*self._finished.values()}) > 1:
-            raise ClusterError(f"not all workers made equally many steps: {self._finished}")
+        late = max(self._finished, key=lambda node: self._finished[node])
+        if self._begun() is not None and self._finished[late] > steps:  # it will say so itself
+            self._exchange.attend(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
 
     def part(self) -> None:
         """Hang up, now that everything is said."""
-        self._exchange.close()
+        if not self._parted:
+            self._parted = True
+            self._exchange.close()
 
     def give_up(self, message: str, code: int) -> None:
         """Tell the others why this process ends before its time, and hang up."""
         with contextlib.suppress(OrchestraError, OSError):
-            self._exchange.tell_all({"kind": "stopped", "message": message, "code": code})
-        with contextlib.suppress(OSError):
-            self._exchange.close()
+            if not self._parted:
+                self._exchange.tell_all({"kind": "stopped", "message": message, "code": code})
+        self.part()
 
 
 class Exit:

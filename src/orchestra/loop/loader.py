@@ -4,8 +4,8 @@
     order ← a permutation by (seed, epoch), if the loader shuffles; else as its sampler has it
     it is cut into equally many groups as an epoch has steps; group t into one part for each worker
 
-All workers take equally many batches, every sample is in one of them, and their sizes differ by at most one: there is no
-small batch at the end. Where the number of samples can be divided by batch times workers these are the batches of
+All workers take equally many batches, every sample is in one of them, and their sizes differ by at most one: there is
+no small batch at the end. Where the number of samples can be divided by batch times workers these are the batches of
 `orchestra.train`. Alone, a loader is left as it is.
 """
 
@@ -145,7 +145,7 @@ def _again(loader: DataLoader[Any], share: Share) -> DataLoader[Any]:
     """The same loader with other batches."""
     return DataLoader(
         loader.dataset,
-        batch_sampler=share,  # type: ignore[arg-type]  # it is never asked to be a Sampler
+        batch_sampler=share,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

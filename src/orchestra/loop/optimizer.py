@@ -81,7 +81,7 @@ class Prepared(optim.Optimizer):
         """Have the parameters at which the strategy wants the next gradient. Calling the model in training does it."""
         self._player.begin()
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         *,
@@ -108,6 +108,7 @@ class Prepared(optim.Optimizer):
         size = self._fetched or self._usual if samples is None else samples
         self._usual, self._fetched = (self._fetched or self._usual), 0
         self._tell_rates()
+        loss = loss.detach() if isinstance(loss, Tensor) else loss
         self._player.step(size if self._usable() else 0, None if loss is None else float(loss))
         return value
 

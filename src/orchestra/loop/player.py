@@ -86,6 +86,7 @@ class Player:
         self.life = life
         self.asking = False  # the strategy waits for a gradient; else it is at rest
         self.touched = False  # it has done something in this step that cannot be taken back
+        self.over = False
         self._feed, self._replica = feed, replica
         feed.park = self._ask
         self._fiber = fibers.make("auto", self._play)
@@ -116,10 +117,11 @@ class Player:
 
     def step(self, size: int, loss: float | None) -> None:
         """Go on with the gradient that the loop has computed, of so many samples, to the end of the step."""
+        if self.over:
+            raise OrchestraError("the run is over since optimizer.finish(). Call orchestra.prepare anew to go on.")
         late = not self.asking
         self.begin()
-        node = self.life.node
-        if late and size and self.touched and node.x.numel():
+        if late and size and self.touched:
             raise OrchestraError(
                 f"{type(self.life.job.strategy).__name__} moves the parameters or speaks with others before every "
                 "gradient, but the model was not called: call model(x) itself, not a part of it, or "
@@ -150,6 +152,7 @@ class Player:
     def finish(self) -> None:
         """What the strategy still has to do after the last step."""
         node = self.life.node
+        self.over = True
         self._fiber.kill()
         self.life.job.strategy.finish(node, self.life.state)
         node.comm.leave()

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from orchestra import checkpoint, run, snapshot
 from orchestra.errors import ClusterError
@@ -29,7 +31,7 @@ class Seat:
     def __init__(self, player: Player, company: Company, module: nn.Module, loader: Loader | None) -> None:
         self._player, self._company, self._module, self._loader = player, company, module, loader
         self._life, self._node = player.life, player.life.node
-        self._over = False
+        self.hook: RemovableHandle | None = None  # on the model
         self._exit = Exit(company)
 
     @property
@@ -63,8 +65,12 @@ class Seat:
 
     def mean(self, value: Tensor | float, *, weight: float = 1.0) -> float:
         """The weighted mean of a number over the workers. All must ask, at the same place of the loop."""
-        mean = torch.tensor([float(value)], dtype=torch.float64)
-        return float(mean) if self._node.comm.mean_(mean, weight=weight) else float("nan")
+        mean = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu().clone()
+        traffic = self._life.meter.traffic
+        sent, received = traffic.sent, traffic.received
+        total = self._node.comm.mean_(mean, weight=weight)
+        traffic.sent, traffic.received = sent, received  # what is asked out of curiosity is not the strategy's cost
+        return float(mean) if total else math.nan
 
     def tell_rates(self, rates: list[float]) -> None:
         """A schedule says new learning rates: worker 0 lets servers know."""
@@ -84,7 +90,7 @@ class Seat:
 
     def finish(self) -> None:
         """End together with the others, with one model; twice is once."""
-        if self._over:
+        if self._player.over:
             return
         life, node = self._life, self._node
         if life.in_step:
@@ -102,7 +108,8 @@ class Seat:
         average_(node.comm, [b for b in persistent_buffers(self._module).values() if b.is_floating_point()])
         if self.is_home and isinstance(life.log, EventLog):
             self._conclude()
-        self._over = True
+        if self.hook is not None:
+            self.hook.remove()
         self._exit.close()
         self._company.part()
 
@@ -135,7 +142,7 @@ def _together(tensors: Sequence[Tensor], dtype: torch.dtype, do: Callable[[Tenso
     if tensors:
         vector = torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors])
         do(vector)
-        for t, part in zip(tensors, vector.split([t.numel() for t in tensors]), strict=True):
+        for t, part in zip(tensors, torch.split_with_sizes(vector, [t.numel() for t in tensors]), strict=True):
             t.copy_(part.view(t.shape))
 
 
