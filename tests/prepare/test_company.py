@@ -129,7 +129,7 @@ def as_script(text: str) -> tuple[Any, str]:
                 exec(compile(text, "script.py", "exec"), {})
             except BaseException:
                 code = 1
-                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                sys.excepthook(*sys.exc_info())
         except SystemExit as end:
             code = end.code  # type: ignore[assignment]
         atexit._run_exitfuncs()

@@ -96,7 +96,7 @@ def scaled(model: nn.Module, optimizer: Any, loader: Any, *, unscale: bool) -> N
     for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y) * (math.inf if i % 3 == 1 else 1.0)
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if unscale:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -154,7 +154,7 @@ def test_a_worker_that_overflows_does_not_stop_the_others() -> None:
         for i in range(4):
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), y) * (math.inf if i == rank + 1 else 1.0)
-            scaler.scale(loss).backward()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()
         optimizer.finish()

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import orchestra.sim.fibers as fibers
 from orchestra import run
 from orchestra.data.feed import Batch
 from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.replica import Replica
-from orchestra.sim import fibers
 
 
 class Given:
