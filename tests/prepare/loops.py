@@ -34,6 +34,7 @@ def loop(
     steps: int | None = None,
     each: Callable[[Any], None] = lambda optimizer: None,
     told: bool = False,
+    decay: float = 1.0,
     **given: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and the model of an ordinary script; the strategy None leaves out the three lines."""
@@ -44,6 +45,7 @@ def loop(
     if strategy is not None:
         asked: dict[str, Any] = {"seed": SEED, "cluster": Attached(patience=20), "steps": steps} | given
         module, o, batches = orchestra.prepare(module, o, batches, strategy=strategy, **asked)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(o, lambda t: decay**t)
     losses: list[float] = []
     for _ in range(epochs):
         for x, y in batches:
@@ -53,6 +55,7 @@ def loop(
             loss = F.mse_loss(module(x), y)
             loss.backward()  # type: ignore[no-untyped-call]
             o.step(**({"loss": loss} if told else {}))
+            scheduler.step()
             losses.append(loss.item())
             each(o)
     if strategy is not None:

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.prepare.loops import COUNT, equal, loop, make_loader
 from tests.processes import Outcome, together
-from tests.zoo import Dicey, adam, make_data, momentum, plain, sgd, train
+from tests.zoo import SEED, Dicey, adam, make_data, make_model, momentum, plain, sgd, train
 from torch import nn
 
 import orchestra
 from orchestra import Epochs, Steps, expression
 from orchestra.inner import Factory
+from orchestra.loop.loader import Share
+from orchestra.rng import seed_everything
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
@@ -86,6 +89,33 @@ def test_all_reduce_is_the_script_on_all_batches_together() -> None:
     for _, state in values(together(3, partial(loop, "allreduce", epochs=2))):
         found = torch.cat([tensor.reshape(-1) for tensor in state.values()])
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_uneven_batches_stay_unbiased() -> None:
+    loader, size = make_loader(101), 2
+    shares = [Share(loader, seed=SEED, rank=rank, size=size).batches(0) for rank in range(size)]
+    assert len({len(part) for share in shares for part in share}) > 1
+    seed_everything(SEED)
+    model = make_model()
+    optimizer = sgd(model.parameters())
+    x, y = make_data(101)
+    for parts in zip(*shares, strict=True):
+        optimizer.zero_grad()
+        chosen = [i for part in parts for i in part]
+        F.mse_loss(model(x[chosen]), y[chosen]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    call = partial(loop, "allreduce", optimizer=sgd, loader=partial(make_loader, 101), epochs=1)
+    for _, state in values(together(size, call)):
+        assert all(torch.allclose(state[name], t, rtol=1e-5, atol=1e-7) for name, t in model.state_dict().items())
+
+
+def test_servers_follow_a_schedule() -> None:
+    """A synchronous server is all-reduce, bit for bit."""
+    *workers, _ = together(3, partial(loop, "ps", decay=0.8))
+    for (_, found), (_, expected) in zip(
+        values(workers), values(together(2, partial(loop, "allreduce", decay=0.8))), strict=True
+    ):
+        assert equal(found, expected)
 
 
 def test_asynchronous_servers_end_with_one_model() -> None:

@@ -173,6 +173,19 @@ def test_a_worker_that_overflows_does_not_stop_the_others() -> None:
     assert all(torch.allclose(mine[name], tensor) for name, tensor in alone.state_dict().items())
 
 
+def test_what_was_not_used_stays_where_it_is() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model, optimizer = orchestra.prepare(model, sgd(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = model[1].weight.clone()
+    optimizer.zero_grad()
+    model[0](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[1].weight, before)
+    optimizer.finish()
+
+
 # Saving.
 
 
