@@ -19,7 +19,16 @@ import cloudpickle
 from orchestra.errors import OrchestraError
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "orchestra.training", "orchestra.launch.attached", "tests.zoo"])
+_CONTEXT.set_forkserver_preload(  # torch's optimizers load the compiler when they make their first step
+    [
+        "torch",
+        "torch._dynamo",
+        "orchestra.training",
+        "orchestra.launch.attached",
+        "orchestra.loop.preparing",
+        "tests.zoo",
+    ]
+)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from orchestra.data.partitions import IID, Dirichlet, LabelSorted
     from orchestra.errors import ConfigError, OrchestraError
     from orchestra.filters import KKT, Everything, RandomSkip, Significant
+    from orchestra.loop.preparing import prepare
     from orchestra.networks import Ethernet
     from orchestra.node import Node
     from orchestra.optimizers import LAMB, LARS, ProximalSGD
@@ -110,6 +111,7 @@ __all__ = [
     "Target",
     "Warmup",
     "knob",
+    "prepare",
     "train",
 ]
 
@@ -137,6 +139,7 @@ _HOMES = {
     "data.partitions": ("IID", "Dirichlet", "LabelSorted"),
     "errors": ("ConfigError", "OrchestraError"),
     "filters": ("KKT", "Everything", "RandomSkip", "Significant"),
+    "loop.preparing": ("prepare",),
     "networks": ("Ethernet",),
     "node": ("Node",),
     "optimizers": ("LAMB", "LARS", "ProximalSGD"),

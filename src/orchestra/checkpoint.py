@@ -48,7 +48,7 @@ _NAMES = {  # of dtypes in safetensors
 def write_tree(path: Path, tree: Any, *, durable: bool = True) -> None:
     """Write nested dicts, lists, tuples, numbers, texts and tensors to a file, synced to the disk if `durable`."""
     tensors: dict[str, Tensor] = {}
-    structure = json.dumps(_outline(tree, tensors))
+    structure = json.dumps(outline(tree, tensors))
     _write_tensors(path, tensors, {"tree": structure, "format": str(FORMAT)})
     if durable:
         sync(path)
@@ -76,14 +76,15 @@ def read_tree(path: Path) -> Any:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
-        return _fill(json.loads(metadata["tree"]), tensors)
+        return fill(json.loads(metadata["tree"]), tensors)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}. It is damaged, or no checkpoint of this program."
         ) from None
 
 
-def _outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
+def outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """The structure of a tree as JSON can hold it; its tensors go to `tensors`."""
     match tree:
         case Tensor():
             if tree.dtype not in _NAMES:
@@ -92,31 +93,32 @@ def _outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
             tensors[key] = tree.detach().cpu().contiguous()
             return {"$": "tensor", "key": key}
         case dict():
-            return {"$": "dict", "items": [[_outline(k, tensors), _outline(v, tensors)] for k, v in tree.items()]}
+            return {"$": "dict", "items": [[outline(k, tensors), outline(v, tensors)] for k, v in tree.items()]}
         case tuple():
-            return {"$": "tuple", "items": [_outline(v, tensors) for v in tree]}
+            return {"$": "tuple", "items": [outline(v, tensors) for v in tree]}
         case list():
-            return [_outline(v, tensors) for v in tree]
+            return [outline(v, tensors) for v in tree]
         case bool() | int() | float() | str() | None:
             return tree
     if is_dataclass(tree) and not isinstance(tree, type):
-        return _outline({f.name: getattr(tree, f.name) for f in fields(tree)}, tensors)
+        return outline({f.name: getattr(tree, f.name) for f in fields(tree)}, tensors)
     raise CheckpointError(
         f"a {type(tree).__name__} cannot be saved: state must be numbers, texts, tensors and lists of them."
     )
 
 
-def _fill(outline: Any, tensors: dict[str, Tensor]) -> Any:
-    match outline:
+def fill(structure: Any, tensors: dict[str, Tensor]) -> Any:
+    """The tree that `outline` made this of, with dicts for dataclasses."""
+    match structure:
         case {"$": "tensor", "key": key}:
             return tensors[key]
         case {"$": "dict", "items": items}:
-            return {_fill(k, tensors): _fill(v, tensors) for k, v in items}
+            return {fill(k, tensors): fill(v, tensors) for k, v in items}
         case {"$": "tuple", "items": items}:
-            return tuple(_fill(v, tensors) for v in items)
+            return tuple(fill(v, tensors) for v in items)
         case list():
-            return [_fill(v, tensors) for v in outline]
-    return outline
+            return [fill(v, tensors) for v in structure]
+    return structure
 
 
 def restore_into(state: Any, saved: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) 
         "seed": job.seed,
         "model": checkpoint.fingerprint(shapes),
         "data": "a stream" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
-        "optimizer": _settings(given.optimizer(list(trainable(module).values()))),
+        "optimizer": settings_of(given.optimizer(list(trainable(module).values()))),
         "schedule": expression.show(s) if isinstance(s := given.schedule, schedules.Curve) else None,
         "precision": given.precision,
         "clip": job.clip,
@@ -91,7 +91,7 @@ def _sum(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> str:
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
     """An optimizer's class and hyper-parameters."""
     groups = [{k: v for k, v in sorted(group.items()) if k != "params"} for group in optimizer.param_groups]
     return f"{type(optimizer).__name__} {groups}"

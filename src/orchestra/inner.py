@@ -69,8 +69,21 @@ class Inner:
         self._schedule = schedule
         self._clip = clip
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.lr = self._base[0]
         self._scale = 1.0
+        self._lent = False  # somebody else sets the learning rate: it is scaled for the moment of a step only
+
+    @classmethod
+    def around(cls, optimizer: optim.Optimizer, layers: Sequence[nn.Parameter]) -> Inner:
+        """One that stays in the hands of whoever made it, schedulers of torch among them."""
+        inner = cls(lambda _: optimizer, torch.empty(0), layers=layers)
+        inner._lent = True
+        return inner
+
+    @property
+    def lr(self) -> float:
+        """The learning rate in force."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return rate * self._scale if self._lent else rate
 
     def _fuse(self) -> None:
         """Use torch's fused kernels, which pass over memory once, unless the user chose otherwise."""
@@ -85,7 +98,11 @@ class Inner:
         factor = self._schedule(epochs)
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
-        self.lr = self._base[0] * factor
+
+    def follow(self, rates: Sequence[float]) -> None:
+        """Go on with the learning rates that a schedule elsewhere says."""
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * self._scale
 
     def step(self, g: Tensor) -> None:
         """One update with gradient g, clipped in place if asked for; a layer's is its range of g."""
@@ -96,7 +113,21 @@ class Inner:
             self._flat.grad = g
         else:
             self._hand_out(g)
-        self.optimizer.step()
+        if self._lent and self._scale != 1:
+            self._step_scaled()
+        else:
+            self.optimizer.step()
+
+    def _step_scaled(self) -> None:
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            for group in groups:
+                group["lr"] = group["lr"] * self._scale
+            self.optimizer.step()
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _hand_out(self, g: Tensor) -> None:
         """Let every layer's gradient be its part of g, whoever filled it."""
@@ -135,9 +166,8 @@ class Inner:
         """Multiply the learning rate, now and wherever a schedule takes it."""
         self._scale *= factor
         self._base = [base * factor for base in self._base]
-        for group in self.optimizer.param_groups:
+        for group in () if self._lent else self.optimizer.param_groups:
             group["lr"] *= factor
-        self.lr *= factor
 
     def outline(self) -> dict[str, Any]:
         """What the optimizer keeps beside `vectors`, and what those are called, as JSON can hold it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestra.strategy import Placement, Strategy, Where
-from orchestra.triggers import Watch
+from orchestra.triggers import Trigger, Watch
 
 
 @dataclass
@@ -25,7 +25,13 @@ class Phases(Strategy[SwitchState]):
 
     first: Strategy[Any]
     then: Strategy[Any]
+    when: Trigger
     promote: bool
+
+    @property
+    def watches(self) -> bool:
+        """If its trigger does."""
+        return self.when.watches
 
     @property
     def promotes(self) -> bool:  # type: ignore[override]

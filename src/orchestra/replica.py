@@ -161,11 +161,15 @@ class Replica:
                 self._ours = False
             total = total + scaled.detach()
             self._collect()
-        for p, slot in zip(self.parameters, self._slots, strict=True):
-            if p not in self._filled:
-                slot.zero_()
-            p.grad = slot if slot.dtype == p.dtype else None
+        self._hand_back()
         return float(total)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Fill g with what somebody else's backward pass left."""
+        self._filled.clear()
+        self._collect()
+        self._hand_back()
 
     @torch.no_grad()
     def loss_of(self, batch: Sequence[Any]) -> float:
@@ -205,6 +209,13 @@ class Replica:
             torch._foreach_copy_(*fresh)
         if more[0]:
             torch._foreach_add_(*more)
+
+    def _hand_back(self) -> None:
+        """Let every parameter's gradient be its part of g: zero if there was none."""
+        for p, slot in zip(self.parameters, self._slots, strict=True):
+            if p not in self._filled:
+                slot.zero_()
+            p.grad = slot if slot.dtype == p.dtype else None
 
     def _take_early(self, p: Tensor, slot: Tensor, part: slice) -> None:
         """Move a gradient as soon as it is there: it is still in the cache, and its memory serves the next."""

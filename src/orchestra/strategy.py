@@ -95,6 +95,11 @@ class Strategy(ABC, Generic[S]):
         return False
 
     @property
+    def watches(self) -> bool:
+        """Whether it looks at the loss of training (`node.loss`)."""
+        return False
+
+    @property
     def counts_down(self) -> bool:
         """Whether it goes by how much of the budget is spent (`node.budget`)."""
         return False

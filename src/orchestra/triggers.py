@@ -47,6 +47,11 @@ class Trigger(ABC):
         return False
 
     @property
+    def watches(self) -> bool:
+        """Whether it looks at the loss of training."""
+        return False
+
+    @property
     def counts_down(self) -> bool:
         """Whether it goes by how much of the budget is spent."""
         return False
@@ -72,6 +77,11 @@ class Plateau(Trigger):
     def validates(self) -> bool:
         """If that is its loss."""
         return self.loss == "validation"
+
+    @property
+    def watches(self) -> bool:
+        """If not at another loss."""
+        return not self.validates
 
     @property
     def counts_down(self) -> bool:

@@ -35,9 +35,9 @@ _SLACK = 4096  # bytes by which a message may be longer than the model
 
 
 class Party:
-    """This process's connections, and the node it is."""
+    """This process's connections, and the node it is. `most`: bytes of what else is sent than the model."""
 
-    def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any]) -> None:
+    def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
         self.cluster, self.x0 = cluster, x0
         traffic = Traffic()
         token = cluster.token()
@@ -50,7 +50,7 @@ class Party:
             job.workers,
             token.run(),
             {self.order.index(process): sock for process, sock in connections.items()},
-            largest=x0.numel() * x0.element_size() + _SLACK,
+            largest=max(most, x0.numel() * x0.element_size()) + _SLACK,
             patience=cluster.patience,
             traffic=traffic,
             summed=cluster.trusted,

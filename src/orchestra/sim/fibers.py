@@ -74,6 +74,17 @@ def restore(before: Modes) -> None:
 _in_force: list[Modes | None] = [None]
 
 
+def visit(fiber: Fiber) -> None:
+    """Let it run until it parks or ends, for a caller who has modes of his own; raise what ended it."""
+    before, _in_force[0] = modes(), None
+    try:
+        fiber.resume()
+    finally:
+        restore(before)
+    if fiber.error is not None:
+        raise fiber.error
+
+
 class GreenletFiber:
     """A stack of its own in the same thread."""
 

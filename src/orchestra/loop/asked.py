@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `prepare` was asked for: whether it can be, and what every process is told."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, IterableDataset
+
+import orchestra
+from orchestra import checkpoint, checks, environment, expression
+from orchestra.attached import Attached
+from orchestra.errors import Problem
+from orchestra.fingerprint import settings_of
+from orchestra.inner import ELEMENTWISE
+from orchestra.job import Job
+from orchestra.loop import loader as loaders
+from orchestra.replica import problems_of, trainable
+from orchestra.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The arguments of `prepare`."""
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    loader: DataLoader[Any] | None
+    strategy: Strategy[Any]
+    cluster: Attached
+    steps: int | None
+    seed: int
+    out: Path | None
+    tolerate: int
+    note: dict[str, Any]
+
+    @property
+    def together(self) -> bool:
+        """Whether a launcher started this process as one of several."""
+        return environment.launched()
+
+    @property
+    def size(self) -> int:
+        """Processes, servers included."""
+        return self.cluster.place.size if self.together else 1
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is; workers come first."""
+        return self.cluster.place.rank if self.together else 0
+
+    @property
+    def workers(self) -> int:
+        """All that are no servers."""
+        return self.size - self.strategy.servers
+
+    # Whether it can be.
+
+    def problems(self) -> Iterator[Problem]:
+        """All that cannot be."""
+        if self.workers < 1:
+            message = f"{type(self.strategy).__name__} has {self.strategy.servers} servers beside the workers: " + (
+                f"start more than {self.size} processes"
+                if self.together
+                else "start with torchrun or `orchestra launch`"
+            )
+            yield Problem("WORLD_SIZE", self.size, message)
+            return
+        if self.together:
+            yield from self.cluster.joined(self.strategy).problems()
+        yield from checks.check_strategy(self.strategy, self.workers, None)
+        unfit = [*problems_of(self.model)]
+        yield from unfit
+        if not unfit:
+            yield from self._problems_of_model()
+        if self.loader is not None:
+            yield from loaders.problems_of(self.loader, self.workers)
+        yield from self._problems_of_strategy()
+        if self.rank == 0 and self.out is not None and _is_taken(self.out):
+            yield Problem("out", str(self.out), "is not empty, or a file: choose a new folder")
+
+    def _problems_of_model(self) -> Iterator[Problem]:
+        own = {*self.model.parameters()}
+        groups = self.optimizer.param_groups
+        strange = sum(p not in own for group in groups for p in group["params"])
+        if strange:
+            message = f"has {strange} parameters that are not the model's: make it from model.parameters()"
+            yield Problem("optimizer", type(self.optimizer).__name__, message)
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is closure.empty
+        if isinstance(self.optimizer, optim.SparseAdam | optim.LBFGS) or needs_closure:
+            message = "evaluates the loss several times a step, or takes sparse gradients: use SGD, Adam, ..."
+            yield Problem("optimizer", type(self.optimizer).__name__, message)
+        for what, found in (
+            ("dtype", sorted({str(p.dtype) for p in trainable(self.model).values()})),
+            ("device", sorted({str(p.device) for p in trainable(self.model).values()})),
+        ):
+            if len(found) > 1:
+                message = f"trainable parameters must have one {what} in common, not {', '.join(found)}"
+                yield Problem("model", type(self.model).__name__, message)
+        if isinstance(self.model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            yield Problem("model", type(self.model).__name__, "leave the wrapper out: the strategy does its work")
+        if self.strategy.servers:
+            yield from checks.check_optimizer(self.factory(), self.model, self.strategy)
+
+    def _problems_of_strategy(self) -> Iterator[Problem]:
+        strategy, name = self.strategy, type(self.strategy).__name__
+        if strategy.model_at == "shared":
+            yield Problem(
+                "strategy", name, "its workers share one x in one memory: use orchestra.train with Local(...)"
+            )
+        if strategy.promotes:
+            yield Problem("strategy.promote", True, "cannot give the samples of a loop to other workers: leave it out")
+        if strategy.validates:
+            message = "looks at samples set apart, which a loop has for itself: use loss=training, or orchestra.train"
+            yield Problem("strategy", name, message)
+        if strategy.hands_over:
+            message = "cannot hand over the momenta of an optimizer that stays with the loop: use momenta=reset"
+            yield Problem("strategy", name, message)
+        if strategy.watches and self.loader is None:
+            yield Problem("loader", None, "must be given: the strategy looks at the loss of every epoch")
+        if strategy.counts_down and self.steps is None:
+            yield Problem("steps", None, "must be given: the strategy switches after a share of them")
+
+    # What is to be done.
+
+    def factory(self) -> partial[optim.Optimizer]:
+        """Makes an optimizer like the one given, for a server's range."""
+        kind, group = type(self.optimizer), self.optimizer.param_groups[0]
+        known = inspect.signature(kind).parameters
+        return partial(kind, **{name: value for name, value in group.items() if name in known and name != "params"})
+
+    def job(self) -> Job:
+        """As every node is told."""
+        samples = None
+        if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
+            samples = len(self.loader.sampler)  # type: ignore[arg-type]
+        return Job(
+            model=lambda: self.model,
+            data=lambda: None,
+            loss=lambda output, target: output,
+            optimizer=self.factory(),
+            strategy=self.strategy,
+            workers=self.workers,
+            batch=(self.loader.batch_size if self.loader is not None else None) or 1,
+            seed=self.seed,
+            device=next(iter(trainable(self.model).values())).device.type,
+            one_memory=False,
+            torch_means=False,
+            run=self.out or Path(),
+            launch="",
+            last_step=self.steps,
+            last_epoch=None,
+            schedule=None,
+            validation=None,
+            partition=None,
+            clip=None,
+            accumulate=1,
+            bf16=False,
+            tolerate=self.tolerate,
+            snapshot_every=None,
+            checkpoint_every=None,
+            steps_per_epoch=None,
+            samples_per_epoch=samples,
+            shards=None,
+            layers=tuple(tuple(p.shape) for p in trainable(self.model).values()),
+            layerwise=type(self.optimizer) not in ELEMENTWISE or len(self.optimizer.param_groups) > 1,
+            resume=None,
+            threads=torch.get_num_threads(),
+            delay=None,
+        )
+
+    def about(self, job: Job) -> dict[str, Any]:
+        """What all processes must have in common, the most telling first."""
+        shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.model).items()}
+        return {
+            "version of orchestra": orchestra.__version__,
+            "version of torch": torch.__version__.partition("+")[0],
+            "strategy": expression.show(self.strategy),
+            "workers": job.workers,
+            "servers": job.servers,
+            "batch": job.batch,
+            "seed": job.seed,
+            "model": checkpoint.fingerprint(shapes),
+            "data": "the loop's" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
+            "optimizer": settings_of(self.optimizer),
+            "steps": job.last_step,
+            "tolerate": job.tolerate,
+        }
+
+
+def _is_taken(out: Path) -> bool:
+    return out.exists() and (not out.is_dir() or any(out.iterdir()))

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer that a loop gets in place of its own: the same to look at, but its step is the strategy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from orchestra import checkpoint, expression
+from orchestra.errors import CheckpointError, ConfigError, Problem
+from orchestra.loop.player import Player
+from orchestra.loop.seat import Seat
+
+_OURS = "orchestra"  # in a state_dict
+
+
+class Prepared(optim.Optimizer):
+    """A torch optimizer whose `step` makes a step of a strategy, together with other processes.
+
+    Groups and state are those of the optimizer that was given, so schedulers work on either. `orchestra` is this
+    process among the others.
+    """
+
+    # A GradScaler then calls `step` also where it found infinities, so that the others need not wait for this worker.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, inner: optim.Optimizer, player: Player, seat: Seat, *, usual: int) -> None:
+        # Not as torch begins: groups, state and hooks are those of `inner`.
+        self._inner, self._player = inner, player
+        self.orchestra = seat
+        self._replica = player.life.node.replica
+        assert self._replica is not None
+        ours = {*self._replica.parameters}
+        self._others = [p for p in self._replica.module.parameters() if p not in ours]
+        self._usual = usual  # samples of a step, where nobody says
+        self._fetched = 0  # samples since the last step
+        self._rates: list[float] = []
+
+    # What torch knows of an optimizer.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer that was given."""
+        return self._inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the optimizer that was given."""
+        return self._inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the optimizer that was given."""
+        return self._inner.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # hooks
+
+    def __repr__(self) -> str:
+        return f"Prepared({expression.show(self._player.life.job.strategy)}, {self._inner!r})"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever."""
+        self._inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Too late: the parameters of all processes lie in one vector."""
+        message = "cannot be added after orchestra.prepare: add all groups before"
+        raise ConfigError([Problem("param_group", list(param_group), message)])
+
+    # A step.
+
+    def fetched(self, samples: int) -> None:
+        """The loader gave out so many."""
+        self._fetched += samples
+
+    def begin(self) -> None:
+        """Have the parameters at which the strategy wants the next gradient. Calling the model in training does it."""
+        self._player.begin()
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        loss: Tensor | float | None = None,
+        samples: int | None = None,
+    ) -> Any:
+        """A step of the strategy with the gradients that are in the parameters' `.grad`.
+
+        Args:
+            closure: computes the loss and the gradients, and gives the loss; it is called once.
+            loss: for the log, and for strategies that look at it.
+            samples: behind the gradient; as many as the loader gave out since the last step, unless told.
+
+        """
+        value: Any = loss
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+            loss = value if loss is None else loss
+        for p in self._others:
+            if p.grad is not None:
+                message = "was frozen when orchestra.prepare was called, and has a gradient now: thaw it before"
+                raise ConfigError([Problem("model", tuple(p.shape), message)])
+        size = self._fetched or self._usual if samples is None else samples
+        self._usual, self._fetched = (self._fetched or self._usual), 0
+        self._tell_rates()
+        loss = loss.detach() if isinstance(loss, Tensor) else loss
+        self._player.step(size if self._usable() else 0, None if loss is None else float(loss))
+        return value
+
+    def _usable(self) -> bool:
+        """Whether there are gradients that are finite as far as a GradScaler knows; they are unscaled here."""
+        assert self._replica is not None
+        grads = [p.grad for p in self._replica.parameters if p.grad is not None]
+        found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
+        if not grads or (found_inf is not None and float(found_inf)):
+            return False
+        if scale is not None:
+            torch._foreach_mul_(grads, float(scale.double().reciprocal().float()))
+        return True
+
+    def _tell_rates(self) -> None:
+        """Servers have optimizers of their own, which schedules do not reach."""
+        rates = [float(group["lr"]) for group in self.param_groups]
+        if rates != self._rates:
+            self._rates = rates
+            self.orchestra.tell_rates(rates)
+
+    def finish(self) -> None:
+        """After the last step: the strategy's last words, one model on all workers, and farewell."""
+        self._player.rest()
+        self.orchestra.finish()
+
+    # Saving.
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that changes on this worker but the model's own state_dict; every worker saves its own."""
+        life, node = self._player.life, self._player.life.node
+        if life.job.servers:
+            raise CheckpointError(
+                f"{type(life.job.strategy).__name__} keeps the model on servers, which a script cannot save. Use a "
+                "strategy without servers, or orchestra.train, which saves everything."
+            )
+        if self._player.asking and self._player.touched:
+            raise CheckpointError(
+                "the strategy is in the middle of a step: the model was called in training since the last "
+                "optimizer.step(). Save after a step, or call model.eval() for what is no step."
+            )
+        tensors: dict[str, Tensor] = {}
+        structure = checkpoint.outline(life.state, tensors)
+        ours = {
+            "strategy": expression.show(life.job.strategy),
+            "workers": life.job.workers,
+            "rank": life.rank,
+            "structure": structure,
+            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+            "counts": [node.steps, node.samples, node.skipped],
+            "position": self.orchestra.position(),
+            "scale": node.inner.state()["scale"],
+            "rng": node.rng.get_state(),
+        }
+        return self._inner.state_dict() | {_OURS: ours}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to what `state_dict` gave; the model has one of its own. A plain optimizer's is taken as well."""
+        saved = state_dict.get(_OURS)
+        plain = {name: value for name, value in state_dict.items() if name != _OURS}
+        if saved is None:
+            self._inner.load_state_dict(plain)
+            return
+        life, node = self._player.life, self._player.life.node
+        here = {"strategy": expression.show(life.job.strategy), "workers": life.job.workers, "rank": life.rank}
+        for key, value in here.items():
+            if saved[key] != value and not (key == "rank" and life.job.strategy.model_at == "everywhere"):
+                message = "Every worker saves and loads its own, with the same strategy and as many workers."
+                raise CheckpointError(f"{key} is {value!r} here and was {saved[key]!r} when this was saved. {message}")
+        self._player.drop()
+        node.inner.restore({"optimizer": plain, "scale": saved["scale"]})
+        if life.state is not None:
+            checkpoint.restore_into(life.state, checkpoint.fill(saved["structure"], saved["tensors"]))
+            life.job.strategy.attach(node, life.state)
+        node.steps, node.samples, node.skipped = saved["counts"]
+        node.rng.set_state(saved["rng"].cpu())
+        self.orchestra.seek(saved["position"])

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same strategies under a training loop of one's own.
+
+    import orchestra                                                                        # 1
+    model, optimizer, loader = orchestra.prepare(model, optimizer, loader, strategy="slowmo")   # 2
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+    optimizer.finish()                                                                      # 3
+
+Started once it is plain PyTorch; started several times (torchrun, `orchestra launch`, Slurm) every process is a worker.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from orchestra import checkpoint, expression, run
+from orchestra.attached import Attached
+from orchestra.data.feed import fold
+from orchestra.errors import OrchestraError
+from orchestra.events import Began, Event, EventLog
+from orchestra.inner import Inner
+from orchestra.job import Job
+from orchestra.launch.party import Party
+from orchestra.loop.asked import Asked
+from orchestra.loop.company import Company
+from orchestra.loop.loader import Loader
+from orchestra.loop.optimizer import Prepared
+from orchestra.loop.player import Given, Player, Taken
+from orchestra.loop.seat import Seat, spread_
+from orchestra.loop.serving import serve
+from orchestra.node import Comm, Log, Node
+from orchestra.ops import Traffic
+from orchestra.replica import flatten, persistent_buffers
+from orchestra.request import refuse
+from orchestra.strategy import Strategy
+from orchestra.transports.attached import AttachedTransport
+from orchestra.transports.exchange import Exchange
+from orchestra.transports.middleware import Metered
+
+M = TypeVar("M", bound=nn.Module)
+
+_DOUBLE = 8  # bytes
+
+
+@overload
+def prepare(
+    model: M,
+    optimizer: optim.Optimizer,
+    loader: None = None,
+    *,
+    strategy: Strategy[Any] | str = ...,
+    cluster: Attached | None = ...,
+    steps: int | None = ...,
+    seed: int = ...,
+    out: str | Path | None = ...,
+    tolerate: int = ...,
+    note: dict[str, Any] | None = ...,
+) -> tuple[M, Prepared]: ...
+
+
+@overload
+def prepare(
+    model: M,
+    optimizer: optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    strategy: Strategy[Any] | str = ...,
+    cluster: Attached | None = ...,
+    steps: int | None = ...,
+    seed: int = ...,
+    out: str | Path | None = ...,
+    tolerate: int = ...,
+    note: dict[str, Any] | None = ...,
+) -> tuple[M, Prepared, Loader]: ...
+
+
+def prepare(
+    model: M,
+    optimizer: optim.Optimizer,
+    loader: DataLoader[Any] | None = None,
+    *,
+    strategy: Strategy[Any] | str = "allreduce",
+    cluster: Attached | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    tolerate: int = 10,
+    note: dict[str, Any] | None = None,
+) -> tuple[M, Prepared] | tuple[M, Prepared, Loader]:
+    """Let a strategy drive the optimizer of a loop that stays as it is; call `optimizer.finish()` after the loop.
+
+    Every process of torchrun or `orchestra launch` is a worker, or one of the strategy's servers: those serve in this
+    call, and the script ends there. All begin with the model of worker 0. The loader is shared out among the workers:
+    every sample once an epoch, in another order each time, batches of the size it was made with on each of them. Means
+    are weighted by samples. Between two steps the parameters are the strategy's model as this worker has it. What has
+    no gradient has gradient zero.
+
+    Args:
+        model: stays the same object; its parameters become views of one vector.
+        optimizer: over the model's parameters, with any schedulers, made before or after.
+        loader: of the training samples. Without one every process reads its own, and `optimizer.step(samples=n)` says
+            how many are behind a gradient, where not all have equally many.
+        strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
+        cluster: `Attached(...)` with a token, patience and the like.
+        steps: how many each worker will make, for strategies that switch after a share of them.
+        seed: of the order of samples, and of strategies that draw.
+        out: a run folder, as `train` leaves it; None writes nothing.
+        tolerate: gradients in a row that may be not finite before the run is given up.
+        note: anything more to be kept in the run's configuration.
+
+    """
+    since = time.perf_counter()
+    try:
+        asked = Asked(
+            model=model, optimizer=optimizer, loader=loader, cluster=cluster or Attached(), steps=steps, seed=seed,
+            strategy=expression.parse(strategy) if isinstance(strategy, str) else strategy,
+            out=None if out is None else Path(out), tolerate=tolerate, note=note or {},
+        )  # fmt: skip
+        refuse(asked.problems())
+        made, shared = _join_in(asked, since)
+        return (model, made) if shared is None else (model, made, shared)
+    except OrchestraError as error:
+        raise error.with_traceback(None) from None
+
+
+class _Nowhere:
+    """Keeps no events."""
+
+    def write(self, event: Event) -> None:
+        """Forget it."""
+
+
+def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
+    """Join the others; as a server, serve, and end the script."""
+    job, x0 = asked.job(), flatten(asked.model)
+    transport, company = _meet(asked, job, x0.cpu())
+    log, meter = _open_log(asked, job), Metered(transport)
+    comm = Comm(meter, *job.groups)
+    if asked.rank >= asked.workers:
+        serve(job, comm, meter, log, company, x0.cpu())
+    replica = Taken(asked.model, x0, torch.zeros_like(x0))
+    spread_(comm, [x0, *persistent_buffers(asked.model).values()])
+    if asked.rank == 0:
+        for server, part in zip(comm.servers.members, job.placement, strict=True):
+            comm.send(server, x0[part])
+    shared = None
+    if asked.loader is not None:
+        shared = Loader(asked.loader, seed=asked.seed, rank=asked.rank, size=asked.workers)
+    feed = Given(job.batch, lambda: shared.position if shared is not None else 0.0)
+    node = Node(
+        comm, Inner.around(asked.optimizer, replica.parameters), x0, log=log, seed=fold(job.seed, asked.rank, 1),
+        replica=replica, feed=feed, placement=job.placement, tolerate=job.tolerate, last_step=job.last_step,
+    )  # fmt: skip
+    life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    player = Player(life, feed, replica)
+    company.go_in_step(lambda: node.steps if life.in_step else None)
+    made = Prepared(
+        asked.optimizer, player, Seat(player, company, asked.model, shared), usual=1 if shared is None else job.batch
+    )
+    made.orchestra.hook = asked.model.register_forward_pre_hook(_Begins(player))
+    if shared is not None:
+        shared.fetched = made.fetched
+    transport.traffic.sent, transport.traffic.received, transport.traffic.waited = 0, 0, 0.0
+    transport.began = time.perf_counter()  # the clock starts now
+    log.write(Began(0.0, asked.rank, "worker", transport.began - since))
+    return made, shared
+
+
+def _meet(asked: Asked, job: Job, x0: Tensor) -> tuple[AttachedTransport, Company]:
+    """This process's way to the others, if there are any."""
+    if job.workers + job.servers > 1:
+        longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
+        party = Party(job, x0, asked.cluster, asked.about(job), most=_DOUBLE * longest)
+        return party.transport, Company(party.exchange, asked.rank, job.workers)
+    traffic = Traffic()
+    nobody = Exchange(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
+    return AttachedTransport(0, 1, nobody, traffic), Company(nobody, 0, 1)
+
+
+def _open_log(asked: Asked, job: Job) -> Log:
+    if asked.out is None:
+        return _Nowhere()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.rank == 0:
+        config = asked.about(job) | {
+            "defining": asked.strategy.defining,
+            "parameters": job.parameters,
+            "budget": [] if job.last_step is None else [f"steps={job.last_step}"],
+            "threads": job.threads,
+            "cluster": asked.cluster.about() if asked.together else {"kind": "alone"},
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "note": asked.note,
+        }
+        checkpoint.write_text(asked.out / "config.json", json.dumps(config, indent=1))
+    return EventLog(asked.out / f"events-{asked.rank}.jsonl")
+
+
+class _Begins:
+    """A hook: a forward pass in training begins a step; one under no_grad, or of a model in evaluation, does not."""
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """The module is called."""
+        if module.training and torch.is_grad_enabled():
+            self._player.begin()
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # a copy of the model, or one that is saved whole, is nobody's to train
+
+
+# What torch.compiler.disable does, without loading the compiler first: fibers cannot be traced.
+setattr(_Begins.__call__, "_torchdynamo_disable", True)  # noqa: B010
+
+
+def _nothing() -> Callable[[nn.Module, Any], None]:
+    return _do_nothing
+
+
+def _do_nothing(module: nn.Module, inputs: Any) -> None:
+    """Nothing."""

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process of a loop that is one of the strategy's servers: it serves, and never comes to the loop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor
+
+from orchestra import run
+from orchestra.events import Began, EventLog
+from orchestra.job import Job
+from orchestra.loop.company import Company, Exit
+from orchestra.loop.seat import FINAL
+from orchestra.node import Comm, Log
+from orchestra.transports.middleware import Metered
+
+
+@dataclass
+class _Giver:
+    """A server's keeper: nothing is saved; the workers get the model in the end."""
+
+    life: run.Life
+
+    def after_step(self, before: int) -> None:
+        """Servers make none."""
+
+    def interrupted(self) -> bool:
+        """Nobody asks."""
+        return False
+
+    def break_off(self) -> None:
+        """Nobody asks."""
+
+    def stay(self) -> bool:
+        """That is for workers."""
+        return False
+
+    def after_service(self) -> bool:
+        """Every worker has left: give each the range; nothing goes to a folder."""
+        if isinstance(self.life.log, EventLog):
+            self.life.log.flush()
+        comm = self.life.node.comm
+        comm.send_as_given()
+        for worker in range(self.life.job.workers):
+            comm.send(worker, self.life.node.x, tag=FINAL)
+        return False
+
+
+def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, x0: Tensor) -> NoReturn:
+    """Serve until every worker has finished, and end the script."""
+    began = time.perf_counter()
+    door = Exit(company)
+    x = x0[job.range_of(comm.rank)].clone()
+    x.copy_(comm.recv(0).x)
+    node = run.server(job, comm.rank, comm, log, x)
+    company.rates = node.inner.follow
+    life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    log.write(Began(node.now(), node.rank, "server", time.perf_counter() - began))
+    run.serve(life, _Giver(life))
+    door.close()
+    company.part()
+    raise SystemExit(0)
