@@ -28,7 +28,6 @@ from orchestra.cluster import Ending, Told
 from orchestra.errors import ClusterError, Interrupted, OrchestraError, WorkerFailed, WorkerLost
 from orchestra.job import Job
 from orchestra.launch.courier import Courier, Reception
-from orchestra.launch.living import live
 from orchestra.launch.overseer import Overseer, counting
 from orchestra.launch.party import HOME, Party
 from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT
@@ -71,16 +70,7 @@ class Home(Overseer):
                 if self.order.has_target:
                     self.order.scorer.start()
                 self._share_order()
-                broken_off = live(
-                    job,
-                    self.transport,
-                    self.transport.words,
-                    party.plan,
-                    make_node=lambda comm, log: party.make_node(job, comm, log),
-                    tell=self.hear,
-                    show=self._show,
-                    asked=asked,
-                )
+                broken_off = party.live(job, tell=self.hear, show=self._show, asked=asked)
                 self.hear({"kind": "done", "node": HOME, "interrupted": broken_off})
                 self.exchange.attend(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
                 self.settle()
@@ -237,16 +227,7 @@ class Member:
             self.exchange.when_waiting = self._glance
             try:
                 job, tell = self._receive_order(Path(scratch))
-                broken_off = live(
-                    job,
-                    self.transport,
-                    self.transport.words,
-                    party.plan,
-                    make_node=lambda comm, log: party.make_node(job, comm, log),
-                    tell=tell,
-                    show=self._show,
-                    asked=asked,
-                )
+                broken_off = party.live(job, tell=tell, show=self._show, asked=asked)
                 tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
                 self._await(lambda: self.over is not None and len(self.model) == self.over["bytes"], "worker 0")
             except BaseException as error:

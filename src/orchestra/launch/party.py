@@ -7,18 +7,21 @@ import contextlib
 import math
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from orchestra import run, topology
-from orchestra.board import name_of
+from orchestra.board import Report, name_of
 from orchestra.errors import ClusterError, OrchestraError, Stalled, WorkerLost
 from orchestra.events import EventLog
 from orchestra.job import Job
 from orchestra.launch.joined import JoinedTransport
+from orchestra.launch.living import Tell, live
 from orchestra.node import Comm, Node
 from orchestra.ops import Sleep, Traffic
 from orchestra.transports.exchange import Exchange
@@ -66,7 +69,13 @@ class Party:
         for node, cause in self.exchange.lost.items():
             raise WorkerLost(name_of(node, self.plan.workers), cause)
 
-    def make_node(self, job: Job, comm: Comm, log: EventLog) -> Node:
+    def live(self, job: Job, *, tell: Tell, show: Callable[[Report], None], asked: float) -> bool:
+        """Train or serve as this node; gives whether the run was broken off."""
+        make_node = partial(self._make_node, job)
+        words = self.transport.words
+        return live(job, self.transport, words, self.plan, make_node=make_node, tell=tell, show=show, asked=asked)
+
+    def _make_node(self, job: Job, comm: Comm, log: EventLog) -> Node:
         """The worker or server that this process is."""
         if self.rank >= job.workers:
             return run.server(job, self.rank, comm, log, self.x0[job.range_of(self.rank)].clone())
