@@ -40,18 +40,21 @@ class Party:
         traffic = Traffic()
         size = job.workers + job.servers
         token = cluster.token()
+        try:
+            connections = _meet(cluster, token, size, about)
+        finally:
+            cluster.forget_token()  # a run that did not come together must not leave it to the next
         self.exchange = Exchange(
             self.rank,
             job.workers,
             token.run(),
-            _meet(cluster, token, size, about),
+            connections,
             largest=max(most, x0.numel() * x0.element_size()) + _SLACK,
             patience=cluster.patience,
             traffic=traffic,
             summed=cluster.trusted,
             near=job.near(self.rank),
         )
-        cluster.forget_token()
         self.plan = Plan(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
         self.transport = JoinedTransport(self.rank, self.plan, self.exchange, traffic)
         self.name = name_of(self.rank, job.workers)
