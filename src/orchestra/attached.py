@@ -216,7 +216,14 @@ def _own_token(place: Place, patience: float) -> str:
         return text
     until = time.monotonic() + patience
     while time.monotonic() < until:
-        if path.exists() and path.stat().st_uid == os.getuid() and path.stat().st_size:
+        # Process 0 writes before it listens: what lies there when it answers is of this run, not left by another.
+        if _answers(place) and path.exists() and path.stat().st_uid == os.getuid() and path.stat().st_size:
             return token.read(path)
         time.sleep(_AGAIN)
     raise ClusterError(f"process 0 left no token in {path}: was it started, on this machine and by this user?")
+
+
+def _answers(place: Place) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), timeout=1.0):
+        return True
+    return False

@@ -44,7 +44,10 @@ class Party:
         self.cluster, self.x0 = cluster, x0
         traffic = Traffic()
         token = cluster.token()
-        connections = _meet(cluster, token, job.workers + job.servers, about)
+        try:
+            connections = _meet(cluster, token, job.workers + job.servers, about)
+        finally:
+            cluster.forget_token()  # a run that did not come together must not leave it to the next
         self._host = next(iter(connections.values())).getsockname()[0] if connections else "127.0.0.1"
         self.order, self.links = _arrange(cluster, job, connections)
         self.rank = self.order.index(cluster.place.rank)
@@ -59,7 +62,6 @@ class Party:
             summed=cluster.trusted,
             near=job.near(self.rank),
         )
-        cluster.forget_token()
         self.plan = Plan(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
         self.transport = JoinedTransport(self.rank, self.plan, self.exchange, traffic)
         self.name = name_of(self.rank, job.workers)
