@@ -19,7 +19,7 @@ TOKEN = "0123456789abcdef" * 2
 
 
 def call(out: Path, **given: Any) -> Any:
-    asked: dict[str, Any] = {"cluster": Attached(patience=8), "budget": Steps(3)} | given
+    asked: dict[str, Any] = {"cluster": Attached(patience=6), "budget": Steps(3)} | given
     return train("allreduce", out, **asked).summary.steps
 
 
@@ -43,7 +43,7 @@ def test_who_has_another_token_gets_nowhere(tmp_path: Path) -> None:
 
 
 def test_without_encryption_the_token_still_counts(tmp_path: Path) -> None:
-    trusted = partial(call, cluster=Attached(patience=8, trusted=True))
+    trusted = partial(call, cluster=Attached(patience=6, trusted=True))
     with Processes([partial(trusted, tmp_path / "run")] * 2, {"ORCHESTRA_TOKEN": TOKEN}) as processes:
         assert [outcome.value for outcome in processes.outcomes()] == [3, 3]
     more = [{"ORCHESTRA_TOKEN": TOKEN}, {"ORCHESTRA_TOKEN": TOKEN[::-1]}]

@@ -93,8 +93,20 @@ def test_machines_without_a_folder_in_common_send_their_files(strategy: str, tmp
     assert "node-1.safetensors" in checkpoints[1]
 
 
-@pytest.mark.parametrize("visible", [True, False])
-@pytest.mark.parametrize(("strategy", "size"), [("allreduce", 2), ("ps(consistency=ssp(staleness=1))", 3), ("ps", 3)])
+SSP = "ps(consistency=ssp(staleness=1))"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "visible"),
+    [
+        ("allreduce", 2, True),
+        (SSP, 3, True),
+        ("ps", 3, False),
+        pytest.param("allreduce", 2, False, marks=pytest.mark.exhaustive),
+        pytest.param(SSP, 3, False, marks=pytest.mark.exhaustive),
+        pytest.param("ps", 3, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ctrl_c_and_resume(strategy: str, size: int, visible: bool, tmp_path: Path) -> None:
     """Stopped by a signal to any one process, gone on with later, to the model of a run that was not stopped."""
 
@@ -111,7 +123,7 @@ def test_ctrl_c_and_resume(strategy: str, size: int, visible: bool, tmp_path: Pa
     assert [outcome.code for outcome in outcomes] == [143] * size, outcomes
     assert "stopped by SIGTERM. A checkpoint of step" in outcomes[0].error
     found = states(together(size, lambda: call(resume=True)))
-    if strategy != "ps(consistency=ssp(staleness=1))":
+    if strategy != SSP:
         whole = train(strategy, tmp_path / "whole", workers=2, budget=Steps(60))
         kept = [tensor for name, tensor in found[-1].items()]
         assert all(torch.equal(a, b) for a, b in zip(kept, whole.model.state_dict().values(), strict=True))
