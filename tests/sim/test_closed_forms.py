@@ -41,9 +41,21 @@ def seconds(
 
 @pytest.mark.parametrize("fidelity", ["auto", "flows"])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_ring(n: int, fidelity: Literal["auto", "flows"], tmp_path: Path) -> None:
-    expected = COMPUTE + 2 * (n - 1) * (S / n / RATE + LATENCY + MESSAGE)
-    assert seconds(AllReduce(), n, tmp_path, fidelity=fidelity) == pytest.approx(expected, rel=1e-9)
+@pytest.mark.parametrize("message", [MESSAGE, 1e-6])
+def test_mean(n: int, fidelity: Literal["auto", "flows"], message: float, tmp_path: Path) -> None:
+    """Twice, everyone sends a part to everyone: the work on the messages or the links hold it up."""
+    network = Network(hosts=(Host(up=BITS, down=BITS, latency=LATENCY / 2, message=message),))
+    part = S / n / RATE
+    expected = COMPUTE + 2 * (max(message + (n - 1) * part, (n - 1) * message + part) + LATENCY)
+    found = seconds(AllReduce(), n, tmp_path, fidelity=fidelity, network=network)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_ring(n: int, tmp_path: Path) -> None:
+    expected = COMPUTE + 2 * (n - 1) * (4 * 120 / n / RATE + LATENCY + MESSAGE)
+    found = seconds(AllReduce(algorithm="ring"), n, tmp_path, model=divisible)
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -86,9 +98,9 @@ def test_broadcast_and_gather_by_formula_and_by_flows(n: int, message: float, tm
 
 
 def test_a_rack_has_a_narrow_way_out(tmp_path: Path) -> None:
-    """Two racks of two, a core 4 times too small: in every round two flows cross it, one each way, at half a link."""
+    """Two racks of two, a core 4 times too small: half a link, and each way four of every six parts cross it."""
     network = Network(hosts=(Host(up=BITS, down=BITS),), rack=2, oversubscription=4.0)
-    expected = COMPUTE + 2 * 3 * (S / 4 / (RATE / 2))
+    expected = COMPUTE + 2 * 4 * (S / 4 / (RATE / 2))
     assert seconds(AllReduce(), 4, tmp_path, network=network) == pytest.approx(expected, rel=1e-9)
 
 

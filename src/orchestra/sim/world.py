@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes between the nodes of a virtual cluster: messages, and collectives as the flows of their algorithms.
 
-    Mean        begins when the last member has come, then a ring: reduce-scatter and all-gather
+    Mean        begins when the last member has come; then every member sends every other its range, and, once it has
+                all of its own, the mean of that: reduce-scatter and all-gather, as between real machines
     Broadcast   one flow to each member; Gather: one flow from each to each
 
 Where all hosts are alike, all nodes take part and nothing else is under way, a collective's flows are all equal, and
 its time is a formula:
 
-    Mean        2 (N-1) (S/N / R + α + o)        S bytes, N members, rate R, latency α, work per message o
+    Mean        2 (max(o + (N-1) S/N / R, (N-1) o + S/N / R) + α)    S bytes, N members, rate R, latency α,
+                                                                     work per message o
     Gather      max(o + (N-1) S/R, (N-1) o + S/R) + α
     Broadcast   (N-1) S / R + α                  if messages take no work
 """
@@ -195,35 +197,20 @@ class World:
         slower = min(host.up, host.down) / 8
         latency = 2 * host.latency
         match op:
-            case Mean() | MeanUpdate():
-                return 2 * (n - 1) * (size / n / slower + latency + host.message)
             case Broadcast():
                 return max((n - 1) * size / (host.up / 8), size / slower) + latency
+            case Gather():
+                return _everyone_to_everyone(n, size / slower, host.message) + latency
             case _:
-                first, rest = host.message + (n - 1) * size / slower, (n - 1) * host.message + size / slower
-                return max(first, rest) + latency
+                return 2 * (_everyone_to_everyone(n, size / n / slower, host.message) + latency)
 
-    def ring(self, group: Group, op: Mean | MeanUpdate, complete: Callable[[int], None]) -> None:
-        """The flows of a mean: 2 (N-1) rounds in which every member sends a part to the next one."""
-        n, size = len(group), nbytes(vector_of(op)) / len(group)
-        rounds = 2 * (n - 1)
-        sent, got = [0] * n, [0] * n
-
-        def go_on(i: int) -> None:
-            # A round's part can leave once the part before has come.
-            while sent[i] < rounds and sent[i] <= got[i]:
-                sent[i] += 1
-                self.carry(group.members[i], group.members[(i + 1) % n], size, receive, (i + 1) % n)
-
-        def receive(i: int) -> None:
-            got[i] += 1
-            if got[i] == rounds:
-                complete(group.members[i])
-            else:
-                go_on(i)
-
-        for i in range(n):
-            go_on(i)
+    def average(self, group: Group, op: Mean | MeanUpdate, complete: Callable[[int], None]) -> None:
+        """The flows of a mean: everyone's parts to everyone, and from whoever has all of its own their mean."""
+        size = nbytes(vector_of(op)) / len(group)
+        whole = _when_all_came(group, complete)
+        mine = _when_all_came(group, lambda member: self._to_all(group, member, size, whole))
+        for member in group.members:
+            self._to_all(group, member, size, mine)
 
     def spread(self, group: Group, op: Broadcast, complete: Callable[[int], None]) -> None:
         """The flows of a broadcast: from the root to everyone."""
@@ -242,25 +229,39 @@ class World:
 
     def exchange(self, group: Group, op: Gather, complete: Callable[[int], None]) -> None:
         """The flows of a gather: from everyone to everyone."""
-        left = dict.fromkeys(group.members, len(group) - 1)
+        whole = _when_all_came(group, complete)
+        for member in group.members:
+            self._to_all(group, member, nbytes(op.x), whole)
 
-        def arrived(member: int) -> None:
-            left[member] -= 1
-            if not left[member]:
-                complete(member)
-
-        members = group.members
-        for i, source in enumerate(members):
-            for member in (*members[i + 1 :], *members[:i]):  # everyone begins with another
-                self.carry(source, member, nbytes(op.x), arrived, member)
+    def _to_all(self, group: Group, source: int, size: float, arrived: Callable[[int], None]) -> None:
+        members, i = group.members, group.index(source)
+        for member in (*members[i + 1 :], *members[:i]):  # everyone begins with another
+            self.carry(source, member, size, arrived, member)
 
 
 _FLOWS: dict[type[Any], Callable[..., None]] = {
-    Mean: World.ring,
-    MeanUpdate: World.ring,
+    Mean: World.average,
+    MeanUpdate: World.average,
     Broadcast: World.spread,
     Gather: World.exchange,
 }
+
+
+def _when_all_came(group: Group, complete: Callable[[int], None]) -> Callable[[int], None]:
+    """To be called with whom something came to; calls `complete` with whoever has something of all others."""
+    left = dict.fromkeys(group.members, len(group) - 1)
+
+    def arrived(member: int) -> None:
+        left[member] -= 1
+        if not left[member]:
+            complete(member)
+
+    return arrived
+
+
+def _everyone_to_everyone(n: int, part: float, message: float) -> float:
+    """Seconds, if a part is on its way for `part` seconds and each takes `message` seconds of work."""
+    return max(message + (n - 1) * part, (n - 1) * message + part)
 
 
 def _racks(network: Network, machines: int) -> list[tuple[Link, Link]]:

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well does a rehearsal foretell the duration of real steps on hosts with links of their own?
+
+    calibrate    on 2 hosts: what headers, messages and numbers cost, and by how much a worker oversleeps
+    predict      every strategy on 3 and 4 hosts; written to a file before anything else is measured
+    measure      the same cells for real, in an order drawn by lot, each of them several times
+
+Needs root: the hosts are namespaces of this machine (`orchestra lab`). Workers take the gradient of a module with next
+to nothing to compute, then sleep until their delay is over, so two cores suffice; run and rehearsal draw the same
+delays. The file with the predictions stays beside the results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import Outcome, busy_seconds, main
+from benchmarks.lab_cells import LATENCY, Cell, Model, Seen, play, rehearse
+from benchmarks.links import secret
+from benchmarks.prediction import DECIDED, HEAD, errors_of, not_negative, row, taus
+
+PREDICTIONS = Path(__file__).with_name("lab_predictions.json")
+STRATEGIES = (
+    "allreduce",
+    "allreduce(algorithm='ring')",
+    "allreduce(algorithm='halving_doubling')",
+    "ps",
+    "ps(consistency=asp())",
+    "ps(consistency=ssp(staleness=2))",
+    "localsgd(tau=4)",
+    "slowmo(tau=4)",
+)
+CALIBRATION = ("allreduce", "allreduce(algorithm='ring')", "ps", "ps(pieces=4)", "localsgd(tau=4)")
+SMALL, LARGE = 25_000, 250_000  # parameters
+CONSTANT, VARYING = "constant:0.1", "lognormal:0.1,0.3"
+QUIET = 0.15  # share of the cores that strangers may use when a lab begins
+PATIENCE = 20  # looks at that, of a second each
+
+
+def cells_of(hosts: int, strategies: Sequence[str], delays: Sequence[str]) -> Iterator[Cell]:
+    """All conditions. Where a step takes seconds there are few of them, with one kind of delays."""
+    for megabits, parameters in itertools.product((10, 100), (SMALL, LARGE)):
+        seconds = 32 * parameters / megabits / 1e6  # of one vector on one link
+        steps = 8 if seconds > 0.5 else 12 if seconds > 0.05 else 20
+        for delay in delays[-1:] if seconds > 0.5 else delays:
+            for strategy in strategies:
+                yield Cell(hosts, megabits, parameters, delay, strategy, steps)
+
+
+CELLS = [cell for hosts in (3, 4) for cell in cells_of(hosts, STRATEGIES, (CONSTANT, VARYING))]  # to be foretold
+
+
+def measure(rounds: int) -> Outcome:
+    """Predictions first, then the truth."""
+    with secret():
+        known = list(cells_of(2, CALIBRATION, (CONSTANT,)))
+        begun = time.monotonic()
+        model = fit(known, play_all(known, 2))
+        say(f"calibrated after {time.monotonic() - begun:.0f} s: {model}")
+        foretold = {name: {cell: rehearse(cell, each) for cell in CELLS} for name, each in ladder(model).items()}
+        digest = write(foretold[REHEARSAL], model)
+        return Report(model, foretold, play_all(CELLS, rounds), digest).told()
+
+
+def say(text: str) -> None:
+    """To whoever waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# Before.
+
+REHEARSAL = "the rehearsal: and costs of messages and numbers, lateness"
+
+
+def ladder(model: Model) -> dict[str, Model | None]:
+    """From knowing next to nothing to knowing all that was calibrated."""
+    return {
+        "the delays alone, nothing else takes time": None,
+        "besides, links of the nominal rate and latency": Model(),
+        "besides, headers": Model(headers=model.headers),
+        REHEARSAL: model,
+    }
+
+
+UNITS = Model(headers=0.01, latency=1e-4, message=1e-4, number=1e-9, late=1e-4)
+
+
+def fit(cells: Sequence[Cell], seen: Mapping[Cell, list[Seen]]) -> Model:
+    """What makes rehearsals come closest to runs, by relative least squares.
+
+    A step is nearly linear in each of the unknowns, so the simulator itself gives the coefficients.
+    """
+    truth = {cell: middle(seen[cell]) for cell in cells if cell in seen}
+    free = {cell: rehearse(cell, Model()).seconds for cell in truth}
+    names = [field.name for field in fields(Model)]
+    columns = [Model(**{name: getattr(UNITS, name)}) for name in names]
+    slopes = [[(rehearse(cell, column).seconds - free[cell]) / truth[cell] for column in columns] for cell in truth]
+    wanted = [1 - free[cell] / truth[cell] for cell in truth]
+    least = not_negative(torch.tensor(slopes, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
+    return Model(**{name: float(x) * getattr(UNITS, name) for name, x in zip(names, least, strict=True)})
+
+
+def middle(seen: Sequence[Seen]) -> float:
+    """Seconds of a step."""
+    return statistics.median(each.seconds for each in seen)
+
+
+def write(foretold: Mapping[Cell, Seen], model: Model) -> str:
+    """Leave the predictions for everybody to see; gives what they can be recognised by."""
+    text = json.dumps(
+        {
+            "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "model": asdict(model),
+            "steps": [{**asdict(cell), "seconds": seen.seconds, "sent": seen.sent} for cell, seen in foretold.items()],
+        },
+        indent=1,
+    )
+    PREDICTIONS.write_text(text + "\n", encoding="utf-8")
+    return hashlib.sha256(PREDICTIONS.read_bytes()).hexdigest()
+
+
+# The truth.
+
+
+def play_all(cells: Sequence[Cell], rounds: int) -> dict[Cell, list[Seen]]:
+    """Every cell once a round: lab after lab, in each of them and among them in an order drawn by lot."""
+    labs: dict[tuple[int, int], list[Cell]] = {}
+    for cell in cells:
+        labs.setdefault((cell.hosts, cell.megabits), []).append(cell)
+    found: dict[Cell, list[Seen]] = {}
+    for number in range(rounds):
+        lot = random.Random(number)
+        for lab in lot.sample(sorted(labs), len(labs)):
+            strangers, begun = await_quiet(), time.monotonic()
+            for cell, seen in play(lot.sample(labs[lab], len(labs[lab]))).items():
+                found.setdefault(cell, []).append(seen)
+            say(f"round {number}, lab {lab}: {time.monotonic() - begun:.0f} s, strangers {strangers:.0%}")
+    return found
+
+
+def await_quiet() -> float:
+    """Wait until strangers leave the cores alone, but not for ever; gives the share they use now."""
+    for _ in range(PATIENCE):
+        began, busy = time.monotonic(), busy_seconds()
+        time.sleep(1)
+        share = (busy_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
+        if share <= QUIET:
+            break
+    return share
+
+
+# After.
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was foretold beside what came."""
+
+    model: Model
+    foretold: Mapping[str, Mapping[Cell, Seen]]
+    real: Mapping[Cell, list[Seen]]
+    digest: str
+
+    def told(self) -> Outcome:
+        """All of it."""
+        m = self.model
+        outcome = Outcome(
+            "Prediction in the laboratory",
+            "Seconds of a step on hosts of a laboratory, foretold by rehearsals (levels V1, V4 and parts of V5 of our "
+            "protocol). Calibrated by least squares on 2 hosts: "
+            f"{m.headers:.1%} of headers, {(LATENCY + m.latency) * 1e3:.2f} ms from program to program on links of "
+            f"{LATENCY * 1e3:g} ms, {m.message * 1e6:.0f} µs for a message, {m.number * 1e9:.2f} ms for a million "
+            f"numbers, workers {m.late * 1e3:.2f} ms late. {len(CELLS)} cells foretold: {len(STRATEGIES)} strategies, "
+            f"3 and 4 hosts (workers and servers), 10 and 100 Mbit/s, {SMALL:,} and {LARGE:,} parameters, computing "
+            f"emulated by sleeping {CONSTANT} or {VARYING} s, 8 to 20 steps; messages encrypted. The predictions were "
+            f"written before the cells were measured (lab_predictions.json, sha256 {self.digest[:16]}…).",
+        )
+        self._errors(outcome)
+        self._cells(outcome)
+        self._traffic(outcome)
+        self._goals(outcome)
+        return outcome
+
+    @property
+    def truth(self) -> dict[Cell, float]:
+        """Seconds of a real step."""
+        return {cell: middle(self.real[cell]) for cell in CELLS if cell in self.real}
+
+    @property
+    def expected(self) -> dict[Cell, float]:
+        """Seconds of a rehearsed one."""
+        return {cell: seen.seconds for cell, seen in self.foretold[REHEARSAL].items()}
+
+    def _errors(self, outcome: Outcome) -> None:
+        rows = [row(name, {c: s.seconds for c, s in each.items()}, self.truth) for name, each in self.foretold.items()]
+        repeated = {cell: seen for cell, seen in self.real.items() if len(seen) > 1}
+        if repeated:
+            again = {cell: seen[0].seconds for cell, seen in repeated.items()}
+            rows.append(
+                row("a real run, of the others of its kind", again, {c: middle(s[1:]) for c, s in repeated.items()})
+            )
+        outcome.table(HEAD, rows)
+        outcome.say(
+            f"Errors are relative to the median of {max(map(len, self.real.values()))} real runs. τ compares the order "
+            f"of the strategies within each condition and is the mean over the {len(taus(self.expected, self.truth))} of "
+            f"them; decided pairs are those whose real steps differ by more than {DECIDED:.0%}."
+        )
+        found = errors_of(self.expected, self.truth)
+        rows = []
+        for strategy in STRATEGIES:
+            own = [cell for cell in found if cell.strategy == strategy]
+            ratios = [self.expected[cell] / self.truth[cell] for cell in own]
+            errors = [found[cell] for cell in own]
+            rows.append(
+                [
+                    strategy,
+                    f"{statistics.median(errors):.1%}",
+                    f"{max(errors):.1%}",
+                    f"{min(ratios):.2f} to {max(ratios):.2f}",
+                ]
+            )
+        outcome.table(["strategy", "median error", "most", "foretold by real"], rows)
+
+    def _cells(self, outcome: Outcome) -> None:
+        outcome.say("Every cell: foretold / real milliseconds of a step.")
+        rows = []
+        for condition in dict.fromkeys(cell.condition for cell in CELLS):
+            hosts, megabits, parameters, delay = condition
+            mine = [cell for cell in CELLS if cell.condition == condition]
+            shown = [
+                f"{self.expected[cell] * 1e3:.0f} / "
+                + (f"{self.truth[cell] * 1e3:.0f}" if cell in self.truth else "failed")
+                for cell in mine
+            ]
+            rows.append([f"{hosts}, {megabits} Mbit/s, {parameters * 4 / 1e6:g} MB, {delay.partition(':')[0]}", *shown])
+        outcome.table(["hosts, link, model, delays", *STRATEGIES], rows)
+
+    def _traffic(self, outcome: Outcome) -> None:
+        same = [
+            cell for cell in self.truth if all(s.sent == self.foretold[REHEARSAL][cell].sent for s in self.real[cell])
+        ]
+        apart = [
+            total_variation(self.foretold[REHEARSAL][cell].staleness, seen.staleness)
+            for cell in self.truth
+            if "asp" in cell.strategy
+            for seen in self.real[cell]
+        ]
+        shares = sorted(seen.share for seen in itertools.chain(*self.real.values()))
+        outcome.say(
+            f"Bytes sent are those foretold, to the byte, in {len(same)} of {len(self.truth)} cells. Staleness of "
+            f"asynchronous pushes: total variation between run and rehearsal {statistics.median(apart):.2f} in the "
+            f"middle, {max(apart):.2f} at most. All programs together used {statistics.median(shares):.0%} of the cores "
+            f"in the middle of the runs, {shares[-1]:.0%} at most."
+        )
+
+    def _goals(self, outcome: Outcome) -> None:
+        errors = sorted(errors_of(self.expected, self.truth).values())
+        outcome.goal("median error of at most 10 %", statistics.median(errors) <= 0.1)
+        outcome.goal("90 % of the errors at most 20 %", errors[int(0.9 * len(errors))] <= 0.2)
+        for apart, which in ((0.0, "all pairs"), (DECIDED, "decided pairs")):
+            tau = statistics.fmean(taus(self.expected, self.truth, apart))
+            outcome.goal(f"Kendall's τ of at least 0.8, {which}", tau >= 0.8)
+
+
+def total_variation(a: Mapping[int, int], b: Mapping[int, int]) -> float:
+    """Half the sum of the differences of two shares."""
+    return sum(abs(a.get(k, 0) / sum(a.values()) - b.get(k, 0) / sum(b.values())) for k in {*a, *b}) / 2
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main(measure, rounds=2)
