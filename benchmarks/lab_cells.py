@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import statistics
 import sys
 import time
 from collections import Counter
@@ -20,9 +22,10 @@ from typing import Any
 
 import orchestra
 from benchmarks.common import busy_seconds, scratch
-from benchmarks.prediction import Late, per_step, train
+from benchmarks.prediction import per_step, train
 from orchestra import delays, expression
-from orchestra.events import Ended, Logged, read
+from orchestra.delays import Delay
+from orchestra.events import Ended, Event, Logged, Stepped, read
 from orchestra.lab import Lab
 from orchestra.networks import Host, Network
 
@@ -59,6 +62,7 @@ class Seen:
     seconds: float  # of a step of worker 0
     sent: int  # bytes, by all nodes
     staleness: dict[int, int]  # how many pushes were how stale
+    compute: float  # seconds a step, the mean of the workers
     share: float = 0.0  # of the cores that were busy meanwhile, whoever it was that used them
 
 
@@ -67,7 +71,15 @@ def look(run: Path) -> Seen:
     events = [event for path in run.glob("events-*.jsonl") for event in read(path)]
     sent = sum(event.sent for event in events if isinstance(event, Ended))
     stale = Counter(int(e.value) for e in events if isinstance(e, Logged) and e.name == "staleness")
-    return Seen(per_step(run), sent, dict(stale))
+    return Seen(per_step(run), sent, dict(stale), _computing(events))
+
+
+def _computing(events: Sequence[Event]) -> float:
+    steps: dict[int, list[float]] = {}
+    for event in events:
+        if isinstance(event, Stepped):
+            steps.setdefault(event.node, []).append(event.compute)
+    return statistics.fmean((mine[-1] - mine[0]) / (len(mine) - 1) for mine in steps.values())
 
 
 # Real.
@@ -119,7 +131,7 @@ class Model:
     latency: float = 0.0  # seconds that a message takes beside those of the link
     message: float = 0.0  # seconds of work for each
     number: float = 0.0  # seconds of work for every number averaged or updated
-    late: float = 0.0  # seconds that a worker oversleeps
+    late: float = 0.0  # seconds that a worker oversleeps in the mean
 
     def network(self, megabits: float) -> Network:
         """Hosts like those of such a laboratory."""
@@ -128,11 +140,30 @@ class Model:
         return Network(hosts=(Host(up=bits, down=bits, latency=latency, message=self.message, number=self.number),))
 
 
+@dataclass(frozen=True)
+class Oversleeping(Delay):
+    """Workers wake up late, now more, now less.
+
+    That they are not all late alike matters: asynchronous workers with constant delays that wake up at the same moment
+    would for ever push at the same moment and share the server's link, which real ones soon cease to do.
+    """
+
+    base: Delay
+    by: float  # seconds in the mean
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        dice = random.Random(f"{seed} {worker} {step}")
+        return self.base.seconds(seed, worker, step) + self.by * dice.expovariate(1.0)
+
+    def mean(self) -> float:
+        return self.base.mean() + self.by
+
+
 def rehearse(cell: Cell, model: Model | None) -> Seen:
     """The same in virtual time; no model: nothing takes time but computing."""
     free = Network(hosts=(Host(up=1e18, down=1e18),))
     network, late = (free, 0.0) if model is None else (model.network(cell.megabits), model.late)
-    delay = Late(delays.parse(cell.delay), late)
+    delay = Oversleeping(delays.parse(cell.delay), late)
     cluster = orchestra.Simulated(workers=cell.workers, network=network, delay=delay, numerics="off")
     with scratch() as folder:
         return look(train(cell.parameters, cell.strategy, cluster, folder / "run", cell.steps).run)
