@@ -90,7 +90,7 @@ def measure(rounds: int) -> Outcome:
         "Shared links",
         f"Flows of {BYTES:,} bytes between hosts of a laboratory with links of 20 Mbit/s and {LATENCY * 1e3:g} ms, all "
         f"begun at once, through plain sockets; {rounds} rounds, the median of each flow. Foretold by max-min fair "
-        f"shares of the rates less {HEADERS:.1%} of headers, which were not fitted (level V2 of our protocol).",
+        f"shares of the rates less {HEADERS:.1%} of headers, which were not fitted.",
     )
     rows, errors = [], []
     for pattern in PATTERNS:

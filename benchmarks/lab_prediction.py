@@ -47,6 +47,7 @@ CALIBRATION = ("allreduce", "allreduce(algorithm='ring')", "ps", "ps(pieces=4)",
 SMALL, LARGE = 25_000, 250_000  # parameters
 CONSTANT, VARYING = "constant:0.1", "lognormal:0.1,0.3"
 QUIET = 0.15  # share of the cores that strangers may use when a lab begins
+BUSY = 0.6  # share of the cores that all programs together may use in the middle of the runs
 PATIENCE = 20  # looks at that, of a second each
 MOST = 19 * 60.0  # seconds in which cells are measured again
 
@@ -189,8 +190,8 @@ class Report:
         m = self.model
         outcome = Outcome(
             "Prediction in the laboratory",
-            "Seconds of a step on hosts of a laboratory, foretold by rehearsals (levels V1, V4 and parts of V5 of our "
-            "protocol). Calibrated by least squares on 2 hosts: "
+            "Seconds of a step on hosts of a laboratory, foretold by rehearsals. How late workers wake up was measured "
+            "on 2 hosts, the rest calibrated there by least squares: "
             f"{m.headers:.1%} of headers, {(LATENCY + m.latency) * 1e3:.2f} ms from program to program on links of "
             f"{LATENCY * 1e3:g} ms, {m.message * 1e6:.0f} µs for a message, {m.number * 1e9:.2f} ms for a million "
             f"numbers; workers wake up {m.late * 1e3:.2f} ms late in the mean. {len(CELLS)} cells foretold: "
@@ -276,16 +277,18 @@ class Report:
             f"Bytes sent are those foretold, to the byte, in {len(same)} of {len(self.truth)} cells. Staleness of "
             f"asynchronous pushes: total variation between run and rehearsal {statistics.median(apart):.2f} in the "
             f"middle, {max(apart):.2f} at most. All programs together, strangers included, used "
-            f"{statistics.median(shares):.0%} of the cores in the middle of the runs, {shares[-1]:.0%} at most."
+            f"{statistics.median(shares):.0%} of the cores in the middle of the runs, {shares[-1]:.0%} at most. Not "
+            "looked at: the time to a target."
         )
 
     def _goals(self, outcome: Outcome) -> None:
         errors = sorted(errors_of(self.expected, self.truth).values())
-        outcome.goal("median error of at most 10 %", statistics.median(errors) <= 0.1)
-        outcome.goal("90 % of the errors at most 20 %", errors[int(0.9 * len(errors))] <= 0.2)
+        quiet = statistics.median(seen.share for seen in itertools.chain(*self.real.values())) <= BUSY
+        outcome.goal("median error of at most 10 %", statistics.median(errors) <= 0.1, quiet=quiet)
+        outcome.goal("90 % of the errors at most 20 %", errors[int(0.9 * len(errors))] <= 0.2, quiet=quiet)
         for apart, which in ((0.0, "all pairs"), (DECIDED, "decided pairs")):
             tau = statistics.fmean(taus(self.expected, self.truth, apart))
-            outcome.goal(f"Kendall's τ of at least 0.8, {which}", tau >= 0.8)
+            outcome.goal(f"Kendall's τ of at least 0.8, {which}", tau >= 0.8, quiet=quiet)
 
 
 def total_variation(a: Mapping[int, int], b: Mapping[int, int]) -> float:
