@@ -175,6 +175,13 @@ def await_quiet() -> float:
 
 # After.
 
+DIFFERENCE = (
+    "A known difference: a real server hands its kernel one answer after the other and waits for each, but for what "
+    "the kernel keeps; a rehearsed one sends all at once, so that they share its link. Asynchronous workers therefore "
+    "come out of step within a few steps of a real run, and in a rehearsal only by their delays: long messages that "
+    "hardly vary in time are foretold too slow."
+)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -203,6 +210,7 @@ class Report:
         self._errors(outcome)
         self._cells(outcome)
         self._traffic(outcome)
+        outcome.say(DIFFERENCE)
         self._goals(outcome)
         return outcome
 
