@@ -16,7 +16,7 @@ from benchmarks.common import ROOT
 
 SCRIPTS = (
     "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal", "kernels",
-    "prediction", "crossover", "carriers", "links", "attached", "batched", "batched_gpu",
+    "prediction", "crossover", "carriers", "links", "attached", "lab_flows", "lab_prediction", "batched", "batched_gpu",
 )  # fmt: skip
 RESULTS = Path(__file__).with_name("RESULTS.md")
 

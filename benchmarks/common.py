@@ -147,17 +147,17 @@ MOST_TRIES = 5
 
 def watched(measure: Callable[[], list[float]]) -> tuple[float, list[float], float]:
     """The share of the cores that went to strangers, what was measured, and our own processor seconds."""
-    began, busy, own = time.monotonic(), _busy(), own_seconds()
+    began, busy, own = time.monotonic(), busy_seconds(), own_seconds()
     value = measure()
     took, own = time.monotonic() - began, own_seconds() - own
-    strangers = (_busy() - busy - own) / (os.cpu_count() or 1) / took
+    strangers = (busy_seconds() - busy - own) / (os.cpu_count() or 1) / took
     return max(0.0, strangers), value, own
 
 
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
-def _busy() -> float:
+def busy_seconds() -> float:
     """Seconds that all cores together were not idle, since boot."""
     user, nice, system, _, _, interrupts, soft, steal = _cpu_line()[:8]
     return (user + nice + system + interrupts + soft + steal) / _TICK

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,10 @@ class Cell:
     workers: int
     delay: str
     strategy: str
+
+    @property
+    def condition(self) -> tuple[Any, ...]:
+        return self.parameters, self.workers, self.delay
 
 
 ALL = [Cell(*each) for each in itertools.product(SIZES, (2, 3, 4), DELAYS, STRATEGIES)]
@@ -107,7 +111,7 @@ def calibrate() -> tuple[Network, float]:
     columns = [rehearse_all(cells, _network(unit), 0.0) for unit in torch.diag(torch.tensor(UNITS)).tolist()]
     slopes = [[column[cell] - free[cell] for column in columns] + [UNITS[0]] for cell in cells]
     truth = [statistics.median(run(cell)[0] for _ in range(3)) - free[cell] for cell in cells]
-    least = _not_negative(torch.tensor(slopes, dtype=torch.float64), torch.tensor(truth, dtype=torch.float64))
+    least = not_negative(torch.tensor(slopes, dtype=torch.float64), torch.tensor(truth, dtype=torch.float64))
     costs = [float(each) * unit for each, unit in zip(least, [*UNITS, UNITS[0]], strict=True)]
     return _network(costs[:3]), costs[3]
 
@@ -121,7 +125,7 @@ def _network(costs: Sequence[float]) -> Network:
     return Network(hosts=(Host(up=bits, down=bits, message=message, number=number),))
 
 
-def _not_negative(a: Tensor, b: Tensor) -> Tensor:
+def not_negative(a: Tensor, b: Tensor) -> Tensor:
     """The least squares solution, with zero for what would be below it."""
     kept = list(range(a.shape[1]))
     while True:
@@ -144,7 +148,7 @@ def rehearse(cell: Cell, network: Network, late: float) -> float:
         workers=cell.workers, network=network, delay=Late(delays.parse(cell.delay), late), numerics="off"
     )
     with scratch() as folder:
-        return _per_step(train(cell.parameters, cell.strategy, cluster, folder / "run").run)
+        return per_step(train(cell.parameters, cell.strategy, cluster, folder / "run").run)
 
 
 def _write(foretold: dict[Cell, float], network: Network, late: float) -> str:
@@ -171,7 +175,7 @@ def run(cell: Cell) -> tuple[float, float]:
         began, before = time.monotonic(), own_seconds()
         result = train(cell.parameters, cell.strategy, cluster, folder / "run")
         share = (own_seconds() - before) / (time.monotonic() - began) / (os.cpu_count() or 1)
-        return _per_step(result.run), share
+        return per_step(result.run), share
 
 
 def _data() -> tuple[Tensor, Tensor]:
@@ -182,7 +186,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
-def train(parameters: int, strategy: str, cluster: Any, out: Path) -> Any:
+def train(parameters: int, strategy: str, cluster: Any, out: Path, steps: int = STEPS) -> Any:
     """A few steps of a module that has parameters and next to nothing to compute."""
     return orchestra.train(
         model=functools.partial(nn.Linear, 1, parameters // 2),
@@ -192,13 +196,13 @@ def train(parameters: int, strategy: str, cluster: Any, out: Path) -> Any:
         strategy=strategy,
         cluster=cluster,
         batch=1,
-        budget=orchestra.Steps(STEPS),
+        budget=orchestra.Steps(steps),
         out=out,
         progress=False,
     )
 
 
-def _per_step(folder: Path) -> float:
+def per_step(folder: Path) -> float:
     """Seconds of a step once everything is warm: from one step of the first worker to its last."""
     times = [event.t for event in read(folder / "events-0.jsonl") if isinstance(event, Stepped)]
     return (times[-1] - times[WARM_UP - 1]) / (len(times) - WARM_UP)
@@ -225,13 +229,13 @@ def _report(
     truth = {cell: statistics.median(values) for cell, values in real.items()}
     again = {cell: values[0] for cell, values in real.items()}
     others = {cell: statistics.median(values[1:]) for cell, values in real.items()}
-    errors, ranks = _errors(foretold, truth), _taus(foretold, truth)
+    errors, ranks = errors_of(foretold, truth), taus(foretold, truth)
     outcome.table(
-        ["step time foretold by", "median error", "90 % below", "bias", "Kendall's τ", "τ, decided pairs"],
+        HEAD,
         [
-            _row("the rehearsal", foretold, truth),
-            _row("the delays alone, nothing else takes time", naive, truth),
-            _row("a real run, of the others of its kind", again, others),
+            row("the rehearsal", foretold, truth),
+            row("the delays alone, nothing else takes time", naive, truth),
+            row("a real run, of the others of its kind", again, others),
         ],
     )
     outcome.say(
@@ -252,28 +256,47 @@ def _report(
     outcome.say(f"The runs used {statistics.median(used):.0%} of the cores in the middle, {used[-1]:.0%} at most.")
     outcome.goal("median error of at most 10 %", statistics.median(errors.values()) <= 0.1)
     outcome.goal("Kendall's τ of at least 0.8, all pairs", statistics.fmean(ranks) >= 0.8)
-    outcome.goal("Kendall's τ of at least 0.8, decided pairs", statistics.fmean(_taus(foretold, truth, DECIDED)) >= 0.8)
+    outcome.goal("Kendall's τ of at least 0.8, decided pairs", statistics.fmean(taus(foretold, truth, DECIDED)) >= 0.8)
     return outcome
 
 
-def _row(name: str, foretold: dict[Cell, float], truth: dict[Cell, float]) -> list[str]:
-    errors, ranks = sorted(_errors(foretold, truth).values()), _taus(foretold, truth)
-    bias = statistics.fmean(foretold[cell] / truth[cell] - 1 for cell in CELLS)
+HEAD = ["step time foretold by", "median error", "90 % below", "bias", "Kendall's τ", "τ, decided pairs"]
+
+
+class Foretold(Protocol):
+    """A cell of any kind."""
+
+    @property
+    def strategy(self) -> str: ...
+
+    @property
+    def condition(self) -> tuple[Any, ...]:
+        """All that strategies to be put in order have in common."""
+
+
+C = TypeVar("C", bound=Foretold)
+
+
+def row(name: str, foretold: dict[C, float], truth: dict[C, float]) -> list[str]:
+    """Of a table with this head: how far from the truth one way to foretell was."""
+    errors, ranks = sorted(errors_of(foretold, truth).values()), taus(foretold, truth)
+    bias = statistics.fmean(foretold[cell] / truth[cell] - 1 for cell in truth)
     return [
         name, f"{statistics.median(errors):.1%}", f"{errors[int(0.9 * len(errors))]:.1%}", f"{bias:+.1%}",
-        f"{statistics.fmean(ranks):.2f}", f"{statistics.fmean(_taus(foretold, truth, DECIDED)):.2f}",
+        f"{statistics.fmean(ranks):.2f}", f"{statistics.fmean(taus(foretold, truth, DECIDED)):.2f}",
     ]  # fmt: skip
 
 
-def _errors(foretold: dict[Cell, float], truth: dict[Cell, float]) -> dict[Cell, float]:
-    return {cell: abs(foretold[cell] - truth[cell]) / truth[cell] for cell in CELLS}
+def errors_of(foretold: dict[C, float], truth: dict[C, float]) -> dict[C, float]:
+    """Relative to the truth."""
+    return {cell: abs(foretold[cell] - truth[cell]) / truth[cell] for cell in truth}
 
 
-def _taus(foretold: dict[Cell, float], truth: dict[Cell, float], apart: float = 0.0) -> list[float]:
+def taus(foretold: dict[C, float], truth: dict[C, float], apart: float = 0.0) -> list[float]:
     """τ of every condition in which there is anything to put in order."""
-    conditions: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in CELLS:
-        conditions.setdefault((cell.parameters, cell.workers, cell.delay), []).append(cell)
+    conditions: dict[tuple[Any, ...], list[C]] = {}
+    for cell in truth:
+        conditions.setdefault(cell.condition, []).append(cell)
     found = [kendall([foretold[c] for c in cells], [truth[c] for c in cells], apart) for cells in conditions.values()]
     return [tau for tau in found if tau is not None]
 

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of one condition after the other on the hosts of a laboratory, and the same runs rehearsed.
+
+    python -m benchmarks.lab_cells ORDERS.json      on every host of a lab: what `play` has each of them do
+
+Processes start once for all the runs of a lab, since that takes longer than most of the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orchestra
+from benchmarks.common import busy_seconds, scratch
+from benchmarks.prediction import per_step, train
+from orchestra import delays, expression
+from orchestra.delays import Delay
+from orchestra.events import Ended, Event, Logged, Stepped, read
+from orchestra.lab import Lab
+from orchestra.networks import Host, Network
+
+LATENCY = 1e-3  # seconds from host to host
+_TRIES = 3  # of a lab, if a run in it fails
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to foretell."""
+
+    hosts: int  # workers and servers
+    megabits: int  # a second, up and down
+    parameters: int
+    delay: str
+    strategy: str
+    steps: int
+
+    @property
+    def condition(self) -> tuple[Any, ...]:
+        """All that the strategies compared with each other have in common."""
+        return self.hosts, self.megabits, self.parameters, self.delay
+
+    @property
+    def workers(self) -> int:
+        """All hosts but those with servers."""
+        return self.hosts - expression.parse(self.strategy).servers
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run or a rehearsal left."""
+
+    seconds: float  # of a step of worker 0
+    sent: int  # bytes, by all nodes
+    staleness: dict[int, int]  # how many pushes were how stale
+    compute: float  # seconds a step, the mean of the workers
+    share: float = 0.0  # of the cores that were busy meanwhile, whoever it was that used them
+
+
+def look(run: Path) -> Seen:
+    """What is in a run folder."""
+    events = [event for path in run.glob("events-*.jsonl") for event in read(path)]
+    sent = sum(event.sent for event in events if isinstance(event, Ended))
+    stale = Counter(int(e.value) for e in events if isinstance(e, Logged) and e.name == "staleness")
+    return Seen(per_step(run), sent, dict(stale), _computing(events))
+
+
+def _computing(events: Sequence[Event]) -> float:
+    steps: dict[int, list[float]] = {}
+    for event in events:
+        if isinstance(event, Stepped):
+            steps.setdefault(event.node, []).append(event.compute)
+    return statistics.fmean((mine[-1] - mine[0]) / (len(mine) - 1) for mine in steps.values())
+
+
+# Real.
+
+
+def play(cells: Sequence[Cell]) -> dict[Cell, Seen]:
+    """Run cells of the same hosts and rates in this order; those that failed several times are missing."""
+    found: dict[Cell, Seen] = {}
+    for _ in range(_TRIES):
+        left = [cell for cell in cells if cell not in found]
+        if left:
+            found |= _play(left)
+    return found
+
+
+def _play(cells: Sequence[Cell]) -> dict[Cell, Seen]:
+    first, name = cells[0], f"cells{os.getpid()}"
+    with (
+        scratch() as folder,
+        Lab(name=name, hosts=first.hosts, rate=f"{first.megabits}mbit", latency=LATENCY) as lab,
+    ):
+        orders = folder / "orders.json"
+        orders.write_text(json.dumps([asdict(cell) for cell in cells]), encoding="utf-8")
+        lab.run([sys.executable, "-m", "benchmarks.lab_cells", str(orders)], out=sys.stderr.buffer)
+        done = [(cell, folder / str(i)) for i, cell in enumerate(cells) if (folder / str(i) / "share").exists()]
+        return {cell: replace(look(run), share=float((run / "share").read_text())) for cell, run in done}
+
+
+def _obey(orders: Path) -> None:
+    """As one host: take part in all runs."""
+    for i, order in enumerate(json.loads(orders.read_text(encoding="utf-8"))):
+        cell, run = Cell(**order), orders.with_name(str(i))
+        cluster = orchestra.Attached(order="given", threads=1, delay=cell.delay, patience=60)
+        began, busy = time.monotonic(), busy_seconds()
+        train(cell.parameters, cell.strategy, cluster, run, cell.steps)
+        share = (busy_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
+        if cluster.is_home:
+            (run / "share").write_text(str(share), encoding="utf-8")
+
+
+# Rehearsed.
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a laboratory is like beyond its rate and latency; all zero, it is just that."""
+
+    headers: float = 0.0  # bytes that pass a link beside each of ours
+    latency: float = 0.0  # seconds that a message takes beside those of the link
+    message: float = 0.0  # seconds of work for each
+    number: float = 0.0  # seconds of work for every number averaged or updated
+    late: float = 0.0  # seconds that a worker oversleeps in the mean
+
+    def network(self, megabits: float) -> Network:
+        """Hosts like those of such a laboratory."""
+        bits = megabits * 1e6 / (1 + self.headers)
+        latency = (LATENCY + self.latency) / 2
+        return Network(hosts=(Host(up=bits, down=bits, latency=latency, message=self.message, number=self.number),))
+
+
+@dataclass(frozen=True)
+class Oversleeping(Delay):
+    """Workers wake up late, now more, now less.
+
+    That they are not all late alike matters: asynchronous workers with constant delays that wake up at the same moment
+    would for ever push at the same moment and share the server's link, which real ones soon cease to do.
+    """
+
+    base: Delay
+    by: float  # seconds in the mean
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        dice = random.Random(f"{seed} {worker} {step}")
+        return self.base.seconds(seed, worker, step) + self.by * dice.expovariate(1.0)
+
+    def mean(self) -> float:
+        return self.base.mean() + self.by
+
+
+def rehearse(cell: Cell, model: Model | None) -> Seen:
+    """The same in virtual time; no model: nothing takes time but computing."""
+    free = Network(hosts=(Host(up=1e18, down=1e18),))
+    network, late = (free, 0.0) if model is None else (model.network(cell.megabits), model.late)
+    delay = Oversleeping(delays.parse(cell.delay), late)
+    cluster = orchestra.Simulated(workers=cell.workers, network=network, delay=delay, numerics="off")
+    with scratch() as folder:
+        return look(train(cell.parameters, cell.strategy, cluster, folder / "run", cell.steps).run)
+
+
+if __name__ == "__main__":
+    _obey(Path(sys.argv[1]))
