@@ -176,10 +176,9 @@ def await_quiet() -> float:
 # After.
 
 DIFFERENCE = (
-    "A known difference: a real server hands its kernel one answer after the other and waits for each, but for what "
-    "the kernel keeps; a rehearsed one sends all at once, so that they share its link. Perhaps that is why asynchronous workers "
-    "come out of step within a few steps of a real run, and in a rehearsal only by their delays: long messages that "
-    "hardly vary in time are foretold too slow."
+    "A difference that may explain the largest errors: a real server hands its kernel one answer after the other and "
+    "waits for each, but for what the kernel keeps; a rehearsed one sends all at once, so that they share its link, and "
+    "asynchronous workers stay in step."
 )
 
 
