@@ -177,7 +177,7 @@ def await_quiet() -> float:
 
 DIFFERENCE = (
     "A difference that may explain the largest errors: a real server hands its kernel one answer after the other and "
-    "waits for each, but for what the kernel keeps; a rehearsed one sends all at once, so that they share its link, and "
+    "waits for each, but for what the kernel keeps; a rehearsed one sends all at once: they share its link, and "
     "asynchronous workers stay in step."
 )
 
