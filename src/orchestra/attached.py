@@ -158,7 +158,9 @@ class Attached(Cluster):
     def about(self) -> dict[str, Any]:
         """What to remember of it."""
         delay = None if self.delay is None else str(self.get_delay())
-        return {"kind": "attached", "delay": delay, "encrypted": not self.trusted}
+        order = self.order if isinstance(self.order, str) else list(self.order)
+        how = {"encrypted": not self.trusted, "collectives": self.collectives, "order": order}
+        return {"kind": "attached", "delay": delay, **how}
 
     def means_by_torch(self) -> bool:
         """Where the network is trusted, and GPUs are not shared: NCCL wants one for each."""

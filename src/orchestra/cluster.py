@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from orchestra import delays
 from orchestra.delays import Delay
+from orchestra.environment import launched
 from orchestra.errors import Problem
 
 if TYPE_CHECKING:
@@ -175,6 +176,11 @@ class Local(Cluster):
     def problems(self) -> Iterator[Problem]:
         """What cannot be run on this machine."""
         yield from super().problems()
+        if launched() and os.environ["WORLD_SIZE"] != "1":
+            message = (
+                "every process that torchrun started would begin a run of its own: leave it out, or say Attached()"
+            )
+            yield Problem("cluster", "Local(...)", message)
         if isinstance(self.workers, int) and self.workers > 512:
             yield Problem("cluster.workers", self.workers, "is more than one machine will bear: at most 512")
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):

@@ -54,6 +54,7 @@ def fingerprint(version: str, given: Request, module: nn.Module, data: Any, abou
         "version of orchestra": version,
         "version of torch": torch.__version__.partition("+")[0],
         **about,
+        "cluster": given.cluster.about(),
         "budget": budget_of(given),
         "tolerate": given.tolerate,
         "loss": getattr(given.loss, "__qualname__", type(given.loss).__qualname__),

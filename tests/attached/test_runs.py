@@ -220,3 +220,16 @@ def test_a_process_that_dies_during_a_mean_of_torch_is_named(tmp_path: Path) -> 
     for outcome in outcomes[:2]:
         assert outcome.code == 6, outcome.error
         assert "worker 2 died" in outcome.error
+
+
+def test_who_waits_for_the_result_hears_that_there_is_none(tmp_path: Path) -> None:
+    def scores(model: torch.nn.Module, data: Any) -> dict[str, float]:
+        if (tmp_path / "run" / "events-0.jsonl").exists():  # after training, which is over then
+            raise ValueError("cannot be scored")
+        return {"score": 0.0}
+
+    given: dict[str, Any] = {"evaluate": scores, "evaluation_data": lambda: None, "evaluate_every": Steps(99)}
+    home, other = together(2, lambda: train("allreduce", tmp_path / "run", cluster=Attached(patience=20), **given))
+    assert "cannot be scored" in home.error
+    assert (other.kind, other.code) == ("Stopped", 1)
+    assert "worker 0 left before it told" in other.error

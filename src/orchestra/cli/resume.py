@@ -23,6 +23,8 @@ def resume(
     seconds: o.Seconds = None,
     target: o.Goal = None,
     checkpoint_every: o.CheckpointEvery = None,
+    token_file: o.TokenFile = None,
+    trusted: o.Trusted = False,
     json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -37,6 +39,7 @@ def resume(
       orchestra resume runs/mine --epochs 40
     """
     more = Options(epochs=epochs, steps=steps, seconds=seconds, target=target, checkpoint_every=checkpoint_every)
+    joining = {"token_file": str(token_file) if token_file else None, "trusted": trusted or None}
     source, before, args = _remembered(run)
     if not list((run / "checkpoints").glob("step-*")):
         raise CheckpointError(
@@ -44,7 +47,7 @@ def resume(
         )
     if (run / "ending.json").exists() and not more.given():
         raise ConfigError([Problem("run", str(run), "is complete; to train on, give a larger budget, e.g. --epochs")])
-    chosen = Options(**_joined(before, more.given()) | {"out": str(run)})
+    chosen = Options(**_joined(before, more.given()) | {"out": str(run)} | joining)
     runs = carry_out(source, chosen, args, quiet=quiet, more={"resume": lambda old: True})
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
 

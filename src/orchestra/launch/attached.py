@@ -53,14 +53,15 @@ class Home(Overseer):
     """Process 0: a worker as well."""
 
     cluster: Attached = field(kw_only=True)
+    marker: Path | None = None  # a file by which others find out whether they see the run folder
     reports: dict[int, Report] = field(default_factory=dict)
     answers: dict[int, int] = field(default_factory=dict)  # the step that each worker was in when asked to stop
 
     def run(self) -> Ending:
         """Train, together with the others. Raises what ended the run early."""
         asked, job = time.perf_counter(), self.job
+        self.party = party = Party(job, self.order.x0, self.cluster, self.order.fingerprint)
         with counting(self, echo=_ECHO):
-            self.party = party = Party(job, self.order.x0, self.cluster, self.order.fingerprint)
             self.exchange, self.transport = party.exchange, party.transport
             self.files = Reception(job.run)
             self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
@@ -135,7 +136,8 @@ class Home(Overseer):
 
     def begin(self) -> None:
         """Start the clock, and let the nodes go."""
-        self.marker.unlink(missing_ok=True)
+        if self.marker is not None:
+            self.marker.unlink(missing_ok=True)
         self.exchange.tell_all({"kind": "go", "at": self.order.resumed_at})
         self.transport.go(self.order.resumed_at)
 
@@ -184,8 +186,9 @@ class Home(Overseer):
         said = asdict(told())
         model = said.pop("model")
         for node in range(1, self.nodes):
-            self.exchange.note(node, {"kind": "over", **said, "bytes": len(model)})
-            self.exchange.ship(node, model)
+            with contextlib.suppress(OrchestraError):  # who is lost now has done its part
+                self.exchange.note(node, {"kind": "over", **said, "bytes": len(model)})
+                self.exchange.ship(node, model)
 
     def _close(self) -> None:
         self.party.close()
@@ -195,7 +198,8 @@ class Home(Overseer):
         error = self.party.cause_of(error)
         if not isinstance(error, OrchestraError | KeyboardInterrupt):
             error = WorkerFailed(self.party.name, traceback.format_exc()[-_LONGEST:])
-        self.marker.unlink(missing_ok=True)
+        if self.marker is not None:
+            self.marker.unlink(missing_ok=True)
         code = error.exit_code if isinstance(error, OrchestraError) else 130
         message = f"{error.who} failed" if isinstance(error, WorkerFailed) else str(error) or "stopped by SIGINT"
         self.party.give_up({"message": message, "code": code})
@@ -220,8 +224,8 @@ class Member:
     def run(self) -> Told:
         """Take part to the end."""
         asked = time.perf_counter()
+        self.party = party = Party(self.job, self.x0, self.cluster, self.about)
         with counting(self, echo=_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
-            self.party = party = Party(self.job, self.x0, self.cluster, self.about)
             self.exchange, self.transport, self.rank = party.exchange, party.transport, party.rank
             self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
             self.exchange.when_waiting = self._glance
@@ -298,6 +302,8 @@ class Member:
     def _glance(self) -> None:
         if self.over is None:
             self.party.require_everybody()
+            if self.exchange.is_gone(HOME):
+                raise Stopped("worker 0 left before it told how the run went: see what it said", 1)
         if self.signals and not self._told_of_signal:
             self._told_of_signal = True
             self._tell({"kind": "signal", "name": self.signal_name})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import socket
@@ -33,6 +34,7 @@ from orchestra.transports.token import Token
 if TYPE_CHECKING:
     from orchestra.attached import Attached
 
+_RUNS = itertools.count()  # of this process: a script may train several times
 HOME = 0  # the process that keeps the run folder
 _SLACK = 4096  # bytes by which a message may be longer than the model
 
@@ -171,7 +173,7 @@ def _store(cluster: Attached) -> Any:
 
 
 def _door_key() -> str:
-    return f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_RUNS)}"
 
 
 def _own_address(host: str) -> str:

@@ -14,6 +14,7 @@ Started once it is plain PyTorch; started several times (torchrun, `orchestra la
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import time
@@ -122,9 +123,11 @@ def prepare(
 
     """
     since = time.perf_counter()
+    # Who serves, and whose share of the samples is whose, goes by the rank that the loop can see.
+    as_started = dataclasses.replace(cluster or Attached(), order="given")
     try:
         asked = Asked(
-            model=model, optimizer=optimizer, loader=loader, cluster=cluster or Attached(), steps=steps, seed=seed,
+            model=model, optimizer=optimizer, loader=loader, cluster=as_started, steps=steps, seed=seed,
             strategy=expression.parse(strategy) if isinstance(strategy, str) else strategy,
             out=None if out is None else Path(out), tolerate=tolerate, note=note or {},
         )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from orchestra.errors import ClusterError
 from orchestra.ops import (
     Ahead,
     All,
@@ -28,6 +29,7 @@ from orchestra.ops import (
     Leave,
     Mean,
     MeanUpdate,
+    Message,
     Op,
     Recv,
     Send,
@@ -137,7 +139,7 @@ class AttachedTransport:
         ]
         vectors, weights = [], []
         for member, part in zip(group.members, parts, strict=True):
-            piece = None if member == self.rank else self.exchange.take(member)
+            piece = None if member == self.rank else self._take(member, mean)
             vectors.append(x[part] if piece is None else piece.x)
             weights.append(weight if piece is None else piece.weight)
         All(given).wait()
@@ -152,8 +154,18 @@ class AttachedTransport:
         given = [self.exchange.give(member, mine, 1.0) for member in others]
         for member, part in zip(group.members, ranges(x.numel(), len(group)), strict=True):
             if member != self.rank:
-                x[part] = self.exchange.take(member).x
+                x[part] = self._take(member, x[part]).x
         All(given).wait()
+
+    def _take(self, member: int, like: Tensor) -> Message:
+        """A part from a member; refused if it is of something else."""
+        piece = self.exchange.take(member)
+        if piece.x.dtype != like.dtype or piece.x.numel() != like.numel():
+            raise ClusterError(
+                f"node {member} takes part in another mean than node {self.rank}: it sent {piece.x.numel():,} numbers "
+                f"({piece.x.dtype}), not {like.numel():,} ({like.dtype}). All must make the same calls in turn."
+            )
+        return piece
 
     def _count(self, x: Tensor, group: Group) -> None:
         both = share_of_mean(x, len(group), group.index(self.rank)) if len(group) > 1 else 0

@@ -119,7 +119,9 @@ class Exchange:
         except _BLOCKED:
             pass
         except OSError as error:
-            self._lose(peer, error)
+            self._read(peer)  # its last words may say why
+            if peer.lost is None:
+                self._lose(peer, error)
 
     # Receiving.
 
@@ -260,6 +262,10 @@ class Exchange:
 
     def ring(self, node: int) -> None:
         """Nothing to do: who waits hears at once what was sent."""
+
+    def is_gone(self, node: int) -> bool:
+        """Whether a node has said that it leaves."""
+        return self._peers[node].gone
 
     def has_mail(self) -> bool:
         """Whether a message from anybody lies here unread."""

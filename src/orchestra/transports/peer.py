@@ -13,8 +13,9 @@ from torch import Tensor
 from orchestra.ops import Departed, Message
 from orchestra.transports import wire
 
-# A machine that is gone is noticed by the kernel, also while the process computes.
-_KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
+# A machine that is gone is noticed by the kernel, also while the process computes. The last one is long: it also counts
+# while the other end has no room because it computes.
+_KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 300_000))
 
 
 @dataclass(eq=False)
