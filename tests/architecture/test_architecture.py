@@ -94,7 +94,8 @@ MAY_KNOW = {
     },
     "optimizers": {"optimizers"},
     "schedules": {"strategy"},
-    "transports": {"board", "errors", "ops", "transports", "vectors"},
+    "transports": {"board", "errors", "events", "ops", "transports", "vectors"},
+    "folder": {"checkpoint", "errors", "events", "report", "snapshot"},
     "run": {
         "board",
         "checkpoint",
@@ -122,6 +123,7 @@ MAY_KNOW = {
         "errors",
         "events",
         "expression",
+        "folder",
         "inner",
         "job",
         "overrides",
@@ -163,7 +165,7 @@ MAY_KNOW = {
         "transports",
         "vectors",
     },
-    "report": {"budget", "errors", "events", "report"},
+    "report": {"board", "budget", "errors", "events", "report"},
     "doctor": {
         "budget",
         "cluster",

@@ -22,6 +22,7 @@ from orchestra.cli.run import run
 from orchestra.cli.sim import sim
 from orchestra.cli.strategies import strategies
 from orchestra.cli.sweep import sweep
+from orchestra.cli.trace import trace
 from orchestra.errors import Interrupted
 
 
@@ -74,6 +75,7 @@ def top(
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
       orchestra doctor                          what works here, how to mend the rest
+      orchestra trace RUN                       who did what when, for Perfetto
       orchestra lab up --hosts 4                a network of hosts on this machine
       orchestra launch --hosts FILE -- run ...  one run on many machines
 
@@ -84,7 +86,7 @@ def top(
 
 
 app.callback(help=flowing(top.__doc__ or ""))(top)
-for _verb in (demo, run, resume, sim, compare, sweep, probe, strategies, explain, doctor):
+for _verb in (demo, run, resume, sim, compare, sweep, probe, strategies, explain, doctor, trace):
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 # What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.
 app.command(help=flowing(launch.__doc__ or ""), context_settings={"allow_interspersed_args": False})(launch)

@@ -76,7 +76,7 @@ class Exchange:
         peer = self._peers[op.to]
         self._lines.post(peer, wire.BODY, body, x, op)
         if op.to not in self._near:
-            self._traffic.sent += len(body)
+            self._traffic.count(op.to, len(body))
         if op.lend and x.data_ptr() == op.x.data_ptr():
             return _Lent(self, peer)
         self._flush(peer)
