@@ -17,6 +17,7 @@ from orchestra.cli.explain import explain
 from orchestra.cli.flowing import flowing
 from orchestra.cli.launch import launch
 from orchestra.cli.probe import probe
+from orchestra.cli.recommend import recommend
 from orchestra.cli.resume import resume
 from orchestra.cli.run import run
 from orchestra.cli.sim import sim
@@ -86,7 +87,7 @@ def top(
 
 
 app.callback(help=flowing(top.__doc__ or ""))(top)
-for _verb in (demo, run, resume, sim, compare, sweep, probe, strategies, explain, doctor, trace):
+for _verb in (demo, run, resume, sim, compare, sweep, recommend, probe, strategies, explain, doctor, trace):
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 # What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.
 app.command(help=flowing(launch.__doc__ or ""), context_settings={"allow_interspersed_args": False})(launch)
