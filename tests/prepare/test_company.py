@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,72 +97,3 @@ def test_the_run_folder_is_that_of_train(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(orchestra.ConfigError, match="is not empty"):
         loop("localsgd(tau=2)", out=tmp_path / "run")
-
-
-# Whole scripts: what they print, and how they exit.
-
-SCRIPT = """
-import os, torch, orchestra
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = orchestra.prepare(model, optimizer, strategy="localsgd(tau=2)")
-for i in range(4):
-    optimizer.zero_grad()
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    {at_a_step}
-{at_the_end}
-"""
-
-
-def as_script(text: str) -> tuple[Any, str]:
-    """Run it as an interpreter of its own would: the exit code, and what it said."""
-    said, code = io.StringIO(), 0
-    with contextlib.redirect_stderr(said):
-        try:
-            try:
-                exec(compile(text, "script.py", "exec"), {})
-            except BaseException:
-                code = 1
-                sys.excepthook(*sys.exc_info())
-        except SystemExit as end:
-            code = end.code  # type: ignore[assignment]
-        atexit._run_exitfuncs()
-    return code, said.getvalue()
-
-
-def scripts(size: int, at_a_step: str = "pass", at_the_end: str = "optimizer.finish()") -> list[Any]:
-    text = SCRIPT.format(at_a_step=at_a_step, at_the_end=at_the_end)
-    outcomes = together(size, partial(as_script, text))
-    return [outcome.value if outcome.kind != "killed" else (-9, "") for outcome in outcomes]
-
-
-def test_a_forgotten_finish_is_noticed() -> None:
-    ((code, said),) = scripts(1, at_the_end="pass")
-    assert code == 0
-    assert "worker 0 ended without optimizer.finish()" in said
-    assert scripts(1) == [(0, "")]
-    (_, said), (code, told) = scripts(2, at_the_end='os.environ["RANK"] == "0" or optimizer.finish()')
-    assert "worker 0 ended without optimizer.finish()" in said
-    assert (code, told) == (1, "Stopped: worker 0 ended without optimizer.finish()\n")
-
-
-def test_an_error_in_the_loop_reaches_the_others() -> None:
-    (code, said), (other, told) = scripts(2, at_a_step='assert os.environ["RANK"] == "0", "no such luck"')
-    assert (code, other) == (1, 1)
-    assert said == "Stopped: worker 1 failed: AssertionError: no such luck\n"
-    assert "Traceback" in told
-
-
-def test_a_death_is_the_exit_code_of_the_others() -> None:
-    (code, said), (other, _) = scripts(2, at_a_step='os.environ["RANK"] == "0" or os.kill(os.getpid(), 9)')
-    assert (code, other) == (6, -9)
-    assert "WorkerLost: worker 1 died: its connection" in said
-
-
-def test_a_whole_interpreter_exits_with_the_code_of_the_error() -> None:
-    nan = "model.zero_grad(); (model(torch.ones(2, 3)) / 0).sum().backward(); optimizer.step()"
-    text = SCRIPT.format(at_a_step=f"for _ in range(10): {nan}", at_the_end="optimizer.finish()")
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 5
-    assert done.stderr.startswith("Diverged: worker 0: the gradient was NaN or infinite 10 times in a row")

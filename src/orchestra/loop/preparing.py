@@ -36,6 +36,7 @@ from orchestra.job import Job
 from orchestra.launch.party import Party
 from orchestra.loop.asked import Asked
 from orchestra.loop.company import Company
+from orchestra.loop.leaving import tell_in_short
 from orchestra.loop.loader import Loader
 from orchestra.loop.optimizer import Prepared
 from orchestra.loop.player import Given, Player, Taken
@@ -123,6 +124,7 @@ def prepare(
 
     """
     since = time.perf_counter()
+    tell_in_short.install()
     # Who serves, and whose share of the samples is whose, goes by the rank that the loop can see.
     as_started = dataclasses.replace(cluster or Attached(), order="given")
     try:

@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 from orchestra import checkpoint, run, snapshot
 from orchestra.errors import ClusterError
 from orchestra.events import EventLog
-from orchestra.loop.company import Company, Exit
+from orchestra.loop.company import Company
+from orchestra.loop.leaving import Exit
 from orchestra.loop.loader import Loader
 from orchestra.loop.player import Player
 from orchestra.node import Comm
@@ -32,7 +33,7 @@ class Seat:
         self._player, self._company, self._module, self._loader = player, company, module, loader
         self._life, self._node = player.life, player.life.node
         self.hook: RemovableHandle | None = None  # on the model
-        self._exit = Exit(company)
+        self._exit = Exit(company, self.finish)
 
     @property
     def rank(self) -> int:
@@ -92,13 +93,14 @@ class Seat:
         """End together with the others, with one model; twice is once."""
         if self._player.over:
             return
-        life, node = self._life, self._node
+        self._player.rest()
+        life, node, left = self._life, self._node, None if self._loader is None else self._loader.left
         if life.in_step:
-            self._company.finish(node.steps)
+            self._company.finish(node.steps, left)
             self._player.finish()
         else:
             self._player.finish()
-            self._company.finish(node.steps)
+            self._company.finish(node.steps, left)
         run.end(life)
         if isinstance(life.log, EventLog):
             life.log.flush()

@@ -12,7 +12,8 @@ from torch import Tensor
 from orchestra import run
 from orchestra.events import Began, EventLog
 from orchestra.job import Job
-from orchestra.loop.company import Company, Exit
+from orchestra.loop.company import Company
+from orchestra.loop.leaving import Exit
 from orchestra.loop.seat import FINAL
 from orchestra.node import Comm, Log
 from orchestra.transports.middleware import Metered
