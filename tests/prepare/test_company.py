@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 import torch
 from tests.prepare.loops import loop, make_loader
 from tests.processes import Processes, together
-from tests.zoo import classifier, ended, make_model, sgd
+from tests.zoo import adam, classifier, ended, make_model, momentum, sgd
+from torch import nn
 
 import orchestra
+from orchestra.fingerprint import parts_of_model, parts_of_optimizer
 from orchestra.report.facts import facts_of
 
 
@@ -37,20 +40,56 @@ def test_a_worker_that_dies_is_named(dies: int) -> None:
         assert f"worker {dies} died: its connection" in outcome.error
 
 
+def smaller() -> nn.Module:
+    model: Any = make_model()
+    model[2] = nn.Linear(7, 2)
+    model[3] = nn.Linear(2, 1, bias=False)
+    return model
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first]}, {"params": others, "momentum": 0.5}], lr=0.05)
+
+
 @pytest.mark.parametrize(
     ("different", "told"),
     [
-        ({"model": classifier}, "model is"),
+        ({"model": smaller}, "parameter 2.weight is '3×7 float32' here and '2×7 float32' there"),
+        ({"model": classifier}, "parameter 3.weight is '1×3 float32' here and None there"),
         ({"strategy": "slowmo"}, "strategy is"),
-        ({"optimizer": sgd}, "optimizer is"),
-        ({"loader": partial(make_loader, 96)}, "data is"),
+        ({"optimizer": partial(momentum, lr=0.2)}, "lr of the optimizer is 0.02 here and 0.2 there"),
+        ({"optimizer": adam}, "optimizer is 'SGD' here and 'Adam' there"),
+        ({"optimizer": grouped}, "groups of the optimizer is 1 here and 2 there"),
+        ({"loader": partial(make_loader, 96)}, "data is '108 samples' here and '96 samples' there"),
     ],
 )
 def test_the_first_difference_is_named(different: dict[str, Any], told: str) -> None:
     with Processes([loop, partial(loop, **different)]) as processes:
         for outcome in processes.outcomes():
             assert outcome.code == 4
-            assert told in outcome.error
+            assert told in outcome.error or _seen_from_the_other_side(told) in outcome.error
+
+
+def _seen_from_the_other_side(told: str) -> str:
+    return re.sub(r"is (.*) here and (.*) there", r"is \2 here and \1 there", told)
+
+
+def test_a_large_model_can_be_introduced() -> None:
+    def many(last: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1, 1) for _ in range(2000)), nn.Linear(1, last))
+
+    def optimizer(rate: float, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": rate - i / 1e6} for i, p in enumerate(parameters)])
+
+    about = parts_of_model(many(1)) | parts_of_optimizer(optimizer(0.1, many(1).parameters()))
+    assert len(json.dumps(about)) < 50_000
+    assert about["parameter 100.bias"] == "1 float32"
+    assert about["lr of group 100 of the optimizer"] == 0.0999
+    assert parts_of_model(many(1)) != parts_of_model(many(2))
+    assert parts_of_optimizer(optimizer(0.1, many(1).parameters())) != parts_of_optimizer(
+        optimizer(0.2, many(1).parameters())
+    )
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "localsgd(tau=3)"])

@@ -57,9 +57,8 @@ def as_script(text: str) -> tuple[Any, str]:
             except SystemExit:
                 raise
             except BaseException as error:
-                code = 1
-                assert error.__traceback__ is not None
-                sys.excepthook(type(error), error, error.__traceback__.tb_next)
+                code, trace = 1, error.__traceback__
+                sys.excepthook(type(error), error, trace and trace.tb_next)
         except SystemExit as end:
             code = end.code or 0  # type: ignore[assignment]
         atexit._run_exitfuncs()

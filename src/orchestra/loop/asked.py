@@ -18,7 +18,7 @@ import orchestra
 from orchestra import checkpoint, checks, environment, expression
 from orchestra.attached import Attached
 from orchestra.errors import Problem
-from orchestra.fingerprint import settings_of
+from orchestra.fingerprint import parts_of_model, parts_of_optimizer, settings_of
 from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
@@ -178,7 +178,7 @@ class Asked:
         )
 
     def about(self, job: Job) -> dict[str, Any]:
-        """What all processes must have in common, the most telling first."""
+        """What the run is, for its folder."""
         shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.model).items()}
         return {
             "version of orchestra": orchestra.__version__,
@@ -194,6 +194,15 @@ class Asked:
             "steps": job.last_step,
             "tolerate": job.tolerate,
         }
+
+    def in_common(self, job: Job) -> dict[str, Any]:
+        """What all processes must say alike, the most telling first; of what consists of parts, each part."""
+        about = self.about(job)
+        parts = {"model": parts_of_model(self.model), "optimizer": parts_of_optimizer(self.optimizer)}
+        found: dict[str, Any] = {}
+        for name, value in about.items():
+            found |= parts.get(name, {name: value})
+        return found
 
 
 def _is_taken(out: Path) -> bool:

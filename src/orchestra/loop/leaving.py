@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a script ends: what went wrong in a few lines, also for the other processes; and nobody leaves without `finish`."""
+"""How a script ends: what went wrong, in a few lines and for the others as well; nobody leaves without `finish`."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class Prepared(optim.Optimizer):
         """A hook of the optimizer that was given: only the strategy may step it."""
         if not self._player.playing:
             raise OrchestraError(
-                "the optimizer that was given to orchestra.prepare was stepped, on this process alone: the models would "
-                "differ from here on. Step the one that it returned: model, optimizer, loader = orchestra.prepare(...)."
+                "the optimizer that was given to orchestra.prepare was stepped, which the others know nothing of: the "
+                "models would differ. Step the one that it returned: model, optimizer, loader = orchestra.prepare(...)."
             )
 
     def fetched(self, samples: int) -> None:
