@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tests.zoo import adam, classifier, ended, make_model, momentum, sgd
 from torch import nn
 
 import orchestra
+from orchestra.events import EventLog
 from orchestra.fingerprint import parts_of_model, parts_of_optimizer
 from orchestra.report.facts import facts_of
 
@@ -136,3 +139,59 @@ def test_the_run_folder_is_that_of_train(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(orchestra.ConfigError, match="is not empty"):
         loop("localsgd(tau=2)", out=tmp_path / "run")
+
+
+def test_a_run_folder_that_others_do_not_see_gets_their_files(tmp_path: Path) -> None:
+    def call() -> None:
+        place = tmp_path / f"machine-{rank()}"
+        place.mkdir()
+        os.chdir(place)
+        read_text = Path.read_text
+
+        def near(path: Path, *args: Any, **given: Any) -> str:
+            if path.name.startswith(".mark") and rank():
+                raise FileNotFoundError(path)  # as on another machine
+            return read_text(path, *args, **given)
+
+        Path.read_text = near  # type: ignore[method-assign]
+        with contextlib.suppress(SystemExit):
+            loop("ps", out="run" if rank() == 0 else None)
+        Path.read_text = read_text  # type: ignore[method-assign]
+
+    for outcome in together(3, call):
+        assert not outcome.kind, outcome.error
+    run = tmp_path / "machine-0" / "run"
+    assert not [*(tmp_path / "machine-1").iterdir(), *(tmp_path / "machine-2").iterdir()]
+    assert {path.name for path in run.iterdir()} == {
+        "config.json", "events-0.jsonl", "events-1.jsonl", "events-2.jsonl", "ending.json", "summary.json",
+        "model.safetensors",
+    }  # fmt: skip
+    assert len(facts_of(run).shares) == 3
+
+
+def test_worker_0_waits_for_what_the_others_write(tmp_path: Path) -> None:
+    def call() -> None:
+        if rank():
+            flush = EventLog.flush
+
+            def late(log: EventLog) -> None:
+                time.sleep(0.5)
+                flush(log)
+
+            EventLog.flush = late  # type: ignore[method-assign]
+        loop("allreduce", out=tmp_path / "run", model=lambda: nn.Linear(7, 1))
+
+    for outcome in together(2, call):
+        assert not outcome.kind, outcome.error
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["samples"] == 216
+    assert len(summary["shares"]) == 2
+
+
+def test_a_folder_that_cannot_be_written_ends_it_for_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    mine, theirs = together(2, partial(loop, out=tmp_path / "file" / "run"))
+    assert mine.code == theirs.code == 2
+    assert "out = " in mine.error
+    assert "cannot be written" in mine.error
+    assert "cannot be written" in theirs.error

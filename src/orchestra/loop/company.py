@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from orchestra.board import name_of
@@ -28,6 +29,10 @@ class Company:
         self.how = "finished"  # this process, when it does
         self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if it goes in step with the others
         self.rates: Callable[[list[float]], None] = lambda rates: None  # a schedule says new learning rates
+        self.file: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # one is announced
+        self.folder: tuple[Path | None, str] | None = None  # where worker 0 keeps the run, and a mark in it
+        self.looked: set[int] = set()  # who have tried to find it
+        self.written: set[int] = set()  # and have nothing more to put there
         self.name = name_of(rank, workers)
         self._parted = False
         exchange.hear, exchange.when_waiting = self._hear, self._glance
@@ -43,6 +48,14 @@ class Company:
                 self._ways[source] = str(said["how"]), said["left"]
             case "rates":
                 self.rates([float(rate) for rate in said["rates"]])
+            case "folder":
+                self.folder = said["path"] and Path(said["path"]), str(said["mark"])
+            case "looked":
+                self.looked.add(source)
+            case "written":
+                self.written.add(source)
+            case "file":
+                self.file(source, said)
             case "stopped":
                 raise Stopped(str(said["message"]), int(said["code"]))
 

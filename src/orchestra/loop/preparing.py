@@ -14,11 +14,11 @@ Started once it is plain PyTorch; started several times (torchrun, `orchestra la
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -33,9 +33,11 @@ from orchestra.errors import OrchestraError
 from orchestra.events import Began, Event, EventLog
 from orchestra.inner import Inner
 from orchestra.job import Job
+from orchestra.launch.attached import Stopped
 from orchestra.launch.party import Party
 from orchestra.loop.asked import Asked
 from orchestra.loop.company import Company
+from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import tell_in_short
 from orchestra.loop.loader import Loader
 from orchestra.loop.optimizer import Prepared
@@ -118,7 +120,8 @@ def prepare(
         cluster: `Attached(...)` with a token, patience and the like.
         steps: how many each worker will make, for strategies that switch after a share of them.
         seed: of the order of samples, and of strategies that draw.
-        out: a run folder, as `train` leaves it; None writes nothing.
+        out: a run folder, as `train` leaves it, at worker 0; machines that do not see it send their files there. None
+            writes nothing.
         tolerate: gradients in a row that may be not finite before the run is given up.
         note: anything more to be kept in the run's configuration.
 
@@ -126,7 +129,7 @@ def prepare(
     since = time.perf_counter()
     tell_in_short.install()
     # Who serves, and whose share of the samples is whose, goes by the rank that the loop can see.
-    as_started = dataclasses.replace(cluster or Attached(), order="given")
+    as_started = replace(cluster or Attached(), order="given")
     try:
         asked = Asked(
             model=model, optimizer=optimizer, loader=loader, cluster=as_started, steps=steps, seed=seed,
@@ -148,13 +151,28 @@ class _Nowhere:
 
 
 def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
-    """Join the others; as a server, serve, and end the script."""
+    """Join the others, who must not wait if this process cannot go on."""
     job, x0 = asked.job(), flatten(asked.model)
     transport, company = _meet(asked, job, x0.cpu())
-    log, meter = _open_log(asked, job), Metered(transport)
+    try:
+        folder = Folder(company, transport.exchange, asked.rank, asked.size, asked.out)
+        log = _open_log(asked, job, folder.path)
+        return _take_part(asked, replace(job, run=folder.path or Path()), x0, transport, company, folder, log, since)
+    except OrchestraError as error:
+        if not isinstance(error, Stopped):
+            company.give_up(f"{company.name}: {error}", error.exit_code)
+        raise
+
+
+def _take_part(
+    asked: Asked, job: Job, x0: Tensor, transport: AttachedTransport, company: Company, folder: Folder, log: Log,
+    since: float,
+) -> tuple[Prepared, Loader | None]:  # fmt: skip
+    """Become a worker; or, as a server, serve, and end the script."""
+    meter = Metered(transport)
     comm = Comm(meter, *job.groups)
     if asked.rank >= asked.workers:
-        serve(job, comm, meter, log, company, x0.cpu())
+        serve(job, comm, meter, log, company, folder, x0.cpu())
     replica = Taken(asked.model, x0, torch.zeros_like(x0))
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     if asked.rank == 0:
@@ -171,10 +189,9 @@ def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     player = Player(life, feed, replica)
     company.go_in_step(lambda: node.steps if life.in_step else None)
-    made = Prepared(
-        asked.optimizer, player, Seat(player, company, asked.model, shared), usual=1 if shared is None else job.batch
-    )
-    made.orchestra.hook = asked.model.register_forward_pre_hook(_Begins(player))
+    seat = Seat(player, company, folder, asked.model, shared)
+    seat.hook = asked.model.register_forward_pre_hook(_Begins(player))
+    made = Prepared(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
     if shared is not None:
         shared.fetched = made.fetched
     transport.traffic.sent, transport.traffic.received, transport.traffic.waited = 0, 0, 0.0
@@ -194,10 +211,9 @@ def _meet(asked: Asked, job: Job, x0: Tensor) -> tuple[AttachedTransport, Compan
     return AttachedTransport(0, 1, nobody, traffic), Company(nobody, 0, 1)
 
 
-def _open_log(asked: Asked, job: Job) -> Log:
-    if asked.out is None:
+def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
+    if folder is None:
         return _Nowhere()
-    asked.out.mkdir(parents=True, exist_ok=True)
     if asked.rank == 0:
         config = asked.about(job) | {
             "defining": asked.strategy.defining,
@@ -208,8 +224,8 @@ def _open_log(asked: Asked, job: Job) -> Log:
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "note": asked.note,
         }
-        checkpoint.write_text(asked.out / "config.json", json.dumps(config, indent=1))
-    return EventLog(asked.out / f"events-{asked.rank}.jsonl")
+        checkpoint.write_text(folder / "config.json", json.dumps(config, indent=1))
+    return EventLog(folder / f"events-{asked.rank}.jsonl")
 
 
 class _Begins:

@@ -15,6 +15,7 @@ from orchestra import checkpoint, run, snapshot
 from orchestra.errors import ClusterError
 from orchestra.events import EventLog
 from orchestra.loop.company import Company
+from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import Exit
 from orchestra.loop.loader import Loader
 from orchestra.loop.player import Player
@@ -29,8 +30,11 @@ FINAL = 0xFFFE  # the tag of a server's last message
 class Seat:
     """This process among the others."""
 
-    def __init__(self, player: Player, company: Company, module: nn.Module, loader: Loader | None) -> None:
-        self._player, self._company, self._module, self._loader = player, company, module, loader
+    def __init__(
+        self, player: Player, company: Company, folder: Folder, module: nn.Module, loader: Loader | None
+    ) -> None:
+        self._player, self._company, self._folder = player, company, folder
+        self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
         self.hook: RemovableHandle | None = None  # on the model
         self._exit = Exit(company, self.finish)
@@ -104,6 +108,7 @@ class Seat:
         run.end(life)
         if isinstance(life.log, EventLog):
             life.log.flush()
+        self._folder.deliver()
         self._receive_model()
         if life.where == "apart":
             average_(node.comm, [node.x])
@@ -130,6 +135,7 @@ class Seat:
 
     def _conclude(self) -> None:
         """What `train` leaves in a run folder."""
+        self._folder.collect()
         folder = self._life.job.run
         snapshot.export(self._module, folder / "model.safetensors")
         ending = {"stopped_by": "loop", "warnings": []}
