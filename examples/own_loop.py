@@ -43,4 +43,4 @@ x, y = digits("test")
 with torch.no_grad():
     accuracy = (model(x).argmax(1) == y).float().mean().item()
 if optimizer.orchestra.is_home:
-    print(f"accuracy {accuracy:.3f} with {optimizer.orchestra.workers} workers")
+    print(f"accuracy {accuracy:.3f}, workers: {optimizer.orchestra.workers}")

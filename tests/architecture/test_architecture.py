@@ -151,6 +151,7 @@ MAY_KNOW = {
         "launch",
         "loop",
         "node",
+        "overrides",
         "ops",
         "replica",
         "report",
@@ -162,8 +163,9 @@ MAY_KNOW = {
         "strategy",
         "transports",
         "vectors",
+        "words",
     },
-    "report": {"budget", "errors", "events", "report"},
+    "report": {"budget", "errors", "events", "report", "words"},
     "doctor": {
         "budget",
         "cluster",

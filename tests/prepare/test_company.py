@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,10 +45,7 @@ def test_a_worker_that_dies_is_named(dies: int) -> None:
 
 
 def smaller() -> nn.Module:
-    model: Any = make_model()
-    model[2] = nn.Linear(7, 2)
-    model[3] = nn.Linear(2, 1, bias=False)
-    return model
+    return nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 2), nn.Linear(2, 1, bias=False))
 
 
 def grouped(parameters: Any) -> torch.optim.Optimizer:
@@ -153,10 +151,8 @@ def test_a_run_folder_that_others_do_not_see_gets_their_files(tmp_path: Path) ->
                 raise FileNotFoundError(path)  # as on another machine
             return read_text(path, *args, **given)
 
-        Path.read_text = near  # type: ignore[method-assign]
-        with contextlib.suppress(SystemExit):
+        with contextlib.suppress(SystemExit), mock.patch.object(Path, "read_text", near):
             loop("ps", out="run" if rank() == 0 else None)
-        Path.read_text = read_text  # type: ignore[method-assign]
 
     for outcome in together(3, call):
         assert not outcome.kind, outcome.error
@@ -171,15 +167,14 @@ def test_a_run_folder_that_others_do_not_see_gets_their_files(tmp_path: Path) ->
 
 def test_worker_0_waits_for_what_the_others_write(tmp_path: Path) -> None:
     def call() -> None:
-        if rank():
-            flush = EventLog.flush
+        flush = EventLog.flush
 
-            def late(log: EventLog) -> None:
-                time.sleep(0.5)
-                flush(log)
+        def late(log: EventLog) -> None:
+            time.sleep(0.5 * rank())
+            flush(log)
 
-            EventLog.flush = late  # type: ignore[method-assign]
-        loop("allreduce", out=tmp_path / "run", model=lambda: nn.Linear(7, 1))
+        with mock.patch.object(EventLog, "flush", late):
+            loop("allreduce", out=tmp_path / "run", model=lambda: nn.Linear(7, 1))
 
     for outcome in together(2, call):
         assert not outcome.kind, outcome.error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from orchestra.job import Job
 from orchestra.loop import loader as loaders
 from orchestra.replica import problems_of, trainable
 from orchestra.strategy import Strategy
+from orchestra.words import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +67,18 @@ class Asked:
 
     def problems(self) -> Iterator[Problem]:
         """All that cannot be."""
+        name, servers = type(self.strategy).__name__, self.strategy.servers
         if self.workers < 1:
-            message = f"{type(self.strategy).__name__} has {self.strategy.servers} servers beside the workers: " + (
-                f"start more than {self.size} processes"
-                if self.together
-                else "start with torchrun or `orchestra launch`"
+            start = f"torchrun --nproc-per-node {servers + 2}"
+            message = (
+                f"{name} has {plural(servers, 'server')}, each a process of its own, beside the workers: start more "
+                f"than {plural(servers, 'process')}, such as {start} for 2 workers"
             )
             yield Problem("WORLD_SIZE", self.size, message)
             return
+        if os.environ.get(environment.WORKERS, str(self.workers)) != str(self.workers):
+            message = f"{name} has {plural(servers, 'server')} beside them: say --servers {servers} as well"
+            yield Problem("workers", int(os.environ[environment.WORKERS]), message)
         if self.together:
             yield from self.cluster.joined(self.strategy).problems()
         yield from checks.check_strategy(self.strategy, self.workers, None)
@@ -91,7 +97,7 @@ class Asked:
         groups = self.optimizer.param_groups
         strange = sum(p not in own for group in groups for p in group["params"])
         if strange:
-            message = f"has {strange} parameters that are not the model's: make it from model.parameters()"
+            message = f"has {plural(strange, 'parameter')} not of the model: make it from model.parameters()"
             yield Problem("optimizer", type(self.optimizer).__name__, message)
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         needs_closure = closure is not None and closure.default is closure.empty

@@ -32,7 +32,7 @@ class _Teller:
 
     def install(self) -> None:
         """Once; whoever has a hook of its own already keeps it."""
-        if self._before is None:
+        if self._before is None or sys.excepthook is sys.__excepthook__:
             self._before, sys.excepthook = sys.excepthook, self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

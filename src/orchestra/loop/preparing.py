@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,10 +27,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from orchestra import checkpoint, expression, run
+from orchestra import checkpoint, expression, overrides, run
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
-from orchestra.errors import OrchestraError
+from orchestra.environment import is_member
+from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.events import Began, Event, EventLog
 from orchestra.inner import Inner
 from orchestra.job import Job
@@ -128,19 +130,45 @@ def prepare(
     """
     since = time.perf_counter()
     tell_in_short.install()
-    # Who serves, and whose share of the samples is whose, goes by the rank that the loop can see.
-    as_started = replace(cluster or Attached(), order="given")
     try:
+        said = overrides.of_a_loop({"strategy": strategy, "cluster": cluster, "seed": seed, "out": out, "note": note})
         asked = Asked(
-            model=model, optimizer=optimizer, loader=loader, cluster=as_started, steps=steps, seed=seed,
-            strategy=expression.parse(strategy) if isinstance(strategy, str) else strategy,
-            out=None if out is None else Path(out), tolerate=tolerate, note=note or {},
+            model=model, optimizer=optimizer, loader=loader, cluster=_as_started(said["cluster"]), steps=steps,
+            seed=said["seed"], strategy=_chosen(strategy, said["strategy"]), tolerate=tolerate,
+            out=None if said["out"] is None else Path(said["out"]), note=said["note"] or {},
         )  # fmt: skip
         refuse(asked.problems())
         made, shared = _join_in(asked, since)
         return (model, made) if shared is None else (model, made, shared)
     except OrchestraError as error:
         raise error.with_traceback(None) from None
+
+
+def _as_started(cluster: Any) -> Attached:
+    """A loop knows its processes by the ranks they were started with.
+
+    By them it reads samples of its own before it comes here, and finds what it saved: they must not depend on how fast
+    the network is today. So latencies are not measured to choose another order, as `train` does.
+    """
+    if isinstance(cluster, Attached) and not isinstance(cluster.order, str):
+        message = "a loop goes by the ranks that its processes were started with: leave it out, and start them so"
+        raise ConfigError([Problem("cluster.order", cluster.order, message)])
+    if cluster is not None and not isinstance(cluster, Attached) and cluster.workers > 1:
+        message = (
+            "a loop runs once in every process that it is started in: start it with torchrun --nproc-per-node "
+            f"{cluster.workers}, or with `orchestra launch`"
+        )
+        raise ConfigError([Problem("workers", cluster.workers, message)])
+    return replace(cluster if isinstance(cluster, Attached) else Attached(), order="given")
+
+
+def _chosen(own: Strategy[Any] | str, said: Strategy[Any] | str) -> Strategy[Any]:
+    """The strategy: what the command line says takes the place of the script's own."""
+    mine, chosen = (expression.parse(s) if isinstance(s, str) else s for s in (own, said))
+    if chosen != mine and not is_member():
+        words = f"{expression.show(chosen)}, as the command line says, in place of the script's {expression.show(mine)}"
+        print(f"orchestra: strategy {words}", file=sys.stderr)
+    return chosen
 
 
 class _Nowhere:
