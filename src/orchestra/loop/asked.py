@@ -63,6 +63,16 @@ class Asked:
         """All that are no servers."""
         return self.size - self.strategy.servers
 
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return next(iter(trainable(self.model).values())).device.type
+
+    @property
+    def torch_means(self) -> bool:
+        """Whether torch takes the means: on a trusted network, of models that are not on GPUs."""
+        return self.together and self.device == "cpu" and self.cluster.joined(self.strategy).means_by_torch()
+
     # Whether it can be.
 
     def problems(self) -> Iterator[Problem]:
@@ -157,9 +167,9 @@ class Asked:
             workers=self.workers,
             batch=(self.loader.batch_size if self.loader is not None else None) or 1,
             seed=self.seed,
-            device=next(iter(trainable(self.model).values())).device.type,
+            device=self.device,
             one_memory=False,
-            torch_means=False,
+            torch_means=self.torch_means,
             run=self.out or Path(),
             launch="",
             last_step=self.steps,
@@ -199,6 +209,7 @@ class Asked:
             "optimizer": settings_of(self.optimizer),
             "steps": job.last_step,
             "tolerate": job.tolerate,
+            "means": "by torch" if job.torch_means else "by messages",
         }
 
     def in_common(self, job: Job) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from orchestra.board import name_of
 from orchestra.errors import ClusterError, OrchestraError, WorkerLost
 from orchestra.launch.attached import Stopped
+from orchestra.ops import Sleep
 from orchestra.transports.exchange import Exchange
 from orchestra.words import plural
 
@@ -33,6 +34,7 @@ class Company:
         self.folder: tuple[Path | None, str] | None = None  # where worker 0 keeps the run, and a mark in it
         self.looked: set[int] = set()  # who have tried to find it
         self.written: set[int] = set()  # and have nothing more to put there
+        self.hang_up: Callable[[], None] = lambda: None  # whatever else this process is connected by
         self.name = name_of(rank, workers)
         self._parted = False
         exchange.hear, exchange.when_waiting = self._hear, self._glance
@@ -101,10 +103,17 @@ class Company:
         if self._begun() is not None and self._finished[late] > steps:  # it will say so itself
             self._exchange.attend(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
 
+    def listen(self, *, seconds: float = 0.0) -> None:
+        """Hear what was said meanwhile; raise if it ends the run for this process."""
+        self._exchange.sleep(Sleep(seconds))
+        self._exchange.poll()
+        self._glance()
+
     def part(self) -> None:
         """Hang up, now that everything is said."""
         if not self._parted:
             self._parted = True
+            self.hang_up()
             self._exchange.close()
 
     def give_up(self, message: str, code: int) -> None:

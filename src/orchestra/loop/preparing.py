@@ -201,6 +201,11 @@ def _take_part(
     comm = Comm(meter, *job.groups)
     if asked.rank >= asked.workers:
         serve(job, comm, meter, log, company, folder, x0.cpu())
+    if job.torch_means:
+        from orchestra.loop.means import Means  # not needed otherwise
+
+        place, patience = asked.cluster.place, asked.cluster.patience
+        transport.means = Means(company, transport.exchange, asked.rank, asked.workers, place, patience)
     replica = Taken(asked.model, x0, torch.zeros_like(x0))
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     if asked.rank == 0:
