@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.prepare.loops import loop, make_loader
+from tests.prepare.loops import equal, loop, make_loader
 from tests.processes import Processes, together
 from tests.zoo import adam, classifier, ended, make_model, momentum, sgd
 from torch import nn
@@ -190,3 +190,43 @@ def test_a_folder_that_cannot_be_written_ends_it_for_all(tmp_path: Path) -> None
     assert "out = " in mine.error
     assert "cannot be written" in mine.error
     assert "cannot be written" in theirs.error
+
+
+# What cannot be.
+
+
+def test_servers_are_processes_of_their_own() -> None:
+    """As many more as there are servers; how many, the message says."""
+    for outcome in together(2, partial(loop, "ps(servers=2)")):
+        assert outcome.code == 2
+        assert "ParameterServer has 2 servers, each a process of its own" in outcome.error
+        assert "torchrun --nproc-per-node 4 for 2 workers" in outcome.error
+    with pytest.raises(orchestra.ConfigError, match="start more than 1 process, such as torchrun --nproc-per-node 3"):
+        loop("ps")
+
+
+@pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, colocated=True)"])
+def test_with_as_many_more_it_works(strategy: str) -> None:
+    def call() -> Any:
+        with contextlib.suppress(SystemExit):
+            return loop(strategy)
+        return "a server"
+
+    *workers, first, second = together(4, call)
+    assert first.value == second.value == "a server"
+    expected = together(2, loop)
+    for outcome, other in zip(workers, expected, strict=True):
+        assert not outcome.kind, outcome.error
+        assert equal(outcome.value[1], other.value[1])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        (orchestra.Attached(order=(0, 1)), "cluster.order = (0, 1)    a loop goes by the ranks"),
+        (orchestra.Local(workers=4), "start it with torchrun --nproc-per-node 4"),
+    ],
+)
+def test_a_cluster_that_a_loop_cannot_have(cluster: Any, told: str) -> None:
+    with pytest.raises(orchestra.ConfigError, match=re.escape(told)):
+        loop(cluster=cluster)

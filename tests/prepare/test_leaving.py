@@ -139,6 +139,11 @@ ERRORS = {
         "ConfigError: 1 problem",
     ),
     "in the loop": ({"at_a_step": "given.step()"}, "given.step()", "OrchestraError: the optimizer that was given"),
+    "of a mean": (
+        {"at_the_end": "optimizer.finish(); optimizer.orchestra.mean(1.0)"},
+        "optimizer.finish(); optimizer.orchestra.mean(1.0)",
+        "OrchestraError: the workers have parted",
+    ),
     "at the end": (
         {"at_the_end": "optimizer.finish(); optimizer.step()"},
         "optimizer.finish(); optimizer.step()",

@@ -121,6 +121,7 @@ class Prepared(optim.Optimizer):
         size = self._fetched or self._usual if samples is None else samples
         self._usual, self._fetched = (self._fetched or self._usual), 0
         self._tell_rates()
+        vars(self._inner)["_opt_called"] = True  # schedulers look for it, also where only a server's optimizer steps
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         self._player.step(size if self._usable() else 0, None if loss is None else float(loss))
         return value

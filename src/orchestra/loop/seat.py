@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from orchestra import checkpoint, run, snapshot
-from orchestra.errors import ClusterError
+from orchestra.errors import ClusterError, OrchestraError
 from orchestra.events import EventLog
 from orchestra.loop.company import Company
 from orchestra.loop.folder import Folder
@@ -70,6 +70,10 @@ class Seat:
 
     def mean(self, value: Tensor | float, *, weight: float = 1.0) -> float:
         """The weighted mean of a number over the workers. All must ask, at the same place of the loop."""
+        if self._player.over:
+            raise OrchestraError(
+                "the workers have parted since optimizer.finish(), with one and the same model. Take means before it."
+            )
         mean = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu().clone()
         traffic = self._life.meter.traffic
         sent, received = traffic.sent, traffic.received
