@@ -3,6 +3,7 @@
 
 python examples/own_loop.py                                      alone: plain PyTorch
 torchrun --standalone --nproc-per-node 4 examples/own_loop.py    four workers
+orchestra run examples/own_loop.py -n 4 -s ps                    four workers and a server
 """
 
 import argparse
