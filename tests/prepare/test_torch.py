@@ -373,13 +373,13 @@ def test_autocast_and_grad_mode_are_left_alone() -> None:
     ("given", "told"),
     [
         ({"optimizer": partial(torch.optim.LBFGS, lr=0.1)}, "evaluates the loss several times a step"),
-        ({"strategy": "ps"}, "start with torchrun"),
+        ({"strategy": "ps"}, "start more than 1 process"),
         ({"strategy": "hogwild"}, "share one x in one memory"),
         ({"strategy": "switch(then=localsgd)"}, "looks at the loss of every epoch"),
         ({"strategy": "switch(then=localsgd, when=atshare(share=0.5))"}, "switches after a share"),
         ({"strategy": "slowmo(tau=0)"}, "must be at least 1"),
         ({"model": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())}, "one dtype in common"),
-        ({"other": True}, "not the model's"),
+        ({"other": True}, "not of the model"),
         ({"loader": [1, 2, 3]}, "must be a torch DataLoader"),
     ],
 )

@@ -61,7 +61,7 @@ def run(
     if on is not None:
         raise typer.Exit(elsewhere.run_on(on, source, chosen, args or [], as_json=json_, quiet=quiet, at=ray_address))
     if source.holds_loop:
-        if problems := [*looping.problems_of(chosen, as_json=json_)]:
+        if problems := [*looping.problems_of(chosen, as_json=json_), *chosen.read(of_script=True)[1]]:
             raise ConfigError(problems)
         if not environment.launched() and elsewhere.nodes_of(chosen) > 1:
             raise typer.Exit(looping.start(source, chosen, args or []))

@@ -108,19 +108,19 @@ def prepare(
 ) -> tuple[M, Prepared] | tuple[M, Prepared, Loader]:
     """Let a strategy drive the optimizer of a loop that stays as it is; call `optimizer.finish()` after the loop.
 
-    Every process of torchrun or `orchestra launch` is a worker; the last ones are the strategy's servers, if it has any:
-    those serve in this call, and the script ends there. All begin with the model of worker 0. The loader is shared out among the workers:
-    every sample once an epoch, in another order each time, batches of the size it was made with on each of them. Means
-    are weighted by samples. Between two steps the parameters are the strategy's model as this worker has it. What has
-    no gradient has gradient zero.
+    Every process of torchrun or `orchestra launch` is a worker; the last are the strategy's servers, if it has any: those
+    serve in this call, and the script ends there. All begin with the model of worker 0. The loader is shared out among
+    the workers: every sample once an epoch, in another order each time, batches of the size it was made with on each of
+    them. Means are weighted by samples. Between two steps the parameters are the strategy's model as this worker has
+    it. What has no gradient has gradient zero.
 
     Args:
         model: stays the same object; its parameters become views of one vector.
         optimizer: over the model's parameters, with any schedulers, made before or after.
         loader: of the training samples. Without one every process reads its own, and `optimizer.step(samples=n)` says
             how many are behind a gradient, where not all have equally many.
-        strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`. What `orchestra run --strategy` says
-            takes its place.
+        strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`. What `orchestra run --strategy`
+            says takes its place.
         cluster: `Attached(...)` with a token, patience and the like. Ranks stay as they were started. On a network that
             is `trusted`, torch takes the means of models that are not on GPUs.
         steps: how many each worker will make, for strategies that switch after a share of them.
