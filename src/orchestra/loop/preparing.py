@@ -108,7 +108,7 @@ def prepare(
 ) -> tuple[M, Prepared] | tuple[M, Prepared, Loader]:
     """Let a strategy drive the optimizer of a loop that stays as it is; call `optimizer.finish()` after the loop.
 
-    Every process of torchrun or `orchestra launch` is a worker; the last are the strategy's servers, if it has any: those
+    Every process of torchrun or `orchestra launch` is a worker; the last are the strategy's servers, if any: those
     serve in this call, and the script ends there. All begin with the model of worker 0. The loader is shared out among
     the workers: every sample once an epoch, in another order each time, batches of the size it was made with on each of
     them. Means are weighted by samples. Between two steps the parameters are the strategy's model as this worker has
