@@ -42,7 +42,7 @@ class _Teller:
             self._before(kind, error, trace)
             return
         if self._before is sys.__excepthook__:
-            print(told(error, trace), file=sys.stderr)
+            sys.stderr.write(told(error, trace))  # in one piece: others write there, too
         else:
             self._before(kind, error, trace)
         raise SystemExit(error.exit_code)
@@ -56,7 +56,7 @@ def told(error: OrchestraError, trace: TracebackType | None) -> str:
     # What happened in another process has nothing to do with where this one was.
     frames = [] if isinstance(error, Stopped | WorkerLost) else traceback.extract_tb(trace)
     lines = traceback.format_list([f for f in frames if not f.filename.startswith((*_NOT_THE_LOOPS, "<frozen"))])
-    return f"{''.join(lines)}{type(error).__name__}: {error}"
+    return f"{''.join(lines)}{type(error).__name__}: {error}\n"
 
 
 class Exit:
@@ -98,14 +98,13 @@ class Exit:
             return  # a fork of this process is nobody's worker
         self.close()
         self._company.how = FORGOTTEN
-        print(
+        sys.stderr.write(
             f"orchestra: {self._company.name} {FORGOTTEN}: it is done now, but what was evaluated or saved before "
-            "lacks the strategy's last step. Call it after the loop.",
-            file=sys.stderr,
+            "lacks the strategy's last step. Call it after the loop.\n"
         )
         try:
             self._finish()
         except OrchestraError as error:
             if not isinstance(error, Stopped):
                 self._company.give_up(f"{self._company.name}: {error}", error.exit_code)
-            print(told(error, None), file=sys.stderr)
+            sys.stderr.write(told(error, None))
