@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+WORKERS = "ORCHESTRA_WORKERS"  # how many of the processes are meant to be workers, where somebody has said it
 
 
 def launched() -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from orchestra.request import Request
 from orchestra.strategy import Strategy
 
 _LOOKED_AT = 16  # samples
+_MOST_SAID = 20_000  # bytes about a model or an optimizer
 
 
 def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) -> dict[str, Any]:
@@ -96,3 +98,56 @@ def settings_of(optimizer: torch.optim.Optimizer) -> str:
     """An optimizer's class and hyper-parameters."""
     groups = [{k: v for k, v in sorted(group.items()) if k != "params"} for group in optimizer.param_groups]
     return f"{type(optimizer).__name__} {groups}"
+
+
+# Part by part, so that the first difference has a name.
+
+
+def parts_of_model(module: nn.Module) -> dict[str, str]:
+    """The shape of every parameter.
+
+    >>> parts_of_model(nn.Linear(3, 2))
+    {'parameter weight': '2×3 float32', 'parameter bias': '2 float32'}
+    """
+    found = {f"parameter {name}": _shape(p) for name, p in trainable(module).items()}
+    return _no_longer_than(_MOST_SAID, found, "the parameters after those")
+
+
+def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its class and every hyper-parameter; of other groups than the first, what they have of their own.
+
+    >>> parts_of_optimizer(torch.optim.Rprop(nn.Linear(3, 2).parameters(), lr=0.1))["lr of the optimizer"]
+    0.1
+    """
+    first, *others = [
+        {name: _plain(value) for name, value in sorted(group.items()) if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "groups of the optimizer": 1 + len(others)}
+    found |= {f"{name} of the optimizer": value for name, value in first.items()}
+    for number, group in enumerate(others, start=1):
+        own = {name: value for name, value in group.items() if value != first.get(name)}
+        found |= {f"{name} of group {number} of the optimizer": value for name, value in own.items()}
+    return _no_longer_than(_MOST_SAID, found, "what else the optimizer has")
+
+
+def _shape(p: Tensor) -> str:
+    return f"{'×'.join(map(str, p.shape)) or 'a number'} {str(p.dtype).removeprefix('torch.')}"
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, int | float | str) else str(value)
+
+
+def _no_longer_than(most: int, found: dict[str, Any], rest: str) -> dict[str, Any]:
+    """What fits into so many bytes as it is, and a sum of the rest: introductions are short."""
+    kept: dict[str, Any] = {}
+    for name, value in found.items():
+        most -= len(json.dumps({name: value}))
+        if most < 0:
+            break
+        kept[name] = value
+    if len(kept) == len(found):
+        return kept
+    others = [entry for entry in found.items() if entry[0] not in kept]
+    return kept | {rest: hashlib.sha256(repr(others).encode()).hexdigest()[:16]}

@@ -52,7 +52,7 @@ class Result:
 
     def __repr__(self) -> str:
         figures = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
-        what = f"{self.summary.strategy}: {self.summary.steps:,} steps in {self.summary.seconds:.2f} s{figures}"
+        what = f"{self.summary.strategy}: {self.summary.made}{figures}"
         missing = f", {self.summary.missing}" if self.summary.missing else ""
         return f"<Result {what}{missing}, in {self.run}>"
 

@@ -153,6 +153,7 @@ MAY_KNOW = {
         "launch",
         "loop",
         "node",
+        "overrides",
         "ops",
         "replica",
         "report",
@@ -164,8 +165,9 @@ MAY_KNOW = {
         "strategy",
         "transports",
         "vectors",
+        "words",
     },
-    "report": {"board", "budget", "errors", "events", "report"},
+    "report": {"board", "budget", "errors", "events", "report", "words"},
     "doctor": {
         "budget",
         "cluster",

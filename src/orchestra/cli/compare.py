@@ -20,7 +20,7 @@ from orchestra import progress
 from orchestra.cli import in_lab, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
-from orchestra.cli.worlds import is_solo
+from orchestra.cli.worlds import is_solo, refuse_under_launcher
 from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed, nearest
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from orchestra.recipe import Recipe
 
 _SNAPSHOTS = 40  # of a run: how finely the time to the target is told
-_WIDE = 125  # columns of a terminal that takes the table with its long headings
+_WIDE = 140  # columns of a terminal that takes the table with its long headings
 DEFAULT = "allreduce,ps,localsgd,slowmo"
 
 
@@ -73,6 +73,7 @@ def compare(
       orchestra compare digits --sim -n 16 --network 10mbit,1ms --delay "lognormal:0.02,0.3 slow:1x5"
       orchestra compare digits --lab 10mbit,1ms -n 3 -s allreduce,localsgd
     """
+    refuse_under_launcher("compare")
     source = sources.find(recipe)
     shared = Options(
         workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr,
@@ -333,7 +334,8 @@ def show(table: Table, words: list[str]) -> None:
     console.print(grid)
     if narrow:
         console.print(
-            f"runs: reached · ratio: speed, {table.baseline} = 1 · MB: of a worker · stale: mean/max", style="dim"
+            f"runs: reached · ratio: speed, {table.baseline} = 1 · total: s · MB: of a worker · stale: mean/max",
+            style="dim",
         )
     else:
         console.print(f"\n{table.legend}", style="dim")

@@ -11,6 +11,7 @@ import typer
 
 from orchestra.cli import options as o
 from orchestra.cli import sources, summary
+from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem
 
 _STRATEGIES = ["allreduce", "ps", "ps(consistency=asp())", "localsgd(tau=8)", "slowmo(tau=8)"]
@@ -33,6 +34,7 @@ def demo(
     """
     from orchestra.cli import compare
 
+    refuse_under_launcher("demo")
     if not quiet:
         summary.say(
             "Five ways for four workers to train one small network on 1,437 handwritten digits, two seeds each.\n"

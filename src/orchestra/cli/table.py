@@ -107,6 +107,11 @@ class Row:
         return statistics.fmean(found) if found else None
 
     @property
+    def seconds(self) -> float:
+        """Mean seconds of a whole run, whether it reached the target or not."""
+        return self.mean("seconds") or 0.0
+
+    @property
     def traffic(self) -> float:
         """Bytes that a worker sent and received."""
         return (self.mean("sent_per_worker") or 0.0) + (self.mean("received_per_worker") or 0.0)
@@ -175,17 +180,18 @@ class Table:
         spread = "" if self.seeds == 1 else ", median [95 % interval]" if self.seeds > 5 else ", median [least, most]"
         return (
             f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
-            f"{plural(self.seeds, 'seed')}{spread} · {self.epochs:g} epochs"
+            f"{plural(self.seeds, 'seed')}{spread} · {plural(self.epochs, 'epoch')}"
             + (f" · {self.world}" if self.world else "")
         )
 
     def columns(self, *, narrow: bool = False) -> list[str]:
         """Headings of the columns; short ones for a small terminal."""
         if narrow:
-            return ["strategy", "nodes", "runs", "time to target", "ratio", "MB", "wait", "stale", "final"]
+            return ["strategy", "nodes", "runs", "time to target", "ratio", "total", "MB", "wait", "stale", "final"]
         metric = f"final {self.target.metric}"
         against = f"vs {self.baseline}"
-        return ["strategy", "nodes", "reached", "time to target", against, "MB/worker", "wait", "staleness", metric]
+        figures = ["MB/worker", "wait", "staleness", metric]
+        return ["strategy", "nodes", "reached", "time to target", against, "total time", *figures]
 
     def cells(self, row: Row, *, narrow: bool = False) -> list[str]:
         """One line of the table."""
@@ -201,6 +207,7 @@ class Table:
             f"{len(row.times)}/{len(row.outcomes)}",
             self._time(row),
             ratio,
+            f"{row.seconds:.2f}{'' if narrow else ' s'}" if row.done else "-",
             f"{row.traffic / 1e6:.1f}" if row.done else "-",
             f"{row.wait:.0%}" if row.done else "-",
             "-" if stale is None else f"{stale:.1f}/{most}" if narrow else f"{stale:.1f} (max {most})",
@@ -220,8 +227,9 @@ class Table:
     def legend(self) -> str:
         """What the columns count."""
         return (
-            "nodes: workers and servers. MB/worker: sent and received. wait: share of the workers' time spent waiting "
-            "for others. staleness: updates made between a worker's pull and its push."
+            "nodes: workers and servers. total time: of a whole run, past the target. MB/worker: sent and received. "
+            "wait: share of the workers' time spent waiting for others. staleness: updates made between a worker's "
+            "pull and its push."
         )
 
     def markdown(self) -> str:
@@ -269,6 +277,7 @@ class Table:
             "seconds_to_target": row.time if row.times else None,
             "interval": list(row.interval) if row.times else None,
             "speedup": base.time / row.time if base is not None and base.always and row.always else None,
+            "seconds": row.seconds if row.done else None,
             "bytes_per_worker": row.traffic if row.done else None,
             "wait": row.wait if row.done else None,
             "staleness_mean": row.mean("staleness_mean"),
