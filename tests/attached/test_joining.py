@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from tests.processes import Processes, environ_of, free_port
 from tests.zoo import BATCH, make_data, make_large, train
 
 from orchestra import Attached, ConfigError, Steps, environment
-from orchestra.errors import Exposed
+from orchestra.attached import Place
+from orchestra.errors import ClusterError, Exposed
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -86,7 +89,6 @@ def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypa
         ({"RANK": "2"}, "must be below WORLD_SIZE"),
         ({"WORLD_SIZE": "two"}, "must be a whole number"),
         ({"MASTER_PORT": "70000"}, "must be a port"),
-        ({"MASTER_ADDR": "no.such.host.invalid", "ORCHESTRA_TOKEN": ""}, "cannot be resolved"),
     ],
 )
 def test_an_environment_that_cannot_be(
@@ -97,6 +99,78 @@ def test_an_environment_that_cannot_be(
             monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=told):
         call(tmp_path / "run")
+
+
+def test_a_name_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ_of(0, 2, free_port(), host="no.such.host.invalid").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError, match=r"'no\.such\.host\.invalid' cannot be resolved.* for 0\.3 s to find port"):
+        call(tmp_path / "run", cluster=Attached(patience=0.3))
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "expected"),
+    [
+        ("127.0.0.1", {}, True),
+        ("127.0.0.1", {"LOCAL_WORLD_SIZE": "1"}, False),  # there are others, wherever they are
+        ("127.0.0.1", {"LOCAL_WORLD_SIZE": ""}, True),  # nobody says, but everybody means this machine
+        ("::1", {}, True),
+        ("[::1]", {"LOCAL_WORLD_SIZE": ""}, True),
+        ("debian.test", {}, True),
+        ("debian.test", {"LOCAL_WORLD_SIZE": "1"}, False),
+        ("debian.test", {"LOCAL_WORLD_SIZE": ""}, False),
+        ("both.test", {}, False),
+    ],
+)
+def test_who_can_reach_a_run(
+    host: str, environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know(monkeypatch.setattr, {"debian.test": ["127.0.1.1"], "both.test": ["127.0.0.1", "198.51.100.7"]})
+    assert Place.of(environ_of(0, 2, 29500, host=host) | environ).loopback(patience=1) is expected
+
+
+def know(set_: Any, names: dict[str, list[str]]) -> None:
+    """Have this process know names, each by its addresses."""
+    really = socket.getaddrinfo
+
+    def look_up(host: Any, *args: Any, **given: Any) -> Any:
+        return [found for address in names.get(host, [host]) for found in really(address, *args, **given)]
+
+    set_(socket, "getaddrinfo", look_up)
+
+
+def own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_host_that_knows_itself_as_loopback(trusted: bool, tmp_path: Path) -> None:
+    """Processes 0 and 1 are on one, as Debian sets it up; process 2 is elsewhere, and knows its real address."""
+    outside = own_address()
+
+    def join() -> Any:
+        know(setattr, {"debian.test": ["127.0.1.1" if os.environ["RANK"] != "2" else outside]})
+        result = train("allreduce", tmp_path / "run", budget=Steps(3), cluster=Attached(patience=10, trusted=trusted))
+        return result.summary.steps, (tmp_path / "run" / "topology.json").exists()
+
+    environ = [{"LOCAL_WORLD_SIZE": str(size), "ORCHESTRA_TOKEN": TOKEN} for size in (2, 2, 1)]
+    with Processes([join] * 3, environ, host="debian.test") as processes:
+        outcomes = processes.outcomes()
+    assert [(outcome.value, outcome.error) for outcome in outcomes] == [((3, True), "")] * 3  # and all measured
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_ipv6(trusted: bool, tmp_path: Path) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine does not speak IPv6")
+    given = partial(call, tmp_path / "run", cluster=Attached(patience=10, trusted=trusted))
+    with Processes([given] * 3, host="[::1]") as processes:
+        assert [(outcome.value, outcome.error) for outcome in processes.outcomes()] == [(3, "")] * 3
 
 
 def test_more_servers_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

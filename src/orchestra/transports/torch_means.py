@@ -22,7 +22,6 @@ networks that are trusted, and nothing else.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPSt
 
 from orchestra.errors import Stalled
 from orchestra.ops import All
+from orchestra.transports.addresses import listen
 from orchestra.transports.exchange import Exchange
 
 _BUCKET = 1 << 22  # bytes
@@ -66,7 +66,7 @@ def tcp_store(exchange: Exchange, rank: int, workers: int, host: str) -> Store:
     if rank:
         address, _, port = bytes(exchange.take(0).x.tolist()).decode().rpartition(":")
         return TCPStore(address, int(port), is_master=False, wait_for_workers=False)
-    door = socket.create_server((host, 0), backlog=workers)
+    door = listen(host)
     door_port = door.getsockname()[1]
     store = TCPStore(host, door_port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
     where = torch.tensor(list(f"{host}:{door_port}".encode()), dtype=torch.uint8)
