@@ -149,12 +149,12 @@ def test_a_forgotten_finish_is_noticed() -> None:
     assert scripts(1) == [(0, "")]
     (_, said), (code, told) = scripts(2, at_the_end='os.environ["RANK"] == "0" or optimizer.finish()')
     assert "worker 0 ended without optimizer.finish()" in said
-    assert (code, told) == (1, "Stopped: worker 0 ended without optimizer.finish()\n")
+    assert (code, told) == (9, "Stopped: worker 0 ended without optimizer.finish()\n")
 
 
 def test_an_error_in_the_loop_reaches_the_others() -> None:
     (code, said), (other, told) = scripts(2, at_a_step='assert os.environ["RANK"] == "0", "no such luck"')
-    assert (code, other) == (1, 1)
+    assert (code, other) == (9, 1)
     assert said == "Stopped: worker 1 failed: AssertionError: no such luck\n"
     assert "Traceback" in told
 

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from orchestra.errors import Interrupted, OrchestraError, WorkerFailed
+from orchestra.errors import Interrupted, OrchestraError, Stopped, WorkerFailed
 
 _INTERRUPTED = 130
 _CLOSED_PIPE = 141  # what a shell reports for a program that wrote into a closed pipe
@@ -32,7 +32,8 @@ def invoke(arguments: Sequence[str]) -> int:
     except SystemExit as ended:
         return _code(ended)
     except OrchestraError as error:
-        print(describe(error), file=sys.stderr)
+        if not (isinstance(error, Stopped) and error.is_interruption):  # which process 0 tells, with what to do next
+            print(describe(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)

@@ -78,8 +78,8 @@ def top(
       orchestra launch --hosts FILE -- run ...  one run on many machines
 
     Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
-    come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 8 open to strangers,
-    130 stopped by Ctrl-C.
+    come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 8 open to strangers, 9 another process
+    ended the run, 130 stopped by Ctrl-C.
     """
 
 

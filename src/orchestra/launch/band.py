@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Literal, Protocol
 
-from orchestra.errors import ClusterError, WorkerLost
+from orchestra.errors import ClusterError, Stopped, WorkerLost
 
 Heard = tuple[Literal["out", "err"], bytes]
 Ended = tuple[Literal["end"], int]
@@ -38,6 +38,8 @@ _KILLED = 5.0  # seconds to be gone after being killed
 _LAST_WORDS = 1.0  # seconds for what was said and is not yet read
 _TAIL = 12  # lines of standard error that are repeated
 _OPENINGS = 1 << 16  # bytes of a line that does not end
+# Exit codes of those who noticed that another was gone, the likeliest cause first: all say so if its host is gone.
+_CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
 
 
 class Wire(Protocol):
@@ -166,7 +168,10 @@ class Band:
 
     def _ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
-        if status == 0 or self._stopping or (self._asked is not None and status in (130, 143)):
+        if status == 0 or (self._asked is not None and status in (130, 143)):
+            return
+        # Of those who were asked to stop, one may still be the cause that others only told of.
+        if self._stopping and (status >= 128 or not self._failed or self.statuses[self._cause()] not in _CONSEQUENCES):
             return
         if not self._failed:
             now = time.monotonic()
@@ -230,10 +235,12 @@ class Band:
         return status
 
     def _cause(self) -> int:
-        """Who failed first; but whoever only says that another is gone is not the cause, even if heard sooner."""
-        consequences = (ClusterError.exit_code, WorkerLost.exit_code)
-        causes = [rank for rank in self._failed if self.statuses[rank] not in consequences]
-        return (causes or list(self._failed))[0]
+        """Who failed first; but whoever only says that another ended is not the cause, even if heard sooner."""
+        for known in range(len(_CONSEQUENCES) + 1):
+            suspects = [rank for rank in self._failed if self.statuses[rank] not in _CONSEQUENCES[known:]]
+            if suspects:
+                return suspects[0]
+        return self._failed[0]
 
 
 @contextmanager

@@ -9,7 +9,9 @@ import math
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from orchestra.events import EventLog
 from orchestra.job import Job
 from orchestra.launch.joined import JoinedTransport
 from orchestra.launch.living import Tell, live
+from orchestra.launch.notes import HOME, LONGEST
 from orchestra.node import Comm, Node
 from orchestra.ops import Sleep, Traffic
 from orchestra.transports.addresses import door_of, is_loopback, plain, resolve, show
@@ -35,9 +38,11 @@ from orchestra.transports.token import Token
 
 if TYPE_CHECKING:
     from orchestra.attached import Attached
+    from orchestra.transports.torch_means import TorchMeans
 
 _RUNS = itertools.count()  # of this process: a script may train several times
-HOME = 0  # the process that keeps the run folder
+_GLANCE = 0.01  # seconds between two looks whether torch is ready
+_CLOSING = 2.0  # seconds
 _SLACK = 4096  # bytes by which a message may be longer than the model
 
 
@@ -90,13 +95,31 @@ class Party:
             device = torch.device("cuda", self.cluster.place.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         if job.torch_means:
-            from orchestra.transports.torch_means import TorchMeans, tcp_store  # not needed otherwise
-
-            store = tcp_store(self.exchange, self.rank, job.workers, self._host)
-            patience = self.cluster.patience
-            self.transport.means = TorchMeans(store, self.rank, job.workers, device, host=self._host, patience=patience)
+            self._connect_torch(job.workers, device)
         x = self.x0.to(device, copy=True)
         return run.worker(job, self.rank, comm, log, x, torch.zeros_like(x))
+
+    def _connect_torch(self, workers: int, device: torch.device) -> None:
+        """Connect torch beside hearing what the others say: who fails meanwhile would be waited for in vain."""
+        from orchestra.transports.torch_means import TorchMeans, tcp_store  # not needed otherwise
+
+        exchange, patience = self.exchange, self.cluster.patience
+        store = tcp_store(exchange, self.rank, workers, self._host, patience)
+        made: Future[TorchMeans] = Future()
+
+        def connect() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # each thread has one of its own
+                made.set_result(TorchMeans(store, self.rank, workers, device, host=self._host, patience=patience))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=connect, name="torch", daemon=True).start()
+        while not made.done():
+            exchange.sleep(Sleep(_GLANCE))
+            exchange.when_waiting()
+        self.transport.means = made.result()
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What broke a mean off, if that is known: torch does not say who was lost."""
@@ -110,16 +133,30 @@ class Party:
         return error
 
     def close(self) -> None:
-        """Send what is left, and hang up."""
+        """Send what is left, and hang up: after a moment in any case, however many do not listen."""
+        self.exchange.take_in = _nothing
         if self.transport.means is not None:
             self.transport.means.close()
-        self.exchange.close()
+        hang_up(self.exchange)
 
     def give_up(self, said: dict[str, Any]) -> None:
         """Tell everybody that this process ends the run, and hang up."""
         with contextlib.suppress(OrchestraError):
-            self.exchange.tell_all({"kind": "stopped", **said})
+            self.exchange.tell_all({"kind": "stopped", **said, "message": said["message"][-LONGEST:]})
         self.close()
+
+
+def hang_up(exchange: Exchange) -> None:
+    """Send what is left, and hang up, in one moment for all of them: what comes now is not taken in any more."""
+    exchange.take_in = _nothing
+    # In a thread, since to each of them alone that much time is given.
+    closing = threading.Thread(target=exchange.close, kwargs={"within": _CLOSING}, name="closing", daemon=True)
+    closing.start()
+    closing.join(_CLOSING)
+
+
+def _nothing(source: int, piece: bytes) -> None:
+    """Nothing."""
 
 
 def _arrange(

@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from orchestra.board import name_of
-from orchestra.errors import ClusterError, OrchestraError, WorkerLost
-from orchestra.launch.attached import Stopped
+from orchestra.errors import ClusterError, OrchestraError, Stopped, WorkerLost
+from orchestra.launch import notes
+from orchestra.launch.party import hang_up
 from orchestra.transports.exchange import Exchange
 
 _FORGOTTEN = "ended without optimizer.finish()"
@@ -40,13 +41,14 @@ class Company:
         self._begun = begun
 
     def _hear(self, source: int, said: dict[str, Any]) -> None:
+        notes.check(source, said)
         match said["kind"]:
             case "finished":
-                self._finished[source] = int(said["steps"])
+                self._finished[source] = said["steps"]
             case "rates":
                 self.rates([float(rate) for rate in said["rates"]])
             case "stopped":
-                raise Stopped(str(said["message"]), int(said["code"]))
+                raise Stopped(said["message"], said["code"])
 
     def _glance(self) -> None:
         for node, cause in self._exchange.lost.items():
@@ -87,13 +89,13 @@ class Company:
         """Hang up, now that everything is said."""
         if not self._parted:
             self._parted = True
-            self._exchange.close()
+            hang_up(self._exchange)
 
     def give_up(self, message: str, code: int) -> None:
         """Tell the others why this process ends before its time, and hang up."""
         with contextlib.suppress(OrchestraError, OSError):
             if not self._parted:
-                self._exchange.tell_all({"kind": "stopped", "message": message, "code": code})
+                self._exchange.tell_all({"kind": "stopped", "message": message[-notes.LONGEST :], "code": code})
         self.part()
 
 
