@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import tempfile
 import time
@@ -27,7 +28,7 @@ from torch import Tensor
 from orchestra import delays
 from orchestra.cluster import Cluster, Device, Ending, Order
 from orchestra.delays import Delay
-from orchestra.environment import NEEDED, is_member
+from orchestra.environment import NEEDED, STARTED_BY, is_member
 from orchestra.errors import ClusterError, ConfigError, Exposed, Problem
 from orchestra.transports import token
 from orchestra.transports.addresses import bare, is_loopback, resolve
@@ -150,6 +151,22 @@ class Attached(Cluster):
             yield Problem("cluster.order", self.order, message)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
+
+    def how_to_resume(self, run: Path) -> str:
+        """As it was started: the same on every machine."""
+        words = ["resume", str(run), *(["--trusted-network"] if self.trusted else [])]
+        if started := os.environ.get(STARTED_BY):
+            return f"{started} {shlex.join(words)}"
+        words += ["--token-file", str(self.token_file)] if self.token_file else []
+        return f"`orchestra {shlex.join(words)}`, started in {self.place.size} processes as this run was"
+
+    def how_to_have(self, workers: int, servers: int) -> str:
+        """What to do for so many nodes."""
+        nodes = workers + servers
+        return (
+            f"Start {nodes} processes, of which {self.place.size} were started now: by torchrun, --nnodes times "
+            f"--nproc-per-node must be {nodes}; by `orchestra launch`, the slots of all hosts."
+        )
 
     def get_delay(self) -> Delay | None:
         """The delays, read if they were given as text."""

@@ -7,7 +7,6 @@ import inspect
 import json
 import platform
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -22,23 +21,32 @@ from torch.utils.data import IterableDataset
 
 import orchestra
 import orchestra.budget as budgets
-from orchestra import checkpoint, environment, expression, fingerprint, overrides, progress, schedules, snapshot
+from orchestra import (
+    checkpoint,
+    environment,
+    expression,
+    fingerprint,
+    overrides,
+    progress,
+    resuming,
+    schedules,
+    snapshot,
+)
 from orchestra.attached import Attached
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Cluster, Ending, Local, Order, Told
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
-from orchestra.errors import CheckpointError, ConfigError, Interrupted, OrchestraError, Problem
-from orchestra.events import encode, read
+from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
 from orchestra.replica import Loss, flatten, trainable
-from orchestra.report.facts import Facts, facts_of, scores_of
+from orchestra.report.facts import Facts, facts_of
 from orchestra.request import Request, first_look, placed, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
 from orchestra.scoring import Evaluate, Scorer
-from orchestra.snapshot import FINAL, adopt, export, load_into, numbered
+from orchestra.snapshot import FINAL, adopt, export, load_into
 from orchestra.strategy import Strategy
 
 
@@ -129,6 +137,8 @@ def train(
             training = _Training(overrides.apply(given))
             return training.run() if training.given.cluster.is_home else training.attend()
         except OrchestraError as error:
+            if environment.is_told_by_another(error):
+                environment.hush(error)
             # It says what is wrong and what to do; the way through these files would only hide that.
             raise error.with_traceback(None) from None
 
@@ -177,11 +187,12 @@ class _Training:
         """Open the folder, train, put the result together."""
         given = self.given
         if given.resume:
-            self.saved = self._find_checkpoint()
-        job = self._job()
-        self._refuse_the_past(job)
+            self.saved = resuming.find(self.folder, self._about(self._job()), given.cluster)
+        job, resumed_at = self._job(), 0.0
         if self.saved is not None:
-            _forget_after(self.folder, self.saved)
+            resumed_at = float(self.saved.node(0)["cost"][0])
+            resuming.look_at_budget(self.folder, self.saved, job, given.budget, resumed_at)
+            resuming.forget_after(self.folder, self.saved)
         scorer = self._scorer()
         if self.saved is None:
             metrics = scorer.initial()
@@ -194,7 +205,7 @@ class _Training:
             x0=flatten(self.module),
             about=self._about(job),
             seconds=seconds,
-            resumed_at=0.0 if self.saved is None else float(self.saved.node(0)["cost"][0]),
+            resumed_at=resumed_at,
             resumed_from=0 if self.saved is None else self.saved.step,
             how_to_resume=self._how_to_resume(),
             show=display,
@@ -223,20 +234,10 @@ class _Training:
         self.module.eval()
         return Result(self.module, told.metrics, Facts.of(told.summary), Path(told.run))
 
-    def _refuse_the_past(self, job: Job) -> None:
-        """A checkpoint that is further than the budget goes would end at once, and look like a success."""
-        # Where workers retire, the others do more steps than each was to do in the beginning.
-        comparable = self.strategy.synchronous and not self.strategy.promotes
-        if self.saved is None or job.last_step is None or not comparable:
-            return
-        if self.saved.step > job.last_step:
-            message = f"ends at step {job.last_step:,}; the checkpoint is already at {self.saved.step:,}: ask for more"
-            raise ConfigError([Problem("budget", self.given.budget, message)])
-
     def _how_to_resume(self) -> str:
         """What to type: the command line can only repeat a call that it knows."""
         if "recipe" in self.given.note:
-            return f"orchestra resume {self.folder}"
+            return self.given.cluster.how_to_resume(self.folder)
         return f'the same train(..., out="{self.folder}", resume=True)'
 
     def _job(self) -> Job:
@@ -319,19 +320,6 @@ class _Training:
         }
         checkpoint.write_text(self.folder / "config.json", json.dumps(config, indent=1))
 
-    def _find_checkpoint(self) -> checkpoint.Saved:
-        saved, complaints = checkpoint.newest(self.folder / "checkpoints")
-        for complaint in complaints:
-            print(f"warning: {complaint}; going on from {saved.path.name}", file=sys.stderr)
-        job_about = self._about(self._job())
-        for key, value in job_about.items():
-            if saved.manifest.get(key) != value:
-                raise CheckpointError(
-                    f"{saved.path} was written with {key} = {saved.manifest.get(key)!r}, now it is {value!r}. "
-                    "Resume with the same model, data, optimizer, strategy and cluster."
-                )
-        return saved
-
     def _conclude(self, scorer: Scorer, how: Ending) -> Result:
         parts = snapshot.parts(self.folder / FINAL)
         load_into(self.module, parts)
@@ -379,22 +367,3 @@ def _new_folder(name: str) -> Path:
         if not path.exists():
             return path
     raise ConfigError([Problem("out", stem, "all such run folders exist: name one with out=")])
-
-
-def _forget_after(run: Path, saved: checkpoint.Saved) -> None:
-    """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
-    (run / "ending.json").unlink(missing_ok=True)
-    shutil.rmtree(run / FINAL, ignore_errors=True)
-    for draft in (run / "checkpoints").glob("*.tmp"):
-        shutil.rmtree(draft, ignore_errors=True)
-    holder = saved.manifest["workers"] if saved.manifest["servers"] else 0
-    taken = saved.node(holder)["counts"][3] or saved.node(0)["counts"][3]  # servers may not have had their turn
-    for number, folder in numbered(run / "snapshots"):
-        if number > taken:
-            shutil.rmtree(folder)
-    for path in run.glob("events-*.jsonl"):
-        until = saved.node(int(path.stem.removeprefix("events-")))["cost"][0]
-        kept = [event for event in read(path) if event.t <= until]
-        checkpoint.write_text(path, "".join(encode(event) for event in kept))
-    scores = [score for score in scores_of(run) if score.number <= taken]
-    checkpoint.write_text(run / "scores.jsonl", "".join(encode(score) for score in scores))

@@ -64,7 +64,7 @@ def test_there_is_something_to_look_at() -> None:
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
     "board": set[str](),
-    "environment": set[str](),
+    "environment": {"errors"},
     "errors": set[str](),
     "events": set[str](),
     "ops": set[str](),
@@ -129,6 +129,7 @@ MAY_KNOW = {
         "replica",
         "report",
         "request",
+        "resuming",
         "rng",
         "schedules",
         "scoring",
@@ -182,7 +183,7 @@ MAY_KNOW = {
     "launch/hosts": {"errors"},
     "launch/on_ray": {"errors", "launch.agreement", "launch.band", "launch.hosts", "launch.remote"},
     "launch/remote": set[str](),
-    "launch/ssh": {"errors", "launch.agreement", "launch.band", "launch.hosts"},
+    "launch/ssh": {"environment", "errors", "launch.agreement", "launch.band", "launch.hosts"},
     "launch/templates": {"errors", "launch.hosts"},
 }
 

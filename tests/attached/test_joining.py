@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from tests.processes import Processes, environ_of, free_port
 from tests.zoo import BATCH, make_data, make_large, train
 
-from orchestra import Attached, ConfigError, Steps, environment
+from orchestra import Attached, ConfigError, Steps, environment, fingerprint
 from orchestra.attached import Place
 from orchestra.errors import ClusterError, Exposed
 
@@ -24,6 +26,10 @@ TOKEN = "0123456789abcdef" * 2
 def call(out: Path, **given: Any) -> Any:
     asked: dict[str, Any] = {"cluster": Attached(patience=6), "budget": Steps(3)} | given
     return train("allreduce", out, **asked).summary.steps
+
+
+def scaled(by: int) -> Any:
+    return tuple(by * t for t in make_data())
 
 
 def test_a_token_by_file_or_environment_lets_in(tmp_path: Path) -> None:
@@ -61,17 +67,46 @@ def test_without_encryption_the_token_still_counts(tmp_path: Path) -> None:
         ({"model": make_large}, "model is"),
         ({"seed": 4}, "seed is"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.5)}, "optimizer is"),
-        ({"data": lambda: tuple(2 * t for t in make_data())}, "sum of some samples is"),
+        ({"data": partial(scaled, 2)}, "sum of some samples is"),
         ({"budget": Steps(4)}, "budget is"),
     ],
 )
 def test_the_first_difference_is_named(different: dict[str, Any], told: str, tmp_path: Path) -> None:
-    calls = [partial(call, tmp_path / "run"), partial(call, tmp_path / "run", **different)]
+    usual = {"data": partial(scaled, 1)}
+    calls = [partial(call, tmp_path / "run", **usual), partial(call, tmp_path / "run", **usual | different)]
     with Processes(calls) as processes:
         for outcome in processes.outcomes():
             assert outcome.code == 4
             assert told in outcome.error
     assert not list((tmp_path / "run").glob(".launch*"))
+
+
+@pytest.mark.parametrize("whose", ["orchestra", "script"])
+def test_other_sources_are_named(whose: str, tmp_path: Path) -> None:
+    """Two checkouts of one version, or an edit that did not reach every machine."""
+    script = "from tests.zoo import make_data\n\ndef data():\n    return make_data()\n"
+    for rank in (0, 1):
+        (tmp_path / str(rank) / "strategies").mkdir(parents=True)
+        (tmp_path / str(rank) / "strategies" / "slowmo.py").write_text("" if rank and whose == "orchestra" else "x = 1")
+        (tmp_path / str(rank) / "its_script.py").write_text(script + ("# edited" if rank and whose == "script" else ""))
+
+    def join() -> Any:
+        sys.path.insert(0, str(tmp_path / os.environ["RANK"]))
+        fingerprint._PACKAGE = tmp_path / os.environ["RANK"] / "strategies"
+        return call(tmp_path / "run", data=importlib.import_module("its_script").data)
+
+    with Processes([join] * 2) as processes:
+        outcomes = processes.outcomes()
+    told = {"orchestra": "sources of orchestra: slowmo.py is ", "script": "script: its_script is "}[whose]
+    for outcome in outcomes:
+        assert outcome.code == 4
+        assert told in outcome.error
+
+
+def test_what_is_installed_is_known_by_its_version(tmp_path: Path) -> None:
+    assert fingerprint._scripts([torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), pytest.fail]) == {}
+    assert [*fingerprint._scripts([make_large, partial(make_data)])] == ["tests.zoo"]
+    assert fingerprint._sources(fingerprint._PACKAGE)["fingerprint.py"]
 
 
 def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

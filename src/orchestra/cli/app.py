@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from orchestra import environment
 from orchestra.cli import data, lab
 from orchestra.cli.compare import compare
 from orchestra.cli.demo import demo
@@ -33,11 +34,17 @@ class _Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except Interrupted as error:
-            print(error, file=sys.stderr)
+            _say(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            print("stopped before anything was saved.", file=sys.stderr)
+            _say("stopped before anything was saved.")
             raise typer.Exit(Interrupted.exit_code) from None
+
+
+def _say(message: str) -> None:
+    """Of several processes that were stopped together, the first says so."""
+    if not environment.is_member():
+        print(message, file=sys.stderr)
 
 
 app = typer.Typer(

@@ -152,6 +152,8 @@ class Home(Overseer):
 
     def _send_part(self, to: int) -> None:
         """Send a node, which cannot see the run folder, its part of the checkpoint."""
+        if " resume " in self.order.how_to_resume:  # a command, which reads there what to do
+            self.beforehand = " (hosts that do not see this folder need its config.json at the same path first)"
         if self.job.resume is not None:
             name = f"{self.job.resume.name}/{checkpoint.part_name(to)}"
             data = (self.job.resume / checkpoint.part_name(to)).read_bytes()

@@ -18,7 +18,7 @@ import orchestra
 from orchestra import checkpoint, checks, environment, expression
 from orchestra.attached import Attached
 from orchestra.errors import Problem
-from orchestra.fingerprint import settings_of
+from orchestra.fingerprint import code, settings_of
 from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
@@ -177,8 +177,12 @@ class Asked:
             delay=None,
         )
 
-    def about(self, job: Job) -> dict[str, Any]:
+    def fingerprint(self, job: Job) -> dict[str, Any]:
         """What all processes must have in common, the most telling first."""
+        return code(orchestra.__version__, [self.model]) | self.about(job)
+
+    def about(self, job: Job) -> dict[str, Any]:
+        """What to remember of it."""
         shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.model).items()}
         return {
             "version of orchestra": orchestra.__version__,

@@ -185,7 +185,7 @@ def _meet(asked: Asked, job: Job, x0: Tensor) -> tuple[AttachedTransport, Compan
     """This process's way to the others, if there are any."""
     if job.workers + job.servers > 1:
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
-        party = Party(job, x0, asked.cluster, asked.about(job), most=_DOUBLE * longest)
+        party = Party(job, x0, asked.cluster, asked.fingerprint(job), most=_DOUBLE * longest)
         return party.transport, Company(party.exchange, asked.rank, job.workers)
     traffic = Traffic()
     nobody = Exchange(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
