@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -111,7 +112,7 @@ def _words(ssh: str) -> list[str]:
         raise ConfigError([Problem("ssh", ssh, f"cannot be read: {str(error).lower()}")]) from None
 
 
-def _flags(given: dict[str, object], env: list[str]) -> list[str]:
+def _flags(given: Mapping[str, object], env: list[str]) -> list[str]:
     """Options as they were given, for whoever is to type them again; but for values, which may be secret."""
     named = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     names = [text if "=" not in text else f"{text.partition('=')[0]}=..." for text in env]
