@@ -7,6 +7,7 @@ import importlib
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.zoo import BATCH, make_data, make_large, train
 from orchestra import Attached, ConfigError, Steps, environment, fingerprint
 from orchestra.attached import Place
 from orchestra.errors import ClusterError, Exposed
+from orchestra.launch import party
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -197,6 +199,17 @@ def test_a_host_that_knows_itself_as_loopback(trusted: bool, tmp_path: Path) -> 
     with Processes([join] * 3, environ, host="debian.test") as processes:
         outcomes = processes.outcomes()
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [((3, True), "")] * 3  # and all measured
+
+
+def test_torch_is_told_an_address_that_others_can_reach() -> None:
+    """Not the one by which a neighbour on this machine was met, even if it was met first."""
+    found = {}
+    with ExitStack() as open_:
+        for node, host in enumerate(("127.0.0.1", own_address()), start=1):
+            door = open_.enter_context(socket.create_server((host, 0)))
+            found[node] = open_.enter_context(socket.create_connection(door.getsockname()))
+        assert party._own_address(found) == own_address()
+        assert party._own_address({1: found[1]}) == "127.0.0.1"
 
 
 @pytest.mark.parametrize("trusted", [False, True])

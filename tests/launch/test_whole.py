@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.launch.conftest import SOURCES, Ground, wait_for
@@ -53,9 +52,8 @@ def test_what_an_interrupted_run_says_to_do_goes_on_with_it(near: Ground) -> Non
 
 @pytest.mark.exhaustive
 def test_what_is_wrong_with_the_command_is_said_once_a_host(near: Ground) -> None:
-    (near.folder / "hosts.txt").write_text(f"{near.hosts[0]} slots=3\n")
-    launcher = start(near, f"{launching(near).replace('hosts.txt', 'one.txt')} run digits --batch -1")
-    Path(near.folder / "one.txt").write_text(f"{near.hosts[0]} slots=3\n")
+    near.hosts = ("one slots=3",)
+    launcher = start(near, f"{launching(near)} run digits --batch -1")
     _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 2
     assert err.count("batch = -1") == 2  # and once more among the last lines of who failed first
