@@ -101,7 +101,7 @@ class Stopped(ClusterError):
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
-        if code in _SIGNALLED:  # all were asked to stop: nobody is the cause
+        if code in (WorkerLost.exit_code, *_SIGNALLED):  # one died, or all were asked to stop: who says so is no cause
             self.exit_code = code  # type: ignore[misc]
 
     @property
