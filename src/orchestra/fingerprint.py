@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import sysconfig
 from collections.abc import Iterable
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from orchestra.strategy import Strategy
 
 _LOOKED_AT = 16  # samples
 _MOST_SAID = 20_000  # bytes about a model or an optimizer
+_PACKAGE = Path(__file__).resolve().parent
 
 
 def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) -> dict[str, Any]:
@@ -52,9 +57,9 @@ def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) 
 
 def fingerprint(version: str, given: Request, module: nn.Module, data: Any, about: dict[str, Any]) -> dict[str, Any]:
     """What all processes of a run must have in common, the most telling first."""
+    made_by = (given.model, given.data, given.loss, given.optimizer, given.evaluate)
     return {
-        "version of orchestra": version,
-        "version of torch": torch.__version__.partition("+")[0],
+        **code(version, made_by),
         **about,
         "cluster": given.cluster.about(),
         "budget": budget_of(given),
@@ -65,6 +70,47 @@ def fingerprint(version: str, given: Request, module: nn.Module, data: Any, abou
         "sum of the initial parameters": _sum([flatten(module)]),
         "sum of some samples": _sum(_some(data)),
     }
+
+
+def code(version: str, given: Iterable[Any]) -> dict[str, Any]:
+    """What is run: versions, and the sources of this package, of the script and of what defines the things given."""
+    return {
+        "version of orchestra": version,
+        "version of torch": torch.__version__.partition("+")[0],
+        "sources of orchestra": _sources(_PACKAGE),
+        "script": _scripts(given),
+    }
+
+
+@lru_cache
+def _sources(folder: Path) -> dict[str, str]:
+    """A sum for every file, so that the first that differs can be named."""
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in sorted(folder.rglob("*.py"))}
+
+
+def _scripts(given: Iterable[Any]) -> dict[str, str]:
+    """Of the user's own files, wherever on a machine they are; what is installed has a version."""
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    modules = {"__main__", *(_module_of(thing) for thing in given)}
+    found = {}
+    for name in sorted(modules):
+        path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        if path.suffix == ".py" and path.is_file():
+            whole = path.resolve()
+            if not any(whole.is_relative_to(folder) for folder in (_PACKAGE, *installed)):
+                found[path.name if name == "__main__" else name] = _digest(path)
+    return found
+
+
+def _module_of(thing: Any) -> str:
+    """Where a function or a class is defined, or that of an object."""
+    while isinstance(thing, partial):
+        thing = thing.func
+    return str(getattr(thing, "__module__", None) or type(thing).__module__)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 def budget_of(given: Request) -> list[str]:

@@ -64,7 +64,7 @@ def test_there_is_something_to_look_at() -> None:
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
     "board": set[str](),
-    "environment": set[str](),
+    "environment": {"errors"},
     "errors": set[str](),
     "events": set[str](),
     "ops": set[str](),
@@ -95,7 +95,6 @@ MAY_KNOW = {
     "optimizers": {"optimizers"},
     "schedules": {"strategy"},
     "transports": {"board", "errors", "events", "ops", "transports", "vectors"},
-    "folder": {"checkpoint", "errors", "events", "report", "snapshot"},
     "run": {
         "board",
         "checkpoint",
@@ -123,7 +122,6 @@ MAY_KNOW = {
         "errors",
         "events",
         "expression",
-        "folder",
         "inner",
         "job",
         "overrides",
@@ -131,6 +129,7 @@ MAY_KNOW = {
         "replica",
         "report",
         "request",
+        "resuming",
         "rng",
         "schedules",
         "scoring",
@@ -186,7 +185,7 @@ MAY_KNOW = {
     "launch/hosts": {"errors"},
     "launch/on_ray": {"errors", "launch.agreement", "launch.band", "launch.hosts", "launch.remote"},
     "launch/remote": set[str](),
-    "launch/ssh": {"errors", "launch.agreement", "launch.band", "launch.hosts"},
+    "launch/ssh": {"environment", "errors", "launch.agreement", "launch.band", "launch.hosts"},
     "launch/templates": {"errors", "launch.hosts"},
 }
 

@@ -91,7 +91,7 @@ def test_one_epoch_is_no_epochs() -> None:
 def test_the_narrow_table_fits_a_small_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    compare._print(table(row("allreduce", 4.0), row("ps(consistency=asp())", None, stale=2.5)), [])
+    compare.show(table(row("allreduce", 4.0), row("ps(consistency=asp())", None, stale=2.5)), [])
     lines = re.sub("\x1b.*?m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= 80
     assert any("9.00" in line and "0.8" in line for line in lines)

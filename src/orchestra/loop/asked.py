@@ -19,7 +19,7 @@ import orchestra
 from orchestra import checkpoint, checks, environment, expression
 from orchestra.attached import Attached
 from orchestra.errors import Problem
-from orchestra.fingerprint import parts_of_model, parts_of_optimizer, settings_of
+from orchestra.fingerprint import code, parts_of_model, parts_of_optimizer, settings_of
 from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
@@ -217,7 +217,7 @@ class Asked:
         """What all processes must say alike, the most telling first; of what consists of parts, each part."""
         about = self.about(job)
         parts = {"model": parts_of_model(self.model), "optimizer": parts_of_optimizer(self.optimizer)}
-        found: dict[str, Any] = {}
+        found = code(orchestra.__version__, [self.model])
         for name, value in about.items():
             found |= parts.get(name, {name: value})
         return found

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.board import name_of
-from orchestra.errors import ClusterError, OrchestraError, WorkerLost
-from orchestra.launch.attached import Stopped
+from orchestra.errors import ClusterError, OrchestraError, Stopped, WorkerLost
+from orchestra.launch import notes
 from orchestra.ops import Sleep
 from orchestra.transports.exchange import Exchange
 from orchestra.words import plural
@@ -23,7 +23,8 @@ from orchestra.words import plural
 class Company:
     """What the others say about the run as a whole."""
 
-    def __init__(self, exchange: Exchange, rank: int, workers: int) -> None:
+    def __init__(self, exchange: Exchange, rank: int, workers: int, *, host: str = "127.0.0.1") -> None:
+        self.host = host  # by which the others reach this process
         self._exchange, self._rank, self._workers = exchange, rank, workers
         self._finished: dict[int, int] = {}  # after how many steps
         self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left that had more to give
@@ -44,10 +45,11 @@ class Company:
         self._begun = begun
 
     def _hear(self, source: int, said: dict[str, Any]) -> None:
+        notes.check(source, said)
         match said["kind"]:
             case "finished":
-                self._finished[source] = int(said["steps"])
-                self._ways[source] = str(said["how"]), said["left"]
+                self._finished[source] = said["steps"]
+                self._ways[source] = said["how"], said["left"]
             case "rates":
                 self.rates([float(rate) for rate in said["rates"]])
             case "folder":
@@ -59,7 +61,7 @@ class Company:
             case "file":
                 self.file(source, said)
             case "stopped":
-                raise Stopped(str(said["message"]), int(said["code"]))
+                raise Stopped(said["message"], said["code"])
 
     def _glance(self) -> None:
         for node, cause in self._exchange.lost.items():
@@ -120,5 +122,5 @@ class Company:
         """Tell the others why this process ends before its time, and hang up."""
         with contextlib.suppress(OrchestraError, OSError):
             if not self._parted:
-                self._exchange.tell_all({"kind": "stopped", "message": message, "code": code})
+                self._exchange.tell_all({"kind": "stopped", "message": message[-notes.LONGEST :], "code": code})
         self.part()

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from orchestra.errors import ConfigError, Problem
-from orchestra.launch.courier import Courier, Reception
+from orchestra.launch.courier import Courier, Reception, files_of
 from orchestra.loop.company import Company
 from orchestra.transports.exchange import Exchange
 
 _HOME = 0
+_LARGEST = 1 << 30  # bytes of events that a process may bring at once
 
 
 class Folder:
@@ -48,7 +50,7 @@ class Folder:
             mark.write_text(mark.name, encoding="ascii")
         except OSError as error:
             raise ConfigError([Problem("out", str(out), f"cannot be written: {error}")]) from None
-        files = Reception(path)
+        files = Reception(path, files_of, _LARGEST, _could_not_keep)
         self._company.file, self._exchange.take_in = files.expect, files.take_in
         self._exchange.tell_all({"kind": "folder", "path": str(path), "mark": mark.name})
         self._await(lambda: len(self._company.looked) == self._others, "the others to look for the run folder")
@@ -87,3 +89,7 @@ class Folder:
 
     def _await(self, ready: Callable[[], bool], whom: str) -> None:
         self._exchange.attend(ready, lambda: whom, forever=True)
+
+
+def _could_not_keep(source: int, path: Path, error: OSError) -> None:
+    print(f"warning: what node {source} sent could not be written to {path}: {error}", file=sys.stderr)

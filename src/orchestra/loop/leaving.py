@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from orchestra.errors import OrchestraError, WorkerLost
-from orchestra.launch.attached import Stopped
+from orchestra.errors import OrchestraError, Stopped, WorkerLost
 from orchestra.loop.company import Company
 
 FORGOTTEN = "ended without optimizer.finish()"

@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orchestra.attached import Place
 from orchestra.errors import Stalled
 from orchestra.loop.company import Company
 from orchestra.transports.exchange import Exchange
-from orchestra.transports.meeting import interface_to
 from orchestra.transports.torch_means import TorchMeans, tcp_store
 
 
@@ -21,11 +19,10 @@ class Means(TorchMeans):
     """Those of all workers, by Gloo."""
 
     def __init__(
-        self, company: Company, exchange: Exchange, rank: int, workers: int, place: Place, patience: float
+        self, company: Company, exchange: Exchange, rank: int, workers: int, host: str, patience: float
     ) -> None:
         self._company = company
-        host = interface_to((place.host, place.port))
-        store = tcp_store(exchange, rank, workers, host)
+        store = tcp_store(exchange, rank, workers, host, patience)
         TorchMeans.__init__(self, store, rank, workers, torch.device("cpu"), host=host, patience=patience)
         company.hang_up = self.close
 

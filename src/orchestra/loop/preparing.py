@@ -32,11 +32,10 @@ from orchestra import checkpoint, expression, overrides, run
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
 from orchestra.environment import is_member
-from orchestra.errors import ConfigError, OrchestraError, Problem
+from orchestra.errors import ConfigError, OrchestraError, Problem, Stopped
 from orchestra.events import Began, Event, EventLog
 from orchestra.inner import Inner
 from orchestra.job import Job
-from orchestra.launch.attached import Stopped
 from orchestra.launch.party import Party
 from orchestra.loop.asked import Asked
 from orchestra.loop.company import Company
@@ -207,8 +206,8 @@ def _take_part(
     if job.torch_means:
         from orchestra.loop.means import Means  # not needed otherwise
 
-        place, patience = asked.cluster.place, asked.cluster.patience
-        transport.means = Means(company, transport.exchange, asked.rank, asked.workers, place, patience)
+        patience = asked.cluster.patience
+        transport.means = Means(company, transport.exchange, asked.rank, asked.workers, company.host, patience)
     replica = Taken(asked.model, x0, torch.zeros_like(x0))
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     if asked.rank == 0:
@@ -231,6 +230,7 @@ def _take_part(
     if shared is not None:
         shared.fetched = made.fetched
     transport.traffic.sent, transport.traffic.received, transport.traffic.waited = 0, 0, 0.0
+    transport.traffic.sent_to.clear()
     transport.began = time.perf_counter()  # the clock starts now
     log.write(Began(0.0, asked.rank, "worker", transport.began - since))
     return made, shared
@@ -241,7 +241,7 @@ def _meet(asked: Asked, job: Job, x0: Tensor) -> tuple[AttachedTransport, Compan
     if job.workers + job.servers > 1:
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
         party = Party(job, x0, asked.cluster, asked.in_common(job), most=_DOUBLE * longest)
-        return party.transport, Company(party.exchange, asked.rank, job.workers)
+        return party.transport, Company(party.exchange, asked.rank, job.workers, host=party.host)
     traffic = Traffic()
     nobody = Exchange(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
     return AttachedTransport(0, 1, nobody, traffic), Company(nobody, 0, 1)
