@@ -105,6 +105,27 @@ def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.Monk
     hang_up(*found)
 
 
+def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not taken for another that calls itself the same."""
+    home, second, third = some(0), some(1, host=None), some(2, host=None)
+    heard, cut = meeting.hear, threading.Event()
+
+    def lose(sock: socket.socket, until: float | None = None) -> dict[str, Any]:
+        said = heard(sock, until)
+        if said["rank"] == 0 and not cut.is_set():
+            cut.set()
+            raise TimeoutError("the answer came too late")
+        return said
+
+    monkeypatch.setattr(meeting, "hear", lose)
+    with ThreadPoolExecutor(2) as pool:
+        waiting, first = pool.submit(home.welcome, 3, patience=5), pool.submit(second.join, home.address, patience=5)
+        assert cut.wait(5)
+        found = third.join(home.address, patience=5), first.result(), waiting.result()
+    assert [sorted(each) for each in found] == [[0, 1], [0, 2], [1, 2]]
+    hang_up(*found)
+
+
 @both_ways
 def test_who_speaks_slowly_has_one_deadline_for_all(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_PROOF", 0.6)

@@ -4,6 +4,7 @@
     node 0 listens where everybody knows, the others where they reach it from; node 0 tells everybody where that is
     node k connects to every node before it; both prove that they have the run's token
     both say who they are and what they are about to do; the first difference is named, and ends it
+    who called says that it was heard
     when everybody is there, nobody listens any more
 
 A stranger's connection is dropped when it fails the proof, after a few seconds, or when others need its place; it holds
@@ -221,9 +222,11 @@ class Meeting:
         until = time.monotonic() + _PROOF
         try:
             sock = self._token.secure(sock, server=True, until=until)
+            self._unproven.leave(handle)  # it belongs to us, and will not be dropped any more
             theirs = hear(sock, until)
             say(sock, self._introduction())
             self._compare(theirs)
+            hear(sock, until)  # it knows that it was let in: else it will call again
             host, port = theirs["door"]
             is_loopback(host)  # refuses what is no address
             self._doors[theirs["rank"]] = (str(host), int(port))
@@ -280,6 +283,7 @@ class Meeting:
             self._compare(theirs)
             if theirs["rank"] != node:
                 raise ClusterError(f"node {theirs['rank']} answered at the address of node {node}, {show(address)}")
+            say(sock, {"rank": self._rank})
         except BaseException:
             sock.close()
             raise
