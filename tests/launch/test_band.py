@@ -130,11 +130,11 @@ def test_lines_of_rank_0_are_whole_as_well(capfd: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("ended", "cause"),
     [
-        ([(0, 9), (2, 9), (1, 5)], 1),  # the others were told by it
-        ([(0, 9), (1, 4), (2, 9)], 1),
+        ([(0, 10), (2, 10), (1, 5)], 1),  # the others were told by it
+        ([(0, 10), (1, 4), (2, 10)], 1),
         ([(0, 6), (1, 4), (2, 137)], 2),
-        ([(1, 9), (0, 6), (2, 9)], 0),
-        ([(2, 9), (1, 9), (0, 9)], 2),  # nobody says more
+        ([(1, 10), (0, 6), (2, 10)], 0),
+        ([(2, 10), (1, 10), (0, 10)], 2),  # nobody says more
     ],
 )
 def test_who_was_stopped_by_another_is_not_the_cause(
@@ -150,6 +150,6 @@ def test_who_was_stopped_by_another_is_not_the_cause(
 def test_a_cause_that_takes_its_time_is_found(capfd: pytest.CaptureFixture[str]) -> None:
     """It has more to do than those it stopped, and may have been asked to stop by then."""
     news = News()
-    news.put((0, ("end", 9)))
+    news.put((0, ("end", 10)))
     assert play(Deaf(0, news), Deaf(1, news, at="SIGTERM", status=5), Deaf(2, news, at="SIGTERM", status=143)) == 5
     assert "rank 1 on b failed first: exit status 5" in capfd.readouterr().err
