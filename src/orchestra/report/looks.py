@@ -23,7 +23,7 @@ COLOURS = {  # on white, and on black
     "vermillion": ("#d55e00", "#ff8438"),
     "black": ("#222222", "#e8e8e8"),
 }
-MARKERS = ("circle", "square", "triangle", "diamond", "star", "cross", "times", "wye")
+MARKERS = ("circle", "square", "triangle", "diamond", "star", "cross", "nabla", "wye")
 _INSTEAD = ("sky", "purple", "orange", "green", "vermillion", "blue", "yellow", "black")  # the most different first
 
 
