@@ -13,7 +13,7 @@ from orchestra.events import Event, Logged, Scored, Stepped
 
 Column = npt.NDArray[np.float64]
 MOST = 2000  # points of a curve
-BUCKETS = 300  # of the training loss, which is noise from batch to batch
+BUCKETS = 120  # of the training loss, which is noise from batch to batch
 QUANTILES = 101
 SAID = 400  # points of what a strategy logged
 

@@ -45,9 +45,9 @@ def _rank(own: Sequence[dict[str, Any]]) -> tuple[bool, float]:
 
 
 def _head(target: Target | None, metric: str | None) -> list[str]:
-    to_target = ["reached", "time to target", "speed", "p"] if target is not None else []
+    to_target = ["time to target", "speed", "p", "reached"] if target is not None else []
     final = [f"final {metric}"] if metric is not None else []
-    return ["strategy", "nodes", *to_target, "time in all", "samples/s", "per worker", "waiting", "staleness", *final]
+    return ["strategy", *to_target, *final, "nodes", "time in all", "samples/s", "per worker", "waiting", "staleness"]
 
 
 def _cells(
@@ -56,17 +56,17 @@ def _cells(
     stale = [run["staleness_mean"] for run in own if run["staleness_mean"] is not None]
     final = [run["metrics"][metric] for run in own if metric in run["metrics"]]
     traffic = statistics.fmean(run["sent_per_worker"] + run["received_per_worker"] for run in own)
-    cells = [against.strategy, "–".join(dict.fromkeys(str(run["workers"] + run["servers"]) for run in own))]
-    if target is not None:
-        cells += _race(own, against)
-    cells += [
+    cells = [against.strategy, *(_race(own, against) if target is not None else [])]
+    cells += [f"{statistics.fmean(final):.4g}" if final else "–"] if metric is not None else []
+    return [
+        *cells,
+        "–".join(dict.fromkeys(str(run["workers"] + run["servers"]) for run in own)),
         f"{statistics.median(run['seconds'] for run in own):.3g} s",
         f"{statistics.fmean(run['samples_per_second'] for run in own):,.0f}",
         size(traffic),
         _waiting(own),
-        f"{statistics.fmean(stale):.1f}, at most {max(run['staleness_max'] or 0 for run in own)}" if stale else "–",
+        f"{statistics.fmean(stale):.1f} (max {max(run['staleness_max'] or 0 for run in own)})" if stale else "–",
     ]
-    return cells + ([f"{statistics.fmean(final):.4g}" if final else "–"] if metric is not None else [])
 
 
 def _race(own: Sequence[dict[str, Any]], against: Against) -> list[str]:
@@ -80,7 +80,7 @@ def _race(own: Sequence[dict[str, Any]], against: Against) -> list[str]:
         e = against.speed
         speed = f"{e.value:.2f}×" + (f" [{e.low:.2f}, {e.high:.3g}]" if e.low is not None else "")
     p = "–" if against.p is None else "< 0.001" if against.p < 0.001 else f"{against.p:.3f}"
-    return [f"{len(times)}/{len(own)}", time, speed, p]
+    return [time, speed, p, f"{len(times)}/{len(own)}"]
 
 
 def _waiting(own: Iterable[dict[str, Any]]) -> str:

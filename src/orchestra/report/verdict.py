@@ -185,7 +185,7 @@ class _Race:
             elif lead is not None and lead.n > 1 and not lead.excludes(1.0):
                 found.append(f"Its lead over {second} could be chance ({interval(lead)}).")
         if missed:
-            found.append(f"Not in every run, if at all: {', '.join(missed)}.")
+            found.append(f"Not reached in every run, if in any: {', '.join(missed)}.")
         if len({m.seed for m in self.marks}) == 1:
             found.append("One seed only: small differences may be chance. Three or more would tell.")
         return found

@@ -3,7 +3,7 @@
 
 import { figure } from "./dom.js";
 import { at, bytes, count, mean, median, number, seconds } from "./format.js";
-import { axisLabel, byStrategy, colours, runs, shape, shown, symbols, told } from "./state.js";
+import { axisLabel, brief, byStrategy, colours, runs, shape, shown, symbols, told } from "./state.js";
 
 const GRID = 160; // points of a median over seeds
 const NARROW = 560; // pixels: no room for names beside the lines
@@ -45,33 +45,49 @@ function along(curve, strategy, order) {
   return marks;
 }
 
-// Names beside the ends of the lines, moved apart where they would overlap.
-function label(chart, groups, width) {
-  if (width < NARROW || groups.length > 7) return;
+// Names beside the ends of the lines, and the target's, moved apart where they would overlap.
+function label(chart, groups, target) {
   const [x, y] = [chart.scale("x"), chart.scale("y")];
-  const right = d3.max(groups, (g) => x.apply(g.middle.x.at(-1)));
-  const places = groups
-    .map((g) => ({ g, y: y.apply(points(g.middle).at(-1).y), from: x.apply(g.middle.x.at(-1)) }))
-    .sort((a, b) => a.y - b.y);
-  places.forEach((place, i) => {
-    if (i) place.y = Math.max(place.y, places[i - 1].y + 15);
-  });
-  const over = places.length ? places.at(-1).y - (chart.scale("y").range[0] ?? Infinity) : 0;
-  if (over > 0) for (const place of places) place.y -= over;
-  for (const { g, y: height } of places) {
-    const text = d3.select(chart).append("g").attr("transform", `translate(${right + 14},${height})`);
-    text.node().append(shape(g.strategy, 45));
-    text.append("text").attr("x", 9).attr("dy", "0.32em").attr("fill", "currentColor").attr("font-size", 12).text(cut(g.strategy));
+  const places = groups.map((g) => ({ g, text: cut(g.strategy), y: y.apply(points(g.middle).at(-1).y) }));
+  if (target != null) places.push({ text: `target ${number(target)}`, y: y.apply(target) });
+  apart(places, 15, Math.max(...y.range));
+  for (const { g, text, y: height } of places) {
+    const entry = d3.select(chart).append("g").attr("transform", `translate(${x.range[1] + 12},${height})`);
+    if (g) entry.node().append(shape(g.strategy, 45));
+    write(entry, text, g ? 9 : -6);
   }
 }
 
-const cut = (text) => (text.length > 24 ? `${text.slice(0, 23)}…` : text);
+function write(entry, text, x, anchor = "start") {
+  entry.append("text").attr("x", x).attr("dy", "0.32em").attr("text-anchor", anchor).attr("fill", "currentColor").text(text);
+}
+
+function apart(places, room, lowest) {
+  places.sort((a, b) => a.y - b.y);
+  places.forEach((place, i) => {
+    if (i) place.y = Math.max(place.y, places[i - 1].y + room);
+  });
+  for (let i = places.length - 1; i >= 0; i--) places[i].y = Math.min(places[i].y, i === places.length - 1 ? lowest : places[i + 1].y - room);
+}
+
+// Round numbers on a logarithmic scale, not too many; of several decades d3 writes no fives.
+export function roundTicks([least, most]) {
+  const tens = d3.range(Math.floor(Math.log10(least)), Math.ceil(Math.log10(most)) + 1);
+  const among = (factors) => tens.flatMap((k) => factors.map((f) => f * 10 ** k)).filter((x) => x >= least * 0.999 && x <= most * 1.001);
+  if (among([1, 2, 5]).length < 3) return d3.ticks(least, most, 4);
+  if (most / least < 15) return among([1, 2, 5]);
+  return [[1, 3], [1]].map(among).find((ticks) => ticks.length <= 8) ?? among([1]);
+}
+
+const cut = (strategy) => brief(strategy, 24);
 
 export function lines(title, caption, pick, { name, log = false, target = null, nothing } = {}) {
   const draw = (width) => {
     const groups = collect(pick);
     if (!groups.length) return null;
-    const least = d3.min(groups, (g) => d3.min(g.curves, (c) => d3.min(c.y)));
+    const reach = d3.extent(groups.flatMap((g) => g.curves.flatMap((c) => c.y)));
+    const logarithmic = log && reach[0] > 0;
+    const roomy = width >= NARROW && groups.length <= 7;
     const thin = groups.flatMap((g) => (g.curves.length > 1 ? g.curves.flatMap((c, i) => points(c, { strategy: g.strategy, z: `${g.strategy} ${i}` })) : []));
     const thick = groups.flatMap((g) => points(g.middle, { strategy: g.strategy }));
     const marks = groups.flatMap((g, i) => along(g.middle, g.strategy, i));
@@ -79,16 +95,16 @@ export function lines(title, caption, pick, { name, log = false, target = null, 
       width,
       height: Math.max(260, Math.min(380, width * 0.55)),
       marginLeft: 52,
-      marginRight: width < NARROW || groups.length > 7 ? 14 : 24 + 7 * d3.max(groups, (g) => cut(g.strategy).length),
+      marginRight: roomy ? 34 + 7 * d3.max(groups, (g) => cut(g.strategy).length) : 14,
       marginBottom: 42,
       x: { label: `${axisLabel()} →`, labelAnchor: "right", labelArrow: "none", tickFormat: ticks(shown.axis), ticks: width < NARROW ? 4 : 8 },
-      y: { label: `↑ ${name}`, labelArrow: "none", grid: true, type: log && least > 0 ? "log" : "linear", tickFormat: (x) => number(x) },
+      y: { label: `↑ ${name}`, labelArrow: "none", grid: true, type: logarithmic ? "log" : "linear", ...(logarithmic ? { ticks: roundTicks(reach) } : {}), tickFormat: (x) => number(x) },
       color: colours(),
       symbol: symbols(),
       marks: [
         target == null ? null : Plot.ruleY([target], { stroke: "currentColor", strokeDasharray: "4 4" }),
-        target == null ? null : Plot.text([`target ${number(target)}`], { y: target, frameAnchor: "right", textAnchor: "end", dy: -8, x: null, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 }),
-        Plot.lineY(thin, { x: "x", y: "y", z: "z", stroke: "strategy", strokeWidth: 0.75, strokeOpacity: 0.45 }),
+        target == null || roomy ? null : Plot.text([`target ${number(target)}`], { y: target, frameAnchor: "right", textAnchor: "end", dy: 10, fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 }),
+        Plot.lineY(thin, { x: "x", y: "y", z: "z", stroke: "strategy", strokeWidth: 0.75, strokeOpacity: 0.4 }),
         Plot.lineY(thick, { x: "x", y: "y", z: "strategy", stroke: "strategy", strokeWidth: 2.25 }),
         Plot.dot(marks, { x: "x", y: "y", fill: "strategy", symbol: "strategy", r: 4, stroke: "var(--paper)", strokeWidth: 0.75 }),
         Plot.tip(thick, Plot.pointer({ x: "x", y: "y", title: (p) => `${p.strategy}\n${axisLabel()} ${ticks(shown.axis)(p.x)}\n${name} ${number(p.y, 4)}` })),
@@ -96,7 +112,7 @@ export function lines(title, caption, pick, { name, log = false, target = null, 
     });
     const picture = chart.tagName === "svg" ? chart : chart.querySelector("svg");
     picture.scale ??= chart.scale;
-    label(picture, groups, width);
+    if (roomy) label(picture, groups, target);
     return chart;
   };
   const rows = () => {
@@ -129,13 +145,13 @@ export function race() {
     if (!told.story.target) return null;
     const rows = measure().sort(order);
     if (!rows.length) return null;
-    const narrow = width < NARROW;
+    const narrow = width < 420;
     const dots = rows.flatMap((r) => r.members.map((run) => ({ strategy: r.strategy, x: run.reached ?? run.seconds, hit: run.reached != null, seed: run.seed })));
-    const name = (s) => (narrow && s.length > 18 ? `${s.slice(0, 17)}…` : s);
+    const name = (s) => brief(s, narrow ? 14 : 24);
     return Plot.plot({
       width,
       height: 52 + 38 * rows.length,
-      marginLeft: Math.min(narrow ? 118 : 190, 16 + 7 * d3.max(rows, (r) => name(r.strategy).length)),
+      marginLeft: 14 + 6.9 * d3.max(rows, (r) => name(r.strategy).length),
       marginRight: 24,
       marginBottom: 40,
       x: { label: `${axisLabel("t")} to ${told.story.target.text} →`, labelAnchor: "right", labelArrow: "none", grid: true, zero: true, tickFormat: (x) => number(x), ticks: narrow ? 4 : 8 },
@@ -180,7 +196,7 @@ export function pareto() {
     const found = measure();
     if (found.length < 2) return null;
     const front = found.filter((p) => p.front).sort((a, b) => a.x - b.x);
-    return Plot.plot({
+    const chart = Plot.plot({
       width,
       height: Math.max(260, Math.min(360, width * 0.6)),
       marginLeft: 56,
@@ -196,9 +212,10 @@ export function pareto() {
         Plot.ruleX(found, { x: "x", y1: "y1", y2: "y2", stroke: "strategy", strokeOpacity: (p) => (p.front ? 1 : 0.4) }),
         Plot.ruleY(found, { y: "y", x1: "x1", x2: "x2", stroke: "strategy", strokeOpacity: (p) => (p.front ? 1 : 0.4) }),
         Plot.dot(found, { x: "x", y: "y", fill: "strategy", symbol: (p) => p.strategy, r: 6.5, fillOpacity: (p) => (p.front ? 1 : 0.45), stroke: "var(--paper)" }),
-        Plot.text(found, { x: "x", y: "y", text: (p) => cut(p.strategy), dy: -13, textAnchor: (p) => (p.x > 0.6 * d3.max(found, (q) => q.x) ? "end" : p.x < 0.2 * d3.max(found, (q) => q.x) ? "start" : "middle"), fill: "currentColor", fillOpacity: (p) => (p.front ? 1 : 0.65), stroke: "var(--paper)", strokeWidth: 4 }),
       ],
     });
+    beside(chart, found);
+    return chart;
   };
   const rows = () => [
     ["strategy", axisLabel(), `final ${shown.metric}`, "nobody better in both"],
@@ -206,4 +223,20 @@ export function pareto() {
   ];
   const caption = () => `Final ${shown.metric} against the whole run's ${axisLabel()}: means over seeds, from least to most. On the dashed line: nobody is better in both.`;
   return figure("What it cost to become that good", caption, draw, rows, "This takes two strategies with scores.");
+}
+
+// Names beside points: to the left of those far right, moved apart where they would overlap.
+function beside(chart, found) {
+  const [x, y] = [chart.scale("x"), chart.scale("y")];
+  const middle = (x.range[0] + x.range[1]) / 2;
+  const sides = d3.groups(found, (p) => x.apply(p.x) > middle);
+  for (const [right, own] of sides) {
+    const places = own.map((p) => ({ p, y: y.apply(p.y) }));
+    apart(places, 15, y.range[0] - 4);
+    for (const { p, y: height } of places) {
+      const entry = d3.select(chart).append("g").attr("transform", `translate(${x.apply(p.x) + (right ? -11 : 11)},${height})`).attr("opacity", p.front ? 1 : 0.65);
+      entry.attr("stroke", "var(--paper)").attr("stroke-width", 4).attr("paint-order", "stroke");
+      write(entry, brief(p.strategy, x.range[1] < 420 ? 14 : 24), 0, right ? "end" : "start");
+    }
+  }
 }

@@ -21,13 +21,13 @@ function fill(element, attributes, children) {
   return element;
 }
 
-// A table; cells are text or elements.
-export function grid(head, lines, { left = false, label = "" } = {}) {
+// A table; cells are text or elements. All columns to the left, or the first few.
+export function grid(head, lines, { left = 1, label = "" } = {}) {
   const table = el(
     "table",
-    left ? { class: "left" } : {},
-    el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col" }, text)))),
-    el("tbody", {}, ...lines.map((line) => el("tr", {}, ...line.map((cell) => el("td", {}, cell ?? "–"))))),
+    left === true ? { class: "left" } : {},
+    el("thead", {}, el("tr", {}, ...head.map((text, i) => el("th", { scope: "col", class: i < left ? "name" : null }, text)))),
+    el("tbody", {}, ...lines.map((line) => el("tr", {}, ...line.map((cell, i) => el("td", { class: i < left ? "name" : null }, cell ?? "–"))))),
   );
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label || "table" }, table);
 }

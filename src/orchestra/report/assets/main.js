@@ -4,7 +4,7 @@
 import { lines, pareto, race, score, trainingLoss } from "./curves.js";
 import { choices, el, grid, selection } from "./dom.js";
 import { count, seconds } from "./format.js";
-import { heat, efficiency, scaling } from "./conditions.js";
+import { efficiency, heat, scaled, scaling } from "./conditions.js";
 import { histogram, names, said } from "./consistency.js";
 import { AXES, runs, shown, swatch, told, unpack } from "./state.js";
 import { timeline } from "./timeline.js";
@@ -18,8 +18,7 @@ function overview(story) {
   return [
     el("p", { class: "verdict", id: "verdict" }, story.verdict.sentence),
     doubts.length ? el("ul", { class: "doubts" }, ...doubts.map((text) => el("li", {}, text))) : null,
-    conditionChoice("overview"),
-    axisSwitch("overview"),
+    el("div", { class: "controls" }, axisSwitch("overview"), conditionChoice("overview")),
     hero(story),
     results(story),
   ];
@@ -71,13 +70,12 @@ function lossFigure() {
 function results(story) {
   const column = story.table.head.indexOf("strategy");
   const lines = story.table.lines.map((line) => line.map((text, i) => (i === column ? el("span", {}, swatch(text), text) : text)));
-  return el("div", {}, el("h2", {}, "Results"), grid(story.table.head, lines, { label: "Results" }), el("p", { class: "note" }, story.legend));
+  return el("div", {}, el("h2", {}, "Results"), grid(story.table.head, lines, { left: column + 1, label: "Results" }), el("p", { class: "note" }, story.legend));
 }
 
 function compare(story) {
   return [
-    el("div", { class: "controls" }, axisSwitch("compare"), metricChoice(story)),
-    conditionChoice("compare"),
+    el("div", { class: "controls" }, axisSwitch("compare"), metricChoice(story), conditionChoice("compare")),
     el("div", { class: "pair" }, scoreFigure(story), lossFigure()),
     el("div", { class: "pair" }, race(), pareto()),
   ];
@@ -89,6 +87,7 @@ function workers() {
 
 function communication() {
   return [
+    el("div", { class: "controls" }, conditionChoice("communication")),
     againstFormula(),
     runChoice("communication", (run) => run.lanes),
     el("div", { class: "pair" }, matrix(), network()),
@@ -96,11 +95,11 @@ function communication() {
 }
 
 function consistencyPage() {
-  return [conditionChoice("consistency"), el("div", { class: "pair" }, histogram("staleness"), histogram("gap")), ...names().map(said)];
+  return [el("div", { class: "controls" }, conditionChoice("consistency")), el("div", { class: "pair" }, histogram("staleness"), histogram("gap")), ...names().map(said)];
 }
 
 function conditionsPage() {
-  return [heat(), el("div", { class: "pair" }, scaling(), efficiency())];
+  return [heat(), scaled() ? el("div", { class: "pair" }, scaling(), efficiency()) : null];
 }
 
 function settingsPage(story) {
@@ -108,7 +107,7 @@ function settingsPage(story) {
   const copy = (text) => el("button", { type: "button", onclick: (event) => navigator.clipboard?.writeText(text).then(() => (event.target.textContent = "Copied")) }, "Copy");
   return [
     el("h2", {}, "To have it again"),
-    ...(story.commands.length ? story.commands.map((text) => el("div", {}, el("pre", { tabindex: 0 }, text), copy(text))) : [el("p", { class: "nothing" }, "These runs were not made on the command line: run your own script again.")]),
+    ...(story.commands.length ? story.commands.map((text) => el("div", {}, el("pre", { tabindex: 0 }, ...text.split(" ").flatMap((word, i) => [i ? " " : "", word.length < 30 ? el("span", {}, word) : word])), copy(text))) : [el("p", { class: "nothing" }, "These runs were not made on the command line: run your own script again.")]),
     el("h2", {}, "The same in all runs"),
     grid(["setting", "value"], Object.entries(equal), { left: true, label: "Settings that are the same in all runs" }),
     ...(different.length ? [el("h2", {}, "Different"), grid(["run", ...different], story.runs.map((run, i) => [run.name, ...different.map((name) => of[i][name] ?? "–")]), { left: true, label: "Settings in which runs differ" })] : []),
@@ -138,12 +137,11 @@ function metricChoice(story) {
 
 function conditionChoice(page) {
   if (told.story.conditions.length < 2) return null;
-  const list = selection(`condition-${page}`, "Condition", told.story.conditions.map((name) => [name, name]), shown.condition, (name) => {
+  return selection(`condition-${page}`, "Condition", told.story.conditions.map((name) => [name, name]), shown.condition, (name) => {
     shown.condition = name;
     for (const other of document.querySelectorAll("select[id^=condition-]")) other.value = name;
     redraw();
   });
-  return el("div", { class: "controls" }, list);
 }
 
 function runChoice(page, fits = () => true) {
@@ -219,7 +217,8 @@ function build(story) {
   told.story = story;
   shown.metric = story.metric;
   shown.condition = story.conditions[0];
-  shown.run = Math.max(0, story.runs.findIndex((run) => run.lanes));
+  const telling = [(run) => run.trace, (run) => run.traffic?.flow.length, (run) => run.lanes, () => true];
+  shown.run = telling.map((tells) => story.runs.findIndex(tells)).find((i) => i >= 0);
   const pages = PAGES.filter(([, , , fits]) => fits(story));
   const nodes = story.runs.length === 1 ? seconds(story.runs[0].seconds) : `${count(story.runs.length, "run")}`;
   const head = el("div", { class: "top" }, el("div", {}, el("h1", {}, story.title), el("p", { class: "sub" }, [nodes, story.virtual ? "rehearsed in virtual time" : null, story.target ? `target ${story.target.text}` : null].filter(Boolean).join(" · "))), themeButton());

@@ -77,3 +77,11 @@ export function swatch(strategy) {
 export function nameOf(run, node) {
   return node < run.workers ? `worker ${node}` : `server ${node - run.workers}`;
 }
+
+// A strategy in fewer letters, where that still says which: ps(consistency=asp) is ps(asp).
+export function brief(strategy, most = 18) {
+  const short = (name) => name.replace(/\w+=/g, "");
+  const alike = told.story.strategies.filter((s) => short(s.name) === short(strategy)).length > 1;
+  const text = strategy.length <= most || alike ? strategy : short(strategy);
+  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
+}

@@ -6,7 +6,9 @@ import { seconds } from "./format.js";
 import { nameOf } from "./state.js";
 import { chosen } from "./workers.js";
 
-const [LANE, GAP, LEFT, TOP] = [26, 6, 74, 22]; // pixels
+const [GAP, LEFT, TOP] = [6, 74, 22]; // pixels
+let LANE = 26; // higher where there are few
+let inks = {}; // of the theme
 const MOST_LANES = 64;
 const KINDS = ["compute", "wait", "communicate"]; // within a step the order is not recorded: this one is likely
 const FEW = 6000; // ops that are drawn one by one
@@ -76,6 +78,8 @@ export function timeline() {
     if (run !== chosen()) open();
     const width = canvas.parentElement?.clientWidth;
     if (!width) return;
+    inks = {};
+    LANE = lanes.length <= 8 ? 44 : lanes.length <= 20 ? 30 : 22;
     const height = TOP + lanes.length * (LANE + GAP) + GAP;
     const pen = prepared(canvas, width, height);
     const x = (t) => LEFT + ((t - from) / (to - from)) * (width - LEFT - 8);
@@ -222,8 +226,9 @@ function within(ops, from, to) {
   return ops.filter((op) => op.began < to && op.began + op.took > from);
 }
 
+// Looked up once for each painting: there may be a million strokes.
 function ink(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  return (inks[name] ??= getComputedStyle(document.documentElement).getPropertyValue(name).trim());
 }
 
 function bar(pen, kind, a, b, y, height) {

@@ -3,10 +3,10 @@
 
 import { el, figure, svg } from "./dom.js";
 import { bytes, mean } from "./format.js";
-import { byStrategy, colours, nameOf, runs } from "./state.js";
+import { brief, byStrategy, colours, nameOf, runs } from "./state.js";
 import { chosen } from "./workers.js";
 
-const HOW = "Only totals are known: run it with --trace to see who sent what to whom.";
+const HOW = "Nothing was sent, or only totals are known: run it with --trace to see who sent what to whom.";
 
 // What a worker sent, and a tick where the formula on the strategy's page would have it.
 export function againstFormula() {
@@ -24,12 +24,12 @@ export function againstFormula() {
   const draw = (width) => {
     const found = measure();
     if (!found.length) return null;
-    const narrow = width < 560;
-    const name = (s) => (narrow && s.length > 18 ? `${s.slice(0, 17)}…` : s);
+    const narrow = width < 420;
+    const name = (s) => brief(s, narrow ? 14 : 24);
     return Plot.plot({
       width,
       height: 50 + 34 * found.length,
-      marginLeft: Math.min(narrow ? 118 : 190, 16 + 7 * d3.max(found, (r) => name(r.strategy).length)),
+      marginLeft: 14 + 6.9 * d3.max(found, (r) => name(r.strategy).length),
       marginRight: 70,
       marginBottom: 40,
       x: { label: "bytes sent by a worker →", labelAnchor: "right", labelArrow: "none", grid: true, zero: true, tickFormat: bytes, ticks: narrow ? 3 : 6 },
@@ -46,7 +46,7 @@ export function againstFormula() {
     ["strategy", "sent by a worker", "by formula", "received by a worker", "formula (S: bytes of the model, N: workers)"],
     measure().map((r) => [r.strategy, bytes(r.sent), r.formula == null ? "–" : `${bytes(r.formula)}${Math.abs(r.sent - r.formula) < 1 ? " ✓" : ""}`, bytes(r.received), r.text]),
   ];
-  const caption = "Mean over workers and seeds. The black tick is the formula on the strategy's page.";
+  const caption = "Mean over workers and seeds. The tick across is the formula on the strategy's page.";
   return figure("Bytes of a worker against the formula", caption, draw, rows);
 }
 
@@ -64,18 +64,20 @@ export function matrix() {
     const side = Math.min(width, 540);
     const short = (name) => name.replace("worker ", "w").replace("server ", "s");
     const every = Math.ceil(nodes.length / 24);
+    const most = d3.max(cells(), (c) => c.size);
+    const padding = nodes.length > 30 ? 0 : 0.04;
     return Plot.plot({
       width: side,
       height: side - 10,
       marginLeft: 46,
       marginTop: 50,
-      x: { domain: names, label: "to →", labelAnchor: "right", labelArrow: "none", axis: "top", tickFormat: (n, i) => (i % every ? "" : short(n)), tickSize: 0 },
-      y: { domain: names, label: "from ↓", labelArrow: "none", tickFormat: (n, i) => (i % every ? "" : short(n)), tickSize: 0 },
-      color: { type: "linear", domain: [0, d3.max(cells(), (c) => c.size)], interpolate: mixed },
+      x: { domain: names, padding, label: "to →", labelAnchor: "right", labelArrow: "none", axis: "top", tickFormat: (n, i) => (i % every ? "" : short(n)), tickSize: 0 },
+      y: { domain: names, padding, label: "from ↓", labelArrow: "none", tickFormat: (n, i) => (i % every ? "" : short(n)), tickSize: 0 },
+      color: { type: "linear", domain: [0, most], interpolate: mixed },
       marks: [
         Plot.frame({ stroke: "var(--line)" }),
-        Plot.cell(cells(), { x: "to", y: "from", fill: "size", inset: nodes.length > 30 ? 0 : 1, title: (c) => `${c.from} to ${c.to}: ${bytes(c.size)}` }),
-        nodes.length <= 9 && side > 300 ? Plot.text(cells(), { x: "to", y: "from", text: (c) => bytes(c.size), fill: "var(--ink)", stroke: "var(--paper)", strokeWidth: 3, fontSize: nodes.length > 6 ? 9 : 11 }) : null,
+        Plot.cell(cells(), { x: "to", y: "from", fill: "size", title: (c) => `${c.from} to ${c.to}: ${bytes(c.size)}` }),
+        nodes.length <= 9 && side > 300 ? Plot.text(cells(), { x: "to", y: "from", text: (c) => bytes(c.size), fill: (c) => (c.size > 0.45 * most ? "var(--paper)" : "var(--ink)"), fontSize: nodes.length > 6 ? 9 : 11 }) : null,
       ],
     });
   };

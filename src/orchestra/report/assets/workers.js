@@ -2,6 +2,7 @@
 // Where each node's time went, and how long steps took.
 
 import { el, figure, keys } from "./dom.js";
+import { roundTicks } from "./curves.js";
 import { count, number, percent, seconds } from "./format.js";
 import { byStrategy, colours, nameOf, runs, shown, told } from "./state.js";
 
@@ -77,7 +78,7 @@ export function workerTimes() {
     }));
   const shades = () => {
     const names = measure().map((w) => w.strategy);
-    return { domain: names, range: names.map((_, i) => `color-mix(in oklab, var(--accent) ${100 - (80 * i) / Math.max(1, names.length - 1)}%, var(--heat))`), legend: names.length > 1 };
+    return { domain: names, range: names.map((_, i) => `color-mix(in oklab, var(--accent) ${100 - (80 * i) / Math.max(1, names.length - 1)}%, var(--heat))`) };
   };
   return distribution("How long the steps of each worker took", () => `${chosen().strategy}, seed ${chosen().seed}. A worker that is slower than others stands to the right.`, measure, shades);
 }
@@ -88,20 +89,22 @@ function distribution(title, caption, measure, colour) {
     const all = groups.flatMap((g) => g.all).filter((p) => p.x > 0);
     if (!all.length) return null;
     const spread = d3.max(all, (p) => p.x) / d3.min(all, (p) => p.x);
-    return Plot.plot({
+    const { domain, range } = colour();
+    const chart = Plot.plot({
       width,
       height: 280,
       marginLeft: 50,
       marginBottom: 42,
       marginRight: 20,
-      x: { type: "log", label: "seconds of a step →", labelAnchor: "right", labelArrow: "none", tickFormat: (x) => seconds(x), ticks: width < 560 ? 3 : 6, ...(spread < 1.2 ? { domain: [d3.min(all, (p) => p.x) * 0.9, d3.max(all, (p) => p.x) * 1.1] } : {}) },
+      x: { type: "log", label: "seconds of a step →", labelAnchor: "right", labelArrow: "none", tickFormat: (x) => seconds(x), ticks: roundTicks(d3.extent(all, (p) => p.x)), ...(spread < 1.2 ? { domain: [d3.min(all, (p) => p.x) * 0.9, d3.max(all, (p) => p.x) * 1.1] } : {}) },
       y: { label: "↑ share of steps", labelArrow: "none", grid: true, percent: true, tickFormat: (x) => `${x} %` },
-      color: colour(),
+      color: { domain, range },
       marks: [
         Plot.lineY(all, { x: "x", y: "share", z: "strategy", stroke: "strategy", strokeWidth: 2, curve: "step-after" }),
         Plot.tip(all, Plot.pointer({ x: "x", y: "share", title: (p) => `${p.strategy}\n${percent(p.share)} of steps within ${seconds(p.x)}` })),
       ],
     });
+    return el("div", {}, keys(domain.map((name, i) => [name, range[i]])), chart);
   };
   const rows = () => [["", "median", "95 %", "99 %"], measure().map((g) => [g.strategy, ...[0.5, 0.95, 0.99].map((share) => seconds(g.at(share)))])];
   return figure(title, caption, draw, rows, "No step has been recorded.");
