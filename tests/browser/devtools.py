@@ -14,7 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 _PATIENCE = 30.0  # seconds
 
 

@@ -19,7 +19,9 @@ FORMATS = ("html", "md", "csv", "svg", "png")
 
 Runs = Annotated[
     list[Path],
-    typer.Argument(metavar="RUN...", help="Run folders, or folders of runs: of a comparison, a sweep.", show_default=False),
+    typer.Argument(
+        metavar="RUN...", help="Run folders, or folders of runs: of a comparison, a sweep.", show_default=False
+    ),
 ]
 Where = Annotated[
     Path | None,
@@ -113,8 +115,11 @@ def _write(files: dict[str, str | bytes], runs: list[Path], out: Path | None) ->
     folder = out or (runs[0] if len(runs) == 1 else Path("report"))
     paths = [folder if single else folder / name for name in files]
     for path, content in zip(paths, files.values(), strict=True):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_bytes(path, content if isinstance(content, bytes) else content.encode("utf-8"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_bytes(path, content if isinstance(content, bytes) else content.encode("utf-8"))
+        except OSError as error:
+            raise ConfigError([Problem("out", str(path), f"cannot be written: {error.strerror}")]) from None
     return paths
 
 

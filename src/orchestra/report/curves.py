@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ class Steps:
 
     def of(self, node: int, name: str) -> Column:
         """A column of one node."""
-        return self[name][self["node"] == node]
+        column: Column = self[name][self["node"] == node]
+        return column
 
     def gained(self, node: int, name: str) -> Column:
         """How much a total grew in each step of a node."""
@@ -140,7 +142,7 @@ def thinned(x: Column, y: Column, most: int = MOST) -> npt.NDArray[np.intp]:
     filled = np.nan_to_num(y, nan=float(np.nanmedian(y)))
     edges = np.linspace(0, len(x), (most - 2) // 2 + 1).astype(int)
     kept = {0, len(x) - 1}
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in pairwise(edges):
         kept |= {int(a + np.argmin(filled[a:b])), int(a + np.argmax(filled[a:b]))}
     return np.array(sorted(kept))
 

@@ -33,8 +33,8 @@ def write(story: dict[str, Any]) -> str:
     title = html.escape(story["title"])
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}; base-uri \'none\'; form-action \'none\'">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="referrer" content="no-referrer">\n'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{title}</title>\n<style>\n{_asset('report.css')}{_colours()}</style>\n</head>\n<body>\n"
         f"<h1>{title}</h1>\n<p>{html.escape(story['verdict']['sentence'])}</p>\n"
         f"<noscript><p>The figures of this report are drawn by scripts in this file.</p></noscript>\n"

@@ -149,10 +149,10 @@ def _figures(metrics: Any) -> dict[str, float]:
 
 
 def harmless(value: Any) -> Any:
-    """The same with text that cannot deceive the eye, and with null for what JSON cannot hold.
+    r"""The same with text that cannot deceive the eye, and with null for what JSON cannot hold.
 
-    >>> harmless({"a": "x\\u202ey", "b": float("inf")})
-    {'a': 'x\\\\u202ey', 'b': None}
+    >>> harmless({"a": "x\u202ey", "b": float("inf")})
+    {'a': 'x\\u202ey', 'b': None}
     """
     match value:
         case dict():

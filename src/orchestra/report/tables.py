@@ -11,8 +11,8 @@ from typing import Any
 
 from orchestra.budget import Target
 from orchestra.report.settings import natural
-from orchestra.report.verdict import Against, Mark, against_baseline
-from orchestra.statistics import median_interval
+from orchestra.report.verdict import USELESS, Against, Mark, against_baseline
+from orchestra.statistics import Estimate, median_interval
 from orchestra.words import size
 
 _RUN = (
@@ -50,22 +50,20 @@ def _head(target: Target | None, metric: str | None) -> list[str]:
     return ["strategy", *to_target, *final, "nodes", "time in all", "samples/s", "per worker", "waiting", "staleness"]
 
 
-def _cells(
-    own: Sequence[dict[str, Any]], against: Against, target: Target | None, metric: str | None
-) -> list[str]:
+def _cells(own: Sequence[dict[str, Any]], against: Against, target: Target | None, metric: str | None) -> list[str]:
     stale = [run["staleness_mean"] for run in own if run["staleness_mean"] is not None]
     final = [run["metrics"][metric] for run in own if metric in run["metrics"]]
     traffic = statistics.fmean(run["sent_per_worker"] + run["received_per_worker"] for run in own)
     cells = [against.strategy, *(_race(own, against) if target is not None else [])]
-    cells += [f"{statistics.fmean(final):.4g}" if final else "–"] if metric is not None else []
+    cells += [f"{statistics.fmean(final):.4g}" if final else "-"] if metric is not None else []
     return [
         *cells,
-        "–".join(dict.fromkeys(str(run["workers"] + run["servers"]) for run in own)),
+        "-".join(dict.fromkeys(str(run["workers"] + run["servers"]) for run in own)),
         f"{statistics.median(run['seconds'] for run in own):.3g} s",
         f"{statistics.fmean(run['samples_per_second'] for run in own):,.0f}",
         size(traffic),
         _waiting(own),
-        f"{statistics.fmean(stale):.1f} (max {max(run['staleness_max'] or 0 for run in own)})" if stale else "–",
+        f"{statistics.fmean(stale):.1f} (max {max(run['staleness_max'] or 0 for run in own)})" if stale else "-",
     ]
 
 
@@ -75,17 +73,23 @@ def _race(own: Sequence[dict[str, Any]], against: Against) -> list[str]:
     if times:
         low, high = median_interval(times)
         time = f"{statistics.median(times):.3g} s" + (f" [{low:.3g}, {high:.3g}]" if len(times) > 1 else "")
-    speed = "1" if against.strategy == against.baseline else "–"
+    speed = "1" if against.strategy == against.baseline else "-"
     if against.speed is not None:
         e = against.speed
-        speed = f"{e.value:.2f}×" + (f" [{e.low:.2f}, {e.high:.3g}]" if e.low is not None else "")
-    p = "–" if against.p is None else "< 0.001" if against.p < 0.001 else f"{against.p:.3f}"
+        speed = f"{e.value:.2f}×" + _between(e)
+    p = "-" if against.p is None else "< 0.001" if against.p < 0.001 else f"{against.p:.3f}"
     return [time, speed, p, f"{len(times)}/{len(own)}"]
+
+
+def _between(e: Estimate) -> str:
+    if e.low is None or e.high is None:
+        return ""
+    return " [wide]" if e.high > USELESS * e.low else f" [{e.low:.2f}, {e.high:.2f}]"
 
 
 def _waiting(own: Iterable[dict[str, Any]]) -> str:
     nodes = [node for run in own for node in run["nodes"] if node["role"] == "worker" and node["seconds"] > 0]
-    return f"{statistics.fmean(n['spent']['wait'] / n['seconds'] for n in nodes):.0%}" if nodes else "–"
+    return f"{statistics.fmean(n['spent']['wait'] / n['seconds'] for n in nodes):.0%}" if nodes else "-"
 
 
 LEGEND = (
@@ -118,7 +122,10 @@ def markdown(story: dict[str, Any]) -> str:
         # Indented, not fenced: a name may hold what ends a fence.
         parts += ["## To have it again", "\n".join(f"    {command}" for command in story["commands"])]
     if story["refused"]:
-        parts += ["## Not read", "\n".join(f"- {_markdown(r['name'])}: {_markdown(r['why'])}" for r in story["refused"])]
+        parts += [
+            "## Not read",
+            "\n".join(f"- {_markdown(r['name'])}: {_markdown(r['why'])}" for r in story["refused"]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 

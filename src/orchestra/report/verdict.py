@@ -11,7 +11,7 @@ from orchestra.budget import Target, lower_is_better
 from orchestra.statistics import Estimate, difference, holm, ratio
 from orchestra.words import plural
 
-_USELESS = 100  # times that the ends of an interval may be apart
+USELESS = 100  # times that the ends of an interval may be apart
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def interval(e: Estimate, digits: str = ".2f") -> str:
     """An interval in words, or why there is none."""
     if e.low is None:
         return "one pair of runs: too little for an interval"
-    if digits == ".2f" and e.high is not None and e.high > _USELESS * e.low:
+    if digits == ".2f" and e.high is not None and e.high > USELESS * e.low:
         return f"{e.n} pairs of runs: too few for an interval that says anything"
     return f"95 % interval {e.low:{digits}} to {e.high:{digits}}, {e.n} pairs of runs with equal seeds"
 
