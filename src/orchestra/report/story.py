@@ -71,7 +71,7 @@ def _target(folders: Sequence[Path]) -> Target | None:
                 if ends:
                     metric, _, value = ends[0].rpartition(":")
                     return Target(metric, float(value))
-            except (OSError, KeyError, TypeError, ValueError):
+            except (OSError, KeyError, TypeError, ValueError, RecursionError):
                 continue
     return None
 

@@ -209,14 +209,16 @@ function go() {
     else link.removeAttribute("aria-current");
     document.getElementById(link.hash.slice(1)).hidden = link !== here;
   }
-  here.scrollIntoView({ block: "nearest", inline: "nearest" });
+  // Not scrollIntoView: from there the Tab key would go on, past what comes before.
+  const nav = here.parentElement;
+  nav.scrollLeft = here.offsetLeft - nav.offsetLeft - (nav.clientWidth - here.clientWidth) / 2;
   redraw();
 }
 
 function build(story) {
   told.story = story;
   shown.metric = story.metric;
-  shown.condition = story.conditions[0];
+  shown.condition = d3.greatest(story.conditions, (name) => story.runs.filter((run) => run.condition === name).length);
   const telling = [(run) => run.trace, (run) => run.traffic?.flow.length, (run) => run.lanes, () => true];
   shown.run = telling.map((tells) => story.runs.findIndex(tells)).find((i) => i >= 0);
   const pages = PAGES.filter(([, , , fits]) => fits(story));
