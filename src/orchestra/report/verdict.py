@@ -74,9 +74,14 @@ def interval(e: Estimate, digits: str = ".2f") -> str:
     """An interval in words, or why there is none."""
     if e.low is None:
         return "one pair of runs: too little for an interval"
-    if digits == ".2f" and e.high is not None and e.high > USELESS * e.low:
+    if is_useless(e) and digits == ".2f":
         return f"{e.n} pairs of runs: too few for an interval that says anything"
     return f"95 % interval {e.low:{digits}} to {e.high:{digits}}, {e.n} pairs of runs with equal seeds"
+
+
+def is_useless(speed: Estimate) -> bool:
+    """Whether an interval of ratios is so wide that it says nothing."""
+    return speed.low is not None and speed.high is not None and speed.high > USELESS * speed.low
 
 
 def pairs(
@@ -192,7 +197,7 @@ class _Race:
 
 
 def _times(e: Estimate, other: str) -> str:
-    unsure = ", which may be chance" if e.n > 1 and not e.excludes(1.0) else ""
+    unsure = ", which may be chance" if e.n > 1 and not e.excludes(1.0) and not is_useless(e) else ""
     return f"{e.value:.2f} times as fast as {other} ({interval(e)}{unsure})"
 
 

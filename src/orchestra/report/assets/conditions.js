@@ -52,7 +52,8 @@ export function heat() {
       marks: [
         Plot.cell(all, { x, y, fill: (c) => c.ratio, rx: 3, title: (c) => `${c.strategy}, ${c.condition}: ${c.time == null ? "not always reached" : `${seconds(c.time)}, ${number(c.ratio)} times the best`}` }),
         Plot.cell(all.filter((c) => c.winner), { x, y, fill: "none", stroke: INK, strokeWidth: 3, inset: 3, rx: 2 }),
-        Plot.text(all, { x, y, text: (c) => (c.time == null ? `${c.hit}/${c.of}` : across ? seconds(c.time) : number(c.time)), fill: (c) => (c.time == null ? "var(--soft)" : INK), fontWeight: (c) => (c.winner ? 700 : 400), dy: across ? -7 : 0, fontSize: across ? 13 : 11 }),
+        Plot.text(all.filter((c) => c.time == null), { x, y, text: (c) => `${c.hit}/${c.of}`, fill: "var(--soft)" }),
+        Plot.text(all.filter((c) => c.time != null), { x, y, text: (c) => (across ? seconds(c.time) : number(c.time)), fill: INK, fontWeight: (c) => (c.winner ? 700 : 400), dy: across ? -7 : 0, fontSize: across ? 13 : 11 }),
         across ? Plot.text(all.filter((c) => c.ratio != null), { x, y, text: (c) => (c.winner ? "first" : `${c.ratio.toFixed(2)}×`), fill: "#3b4148", dy: 9, fontSize: 11 }) : null,
       ],
     });

@@ -75,7 +75,7 @@ export function roundTicks([least, most]) {
   const tens = d3.range(Math.floor(Math.log10(least)), Math.ceil(Math.log10(most)) + 1);
   const among = (factors) => tens.flatMap((k) => factors.map((f) => f * 10 ** k)).filter((x) => x >= least * 0.999 && x <= most * 1.001);
   if (among([1, 2, 5]).length < 3) return d3.ticks(least, most, 4);
-  if (most / least < 15) return among([1, 2, 5]);
+  if (most / least < 100) return among([1, 2, 5]);
   return [[1, 3], [1]].map(among).find((ticks) => ticks.length <= 8) ?? among([1]);
 }
 

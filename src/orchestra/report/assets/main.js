@@ -48,7 +48,7 @@ const seedsWords = () => {
 function scoreFigure(story) {
   return lines(
     "Test score",
-    () => `${shown.metric} of the model against ${AXES[shown.axis]}, evaluated off the clock. ${seedsWords()}`,
+    () => `The model's ${shown.metric} against ${AXES[shown.axis]}, evaluated off the clock. ${seedsWords()}`,
     score,
     {
       get name() { return shown.metric; },
@@ -87,7 +87,7 @@ function workers() {
 
 function communication() {
   return [
-    el("div", { class: "controls" }, conditionChoice("communication")),
+    controls(conditionChoice("communication")),
     againstFormula(),
     runChoice("communication", (run) => run.lanes),
     el("div", { class: "pair" }, matrix(), network()),
@@ -95,7 +95,7 @@ function communication() {
 }
 
 function consistencyPage() {
-  return [el("div", { class: "controls" }, conditionChoice("consistency")), el("div", { class: "pair" }, histogram("staleness"), histogram("gap")), ...names().map(said)];
+  return [controls(conditionChoice("consistency")), el("div", { class: "pair" }, histogram("staleness"), histogram("gap")), ...names().map(said)];
 }
 
 function conditionsPage() {
@@ -117,6 +117,10 @@ function settingsPage(story) {
 }
 
 // Controls. The same choice may be on several pages: all follow.
+
+function controls(...items) {
+  return items.some(Boolean) ? el("div", { class: "controls" }, ...items) : null;
+}
 
 function axisSwitch(page) {
   return choices(`axis-${page}`, "Against what", Object.entries(AXES), shown.axis, (axis) => {
