@@ -42,12 +42,15 @@ def test_a_score_knows_how_many_bytes_had_been_sent(run: reading.Run) -> None:
     steps = curves.Steps(run.events)
     told = curves.scored([Scored(25.0, 250, 1, 1, {"accuracy": 0.5})], steps)
     assert told["bytes"] == [pytest.approx(2 * 250 * SIZE, rel=0.01)]
+    after = curves.scored([Scored(60.0, 500, 1, 1, {"accuracy": 0.5})], steps)
+    assert after["bytes"] == [2 * 500 * SIZE]
 
 
 def test_thinning_keeps_ends_and_extremes() -> None:
     x = np.arange(100_000.0)
     y = np.sin(x / 1000)
     y[12_345], y[77_777] = 9.0, -9.0
+    y[-3], y[-2] = 8.0, -8.0  # the end itself is no extreme
     kept = curves.thinned(x, y)
     assert len(kept) <= curves.MOST
     assert {0, 12_345, 77_777, 99_999} <= set(kept.tolist())

@@ -16,13 +16,15 @@ from orchestra.strategy import Strategy
 LAYERS = [37, 5, 12]
 
 
-@pytest.mark.parametrize("strategy", EXAMPLES, ids=expression.show)
+CLOSED = [strategy for strategy in EXAMPLES if formulas.sent(strategy, 4, 7, 54) is not None]
+
+
+@pytest.mark.parametrize("strategy", CLOSED, ids=expression.show)
 @pytest.mark.parametrize("wanted", [2, 3, 4])
 def test_bytes_are_those_of_the_laws(strategy: Strategy[Any], wanted: int) -> None:
     workers, steps = workers_for(strategy, wanted), 7
     formula = formulas.sent(strategy, workers, steps, sum(LAYERS))
-    if formula is None:
-        pytest.skip("no closed form is claimed")
+    assert formula is not None
     by_worker, _ = bytes_sent(strategy, workers, steps, LAYERS)
     assert formula.bytes == pytest.approx(sum(by_worker) / workers)
 

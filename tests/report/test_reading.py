@@ -18,7 +18,7 @@ from orchestra.report import reading, story
 
 def test_runs_are_found_below_and_each_once(tmp_path: Path) -> None:
     make_race(tmp_path / "race", {"allreduce": [0.1], "ps": [0.2]})
-    found = reading.find([tmp_path / "race", tmp_path / "race" / "ps" / "seed0"])
+    found = reading.find([tmp_path / "race", tmp_path / "race" / "allreduce" / ".." / "ps" / "seed0"])
     assert [str(path.relative_to(tmp_path)) for path in found] == ["race/allreduce/seed0", "race/ps/seed0"]
 
 

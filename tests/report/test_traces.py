@@ -96,7 +96,7 @@ def test_what_follows_from_totals(
 
 
 def test_of_a_run_cut_short_nothing_follows(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
+    run = make_run(tmp_path / "run", workers=3)
     path = run / "events-1.jsonl"
     path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
     assert traces.traffic(reading.load(run), formulas.parsed("allreduce"), None) is None
