@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.browser.devtools import CHROMIUM, Browser, Page
 from tests.report.folders import make_race, make_run, moved
 
 from orchestra.events import Logged, encode
-from orchestra.report import page, story
+from orchestra.report import figures, page, story
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
 
@@ -210,15 +211,14 @@ def test_colours_follow_the_system_and_the_button(browser: Browser, report: Path
     opened.close()
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_nothing_is_wider_than_a_phone(browser: Browser, report: Path, name: str) -> None:
+def test_nothing_is_wider_than_a_phone(browser: Browser, report: Path) -> None:
     opened = browser.open(report.as_uri(), width=360, height=740)
     opened.until(READY)
-    opened.go(name)
-    assert opened.ask("document.documentElement.scrollWidth") <= 360
-    assert not opened.ask(
-        "[...document.querySelectorAll('section:not([hidden]) svg')].filter((s) => s.clientWidth > 340).length"
-    )
+    for name in PAGES:
+        opened.go(name)
+        assert opened.ask("document.documentElement.scrollWidth") <= 360, name
+        wide = "[...document.querySelectorAll('section:not([hidden]) svg')].filter((s) => s.clientWidth > 340).length"
+        assert opened.ask(wide) == 0, name
     opened.close()
 
 
@@ -285,3 +285,11 @@ def test_damaged_data_is_said_not_hidden(browser: Browser, report: Path, tmp_pat
     opened = browser.open(path.as_uri())
     opened.until("document.body?.textContent.includes('cannot be shown')")
     opened.close()
+
+
+def test_figures_for_a_slide_are_sharp(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = figures.draw(story.tell([report.parent]))
+    monkeypatch.setattr(figures, "draw", lambda told: {"bytes": next(iter(drawn.values()))})
+    data = figures.pictures({})["bytes"]
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24]) == (1280, 800)  # twice that of the SVG

@@ -71,12 +71,12 @@ function apart(places, room, lowest) {
 }
 
 // Round numbers on a logarithmic scale, not too many; of several decades d3 writes no fives.
-export function roundTicks([least, most]) {
+export function roundTicks([least, most], room = 8) {
   const tens = d3.range(Math.floor(Math.log10(least)), Math.ceil(Math.log10(most)) + 1);
   const among = (factors) => tens.flatMap((k) => factors.map((f) => f * 10 ** k)).filter((x) => x >= least * 0.999 && x <= most * 1.001);
-  if (among([1, 2, 5]).length < 3) return d3.ticks(least, most, 4);
-  if (most / least < 100) return among([1, 2, 5]);
-  return [[1, 3], [1]].map(among).find((ticks) => ticks.length <= 8) ?? among([1]);
+  if (among([1, 2, 5]).length < 3) return d3.ticks(least, most, room / 2);
+  const ways = most / least < 100 ? [[1, 2, 5], [1, 3], [1]] : [[1, 3], [1]];
+  return ways.map(among).find((ticks) => ticks.length <= room) ?? among([1]);
 }
 
 const cut = (strategy) => brief(strategy, 24);
@@ -152,7 +152,7 @@ export function race() {
       width,
       height: 52 + 38 * rows.length,
       marginLeft: 14 + 6.9 * d3.max(rows, (r) => name(r.strategy).length),
-      marginRight: 24,
+      marginRight: 62,
       marginBottom: 40,
       x: { label: `${axisLabel("t")} to ${told.story.target.text} →`, labelAnchor: "right", labelArrow: "none", grid: true, zero: true, tickFormat: (x) => number(x), ticks: narrow ? 4 : 8 },
       y: { domain: rows.map((r) => r.strategy), label: null, tickFormat: name, tickSize: 0 },

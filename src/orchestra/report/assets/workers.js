@@ -4,7 +4,7 @@
 import { el, figure, keys } from "./dom.js";
 import { roundTicks } from "./curves.js";
 import { count, number, percent, seconds } from "./format.js";
-import { byStrategy, colours, nameOf, runs, shown, told } from "./state.js";
+import { byStrategy, colours, nameOf, runs, shown, symbols, told } from "./state.js";
 
 export const KINDS = ["compute", "communicate", "send", "receive", "wait", "other"];
 const MOST = 64; // nodes drawn one by one
@@ -65,7 +65,7 @@ export function stepTimes() {
       const at = (share) => found[Math.min(found.length - 1, Math.floor(share * found.length))];
       return found.length ? [{ strategy, at, all: d3.range(0, 1.001, 0.01).map((share) => ({ strategy, share, x: at(share) })) }] : [];
     });
-  return distribution("How long steps took", () => `Share of steps that took no longer, all workers of ${count(runs().length, "run")} together.`, measure, colours);
+  return distribution("How long steps took", () => `Share of steps that took no longer, all workers of ${count(runs().length, "run")} together.`, measure, colours, symbols());
 }
 
 // The same for each worker of the chosen run: a straggler stands apart.
@@ -83,7 +83,7 @@ export function workerTimes() {
   return distribution("How long the steps of each worker took", () => `${chosen().strategy}, seed ${chosen().seed}. A worker that is slower than others stands to the right.`, measure, shades);
 }
 
-function distribution(title, caption, measure, colour) {
+function distribution(title, caption, measure, colour, symbol = null) {
   const draw = (width) => {
     const groups = measure();
     const all = groups.flatMap((g) => g.all).filter((p) => p.x > 0);
@@ -96,11 +96,13 @@ function distribution(title, caption, measure, colour) {
       marginLeft: 50,
       marginBottom: 42,
       marginRight: 20,
-      x: { type: "log", label: "seconds of a step →", labelAnchor: "right", labelArrow: "none", tickFormat: (x) => seconds(x), ticks: roundTicks(d3.extent(all, (p) => p.x)), ...(spread < 1.2 ? { domain: [d3.min(all, (p) => p.x) * 0.9, d3.max(all, (p) => p.x) * 1.1] } : {}) },
+      x: { type: "log", label: "seconds of a step →", labelAnchor: "right", labelArrow: "none", tickFormat: (x) => seconds(x), ticks: roundTicks(d3.extent(all, (p) => p.x), width < 420 ? 4 : 8), ...(spread < 1.2 ? { domain: [d3.min(all, (p) => p.x) * 0.9, d3.max(all, (p) => p.x) * 1.1] } : {}) },
       y: { label: "↑ share of steps", labelArrow: "none", grid: true, percent: true, tickFormat: (x) => `${x} %` },
       color: { domain, range },
+      ...(symbol ? { symbol } : {}),
       marks: [
         Plot.lineY(all, { x: "x", y: "share", z: "strategy", stroke: "strategy", strokeWidth: 2, curve: "step-after" }),
+        symbol && Plot.dot(all.filter((p) => [0.2, 0.5, 0.8].some((share) => Math.abs(p.share - share) < 1e-9)), { x: "x", y: "share", fill: "strategy", symbol: (p) => p.strategy, r: 4, stroke: "var(--paper)" }),
         Plot.tip(all, Plot.pointer({ x: "x", y: "share", title: (p) => `${p.strategy}\n${percent(p.share)} of steps within ${seconds(p.x)}` })),
       ],
     });
