@@ -237,8 +237,13 @@ def verify(path: Path) -> Saved:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file so that it is there whole or not at all."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content)
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)

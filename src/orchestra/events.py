@@ -241,10 +241,10 @@ def _records(lines: list[str]) -> list[Any]:
         together: list[Any] = json.loads(f"[{','.join(lines)}]")
         if len(together) == len(lines):
             return together
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(line))
     return found

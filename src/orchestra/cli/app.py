@@ -19,6 +19,7 @@ from orchestra.cli.flowing import flowing
 from orchestra.cli.launch import launch
 from orchestra.cli.probe import probe
 from orchestra.cli.recommend import recommend
+from orchestra.cli.report import report
 from orchestra.cli.resume import resume
 from orchestra.cli.run import run
 from orchestra.cli.sim import sim
@@ -80,6 +81,7 @@ def top(
       orchestra run digits --strategy slowmo    one run
       orchestra sim digits --workers 16         the same on a cluster you do not have
       orchestra probe digits                    measure this machine for that
+      orchestra report runs/demo                see what happened, in a browser
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
       orchestra doctor                          what works here, how to mend the rest
@@ -94,7 +96,9 @@ def top(
 
 
 app.callback(help=flowing(top.__doc__ or ""))(top)
-for _verb in (demo, run, resume, sim, compare, sweep, recommend, probe, strategies, explain, doctor, trace):
+for _verb in (
+    demo, run, resume, sim, compare, sweep, recommend, report, trace, probe, strategies, explain, doctor,
+):  # fmt: skip
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 # What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.
 app.command(help=flowing(launch.__doc__ or ""), context_settings={"allow_interspersed_args": False})(launch)

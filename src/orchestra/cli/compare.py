@@ -299,7 +299,10 @@ def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
         show(table, record["learned"])
         if not quiet:
             summary.say(f"\nsaved: {summary.nearby(out)}/table.md and table.json")
-            summary.say(f"next: orchestra explain {table.ranked[0].strategy.split('(')[0]}")
+            summary.say(
+                f"next: orchestra report {summary.nearby(out)} · orchestra explain "
+                + table.ranked[0].strategy.split("(")[0]
+            )
     if any(row.failures for row in table.rows):
         raise typer.Exit(1)
 

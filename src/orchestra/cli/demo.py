@@ -53,6 +53,7 @@ def demo(
 
 _NEXT = """
 The runs and the table are in {out}. What to try next:
+  orchestra report {out}                                        all of it, to look at in a browser
   orchestra explain slowmo                                      how SlowMo works
   orchestra compare digits --lr 0.01 --workers 4 --seeds 3 \\
       --strategies "allreduce, ps(consistency=asp())"           stale gradients bear smaller steps

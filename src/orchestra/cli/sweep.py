@@ -260,6 +260,7 @@ def _print(found: list[Condition], out: Path, record: dict[str, Any], *, as_json
         console.print(sentence)
     if not quiet:
         summary.say(f"\nsaved: {summary.nearby(out)}/sweep.md and sweep.json")
+        summary.say(f"next: orchestra report {summary.nearby(out)}")
 
 
 def _learned(found: list[Condition]) -> list[str]:

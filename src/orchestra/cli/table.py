@@ -13,6 +13,7 @@ from typing import Any
 
 from orchestra.budget import Target, lower_is_better
 from orchestra.report.facts import Facts, facts_of, scores_of
+from orchestra.statistics import median_interval
 from orchestra.words import plural, size
 
 
@@ -89,11 +90,7 @@ class Row:
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the median by order of size; from less than six runs that is all there is to show."""
-        n = len(self.times)
-        cut = 0
-        while n >= 6 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
-            cut += 1
-        return self.times[cut], self.times[n - 1 - cut]
+        return median_interval(self.times)
 
     @property
     def since(self) -> float:

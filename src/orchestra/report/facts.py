@@ -153,7 +153,14 @@ def facts_of(run: Path) -> Facts:
     """Read a run folder."""
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
     ending = json.loads(p.read_text(encoding="utf-8")) if (p := run / "ending.json").exists() else {}
-    events, said = _apart(events_of(run))
+    return facts_from(config, ending, events_of(run), scores_of(run))
+
+
+def facts_from(
+    config: dict[str, Any], ending: dict[str, Any], everything: Sequence[Event], scores: Sequence[Scored]
+) -> Facts:
+    """The figures of a run whose files are already read."""
+    events, said = _apart(everything)
     began = [e for e in events if isinstance(e, Began)]
     stepped = [e for e in events if isinstance(e, Stepped)]
     ended = {e.node: e for e in events if isinstance(e, Ended)}
@@ -162,7 +169,6 @@ def facts_of(run: Path) -> Facts:
     retired = {e.node for e in said["retired"]}
     seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
     samples = sum(e.samples for e in workers)
-    scores = scores_of(run)
     trained = config.get("cluster", {}).get("numerics") != "off"
     return Facts(
         strategy=config["strategy"],

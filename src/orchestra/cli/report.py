@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra report`: see what runs did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestra.cli import options as o
+from orchestra.cli import summary
+from orchestra.errors import ConfigError, Problem, nearest
+
+if TYPE_CHECKING:
+    from orchestra.budget import Target
+
+FORMATS = ("html", "md", "csv", "svg", "png")
+
+Runs = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...", help="Run folders, or folders of runs: of a comparison, a sweep.", show_default=False
+    ),
+]
+Where = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "-o", metavar="DIR|FILE",
+        help="Folder for the report, or its one file. Default: the folder of the runs; of several, report.",
+    ),
+]  # fmt: skip
+Formats = Annotated[str, typer.Option("--format", "-f", metavar="A,B", help="Of html, md, csv, svg, png.")]
+Goal = Annotated[
+    str | None,
+    typer.Option(metavar="SCORE=VALUE", help="The test score to measure times to. Default: that of the comparison."),
+]
+Title = Annotated[str | None, typer.Option(metavar="TEXT", help="What to call it.")]
+
+
+def report(
+    runs: Runs, out: Where = None, format_: Formats = "html", target: Goal = None, title: Title = None,
+    json_: o.Json = False, quiet: o.Quiet = False,
+) -> None:  # fmt: skip
+    """Write what runs did as one file to open in a browser: curves, waiting, timelines, traffic, and who won.
+
+    Runs may be real or rehearsed, of the same strategy or of many, still running or cut short. The file holds its data
+    and needs no network. Also as Markdown, as tables for a spreadsheet, and as figures for a paper.
+
+    For example:
+
+      orchestra report runs/demo
+      orchestra report runs/a runs/b --target accuracy=0.95 -o comparison.html
+      orchestra report runs/sweep --format html,md,csv,svg -o figures
+    """
+    from orchestra.report import story
+
+    wanted = _formats(format_, out)
+    goal = _target(target)
+    told = story.tell(runs, target=goal, title=title)
+    files = _contents(told, wanted)
+    written = _write(files, runs, out)
+    if json_:
+        summary.print_json({"verdict": told["verdict"]["sentence"], "files": [str(path) for path in written]})
+        return
+    print(told["verdict"]["sentence"])
+    if not quiet:
+        _say(told, written)
+
+
+def _formats(text: str, out: Path | None) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    problems = [Problem("format", n, f"is none; {nearest(n, FORMATS)}") for n in names if n not in FORMATS]
+    if not names:
+        problems.append(Problem("format", text, f"name at least one of {', '.join(FORMATS)}"))
+    if out is not None and out.suffix and not out.is_dir() and names not in (["html"], ["md"]):
+        problems.append(Problem("out", str(out), "is one file, which only html or md alone fits in: name a folder"))
+    if problems:
+        raise ConfigError(problems)
+    return names
+
+
+def _target(text: str | None) -> Target | None:
+    if text is None:
+        return None
+    short = {"acc": "accuracy"}
+    name, equals, value = text.partition("=")
+    return o.read_target(f"{short.get(name.strip(), name)}{equals}{value}")
+
+
+def _contents(told: dict[str, Any], wanted: list[str]) -> dict[str, str | bytes]:
+    """What goes into which file."""
+    from orchestra.report import figures, page, tables
+
+    found: dict[str, str | bytes] = {}
+    for name in wanted:
+        match name:
+            case "html":
+                found["report.html"] = page.write(told)
+            case "md":
+                found["report.md"] = tables.markdown(told)
+            case "csv":
+                found |= {"runs.csv": tables.runs_csv(told), "curves.csv": tables.curves_csv(told)}
+            case "svg":
+                found |= {f"{figure}.svg": text for figure, text in figures.draw(told).items()}
+            case _:
+                found |= {f"{figure}.png": data for figure, data in figures.pictures(told).items()}
+    return found
+
+
+def _write(files: dict[str, str | bytes], runs: list[Path], out: Path | None) -> list[Path]:
+    from orchestra import checkpoint
+
+    single = out is not None and bool(out.suffix) and not out.is_dir()
+    folder = out or (runs[0] if len(runs) == 1 else Path("report"))
+    paths = [folder if single else folder / name for name in files]
+    for path, content in zip(paths, files.values(), strict=True):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_bytes(path, content if isinstance(content, bytes) else content.encode("utf-8"))
+        except OSError as error:
+            raise ConfigError([Problem("out", str(path), f"cannot be written: {error.strerror}")]) from None
+    return paths
+
+
+def _say(told: dict[str, Any], written: list[Path]) -> None:
+    for doubt in told["verdict"]["doubts"]:
+        summary.say(doubt)
+    for refused in told["refused"]:
+        summary.say(f"left out: {refused['name']}: {refused['why']}")
+    summary.say("")
+    for path in written:
+        summary.say(f"wrote {summary.nearby(path.absolute())} ({path.stat().st_size / 1e3:,.0f} kB)")
+    if page := next((path for path in written if path.suffix == ".html"), None):
+        summary.say(f"next: open {page.absolute().as_uri()} in a browser")
+    else:
+        summary.say("next: orchestra report ... --format html to look around in")

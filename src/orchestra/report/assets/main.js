@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pages, put together.
+
+import { lines, pareto, race, score, trainingLoss } from "./curves.js";
+import { choices, el, grid, selection } from "./dom.js";
+import { count, seconds } from "./format.js";
+import { efficiency, heat, scaled, scaling } from "./conditions.js";
+import { histogram, names, said } from "./consistency.js";
+import { AXES, runs, shown, swatch, told, unpack } from "./state.js";
+import { timeline } from "./timeline.js";
+import { againstFormula, matrix, network } from "./traffic.js";
+import { breakdown, stepTimes, workerTimes } from "./workers.js";
+
+// Pages.
+
+function overview(story) {
+  const doubts = [...story.verdict.doubts, ...warnings(story)];
+  return [
+    el("p", { class: "verdict", id: "verdict" }, story.verdict.sentence),
+    doubts.length ? el("ul", { class: "doubts" }, ...doubts.map((text) => el("li", {}, text))) : null,
+    el("div", { class: "controls" }, axisSwitch("overview"), conditionChoice("overview")),
+    hero(story),
+    results(story),
+  ];
+}
+
+function warnings(story) {
+  const found = story.runs.flatMap((run) => [
+    ...(run.missing ? [`${run.name}: ${run.missing}.`] : []),
+    ...(run.over ? [] : [`${run.name} has not ended: figures so far.`]),
+    ...run.warnings.map((text) => `${run.name}: ${text}`),
+    ...(run.skipped ? [`${run.name}: ${count(run.skipped, "gradient")} not finite, not used.`] : []),
+  ]);
+  const refused = story.refused.map((r) => `${r.name} is not in this report: ${r.why}.`);
+  return found.length > 8 ? [...found.slice(0, 8), `… and ${found.length - 8} more.`, ...refused] : [...found, ...refused];
+}
+
+function hero(story) {
+  if (!story.metric) return lossFigure();
+  return scoreFigure(story);
+}
+
+const seedsWords = () => {
+  const seeds = new Set(runs().map((run) => run.seed)).size;
+  return seeds > 1 ? `Median over ${seeds} seeds, single seeds as thin lines.` : "One seed.";
+};
+
+function scoreFigure(story) {
+  return lines(
+    "Test score",
+    () => `The model's ${shown.metric} against ${AXES[shown.axis]}, evaluated off the clock. ${seedsWords()}`,
+    score,
+    {
+      get name() { return shown.metric; },
+      get target() { return story.target?.metric === shown.metric ? story.target.value : null; },
+      nothing: "Nothing was scored.",
+    },
+  );
+}
+
+function lossFigure() {
+  return lines(
+    "Training loss",
+    () => `Against ${AXES[shown.axis]}: means over a few steps of all workers, on a logarithmic scale. ${seedsWords()}`,
+    trainingLoss,
+    { name: "loss", log: true, nothing: "Nothing was trained: only time passed." },
+  );
+}
+
+function results(story) {
+  const column = story.table.head.indexOf("strategy");
+  const lines = story.table.lines.map((line) => line.map((text, i) => (i === column ? el("span", {}, swatch(text), text) : text)));
+  return el("div", {}, el("h2", {}, "Results"), grid(story.table.head, lines, { left: column + 1, label: "Results" }), el("p", { class: "note" }, story.legend));
+}
+
+function compare(story) {
+  return [
+    el("div", { class: "controls" }, axisSwitch("compare"), metricChoice(story), conditionChoice("compare")),
+    el("div", { class: "pair" }, scoreFigure(story), lossFigure()),
+    el("div", { class: "pair" }, race(), pareto()),
+  ];
+}
+
+function workers() {
+  return [runChoice("workers"), breakdown(), el("div", { class: "pair" }, workerTimes(), stepTimes())];
+}
+
+function communication() {
+  return [
+    controls(conditionChoice("communication")),
+    againstFormula(),
+    runChoice("communication", (run) => run.lanes),
+    el("div", { class: "pair" }, matrix(), network()),
+  ];
+}
+
+function consistencyPage() {
+  return [controls(conditionChoice("consistency")), el("div", { class: "pair" }, histogram("staleness"), histogram("gap")), ...names().map(said)];
+}
+
+function conditionsPage() {
+  return [heat(), scaled() ? el("div", { class: "pair" }, scaling(), efficiency()) : null];
+}
+
+function settingsPage(story) {
+  const { equal, different, of } = story.settings;
+  const copy = (text) => el("button", { type: "button", onclick: (event) => navigator.clipboard?.writeText(text).then(() => (event.target.textContent = "Copied")) }, "Copy");
+  return [
+    el("h2", {}, "To have it again"),
+    ...(story.commands.length ? story.commands.map((text) => el("div", {}, el("pre", { tabindex: 0 }, ...text.split(" ").flatMap((word, i) => [i ? " " : "", word.length < 30 ? el("span", {}, word) : word])), copy(text))) : [el("p", { class: "nothing" }, "These runs were not made on the command line: run your own script again.")]),
+    el("h2", {}, "The same in all runs"),
+    grid(["setting", "value"], Object.entries(equal), { left: true, label: "Settings that are the same in all runs" }),
+    ...(different.length ? [el("h2", {}, "Different"), grid(["run", ...different], story.runs.map((run, i) => [run.name, ...different.map((name) => of[i][name] ?? "–")]), { left: true, label: "Settings in which runs differ" })] : []),
+    ...(story.refused.length ? [el("h2", {}, "Not read"), grid(["folder", "why"], story.refused.map((r) => [r.name, r.why]), { left: true })] : []),
+    el("p", { class: "note" }, `Made by orchestra ${story.version} from ${count(story.runs.length, "run")}.`),
+  ];
+}
+
+// Controls. The same choice may be on several pages: all follow.
+
+function controls(...items) {
+  return items.some(Boolean) ? el("div", { class: "controls" }, ...items) : null;
+}
+
+function axisSwitch(page) {
+  return choices(`axis-${page}`, "Against what", Object.entries(AXES), shown.axis, (axis) => {
+    shown.axis = axis;
+    for (const radio of document.querySelectorAll(".axis input, input[name^=axis-]")) radio.checked = radio.value === axis;
+    redraw();
+  });
+}
+
+function metricChoice(story) {
+  const all = Object.keys(story.metrics);
+  if (all.length < 2) return null;
+  return selection("metric", "Score", all.map((name) => [name, name]), shown.metric, (name) => {
+    shown.metric = name;
+    redraw();
+  });
+}
+
+function conditionChoice(page) {
+  if (told.story.conditions.length < 2) return null;
+  return selection(`condition-${page}`, "Condition", told.story.conditions.map((name) => [name, name]), shown.condition, (name) => {
+    shown.condition = name;
+    for (const other of document.querySelectorAll("select[id^=condition-]")) other.value = name;
+    redraw();
+  });
+}
+
+function runChoice(page, fits = () => true) {
+  const options = told.story.runs.flatMap((run, i) => (fits(run) ? [[i, `${run.strategy}${run.condition ? ` · ${run.condition}` : ""} · seed ${run.seed}`]] : []));
+  const list = selection(`run-${page}`, "Run", options, shown.run, (i) => {
+    shown.run = +i;
+    for (const other of document.querySelectorAll("select[id^=run-]")) if ([...other.options].some((o) => o.value === i)) other.value = i;
+    redraw();
+  });
+  return el("div", { class: "controls" }, list);
+}
+
+function filters(story) {
+  const box = ({ name }) => {
+    const label = el("label", {}, el("input", { type: "checkbox", checked: true, value: name, onchange: (event) => {
+      if (event.target.checked) shown.off.delete(name);
+      else shown.off.add(name);
+      label.classList.toggle("off", !event.target.checked);
+      redraw();
+    } }), swatch(name), name);
+    return label;
+  };
+  return el("fieldset", { class: "chips", "aria-label": "Strategies shown" }, ...story.strategies.map(box));
+}
+
+function themeButton() {
+  const preferred = matchMedia("(prefers-color-scheme: dark)");
+  let own = null;
+  const apply = () => {
+    const dark = own ?? preferred.matches;
+    document.documentElement.dataset.theme = dark ? "dark" : "light";
+    button.textContent = dark ? "Light" : "Dark";
+    button.setAttribute("aria-label", `switch to ${dark ? "light" : "dark"} colours`);
+    redraw();
+  };
+  const button = el("button", { type: "button", id: "theme", onclick: () => { own = document.documentElement.dataset.theme !== "dark"; apply(); } });
+  preferred.addEventListener("change", apply);
+  queueMicrotask(apply);
+  return button;
+}
+
+// The whole.
+
+const PAGES = [
+  ["overview", "Overview", overview, () => true],
+  ["compare", "Compare", compare, () => true],
+  ["workers", "Workers", workers, () => true],
+  ["timeline", "Timeline", () => [runChoice("timeline", (run) => run.lanes), timeline()], (story) => story.runs.some((run) => run.lanes?.length)],
+  ["communication", "Communication", communication, () => true],
+  ["consistency", "Consistency", consistencyPage, () => true],
+  ["conditions", "Conditions", conditionsPage, (story) => story.conditions.length > 1],
+  ["settings", "Settings", settingsPage, () => true],
+];
+
+function redraw() {
+  for (const card of document.querySelectorAll("section:not([hidden]) figure.card")) card.redraw?.();
+}
+
+function go() {
+  const wanted = location.hash.slice(1);
+  const links = [...document.querySelectorAll("nav a")];
+  const here = links.find((link) => link.hash === `#${wanted}`) ?? links[0];
+  for (const link of links) {
+    if (link === here) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+    document.getElementById(link.hash.slice(1)).hidden = link !== here;
+  }
+  // Not scrollIntoView: from there the Tab key would go on, past what comes before.
+  const nav = here.parentElement;
+  nav.scrollLeft = here.offsetLeft - nav.offsetLeft - (nav.clientWidth - here.clientWidth) / 2;
+  redraw();
+}
+
+function build(story) {
+  told.story = story;
+  shown.metric = story.metric;
+  shown.condition = d3.greatest(story.conditions, (name) => story.runs.filter((run) => run.condition === name).length);
+  const telling = [(run) => run.trace, (run) => run.traffic?.flow.length, (run) => run.lanes, () => true];
+  shown.run = telling.map((tells) => story.runs.findIndex(tells)).find((i) => i >= 0);
+  const pages = PAGES.filter(([, , , fits]) => fits(story));
+  const nodes = story.runs.length === 1 ? seconds(story.runs[0].seconds) : `${count(story.runs.length, "run")}`;
+  const head = el("div", { class: "top" }, el("div", {}, el("h1", {}, story.title), el("p", { class: "sub" }, [nodes, story.virtual ? "rehearsed in virtual time" : null, story.target ? `target ${story.target.text}` : null].filter(Boolean).join(" · "))), themeButton());
+  const bar = el("div", { class: "bar" }, el("div", { class: "wide" }, el("nav", { "aria-label": "Pages" }, ...pages.map(([id, name]) => el("a", { href: `#${id}` }, name))), filters(story)));
+  const sections = pages.map(([id, name, make]) => el("section", { id, "aria-label": name, hidden: true }, ...make(story)));
+  document.body.replaceChildren(
+    el("a", { class: "skip", href: "#main" }, "To the content"),
+    el("header", { class: "wide" }, head),
+    bar,
+    el("main", { class: "wide", id: "main" }, ...sections),
+    el("footer", { class: "wide" }, `Neural Orchestra ${story.version}. This file holds all its data and asks no network for anything. Figures are drawn by Observable Plot and D3 (ISC licence).`),
+  );
+  addEventListener("hashchange", go);
+  let width = 0;
+  new ResizeObserver(() => {
+    if (width === document.body.clientWidth) return;
+    width = document.body.clientWidth;
+    redraw();
+  }).observe(document.body);
+  go();
+  document.documentElement.dataset.ready = "yes";
+}
+
+unpack().then(build).catch((error) => {
+  document.body.replaceChildren(el("p", { class: "verdict" }, `This report cannot be shown: ${error.message}. It needs a browser of 2023 or later.`));
+  throw error;
+});

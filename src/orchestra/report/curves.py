@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's events as columns of numbers, few enough to draw: what a page holds does not grow with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orchestra.events import Event, Logged, Scored, Stepped
+
+Column = npt.NDArray[np.float64]
+MOST = 2000  # points of a curve
+BUCKETS = 120  # of the training loss, which is noise from batch to batch
+QUANTILES = 101
+SAID = 400  # points of what a strategy logged
+
+
+class Steps:
+    """All steps of a run as columns, in order of time."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        names = ("t", "node", "step", "samples", "loss", "compute", "communicate", "wait", "sent", "received")
+        rows = [
+            (e.t, e.node, e.step, e.samples, np.nan if e.loss is None else e.loss,
+             e.compute, e.communicate, e.wait, e.sent, e.received)
+            for e in events
+            if isinstance(e, Stepped)
+        ]  # fmt: skip
+        table = np.array(rows, dtype=np.float64).reshape(len(rows), len(names))
+        table = table[np.lexsort((table[:, 2], table[:, 0]))]
+        self._column = {name: table[:, i] for i, name in enumerate(names)}
+        nodes, starts = np.unique(np.sort(self["node"]), return_index=True)
+        rows_of = np.split(np.argsort(self["node"], kind="stable"), starts[1:])
+        self._rows = {int(node): rows for node, rows in zip(nodes, rows_of, strict=False)}
+        self.nodes = [*self._rows]
+
+    def __getitem__(self, name: str) -> Column:
+        return self._column[name]
+
+    def of(self, node: int, name: str) -> Column:
+        """A column of one node."""
+        column: Column = self[name][self._rows[node]]
+        return column
+
+    def gained(self, node: int, name: str) -> Column:
+        """How much a total grew in each step of a node."""
+        return np.diff(self.of(node, name), prepend=0.0)
+
+    def total(self, name: str) -> Column:
+        """A total over all nodes, after each step of any."""
+        gained = np.zeros(len(self["t"]))
+        for node, rows in self._rows.items():
+            gained[rows] = self.gained(node, name)
+        return np.cumsum(gained)
+
+    def traffic(self) -> Column:
+        """Bytes that a worker had sent and received, on average, after each step of any."""
+        return (self.total("sent") + self.total("received")) / max(1, len(self.nodes))
+
+
+def training(steps: Steps) -> dict[str, list[float]]:
+    """The loss of training by time, samples and bytes: means of buckets, with the least and the most in each."""
+    known = ~np.isnan(steps["loss"])
+    count = int(known.sum())
+    if not count:
+        return {name: [] for name in ("t", "samples", "bytes", "loss", "low", "high")}
+    edges = np.unique(np.linspace(0, count, min(count, BUCKETS) + 1).astype(int))
+    loss, last = steps["loss"][known], edges[1:] - 1
+    means = np.add.reduceat(loss, edges[:-1]) / np.diff(edges)
+    return {
+        "t": rounded(steps["t"][known][last]),
+        "samples": rounded(steps.total("samples")[known][last]),
+        "bytes": rounded(steps.traffic()[known][last]),
+        "loss": rounded(means),
+        "low": rounded(np.minimum.reduceat(loss, edges[:-1])),
+        "high": rounded(np.maximum.reduceat(loss, edges[:-1])),
+    }
+
+
+def scored(scores: Sequence[Scored], steps: Steps) -> dict[str, Any]:
+    """What was evaluated, by time, samples and bytes."""
+    times = np.array([s.t for s in scores])
+    bytes_then = np.interp(times, steps["t"], steps.traffic(), left=0.0) if len(steps["t"]) else times * 0
+    names = sorted({name for s in scores for name in s.metrics})
+    figures = {name: np.array([s.metrics.get(name, np.nan) for s in scores]) for name in names}
+    kept = thinned(times, figures[names[0]]) if names else np.arange(0)
+    return {
+        "t": rounded(times[kept]),
+        "samples": rounded(np.array([s.samples for s in scores], dtype=np.float64)[kept]),
+        "bytes": rounded(bytes_then[kept]),
+        "metrics": {name: rounded(column[kept]) for name, column in figures.items()},
+    }
+
+
+def logged(events: Sequence[Event], names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """What strategies had to say, by time."""
+    found = {}
+    for name in names:
+        said = sorted((e.t, e.value) for e in events if isinstance(e, Logged) and e.name == name)
+        if said:
+            t, value = np.array(said).T
+            kept = thinned(t, value, SAID)
+            found[name] = {"t": rounded(t[kept]), "value": rounded(value[kept])}
+    return found
+
+
+def step_times(steps: Steps) -> list[dict[str, Any]]:
+    """How long the steps of each worker took: quantiles, from the shortest to the longest."""
+    shares = np.linspace(0, 1, QUANTILES)
+    return [
+        {"node": node, "count": len(times), "seconds": rounded(np.quantile(times, shares))}
+        for node in steps.nodes
+        if len(times := steps.gained(node, "t"))
+    ]
+
+
+def lanes(steps: Steps, most: int) -> list[dict[str, Any]]:
+    """A timeline: when steps ended and what they were made of, in whole microseconds, `together` steps in a block."""
+    found = []
+    for node in steps.nodes:
+        ends = steps.of(node, "t")
+        together = max(1, -(-len(ends) // max(1, most)))
+        last = np.unique(np.append(np.arange(together - 1, len(ends), together), len(ends) - 1))
+        lane: dict[str, Any] = {"node": node, "together": together, "t": _micro(ends[last])}
+        for name in ("compute", "wait", "communicate"):
+            lane[name] = _micro(steps.of(node, name)[last])
+        found.append(lane)
+    return found
+
+
+def _micro(totals: Column) -> list[int]:
+    """How much totals grew, in whole microseconds that add up."""
+    whole = np.maximum.accumulate(np.rint(totals * 1e6))
+    return [int(x) for x in np.diff(whole, prepend=0.0)]
+
+
+def thinned(x: Column, y: Column, most: int = MOST) -> npt.NDArray[np.intp]:
+    """Which points to keep so that a curve looks the same: of every bucket the lowest and the highest, and the ends."""
+    if len(x) <= most:
+        return np.arange(len(x))
+    filled = np.nan_to_num(y, nan=float(np.nanmedian(y)))
+    edges = np.linspace(0, len(x), (most - 2) // 2 + 1).astype(int)
+    kept = {0, len(x) - 1}
+    for a, b in pairwise(edges):
+        kept |= {int(a + np.argmin(filled[a:b])), int(a + np.argmax(filled[a:b]))}
+    return np.array(sorted(kept))
+
+
+def rounded(column: Column) -> list[float]:
+    """Six digits are more than anybody sees, and a third of the file."""
+    return [float(f"{x:.6g}") for x in column]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file that opens from disk: the story, compressed, and the code that draws it.
+
+A policy in the file's head allows the scripts in it, by their hashes, and nothing else: no network, no other script.
+Whatever stands in a run's files is data in a packed block, and becomes text on the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import re
+from importlib import resources
+from typing import Any
+
+from orchestra.report.looks import COLOURS
+from orchestra.report.tables import legend
+
+_VENDORED = ("d3.min.js", "plot.min.js")
+_MODULES = ("dom", "format", "state", "curves", "workers", "traffic", "consistency", "conditions", "timeline", "main")
+_IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILINE)
+
+
+def write(story: dict[str, Any]) -> str:
+    """The page."""
+    scripts = [*(_asset(f"vendor/{name}") for name in _VENDORED), bundle()]
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}; img-src data:"
+    code = "\n".join(f"<script{_kind(i)}>{text}</script>" for i, text in enumerate(scripts))
+    title = html.escape(story["title"])
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>\n{_asset('report.css')}{_colours()}</style>\n</head>\n<body>\n"
+        f"<h1>{title}</h1>\n<p>{html.escape(story['verdict']['sentence'])}</p>\n"
+        f"<noscript><p>The figures of this report are drawn by scripts in this file.</p></noscript>\n"
+        f'<script type="application/octet-stream" id="story">{_packed(story)}</script>\n{code}\n</body>\n</html>\n'
+    )
+
+
+def bundle() -> str:
+    """The page's own modules in one script, each in a function: a file opened from disk may not import others."""
+    return "\n".join(_enclosed(name, _asset(f"{name}.js")) for name in _MODULES)
+
+
+def _enclosed(name: str, text: str) -> str:
+    given = ", ".join(match[2] for match in _EXPORT.finditer(text))
+    body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = \2_js;", text))
+    return f"const {name}_js = (() => {{\n{body}return {{ {given} }};\n}})();"
+
+
+def _packed(story: dict[str, Any]) -> str:
+    text = json.dumps(story | {"legend": legend(story)}, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode("ascii"), mtime=0)).decode("ascii")
+
+
+def _colours() -> str:
+    """Every colour on light, and on dark."""
+    rules = (
+        f"{where} {{ {' '.join(f'--c-{name}: {shades[i]};' for name, shades in COLOURS.items())} }}\n"
+        for i, where in enumerate((":root", ':root[data-theme="dark"]'))
+    )
+    return "".join(rules)
+
+
+def _kind(i: int) -> str:
+    return ' type="module"' if i >= len(_VENDORED) else ""
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode('ascii')}'"
+
+
+def _asset(name: str) -> str:
+    text = (resources.files("orchestra.report") / "assets" / name).read_text(encoding="utf-8")
+    return text.replace("</script", "<\\/script")

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run folders as they are found: still running, cut short, damaged, or not ours at all.
+
+What can be read is used; what cannot is named, with the reason. Nothing in a file is taken for what it should be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from orchestra.events import Began, Ended, Event, Logged, Saved, Scored, Skipped, Snapped, Stepped
+from orchestra.report.facts import Facts, events_of, facts_from, scores_of
+
+_MOST_NODES = 100_000
+_LONGEST = 500  # characters of a text
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds."""
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    facts: Facts
+    events: Sequence[Event]
+    scores: Sequence[Scored]
+    over: bool  # it came to its end
+    warnings: tuple[str, ...]
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """What the command line was told."""
+        return _mapping(self.config.get("note"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options as they were given."""
+        return _mapping(self.note.get("options"))
+
+
+class Unreadable(Exception):
+    """A folder is no run that anything can be said of."""
+
+
+def find(paths: Iterable[Path]) -> list[Path]:
+    """The run folders at and below these, in order, each once."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        marks = [*path.rglob("config.json"), *path.rglob("events-*.jsonl")]
+        for folder in sorted({mark.parent for mark in marks}):
+            found.setdefault(folder.resolve(), folder)
+    return list(found.values())
+
+
+def load(path: Path) -> Run:
+    """Read a run folder; raises `Unreadable` with the reason."""
+    config = _config(path)
+    ending = _object(path / "ending.json") if (path / "ending.json").exists() else {}
+    nodes = min(config["workers"] + config["servers"], _MOST_NODES)
+    events = [e for e in events_of(path) if sound(e) and _node(e) in range(nodes)]
+    scores = _scores(path)
+    try:
+        facts = facts_from(config, ending, events, scores)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"its figures make no sense: {error}") from error
+    warnings = ending.get("warnings")
+    return Run(
+        path=path,
+        name=str(path),
+        config=config,
+        facts=facts,
+        events=events,
+        scores=scores,
+        over=bool(ending),
+        warnings=tuple(map(str, warnings)) if isinstance(warnings, list) else (),
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").exists():
+        raise Unreadable("it has no config.json")
+    config = _object(path / "config.json")
+    if not config:
+        raise Unreadable("its config.json is damaged")
+    if not isinstance(config.get("strategy"), str):
+        raise Unreadable("its config.json names no strategy")
+    for name in ("workers", "servers", "seed", "parameters"):
+        if not isinstance(config.get(name), int):
+            raise Unreadable(f"its config.json has no whole number of {name}")
+    return config | {"cluster": _mapping(config.get("cluster")), "note": _mapping(config.get("note"))}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty if the file holds none."""
+    try:
+        return _mapping(json.loads(path.read_text(encoding="utf-8", errors="replace")))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+# Events may be of the right kind and hold anything.
+
+_KINDS: tuple[type[Any], ...] = (Began, Stepped, Logged, Skipped, Snapped, Scored, Saved, Ended)
+_NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
+    cls: operator.attrgetter(*(f.name for f in fields(cls) if f.type in ("int", "float"))) for cls in _KINDS
+}
+
+
+def sound(event: Event) -> bool:
+    """Whether there are finite numbers wherever numbers should be."""
+    try:
+        if not math.isfinite(sum(_NUMBERS[type(event)](event))):
+            return False
+        loss = event.loss if isinstance(event, Stepped) else None
+        return loss is None or math.isfinite(loss)
+    except (KeyError, TypeError, OverflowError):
+        return False
+
+
+def _node(event: Event) -> int:
+    return -1 if isinstance(event, Scored) else event.node
+
+
+def _scores(path: Path) -> list[Scored]:
+    try:
+        found = [score for score in scores_of(path) if sound(score)]
+    except TypeError:  # numbers that cannot be put in order
+        return []
+    return [Scored(s.t, s.step, s.samples, s.number, _figures(s.metrics)) for s in found]
+
+
+def _figures(metrics: Any) -> dict[str, float]:
+    return {str(n): v for n, v in _mapping(metrics).items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
+# Text may hold anything, too.
+
+
+def harmless(value: Any) -> Any:
+    r"""The same with text that cannot deceive the eye, and with null for what JSON cannot hold.
+
+    >>> harmless({"a": "x\u202ey", "b": float("inf")})
+    {'a': 'x\\u202ey', 'b': None}
+    """
+    match value:
+        case dict():
+            return {harmless(str(key)): harmless(v) for key, v in value.items()}
+        case list() | tuple():
+            return [harmless(v) for v in value]
+        case float() if not math.isfinite(value):
+            return None
+        case str():
+            return visible(value)
+    return value
+
+
+def visible(text: str) -> str:
+    """Marks of direction, control characters and halves of characters are written out; what is too long is cut."""
+    cut = text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+    return cut if cut.isascii() and cut.isprintable() else "".join(map(_visible, cut))
+
+
+def _visible(character: str) -> str:
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+    return f"\\u{ord(character):04x}" if hidden else character

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs have in common, in what they differ, and what to type to have them again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from orchestra.budget import Target
+from orchestra.report.reading import Run
+
+_WHO = ("strategy", "servers", "seed")  # not a condition: what is compared, and chance
+_NOT_TYPED = ("out", "sim", "token_file", "trusted", "order")
+
+
+def settings_of(run: Run) -> dict[str, str]:
+    """All that a run was told, as text."""
+    config, told = run.config, run.options
+    cluster = config["cluster"]
+    versions = config.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
+    chosen: dict[str, Any] = {
+        "strategy": config["strategy"],
+        "recipe": run.note.get("recipe"),
+        **{name: config.get(name) for name in ("workers", "servers", "seed", "batch", "budget")},
+        "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
+        "network": told.get("network") or cluster.get("network"),
+        "delay": told.get("delay") or cluster.get("delay"),
+        "numerics": cluster.get("numerics"),
+        **{name: config.get(name) for name in ("optimizer", "schedule", "clip", "precision", "accumulate")},
+        **{name: config.get(name) for name in ("partition", "device", "threads", "data", "parameters", "model")},
+        **{f"version of {name}": version for name, version in sorted(versions.items())},
+    }
+    return {name: _text(value) for name, value in chosen.items() if value is not None}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def split(all_settings: Sequence[dict[str, str]]) -> tuple[dict[str, str], list[str]]:
+    """What is equal in all runs, and the names of what is not."""
+    names = list(dict.fromkeys(name for settings in all_settings for name in settings))
+    values = {name: {settings.get(name) for settings in all_settings} for name in names}
+    equal = {name: found for name in names if len(values[name]) == 1 and (found := next(iter(values[name])))}
+    return equal, [name for name in names if name not in equal]
+
+
+# Conditions: what was varied apart from the strategy and the seed.
+
+
+def conditions(all_settings: Sequence[dict[str, str]]) -> list[str]:
+    """The condition of every run, in a few words; empty where there is only one."""
+    varied = [name for name in split(all_settings)[1] if name not in _WHO and _is_varied(name, all_settings)]
+    short = {name: shortened([settings.get(name, "-") for settings in all_settings]) for name in varied}
+    return [" · ".join(f"{name} {short[name][i]}" for name in varied) for i in range(len(all_settings))]
+
+
+def _is_varied(name: str, all_settings: Sequence[dict[str, str]]) -> bool:
+    """Within a strategy: that one strategy runs with fewer workers is no condition."""
+    values = defaultdict[str | None, set[str | None]](set)
+    for settings in all_settings:
+        values[settings.get("strategy")].add(settings.get(name))
+    return any(len(found) > 1 for found in values.values())
+
+
+def shortened(texts: Sequence[str]) -> list[str]:
+    """The words in which texts differ.
+
+    >>> shortened(["constant:0.05 slow:1x1", "constant:0.05 slow:1x5"])
+    ['slow:1x1', 'slow:1x5']
+    """
+    words = [re.findall(r"[^\s,]+,?", text) for text in texts]
+    front = len([*takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False))])
+    left = [found[front:] for found in words]
+    back = len([*takewhile(lambda column: len(set(column)) == 1, zip(*(found[::-1] for found in left), strict=False))])
+    cut = [" ".join(found[: len(found) - back]).strip(" ,") for found in left]
+    return [short or text for short, text in zip(cut, texts, strict=True)]
+
+
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)(kbit|mbit|gbit|us|ms|s)?(?![a-z])")
+
+
+def natural(text: str) -> list[Any]:
+    """A key to sort conditions by, which counts numbers and knows their units.
+
+    >>> sorted(["1gbit", "100mbit", "10mbit"], key=natural)
+    ['10mbit', '100mbit', '1gbit']
+    """
+    pieces: list[Any] = []
+    end = 0
+    for match in _NUMBER.finditer(text):
+        pieces += [text[end : match.start()], float(match[1]) * _UNITS.get(match[2], 1.0)]
+        end = match.end()
+    return [*pieces, text[end:]]
+
+
+# Commands.
+
+
+def commands(runs: Sequence[Run], target: Target | None) -> list[str]:
+    """What to type to have all of it again: a comparison where there was one, else run by run."""
+    found: dict[str, None] = {}
+    races = defaultdict[str, list[Run]](list)
+    for run in runs:
+        if _raced(run):
+            races[str(run.path.parent.parent)].append(run)
+        elif (command := _one(run)) is not None:
+            found[command] = None
+    return [*(_race(members, target) for members in races.values()), *found]
+
+
+def _raced(run: Run) -> bool:
+    return (run.path.parent.parent / "table.json").exists() and "recipe" in run.note and _seed(run) is not None
+
+
+def _seed(run: Run) -> int | None:
+    seed = run.options.get("seed")
+    return seed if isinstance(seed, int) and "means" not in run.config else None  # hosts of a laboratory: not told
+
+
+def _race(members: Sequence[Run], target: Target | None) -> str:
+    strategies = ", ".join(dict.fromkeys(run.config["strategy"] for run in members))
+    seeds = max(_seed(run) or 0 for run in members) + 1
+    most = max(members, key=lambda run: run.facts.workers)  # of a strategy that runs alone there is one
+    words = ["orchestra", "compare", str(most.note["recipe"]), "--strategies", strategies, "--seeds", str(seeds)]
+    words += ["--sim"] if most.options.get("sim") else []
+    words += _flags(most.options, without=("strategy", "seed", "target"))
+    words += ["--target", f"{target.metric}={target.value:g}"] if target is not None else []
+    return shlex.join(words)
+
+
+def _one(run: Run) -> str | None:
+    if "recipe" not in run.note:
+        return None
+    verb = "sim" if run.options.get("sim") else "run"
+    words = ["orchestra", verb, str(run.note["recipe"]), *_flags(run.options)]
+    args = run.note.get("args")
+    return shlex.join([*words, "--", *map(str, args)] if isinstance(args, list) and args else words)
+
+
+def _flags(options: Mapping[str, Any], without: Sequence[str] = ()) -> Iterator[str]:
+    for name, value in options.items():
+        if name not in (*_NOT_TYPED, *without):
+            yield from (f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value))

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that a report shows, as one plain dict: a pure function of run folders.
+
+The page, the tables and the figures are drawn from it and from nothing else. Its size is bounded: curves are thinned,
+timelines put steps together, and of many seeds only the first one has a timeline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from orchestra.budget import Target, lower_is_better
+from orchestra.errors import ConfigError, Problem
+from orchestra.events import Ended, Logged, Stepped
+from orchestra.report import curves, formulas, reading, settings, tables, traces, verdict
+from orchestra.report.looks import looks
+from orchestra.report.reading import Run, Unreadable
+from orchestra.report.verdict import Mark
+
+BLOCKS = 300_000  # of all timelines together
+MOST_NODES = 128  # in a matrix of who sent to whom
+_COUNTED = ("staleness", "gap")  # what is shown as a histogram
+_MOST_NAMES = 12  # of what a strategy logged
+
+
+def tell(paths: Sequence[Path], *, target: Target | None = None, title: str | None = None) -> dict[str, Any]:
+    """Read all runs at and below these folders. Raises a `ConfigError` if there is none that can be read."""
+    refused: list[dict[str, str]] = []
+    folders = _folders(paths)
+    target = target or _target(folders)
+    first = _Representatives(folders)
+    told, about = [], []
+    for folder in folders:
+        try:
+            run = reading.load(folder)
+        except (Unreadable, OSError) as error:
+            refused.append({"name": str(folder), "why": str(error)})
+            continue
+        told.append(_run(run, target, first.blocks_for(run)))
+        about.append(_without_events(run))
+    if not about:
+        reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
+        raise ConfigError([Problem("run", str(paths[0]), f"is no run that can be read ({reasons})")])
+    return reading.harmless(_together(told, about, refused, target, title))  # type: ignore[no-any-return]
+
+
+def _folders(paths: Sequence[Path]) -> list[Path]:
+    problems = [Problem("run", str(path), "does not exist") for path in paths if not path.is_dir()]
+    folders = reading.find(path for path in paths if path.is_dir())
+    if not problems and not folders:
+        problems = [Problem("run", str(path), "holds no run: give a folder with a config.json") for path in paths]
+    if problems or not folders:
+        raise ConfigError(problems or [Problem("run", "", "name at least one run folder")])
+    return folders
+
+
+def _target(folders: Sequence[Path]) -> Target | None:
+    """The target of the comparison that made the first run, or that of its budget."""
+    for folder in folders:
+        for record in (folder.parent.parent / "table.json", folder / "config.json"):
+            try:
+                found = json.loads(record.read_text(encoding="utf-8"))
+                if record.name == "table.json":
+                    return Target(str(found["target"]["metric"]), float(found["target"]["value"]))
+                ends = [str(part).removeprefix("target=") for part in found["budget"] if "target=" in str(part)]
+                if ends:
+                    metric, _, value = ends[0].rpartition(":")
+                    return Target(metric, float(value))
+            except (OSError, KeyError, TypeError, ValueError, RecursionError):
+                continue
+    return None
+
+
+class _Representatives:
+    """The first run of each strategy under each condition has a timeline; together they share the room there is."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.room = BLOCKS // max(1, len(folders))
+        self.seen: set[str] = set()
+
+    def blocks_for(self, run: Run) -> int | None:
+        """How many blocks a worker's lane may have; None: no timeline."""
+        mine = {name: text for name, text in settings.settings_of(run).items() if name != "seed"}
+        key = json.dumps(mine, sort_keys=True)
+        if key in self.seen:
+            return None
+        self.seen.add(key)
+        return max(50, self.room // max(1, run.facts.workers))
+
+
+def _without_events(run: Run) -> Run:
+    """What is still needed of a run when its figures are taken; a long one fills the memory."""
+    return Run(run.path, run.name, run.config, run.facts, (), (), run.over, run.warnings)
+
+
+# One run.
+
+
+def _run(run: Run, target: Target | None, blocks: int | None) -> dict[str, Any]:
+    facts, steps = run.facts, curves.Steps(run.events)
+    strategy = formulas.parsed(facts.strategy)
+    abandoned = sum(isinstance(e, Logged) and e.name == "abandoned" for e in run.events) / max(1, facts.workers)
+    formula = formulas.sent(strategy, facts.workers, facts.steps, facts.parameters, abandoned)
+    trace = traces.read(run.path, facts.workers + facts.servers) if blocks is not None else None
+    same_steps = facts.most_steps in (None, facts.steps) and not facts.retired
+    counted = {name: Counter(_said(run, name)) for name in _COUNTED}
+    return {
+        "name": run.name,
+        **{name: getattr(facts, name) for name in _AS_THEY_ARE},
+        "over": run.over,
+        "warnings": [*run.warnings],
+        "missing": facts.missing,
+        **_scores(run, target),
+        "nodes": _nodes(run, trace),
+        "training": curves.training(steps) if facts.trained else None,
+        "scores": curves.scored(run.scores, steps) if facts.trained else None,
+        "step_times": curves.step_times(steps),
+        "lanes": None if blocks is None else curves.lanes(steps, blocks),
+        "trace": None if trace is None else _trace(trace),
+        "traffic": None if blocks is None else _traffic(run, strategy, trace),
+        "formula": asdict(formula) if formula is not None and same_steps and run.over else None,
+        "counts": {name: sorted(found.items()) for name, found in counted.items() if found},
+        "bound": formulas.bound(strategy),
+        "logged": {} if blocks is None else curves.logged(run.events, _names(run)),
+    }
+
+
+_AS_THEY_ARE = (
+    "strategy", "seed", "workers", "servers", "steps", "samples", "seconds", "setup", "samples_per_second", "loss",
+    "metrics", "sent_per_worker", "received_per_worker", "sent_total", "staleness_mean", "staleness_max", "skipped",
+    "stopped_by", "parameters", "virtual", "trained",
+)  # fmt: skip
+
+
+def _said(run: Run, name: str) -> list[int]:
+    return [int(e.value) for e in run.events if isinstance(e, Logged) and e.name == name]
+
+
+def _names(run: Run) -> list[str]:
+    """What strategies logged, but for what is counted."""
+    names = {e.name for e in run.events if isinstance(e, Logged) and isinstance(e.name, str)}
+    return sorted(names - {*_COUNTED})[:_MOST_NAMES]
+
+
+def _scores(run: Run, target: Target | None) -> dict[str, Any]:
+    """When the target was reached, and how good the model was."""
+    if target is None:
+        return {"reached": None, "since": 0.0, "best": None, "final": None}
+    values = [s.metrics[target.metric] for s in run.scores if target.metric in s.metrics]
+    first = next((i for i, s in enumerate(run.scores) if target.reached(s.metrics)), None)
+    return {
+        "reached": None if first is None else run.scores[first].t,
+        "since": run.scores[first - 1].t if first else 0.0,
+        "best": (min if lower_is_better(target.metric) else max)(values, default=None),
+        "final": values[-1] if values else None,
+    }
+
+
+def _nodes(run: Run, trace: traces.Trace | None) -> list[dict[str, Any]]:
+    """Where the time of each node went: at its end, or as far as it came."""
+    last: dict[int, Stepped | Ended] = {}
+    for e in run.events:
+        if isinstance(e, Ended) or (isinstance(e, Stepped) and not isinstance(last.get(e.node), Ended)):
+            last[e.node] = e
+    found = []
+    for node, e in sorted(last.items()):
+        spent = {kind: max(0.0, getattr(e, kind)) for kind in ("compute", "communicate", "wait")}
+        if trace is not None and node in trace.spent:
+            sent = min(trace.spent[node]["send"], spent["communicate"])
+            rest = spent["communicate"] - sent
+            spent = {"compute": spent["compute"], "send": sent, "receive": rest, "wait": spent["wait"]}
+        whole = {"seconds": e.t, "steps": e.step, "samples": e.samples, "sent": e.sent, "received": e.received}
+        role = "worker" if node < run.facts.workers else "server"
+        found.append({"node": node, "role": role, **whole, "spent": spent})
+    return found
+
+
+def _trace(trace: traces.Trace) -> dict[str, Any]:
+    """The ops as columns, in whole microseconds."""
+    return {
+        "node": [op.node for op in trace.ops],
+        "kind": [traces.KINDS.index(op.kind) for op in trace.ops],
+        "began": [round(op.began * 1e6) for op in trace.ops],
+        "took": [round(op.seconds * 1e6) for op in trace.ops],
+        "peer": [op.peer for op in trace.ops],
+        "bytes": [op.bytes for op in trace.ops],
+        "kinds": [*traces.KINDS],
+        "left_out": trace.left_out,
+    }
+
+
+def _traffic(run: Run, strategy: Any, trace: traces.Trace | None) -> dict[str, Any] | None:
+    found = traces.traffic(run, strategy, trace)
+    nodes = run.facts.workers + run.facts.servers
+    if found is None or nodes > MOST_NODES:
+        return None
+    flow = [[a, b, round(size)] for (a, b), size in sorted(found.flow.items()) if max(a, b) < nodes]
+    return {"flow": flow, "source": found.source}
+
+
+# All of them.
+
+
+def _together(
+    told: list[dict[str, Any]], about: Sequence[Run], refused: list[dict[str, str]], target: Target | None,
+    title: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    import orchestra
+
+    all_settings = [settings.settings_of(run) for run in about]
+    for run, condition in zip(told, settings.conditions(all_settings), strict=True):
+        run["condition"] = condition
+    names = sorted({run["strategy"] for run in told})
+    metrics = sorted({name for run in told if run["scores"] for name in run["scores"]["metrics"]})
+    metric = target.metric if target is not None else metrics[0] if metrics else None
+    equal, different = settings.split(all_settings)
+    virtual = all(run["virtual"] for run in told)
+    found = verdict.judge(_marks(told, metric), target, metric, "virtual s" if virtual else "s")
+    dressed = looks(names, formulas.catalogue())
+    return {
+        "title": title or _title(equal, names),
+        "version": orchestra.__version__,
+        "target": _goal(target),
+        "metric": metric,
+        "metrics": {name: lower_is_better(name) for name in metrics},
+        "verdict": asdict(found),
+        "strategies": [{"name": name, **dressed[name].as_dict()} for name in names],
+        "conditions": sorted({run["condition"] for run in told}, key=settings.natural),
+        "table": tables.table(told, _marks(told, metric), target, metric),
+        "runs": told,
+        "refused": refused,
+        "settings": {"equal": equal, "different": different, "of": [_only(s, different) for s in all_settings]},
+        "commands": settings.commands(about, target),
+        "virtual": virtual,
+    }
+
+
+def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
+    return [
+        Mark(r["strategy"], r["condition"], r["seed"], r["reached"], r["since"], r["best"], r["metrics"].get(metric))
+        for r in told
+    ]
+
+
+def _goal(target: Target | None) -> dict[str, Any] | None:
+    if target is None:
+        return None
+    lower = lower_is_better(target.metric)
+    return {"metric": target.metric, "value": target.value, "lower": lower, "text": verdict.goal(target)}
+
+
+def _title(equal: dict[str, str], names: Sequence[str]) -> str:
+    what = equal.get("recipe", "runs")
+    who = names[0] if len(names) == 1 else f"{len(names)} strategies"
+    workers = f", {equal['workers']} workers" if "workers" in equal else ""
+    return f"{what}: {who}{workers}"
+
+
+def _only(all_of_it: dict[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: all_of_it[name] for name in names if name in all_of_it}

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of all strategies side by side, for the page, for documents and for spreadsheets."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from orchestra.budget import Target
+from orchestra.report.settings import natural
+from orchestra.report.verdict import Against, Mark, against_baseline, is_useless
+from orchestra.statistics import Estimate, median_interval
+from orchestra.words import size
+
+_RUN = (
+    "name", "strategy", "condition", "seed", "workers", "servers", "steps", "samples", "seconds", "samples_per_second",
+    "reached", "best", "final", "loss", "sent_per_worker", "received_per_worker", "sent_total", "staleness_mean",
+    "staleness_max", "skipped", "stopped_by", "virtual",
+)  # fmt: skip
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would carry out what begins so
+
+
+def table(
+    runs: Sequence[dict[str, Any]], marks: Sequence[Mark], target: Target | None, metric: str | None
+) -> dict[str, Any]:
+    """Headings and lines of text: a line for each strategy under each condition, the fastest first."""
+    lines = []
+    for condition in sorted({mark.condition for mark in marks}, key=natural):
+        mine = [mark for mark in marks if mark.condition == condition]
+        for against in against_baseline(mine):
+            own = [r for r in runs if r["condition"] == condition and r["strategy"] == against.strategy]
+            lines.append((natural(condition), _rank(own), condition, _cells(own, against, target, metric)))
+    lines.sort(key=lambda line: line[:2])
+    several = len({mark.condition for mark in marks}) > 1
+    head = [*(["condition"] if several else []), *_head(target, metric)]
+    return {"head": head, "lines": [[*([line[2]] if several else []), *line[3]] for line in lines]}
+
+
+def _rank(own: Sequence[dict[str, Any]]) -> tuple[bool, float]:
+    times = [run["reached"] for run in own if run["reached"] is not None]
+    return len(times) < len(own), statistics.median(times) if times else 0.0
+
+
+def _head(target: Target | None, metric: str | None) -> list[str]:
+    to_target = ["time to target", "speed", "p", "reached"] if target is not None else []
+    final = [f"final {metric}"] if metric is not None else []
+    return ["strategy", *to_target, *final, "nodes", "in all", "samples/s", "per worker", "waiting", "staleness"]
+
+
+def _cells(own: Sequence[dict[str, Any]], against: Against, target: Target | None, metric: str | None) -> list[str]:
+    stale = [run["staleness_mean"] for run in own if run["staleness_mean"] is not None]
+    final = [run["metrics"][metric] for run in own if metric in run["metrics"]]
+    traffic = statistics.fmean(run["sent_per_worker"] + run["received_per_worker"] for run in own)
+    cells = [against.strategy, *(_race(own, against) if target is not None else [])]
+    cells += [f"{statistics.fmean(final):.4g}" if final else "-"] if metric is not None else []
+    return [
+        *cells,
+        "-".join(dict.fromkeys(str(run["workers"] + run["servers"]) for run in own)),
+        f"{statistics.median(run['seconds'] for run in own):.3g} s",
+        f"{statistics.fmean(run['samples_per_second'] for run in own):,.0f}",
+        size(traffic),
+        _waiting(own),
+        f"{statistics.fmean(stale):.1f} (max {max(run['staleness_max'] or 0 for run in own)})" if stale else "-",
+    ]
+
+
+def _race(own: Sequence[dict[str, Any]], against: Against) -> list[str]:
+    times = [run["reached"] for run in own if run["reached"] is not None]
+    time = "not reached"
+    if times:
+        low, high = median_interval(times)
+        time = f"{statistics.median(times):.3g} s" + (f" [{low:.3g}, {high:.3g}]" if len(times) > 1 else "")
+    speed = "1" if against.strategy == against.baseline else "-"
+    if against.speed is not None:
+        e = against.speed
+        speed = f"{e.value:.2f}×" + _between(e)
+    p = "-" if against.p is None else "< 0.001" if against.p < 0.001 else f"{against.p:.3f}"
+    return [time, speed, p, f"{len(times)}/{len(own)}"]
+
+
+def _between(e: Estimate) -> str:
+    if e.low is None or e.high is None:
+        return ""
+    return " [wide]" if is_useless(e) else f" [{e.low:.2f}, {e.high:.2f}]"
+
+
+def _waiting(own: Iterable[dict[str, Any]]) -> str:
+    nodes = [node for run in own for node in run["nodes"] if node["role"] == "worker" and node["seconds"] > 0]
+    return f"{statistics.fmean(n['spent']['wait'] / n['seconds'] for n in nodes):.0%}" if nodes else "-"
+
+
+_RACE_LEGEND = (
+    "Time to target: median [95 % interval; of less than six runs least and most]. Speed: times as fast as {baseline}, "
+    "geometric mean over pairs of runs with equal seeds [95 % interval]; p: of no difference, corrected for the number "
+    "of strategies (Holm). "
+)
+_LEGEND = (
+    "Nodes: workers and servers. Per worker: bytes sent and received. Waiting: share of the workers' time. Staleness: "
+    "updates made between a worker's pull and its push."
+)
+
+
+def legend(story: dict[str, Any]) -> str:
+    """What the columns are."""
+    against = story["verdict"]["against"]
+    return (_RACE_LEGEND.format(baseline=against[0]["baseline"]) if against else "") + _LEGEND
+
+
+def markdown(story: dict[str, Any]) -> str:
+    """A report for a document."""
+    equal = story["settings"]["equal"]
+    parts = [
+        f"# {_markdown(story['title'])}",
+        f"**{_markdown(story['verdict']['sentence'])}**",
+        *(_markdown(doubt) for doubt in story["verdict"]["doubts"]),
+        _grid([story["table"]["head"], *story["table"]["lines"]]),
+        legend(story),
+        "## Settings",
+        _grid([["setting", "value"], *([name, value] for name, value in equal.items())]),
+    ]
+    if story["commands"]:
+        # Indented, not fenced: a name may hold what ends a fence.
+        parts += ["## To have it again", "\n".join(f"    {command}" for command in story["commands"])]
+    if story["refused"]:
+        parts += [
+            "## Not read",
+            "\n".join(f"- {_markdown(r['name'])}: {_markdown(r['why'])}" for r in story["refused"]),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _grid(lines: Sequence[Sequence[str]]) -> str:
+    rows = ["| " + " | ".join(map(_markdown, line)) + " |" for line in lines]
+    return "\n".join([rows[0], "|" + " --- |" * len(lines[0]), *rows[1:]])
+
+
+def _markdown(text: str) -> str:
+    return "".join(f"\\{c}" if c in "\\|<>*_`[]" else c for c in text)
+
+
+def runs_csv(story: dict[str, Any]) -> str:
+    """A line for each run."""
+    metrics = sorted({name for run in story["runs"] for name in run["metrics"]})
+    head = [*_RUN, *(f"final {name}" for name in metrics)]
+    lines = ([*(run[name] for name in _RUN), *(run["metrics"].get(name) for name in metrics)] for run in story["runs"])
+    return _csv([head, *lines])
+
+
+def curves_csv(story: dict[str, Any]) -> str:
+    """A line for each point of each curve."""
+    lines: list[Sequence[Any]] = [("run", "strategy", "condition", "seed", "figure", "t", "samples", "bytes", "value")]
+    for run in story["runs"]:
+        who = (run["name"], run["strategy"], run["condition"], run["seed"])
+        for figure, points in _figures(run):
+            lines += [(*who, figure, *point) for point in points]
+    return _csv(lines)
+
+
+def _figures(run: dict[str, Any]) -> Iterable[tuple[str, Iterable[tuple[float, ...]]]]:
+    if (training := run["training"]) is not None:
+        yield "training loss", zip(*(training[name] for name in ("t", "samples", "bytes", "loss")), strict=True)
+    if (scores := run["scores"]) is not None:
+        axes = [scores[name] for name in ("t", "samples", "bytes")]
+        for name, values in scores["metrics"].items():
+            yield f"test {name}", zip(*axes, values, strict=True)
+
+
+def _csv(lines: Iterable[Sequence[Any]]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for line in lines:
+        writer.writerow([f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULAS) else cell for cell in line])
+    return out.getvalue()
