@@ -30,6 +30,11 @@ _MOST_SAID = 20_000  # bytes about a model or an optimizer
 _PACKAGE = Path(__file__).resolve().parent
 
 
+def initial(x: Tensor) -> str:
+    """A sum of the parameters in the beginning."""
+    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()[:16]
+
+
 def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) -> dict[str, Any]:
     """What a checkpoint can be resumed with."""
     shapes = {name: (p.shape, p.dtype) for name, p in trainable(module).items()}

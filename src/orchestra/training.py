@@ -309,6 +309,7 @@ class _Training:
         config = self._about(job) | {
             "defining": self.strategy.defining,
             "parameters": job.parameters,
+            "initial": fingerprint.initial(flatten(self.module)),
             "budget": fingerprint.budget_of(self.given),
             "threads": job.threads,
             "cluster": self.given.cluster.about(),

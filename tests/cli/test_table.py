@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from orchestra.budget import Target
-from orchestra.cli import compare
-from orchestra.cli.table import Outcome, Row, Table, verdict
+from orchestra.cli import concluding
+from orchestra.cli.lessons import verdict
+from orchestra.cli.table import Outcome, Row, Table
 from orchestra.progress import NodeLine, Picture, drawing, plain_line
 from orchestra.report.facts import Facts
 
@@ -91,7 +92,7 @@ def test_one_epoch_is_no_epochs() -> None:
 def test_the_narrow_table_fits_a_small_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    compare.show(table(row("allreduce", 4.0), row("ps(consistency=asp())", None, stale=2.5)), [])
+    concluding.show(table(row("allreduce", 4.0), row("ps(consistency=asp())", None, stale=2.5)), [])
     lines = re.sub("\x1b.*?m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= 80
     assert any("9.00" in line and "0.8" in line for line in lines)

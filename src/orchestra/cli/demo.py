@@ -32,7 +32,7 @@ def demo(
       orchestra demo
       orchestra demo --out elsewhere --json
     """
-    from orchestra.cli import compare
+    from orchestra.cli import compare, concluding
 
     refuse_under_launcher("demo")
     if not quiet:
@@ -46,7 +46,7 @@ def demo(
     out.mkdir(parents=True)
     (out / _MARK).write_text("made by `orchestra demo`, which replaces it when it is run again\n", encoding="utf-8")
     table = race.run(quiet=quiet)
-    compare.conclude(table, out, as_json=json_, quiet=True)
+    concluding.conclude(table, out, as_json=json_, quiet=True)
     if not quiet:
         summary.say(_NEXT.format(out=summary.nearby(out.absolute())))
 

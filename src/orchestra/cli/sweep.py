@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra.cli import compare as racing
+from orchestra.cli import concluding, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem, nearest
@@ -77,7 +77,7 @@ def sweep(
             if not quiet:
                 summary.say(f"condition {i + 1} of {len(races)}: {_words(values)}")
             table = race.run(quiet=quiet)
-            racing.save(table, race.out)
+            concluding.save(table, race.out)
             found.append(Condition(values, table))
     except KeyboardInterrupt:
         if found:
