@@ -240,7 +240,16 @@ def _together(
 
 def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
     return [
-        Mark(r["strategy"], r["condition"], r["seed"], r["reached"], r["since"], r["best"], r["metrics"].get(metric))
+        Mark(
+            r["strategy"],
+            r["condition"],
+            r["seed"],
+            r["reached"],
+            r["since"],
+            r["best"],
+            r["metrics"].get(metric),
+            r["samples_per_second"],
+        )
         for r in told
     ]
 

@@ -66,7 +66,7 @@ export function figure(title, caption, draw, rows = null, nothing = "There is no
     const width = Math.floor(drawing.clientWidth);
     if (!width) return; // on a page that is not shown
     const drawn = draw(width);
-    drawing.replaceChildren(drawn ?? el("p", { class: "nothing" }, nothing));
+    drawing.replaceChildren(drawn ?? el("p", { class: "nothing" }, typeof nothing === "function" ? nothing() : nothing));
     const picture = drawing.querySelector("svg");
     picture?.setAttribute("role", "img");
     picture?.setAttribute("aria-label", `${title}. ${rows ? "The same follows as a table." : ""}`);

@@ -6,7 +6,13 @@ import { bytes, mean } from "./format.js";
 import { brief, byStrategy, colours, nameOf, runs } from "./state.js";
 import { chosen } from "./workers.js";
 
-const HOW = "Nothing was sent, or only totals are known: run it with --trace to see who sent what to whom.";
+const MOST = 128; // nodes; as in story.py
+
+function missing() {
+  const { workers, servers, sent_total } = chosen();
+  if (!sent_total) return "Nothing was sent.";
+  return workers + servers > MOST ? `More than ${MOST} nodes are not drawn.` : "Only totals are known: run it with --trace to see who sent what to whom.";
+}
 
 // What a worker sent, and a tick where the formula on the strategy's page would have it.
 export function againstFormula() {
@@ -83,7 +89,7 @@ export function matrix() {
   };
   const rows = () => [["from", "to", "bytes"], cells().slice(0, 400).map((c) => [c.from, c.to, bytes(c.size)])];
   const caption = () => `${chosen().strategy}, seed ${chosen().seed}${chosen().traffic ? `; ${chosen().traffic.source}` : ""}.`;
-  return figure("Who sent how much to whom", caption, draw, rows, HOW);
+  return figure("Who sent how much to whom", caption, draw, rows, missing);
 }
 
 const mixed = (share) => `color-mix(in oklab, var(--accent) ${Math.round(8 + 92 * share)}%, var(--paper))`;
@@ -128,7 +134,7 @@ export function network() {
     const how = run.trace ? "Messages as they were sent, slowed down." : "The more bytes, the more dots.";
     return `${run.strategy}, seed ${run.seed}: thicker lines carried more bytes; ${run.traffic.source}. ${how}`;
   };
-  return figure("The network", caption, draw, rows, HOW);
+  return figure("The network", caption, draw, rows, missing);
 }
 
 function places(run) {

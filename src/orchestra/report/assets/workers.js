@@ -8,6 +8,7 @@ import { byStrategy, colours, nameOf, runs, shown, symbols, told } from "./state
 
 export const KINDS = ["compute", "communicate", "send", "receive", "wait", "other"];
 const MOST = 64; // nodes drawn one by one
+const MOST_LINES = 16;
 
 export function chosen() {
   return told.story.runs[shown.run];
@@ -71,7 +72,7 @@ export function stepTimes() {
 // The same for each worker of the chosen run: a straggler stands apart.
 export function workerTimes() {
   const measure = () =>
-    chosen().step_times.slice(0, 16).map((w) => ({
+    d3.sort(d3.sort(chosen().step_times, (w) => -w.seconds[50]).slice(0, MOST_LINES), (w) => w.node).map((w) => ({
       strategy: nameOf(chosen(), w.node),
       at: (share) => w.seconds[Math.min(100, Math.round(100 * share))],
       all: w.seconds.map((x, i) => ({ strategy: nameOf(chosen(), w.node), share: i / 100, x })),
@@ -80,7 +81,7 @@ export function workerTimes() {
     const names = measure().map((w) => w.strategy);
     return { domain: names, range: names.map((_, i) => `color-mix(in oklab, var(--accent) ${100 - (80 * i) / Math.max(1, names.length - 1)}%, var(--heat))`) };
   };
-  return distribution("How long the steps of each worker took", () => `${chosen().strategy}, seed ${chosen().seed}. A worker that is slower than others stands to the right.`, measure, shades);
+  return distribution("How long the steps of each worker took", () => `${chosen().strategy}, seed ${chosen().seed}. A worker that is slower than others stands to the right.${chosen().workers > MOST_LINES ? ` The ${MOST_LINES} slowest.` : ""}`, measure, shades);
 }
 
 function distribution(title, caption, measure, colour, symbol = null) {
