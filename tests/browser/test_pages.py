@@ -129,6 +129,19 @@ def test_the_axis_switch_changes_every_curve(opened: Page) -> None:
     assert complaints(opened) == []
 
 
+def test_another_score_is_drawn_and_named(opened: Page) -> None:
+    opened.go("compare")
+    words = "document.querySelector('#compare figure svg').textContent"
+    assert "↑ accuracy" in opened.ask(words)
+    assert "target 0.5" in opened.ask(words)
+    opened.ask(
+        "(() => { const s = document.getElementById('metric'); s.value = 'loss'; s.dispatchEvent(new Event('change')); })()"
+    )
+    assert "↑ loss" in opened.ask(words)
+    assert "target" not in opened.ask(words)
+    assert complaints(opened) == []
+
+
 def test_filters_take_strategies_out_of_every_figure(opened: Page) -> None:
     opened.go("compare")
     assert "localsgd" in opened.ask("document.querySelectorAll('#compare figure')[2].textContent")
