@@ -134,9 +134,8 @@ def test_another_score_is_drawn_and_named(opened: Page) -> None:
     words = "document.querySelector('#compare figure svg').textContent"
     assert "↑ accuracy" in opened.ask(words)
     assert "target 0.5" in opened.ask(words)
-    opened.ask(
-        "(() => { const s = document.getElementById('metric'); s.value = 'loss'; s.dispatchEvent(new Event('change')); })()"
-    )
+    choose = "const s = document.getElementById('metric'); s.value = 'loss'; s.dispatchEvent(new Event('change'));"
+    opened.ask(f"(() => {{ {choose} }})()")
     assert "↑ loss" in opened.ask(words)
     assert "target" not in opened.ask(words)
     assert complaints(opened) == []
@@ -202,6 +201,12 @@ def test_another_run_can_be_chosen_everywhere(opened: Page) -> None:
     )
     assert opened.ask(caption).startswith("localsgd, seed 2")
     assert complaints(opened) == []
+
+
+def test_another_page_begins_at_its_top(opened: Page) -> None:
+    opened.ask("scrollTo(0, 500)")
+    opened.go("compare")
+    assert opened.ask("scrollY") == 0
 
 
 def test_pages_are_reached_by_keyboard(opened: Page) -> None:

@@ -365,7 +365,10 @@ function build(story) {
       `Neural Orchestra ${story.version}. This file holds all its data and asks no network for anything. Figures are drawn by Observable Plot and D3 (ISC licence).`,
     ),
   );
-  addEventListener("hashchange", go);
+  addEventListener("hashchange", () => {
+    go();
+    scrollTo(0, 0);
+  });
   let width = 0;
   new ResizeObserver(() => {
     if (width === document.body.clientWidth) return;
