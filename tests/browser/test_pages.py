@@ -203,6 +203,14 @@ def test_another_run_can_be_chosen_everywhere(opened: Page) -> None:
     assert complaints(opened) == []
 
 
+def test_to_the_content_stays_on_the_page(opened: Page) -> None:
+    opened.go("workers")
+    opened.ask("document.querySelector('.skip').click()")
+    opened.settle()
+    assert opened.ask(visible("workers"))
+    assert opened.ask("document.activeElement.id") == "main"
+
+
 def test_another_page_begins_at_its_top(opened: Page) -> None:
     opened.ask("scrollTo(0, 500)")
     opened.go("compare")

@@ -316,6 +316,12 @@ function go() {
   redraw();
 }
 
+// The address names the page that is shown, so it must not become that of the content.
+function skip(event) {
+  event.preventDefault();
+  document.getElementById("main").focus();
+}
+
 function build(story) {
   told.story = story;
   shown.metric = story.metric;
@@ -355,10 +361,10 @@ function build(story) {
     el("section", { id, "aria-label": name, hidden: true }, ...make(story)),
   );
   document.body.replaceChildren(
-    el("a", { class: "skip", href: "#main" }, "To the content"),
+    el("a", { class: "skip", href: "#main", onclick: skip }, "To the content"),
     el("header", { class: "wide" }, head),
     bar,
-    el("main", { class: "wide", id: "main" }, ...sections),
+    el("main", { class: "wide", id: "main", tabindex: -1 }, ...sections),
     el(
       "footer",
       { class: "wide" },
