@@ -129,6 +129,18 @@ def test_the_axis_switch_changes_every_curve(opened: Page) -> None:
     assert complaints(opened) == []
 
 
+def test_another_score_is_drawn_and_named(opened: Page) -> None:
+    opened.go("compare")
+    words = "document.querySelector('#compare figure svg').textContent"
+    assert "↑ accuracy" in opened.ask(words)
+    assert "target 0.5" in opened.ask(words)
+    choose = "const s = document.getElementById('metric'); s.value = 'loss'; s.dispatchEvent(new Event('change'));"
+    opened.ask(f"(() => {{ {choose} }})()")
+    assert "↑ loss" in opened.ask(words)
+    assert "target" not in opened.ask(words)
+    assert complaints(opened) == []
+
+
 def test_filters_take_strategies_out_of_every_figure(opened: Page) -> None:
     opened.go("compare")
     assert "localsgd" in opened.ask("document.querySelectorAll('#compare figure')[2].textContent")
@@ -189,6 +201,20 @@ def test_another_run_can_be_chosen_everywhere(opened: Page) -> None:
     )
     assert opened.ask(caption).startswith("localsgd, seed 2")
     assert complaints(opened) == []
+
+
+def test_to_the_content_stays_on_the_page(opened: Page) -> None:
+    opened.go("workers")
+    opened.ask("document.querySelector('.skip').click()")
+    opened.settle()
+    assert opened.ask(visible("workers"))
+    assert opened.ask("document.activeElement.id") == "main"
+
+
+def test_another_page_begins_at_its_top(opened: Page) -> None:
+    opened.ask("scrollTo(0, 500)")
+    opened.go("compare")
+    assert opened.ask("scrollY") == 0
 
 
 def test_pages_are_reached_by_keyboard(opened: Page) -> None:

@@ -93,6 +93,21 @@ def test_the_pages_own_code_makes_no_html_of_data_and_runs_none() -> None:
     assert "import " not in re.sub(r"//.*", "", code)
 
 
+ASSETS = sorted((Path(page.__file__).parent / "assets").glob("*.js"))
+
+
+@pytest.mark.parametrize("path", ASSETS, ids=lambda p: p.name)
+def test_a_module_takes_one_sitting_and_what_it_imports_is_there_and_used(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("// SPDX-License-Identifier: Apache-2.0\n// ")
+    assert len(text.splitlines()) <= 400
+    for names, module in re.findall(r"^import \{([^}]*)\} from \"\./(\w+)\.js\";$", text, re.MULTILINE):
+        there = (path.parent / f"{module}.js").read_text(encoding="utf-8")
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^export (async )?(function|const) {name}\b", there, re.MULTILINE), (module, name)
+            assert len(re.findall(rf"\b{name}\b", text)) > 1, f"{name} is not used"
+
+
 def test_hostile_names_stay_data(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run", strategy=HOSTILE[:30] + "(x)", note={"recipe": HOSTILE, "options": {"delay": HOSTILE}}

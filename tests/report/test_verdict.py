@@ -92,6 +92,15 @@ def test_alone_there_is_nothing_to_compare() -> None:
     assert "nothing was scored" in judge([Mark("ps", "", 0, None, 0.0, None, None)], None, None).sentence
 
 
+def test_where_nothing_was_scored_speed_counts() -> None:
+    marks = [Mark("allreduce", "", i, None, 0.0, None, None, 100.0 + i) for i in range(3)]
+    marks += [Mark("ps", "", i, None, 0.0, None, None, 200.0 + i) for i in range(3)]
+    for target in (None, TARGET):
+        sentence = judge(marks, target, None).sentence
+        assert sentence.startswith("Nothing was scored; ps went through 201 samples a second, 1.99 times as fast as")
+    assert judge(marks[:1], None, None).sentence == "Nothing was scored; allreduce went through 100 samples a second."
+
+
 def test_of_losses_lower_is_better() -> None:
     marks = [Mark("allreduce", "", 0, None, 0.0, 0.4, 0.4), Mark("ps", "", 0, None, 0.0, 0.3, 0.3)]
     assert "ps came closest with 0.3" in judge(marks, Target("loss", 0.1), "loss").sentence

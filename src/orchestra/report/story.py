@@ -189,6 +189,7 @@ def _trace(trace: traces.Trace) -> dict[str, Any]:
         "took": [round(op.seconds * 1e6) for op in trace.ops],
         "peer": [op.peer for op in trace.ops],
         "bytes": [op.bytes for op in trace.ops],
+        "met": [None if op.met is None else round(op.met * 1e6) for op in trace.ops],
         "kinds": [*traces.KINDS],
         "left_out": trace.left_out,
     }
@@ -242,7 +243,16 @@ def _together(
 
 def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
     return [
-        Mark(r["strategy"], r["condition"], r["seed"], r["reached"], r["since"], r["best"], r["metrics"].get(metric))
+        Mark(
+            r["strategy"],
+            r["condition"],
+            r["seed"],
+            r["reached"],
+            r["since"],
+            r["best"],
+            r["metrics"].get(metric),
+            r["samples_per_second"],
+        )
         for r in told
     ]
 

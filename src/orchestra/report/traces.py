@@ -28,7 +28,7 @@ _MOST_SEEN = 2_000_000  # ops of a run that are looked at
 Flow = dict[tuple[int, int], float]  # bytes by sender and receiver
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Moved:
     """One op of a node."""
 
@@ -38,6 +38,7 @@ class Moved:
     seconds: float
     peer: int | None
     bytes: int
+    met: float | None = None  # of a send, when it was received; of a receipt, when it was sent
 
 
 @dataclass
@@ -63,10 +64,24 @@ def read(run: Path, nodes: int, most: int = MOST) -> Trace | None:
     if not trace.ops:
         return None
     trace.ops.sort(key=lambda move: move.began)
+    _pair(trace.ops)
     trace.left_out = max(0, len(trace.ops) - most)
     del trace.ops[most:]
     trace.spent, trace.flow = dict(spent), dict(flow)
     return trace
+
+
+def _pair(ops: list[Moved]) -> None:
+    """What one node sends another comes in the order in which it was sent."""
+    ways: dict[tuple[int, int], tuple[list[Moved], list[Moved]]] = defaultdict(lambda: ([], []))
+    for op in ops:
+        if op.peer is not None and op.kind == "send":
+            ways[op.node, op.peer][0].append(op)
+        elif op.peer is not None and op.kind == "receive":
+            ways[op.peer, op.node][1].append(op)
+    for sent, got in ways.values():
+        for one, other in zip(sent, got, strict=False):  # the last may never have been read
+            one.met, other.met = other.began + other.seconds, one.began
 
 
 def _moves(path: Path, nodes: int) -> Iterator[Moved]:
