@@ -5,7 +5,7 @@
     node k connects to every node before it; both prove that they have the run's token
     both say who they are and what they are about to do; the first difference is named, and ends it
     who called says that it was heard
-    when everybody is there, nobody listens any more
+    when everybody is there, this door is shut; `reunion` has another, for those whose connection breaks
 
 A stranger's connection is dropped when it fails the proof, after a few seconds, or when others need its place; it holds
 up nobody. Who calls and is not heard calls again, until its patience is over.
