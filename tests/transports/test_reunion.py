@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from orchestra.errors import WorkerLost
 from orchestra.ops import Group, Send, Traffic
 from orchestra.transports import lines, neighbours
 from orchestra.transports.exchange import Exchange
+from orchestra.transports.reunion import Arrival
 from orchestra.transports.token import Token
 
 BOTH = Group((0, 1))
@@ -34,7 +36,8 @@ def machines(monkeypatch: pytest.MonkeyPatch, *, apart: bool, trusted: bool = Fa
     token, sockets = Token(SECRET, trusted=trusted), meet(2, trusted=trusted)
     with ThreadPoolExecutor(2) as pool:
         both = pool.map(
-            lambda rank: neighbours.arrange(rank, sockets[rank], token, longest=1 << 20, grace=3.0), range(2)
+            lambda rank: neighbours.arrange(rank, sockets[rank], token, longest=1 << 20, grace=3.0, patience=10),
+            range(2),
         )
     made = [
         Exchange(
@@ -164,3 +167,75 @@ def test_a_place_where_nothing_lies_is_refused(monkeypatch: pytest.MonkeyPatch) 
         a.send(Send(1, torch.zeros(10_000)))
         with pytest.raises(WorkerLost, match="lies where nothing is"):
             recv(b, 0, BOTH)
+
+
+def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last words are heard to the end, however many there are."""
+    with machines(monkeypatch, apart=True) as (a, b):
+        heard: list[int] = []
+        a.hear = lambda source, said: heard.append(said["i"])
+        for i in range(2000):
+            b.note(0, {"kind": "word", "i": i})
+        b._flush(b._peers[0])
+        cut(b)
+        time.sleep(0.2)
+        a.note(1, {"kind": "word"})
+        done = threading.Event()
+
+        def wait() -> None:
+            a._wait(lambda: len(heard) == 2000, lambda: "all", [])
+            done.set()
+
+        at_once(wait, lambda: b._wait(done.is_set, lambda: "it", []))
+        assert heard == list(range(2000))
+
+
+def test_one_that_dies_while_it_is_sought_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machines(monkeypatch, apart=True) as (a, b):
+        there = b._lines._reunion
+        there._over = True  # it does not call, as if it were computing
+        cut(b)
+        began = time.monotonic()
+
+        def die() -> None:
+            time.sleep(1.5)  # it was heard by then
+            there.door.close()
+
+        with pytest.raises(WorkerLost, match="worker 1"):
+            at_once(lambda: recv(a, 1, BOTH), die)
+        assert time.monotonic() - began < 5
+
+
+def test_a_new_connection_that_breaks_at_once_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machines(monkeypatch, apart=True) as (a, b):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        a._lines._reunion._arrivals.put(Arrival(1, ours, 0, None, 0))
+        a.poll()
+        assert not a.lost
+        came, _ = at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
+        assert float(came.x.sum()) == 4.0
+
+
+def test_strangers_at_the_second_door_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machines(monkeypatch, apart=True) as (a, b):
+        door = b._lines._reunion._invitations[0].door
+        strangers = [socket.create_connection(door) for _ in range(60)]
+        cut(a)
+        began = time.monotonic()
+        came, _ = at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
+        assert float(came.x.sum()) == 4.0
+        assert time.monotonic() - began < 8
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_who_is_of_another_run_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token may be the same: each two have a word of their own."""
+    with machines(monkeypatch, apart=True) as (a, b):
+        seeker = b._lines._reunion
+        seeker._invitations = {0: seeker._invitations[0]._replace(word="of yesterday")}
+        calling = socket.create_connection(seeker._invitations[0].door)
+        _, called = at_once(lambda: [a._lines.pump(0.1) for _ in range(20)], lambda: seeker._call(0, calling, 0))
+        assert not called
+        assert a._peers[1].parted is None

@@ -62,7 +62,7 @@ class Party:
         self.rank = self.order.index(cluster.place.rank)
         largest = max(most, x0.numel() * x0.element_size()) + _SLACK
         nodes = {self.order.index(process): sock for process, sock in connections.items()}
-        arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace)
+        arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
         self.exchange = Exchange(
             self.rank,
             job.workers,
@@ -129,8 +129,8 @@ class Party:
         """What broke a mean off, if that is known: torch does not say who was lost."""
         if isinstance(error, Stalled):
             try:
-                for _ in range(20):
-                    self.exchange.sleep(Sleep(0.05))
+                for _ in range(5):
+                    self.exchange.look_out(1.0)
                     self.require_everybody()
             except OrchestraError as cause:
                 return cause

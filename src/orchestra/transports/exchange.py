@@ -220,6 +220,13 @@ class Exchange:
         """Whether a message from anybody lies here unread."""
         return any(peer.arrived for peer in self._peers.values())
 
+    def look_out(self, seconds: float) -> None:
+        """Hear what is said, and see who is there: for a while, and for as long as somebody is sought."""
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds or self._lines.seeks:
+            self._lines.give_signs(began)
+            self._lines.pump(_SLICE)
+
     def poll(self) -> None:
         """Take in what has come, without waiting."""
         self.when_waiting()

@@ -23,11 +23,12 @@ from orchestra.ops import Send
 from orchestra.transports import wire
 from orchestra.transports.neighbours import Arrangement
 from orchestra.transports.peer import Peer
-from orchestra.transports.reunion import Reunion
+from orchestra.transports.reunion import Arrival, Reunion
 
 AHEAD = 8  # messages of one sender that are taken in before they are asked for
 _BEAT = 0.5  # seconds between two signs of life of a node that waits
 _SILENT = 3.0  # seconds without one from the other machine's kernel, after which the connection is taken to be broken
+_DAMAGED = 3  # messages of a connection that may come otherwise than they were sent
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -55,9 +56,11 @@ class Lines:
         self._summed = summed  # bodies are checked here, since nothing below does
         self._reunion = arranged.reunion
         self._selector = selectors.DefaultSelector()
-        keeps = arranged.apart if arranged.reunion is not None else frozenset()
+        keeps = arranged.reunion.nodes if arranged.reunion is not None else frozenset()
         self.peers = {
-            node: Peer(node, sock, node in keeps, arranged.outlets.get(node), arranged.inlets.get(node))
+            node: Peer(
+                node, sock, node in arranged.apart, node in keeps, arranged.outlets.get(node), arranged.inlets.get(node)
+            )
             for node, sock in connections.items()
         }
         self._beaten = 0.0  # when this node last gave a sign of life
@@ -70,15 +73,17 @@ class Lines:
 
     def post(self, peer: Peer, kind: int, body: memoryview, x: Tensor, op: Send | None) -> None:
         """Have a message sent."""
-        self.require(peer)
-        if peer.ahead:
+        if peer.lost is not None:
+            raise WorkerLost(name_of(peer.rank, self._workers), peer.lost)
+        if peer.ahead and not peer.reading:
             self.read(peer)
         idle = not peer.out
         peer.post(self._rank, self._run, kind, body, x, op, summed=self._summed)
-        if peer.parted is not None:
+        if peer.parted is not None or peer.failing is not None:
             peer.out.clear()  # it is kept, and goes out when they have found each other
         elif idle:
             self._write(peer)
+        self._settle(peer)
         self.watch(peer)
 
     def _write(self, peer: Peer) -> None:
@@ -87,11 +92,16 @@ class Lines:
         except _BLOCKED:
             pass
         except OSError as error:
-            self.read(peer)  # its last words may say why
-            self._lose(peer, error)
+            peer.out.clear()
+            peer.failing = error
 
     def read(self, peer: Peer) -> None:
         """Take in what has come, as far as there is room for it."""
+        self._take(peer)
+        self._settle(peer)
+
+    def _take(self, peer: Peer) -> None:
+        peer.reading = True
         try:
             for frame, body in peer.read(self._run, largest=self._largest, ahead=self.ahead, summed=self._summed):
                 self._accept(peer, frame, body)
@@ -102,6 +112,16 @@ class Lines:
             pass
         except (OSError, wire.BadFrame) as error:
             self._lose(peer, error)
+        finally:
+            peer.reading = False
+
+    def _settle(self, peer: Peer) -> None:
+        """A connection over which nothing can be sent is lost, once its last words are heard: they may say why."""
+        if peer.failing is None or peer.reading:
+            return
+        error = peer.failing
+        self._take(peer)
+        self._lose(peer, error)
 
     # Waiting.
 
@@ -116,7 +136,8 @@ class Lines:
             if events & selectors.EVENT_WRITE:
                 self._write(peer)
             if events & selectors.EVENT_READ:
-                self.read(peer)
+                self._take(peer)
+            self._settle(peer)
             self.watch(peer)
         if self._reunion is not None:
             self._reunite(self._reunion)
@@ -160,10 +181,11 @@ class Lines:
             return
         self._beaten = now
         for peer in self.peers.values():
-            if not peer.keeps or peer.lost is not None or peer.parted is not None:
+            if not peer.apart or peer.lost is not None or peer.parted is not None:
                 continue
             peer.beat(self._rank, self._run)
             self._write(peer)
+            self._settle(peer)
             if now - began > _SILENT and peer.silence() > _SILENT:
                 self._lose(peer, TimeoutError(f"nothing was heard from its machine for {_SILENT:g} s"))
             self.watch(peer)
@@ -173,7 +195,11 @@ class Lines:
         if peer.lost is not None or peer.parted is not None:
             return
         why = f"its connection to {self.names([self._rank])} broke: {error}"
-        if self._reunion is None or not peer.keeps or peer.gone or isinstance(error, wire.BadFrame):
+        mendable = not isinstance(error, wire.BadFrame)
+        if isinstance(error, wire.Damaged):
+            peer.damaged += 1
+            mendable = peer.damaged <= _DAMAGED
+        if self._reunion is None or not peer.keeps or peer.gone or not mendable:
             self._give_up(peer, why)
         else:
             self._part(peer, why)
@@ -187,40 +213,51 @@ class Lines:
     def _give_up(self, peer: Peer, why: str) -> None:
         """Of consequence only if somebody still needs it."""
         self._unwatch(peer)
-        peer.lost = why
+        peer.lost, peer.parted = why, None
         if not peer.gone:
             self.lost[peer.rank] = why
-        peer.out.clear()
-        peer.sock.close()
+        peer.hang_up()
+
+    @property
+    def seeks(self) -> bool:
+        """Whether anybody is out of reach."""
+        return any(peer.parted is not None for peer in self.peers.values())
 
     def _reunite(self, reunion: Reunion) -> None:
         """Go on with those who were found, and without those who will not be."""
         for came in reunion.arrivals():
-            peer = self.peers[came.node]
-            if peer.lost is not None or came.told not in (None, peer.taken):  # given up, or found before and lost again
-                came.sock.close()
-                continue
-            if peer.parted is None:  # the other end noticed first
-                self._unwatch(peer)
-                peer.part(time.perf_counter(), "it called again")
-            try:
-                reunion.reply(came, peer.taken)
-                peer.resume(came.sock, came.heard)
-                self._write(peer)
-                self.read(peer)  # what came with the introduction is not seen by the selector
-            except (OSError, wire.BadFrame) as error:
-                self._give_up(peer, f"its connection could not be taken up again: {error}")
-            else:
-                self._notice(f"{self.names([peer.rank])} is connected again. {peer.why}")
-            self.watch(peer)
+            self._take_up(reunion, self.peers[came.node], came)
         for peer in self.peers.values():
-            if peer.parted is not None and peer.lost is None:
-                answers, since = reunion.answers(peer.rank), time.perf_counter() - peer.parted
-                if answers is False or since > (self.patience if answers else reunion.grace):
+            if peer.parted is not None:
+                since = time.perf_counter() - peer.parted
+                if reunion.is_gone(peer.rank) or reunion.silent_for(peer.rank) > reunion.grace or since > self.patience:
                     self._give_up(peer, peer.why)
 
-    def _notice(self, text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr)
+    def _take_up(self, reunion: Reunion, peer: Peer, came: Arrival) -> None:
+        """Go on over a new connection, unless it is of an earlier search, or broken already."""
+        late = came.told is None and came.call < peer.calls
+        if peer.lost is not None or late or came.told not in (None, peer.taken):
+            came.sock.close()
+            return
+        if peer.parted is None:  # the other end noticed first
+            self._part(peer, "it called again")
+        peer.calls = max(peer.calls, came.call)
+        try:
+            reunion.reply(came, peer.taken)
+            peer.resume(came.sock, came.heard)
+        except OSError:
+            came.sock.close()  # it will call again
+            return
+        except wire.BadFrame as error:
+            came.sock.close()
+            self._give_up(peer, f"its connection could not be taken up again: {error}")
+            return
+        reunion.found(peer.rank)
+        self._write(peer)
+        self.read(peer)  # what came with the introduction is not seen by the selector
+        self.watch(peer)
+        if peer.parted is None:
+            sys.stderr.write(f"warning: {self.names([peer.rank])} is connected again: {peer.why}\n")
 
     def close(self, until: float) -> None:
         """Hang up; by then even if somebody does not listen."""

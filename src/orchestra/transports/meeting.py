@@ -46,7 +46,7 @@ _AGAIN, _MOST = 0.1, 1.0  # seconds between two calls: at first, and at most
 _GLANCE = 0.5  # seconds between two looks at whether there is something to say
 
 
-class _Unproven:
+class Unproven:
     """Callers of whom nobody knows who they are. There is room for some; then the oldest makes way."""
 
     def __init__(self, room: int) -> None:
@@ -161,7 +161,7 @@ class Meeting:
         """A connection to every other node, beside those there are."""
         until = time.monotonic() + patience
         found = dict(known or {})
-        self._unproven = _Unproven(_STRANGERS + len(addresses))
+        self._unproven = Unproven(_STRANGERS + len(addresses))
         doorman = threading.Thread(target=self._attend, args=(self._door,), name="doorman", daemon=True)
         doorman.start()
         try:

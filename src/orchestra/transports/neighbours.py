@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import mmap
+import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestra.errors import ClusterError
+from orchestra.transports.addresses import EVERYWHERE, listen, plain
 from orchestra.transports.meeting import hear, say
-from orchestra.transports.reunion import Reunion
+from orchestra.transports.reunion import Invitation, Reunion
 from orchestra.transports.ring import Outlet, enter, machine
 from orchestra.transports.token import Token
 
@@ -28,46 +30,64 @@ class Arrangement:
     inlets: dict[int, mmap.mmap] = field(default_factory=dict)  # and in which theirs are found
 
 
-def arrange(rank: int, connections: Connections, token: Token, *, longest: int, grace: float) -> Arrangement:
+def arrange(
+    rank: int, connections: Connections, token: Token, *, longest: int, grace: float, patience: float
+) -> Arrangement:
     """Everybody tells everybody where it is, and what it offers; messages have at most `longest` bytes."""
+    for sock in connections.values():
+        sock.settimeout(patience)
     home = machine()
     machines = _tell(rank, connections, lambda node: {"machine": home})
     near = [node for node, said in machines.items() if said.get("machine") == home]
     apart = frozenset(connections) - frozenset(near)
-    outlets = {node: Outlet.make(longest) for node in near}
+    outlets = {node: outlet for node in near if (outlet := Outlet.make(longest)) is not None}
     door = _open_door([connections[node] for node in apart]) if apart and grace > 0 else None
+    words = {node: secrets.token_hex(16) for node in apart}
 
     def offer(node: int) -> dict[str, Any]:
-        if node in outlets:
-            return {"ring": outlets[node].invitation()}
-        own = connections[node].getsockname()[0]
-        return {"door": None if door is None else [own, door.getsockname()[1]]}
+        if node in near:
+            return {"ring": outlets[node].invitation() if node in outlets else {}}
+        own = plain(connections[node].getsockname()[0])
+        return {"door": None if door is None else [own, door.getsockname()[1], words[node]]}
 
     offers = _tell(rank, connections, offer)
     inlets = {node: memory for node in near if (memory := enter(offers[node].get("ring", {}))) is not None}
     seen = _tell(rank, connections, lambda node: {"seen": node in inlets})
-    for node in [node for node in near if not seen[node].get("seen")]:
+    for node in [node for node in outlets if not seen[node].get("seen")]:
         outlets.pop(node).close()
     reunion = None
     if door is not None:
-        doors = {node: (str(offers[node]["door"][0]), int(offers[node]["door"][1])) for node in apart}
-        reunion = Reunion(rank, token, door, doors, grace)
+        invitations = {node: found for node in apart if (found := _read(offers[node].get("door"))) is not None}
+        reunion = Reunion(rank, token, door, invitations, words, grace)
     return Arrangement(reunion, apart, outlets, inlets)
+
+
+def _read(door: Any) -> Invitation | None:
+    match door:
+        case [str(host), int(port), str(word)]:
+            return Invitation((host, port), word)
+    return None  # it does not want to be found again
 
 
 def _tell(rank: int, connections: Connections, what: Callable[[int], dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Say something to each, then hear what each says: short enough to fit into what lies between them."""
+    found: dict[int, dict[str, Any]] = {}
+    node = rank
     try:
         for node, sock in connections.items():
             say(sock, {"rank": rank, **what(node)})
-        return {node: hear(sock) for node, sock in connections.items()}
+        for node, sock in connections.items():
+            found[node] = hear(sock)
     except (OSError, ValueError) as error:
-        raise ClusterError(f"node {rank} could not come to an arrangement with the others: {error}") from None
+        raise ClusterError(f"node {rank} could not come to an arrangement with node {node}: {error}") from None
+    return found
 
 
 def _open_door(connections: list[socket.socket]) -> socket.socket:
     """Listen where the other machines reach this one."""
-    addresses = {sock.getsockname()[0] for sock in connections}
-    family = connections[0].family
-    everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    return socket.create_server((addresses.pop() if len(addresses) == 1 else everywhere, 0), family=family)
+    addresses = {plain(sock.getsockname()[0]) for sock in connections}
+    where = addresses.pop() if len(addresses) == 1 else EVERYWHERE
+    try:
+        return listen(where)
+    except OSError as error:
+        raise ClusterError(f"this machine cannot listen at {where or 'its addresses'} for others: {error}") from None

@@ -8,6 +8,7 @@ message that is missing there: none is lost, and none comes twice.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import socket
 import struct
@@ -22,10 +23,11 @@ from orchestra.ops import Departed, Message, Send
 from orchestra.transports import wire
 from orchestra.transports.ring import Outlet
 
-# A connection over which nothing goes is looked at by the kernel, also while the process computes. The last one is
-# long: it also counts while the other end has no room because it computes.
-_KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 300_000))
-_LAST_ACK = struct.Struct("<56xI")  # of the kernel's tcp_info: milliseconds since anything was heard from the other end
+# A connection over which nothing goes is looked at by the kernel, also while the process computes. How long nobody may
+# answer is what the last one says: it also counts while the other end has no room because it computes.
+_KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_USER_TIMEOUT", 300_000))
+# Of the kernel's tcp_info: segments that are not acknowledged, milliseconds since anything was heard from there.
+_UNACKED_AND_HEARD = struct.Struct("<24xI28xI")
 _AHEAD = 4  # messages
 _OWED = 2, 256 << 10  # messages, bytes after which the other end is told that they are here
 
@@ -36,6 +38,7 @@ class Peer:
 
     rank: int
     sock: socket.socket
+    apart: bool = False  # on another machine
     keeps: bool = False  # it may break, and be made anew
     outlet: Outlet | None = None  # memory that both see, if there is any
     inlet: mmap.mmap | None = None
@@ -52,6 +55,10 @@ class Peer:
     lost: str | None = None  # why nothing can be sent to it or come from it
     parted: float | None = None  # since when the connection is broken, and
     why: str = ""
+    failing: OSError | None = None  # nothing more can be sent, but its last words may lie here
+    reading: bool = False  # somebody takes in what has come
+    damaged: int = 0  # messages that did not come as they were sent
+    calls: int = 0  # of the other end, for a new connection
     header: bytearray = field(default_factory=lambda: bytearray(wire.LENGTH))
     frame: wire.Frame | None = None  # of the body that is being read
     body: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -89,14 +96,16 @@ class Peer:
         return len(self.unheard) > _AHEAD or (self.outlet is not None and self.outlet.holds > 1)
 
     def silence(self) -> float:
-        """Seconds since the other machine gave a sign of life, as its kernel does also while the process computes."""
+        """Seconds for which the other machine owes a sign of life; its kernel gives them while the process computes.
+
+        One without room for more owes none: it is asked more and more rarely.
+        """
         try:
-            (milliseconds,) = _LAST_ACK.unpack(
-                self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
-            )
+            told = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED_AND_HEARD.size)
+            unacknowledged, milliseconds = _UNACKED_AND_HEARD.unpack(told)
         except (OSError, AttributeError, struct.error):
             return 0.0
-        return float(milliseconds) / 1000
+        return float(milliseconds) / 1000 if unacknowledged else 0.0
 
     # Sending.
 
@@ -122,7 +131,7 @@ class Peer:
 
     def beat(self, me: int, run: int) -> None:
         """Give a sign of life, and say how far this end is; not if something waits to be sent anyway."""
-        if not self.out:
+        if not self.out and self.parted is None and self.failing is None:
             self.out.append(memoryview(wire.encode(wire.Frame(wire.BEAT, me, self.sent, heard=self.taken), run)))
             self.told, self.owed = self.taken, 0
 
@@ -193,15 +202,23 @@ class Peer:
     def part(self, now: float, why: str) -> None:
         """The connection is broken: what was half read is dropped, and will come again."""
         self.parted, self.why = now, why
-        self.out.clear()
-        self.sock.close()
+        self.hang_up()
 
     def resume(self, sock: socket.socket, heard: int) -> None:
         """Go on over another connection, with the first message that the other end does not have."""
         self._hear(heard)
         self.parted = None
         self._use(sock)
+        self.out.clear()
         self.out.extend(part for _, parts in self.unheard for part in parts)
+
+    def hang_up(self) -> None:
+        """Nothing more goes over this connection, whoever else may hold it: processes forked since do."""
+        self.out.clear()
+        self.failing = None
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
 
     def close(self) -> None:
         """Nothing more is sent or taken through memory."""

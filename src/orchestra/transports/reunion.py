@@ -3,7 +3,7 @@
 
     every node keeps a door open for the whole run, through which only those with the run's token come
     a connection broke:     the node that comes later calls at the other's door, again and again
-                            the other knocks at its door as well, to see whether the process is still there
+                            the other knocks at its door, to see whether the process is still there
     nobody listens there:   the process is gone
     no answer at all:       the machine, or the way to it; given up after `grace` seconds
     there is an answer:     both say how many messages they have, and go on from there
@@ -22,13 +22,21 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from orchestra.transports.addresses import Address
-from orchestra.transports.meeting import hear, say
+from orchestra.transports.meeting import Unproven, hear, say
 from orchestra.transports.token import Token
 
 _PROOF = 5.0  # seconds for a proof and an introduction
-_KNOCK = 1.0  # seconds until a knock counts as not heard
-_AGAIN = 0.2  # seconds between two
-_AT_THE_DOOR = 16  # strangers at once
+_KNOCK = 1.0  # seconds until a knock counts as not heard, and between two
+_AGAIN = 0.2  # seconds between two calls
+_STRANGERS = 16  # at the door at once
+_KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+
+
+class Invitation(NamedTuple):
+    """Where another node's door is, and what it wants to hear from this one."""
+
+    door: Address
+    word: str
 
 
 class Arrival(NamedTuple):
@@ -38,25 +46,43 @@ class Arrival(NamedTuple):
     sock: socket.socket
     heard: int  # messages it has
     told: int | None  # how many it was told are here; None if that is still to be said
+    call: int  # its number, if it called
 
 
 class Reunion:
-    """A node's open door, and its search for those that it lost."""
+    """A node's open door, and its search for those that it lost. `words`: what it wants to hear from each."""
 
     def __init__(
-        self, rank: int, token: Token, door: socket.socket, doors: Mapping[int, Address], grace: float
+        self,
+        rank: int,
+        token: Token,
+        door: socket.socket,
+        invitations: Mapping[int, Invitation],
+        words: Mapping[int, str],
+        grace: float,
     ) -> None:
-        self.door, self.grace = door, grace
-        self._rank, self._token, self._doors = rank, token, doors
+        self.door, self.grace, self.nodes = door, grace, frozenset(invitations)
+        self._rank, self._token = rank, token
+        self._invitations, self._words = invitations, words
         self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        self._room = threading.Semaphore(_AT_THE_DOOR)
-        self._answers: dict[int, bool] = {}  # whether somebody listens at a node's door
+        self._unproven = Unproven(_STRANGERS)
         self._searches: dict[int, int] = {}  # how often a node was sought
+        self._called: dict[int, int] = {}  # how often it was called
+        self._sought: set[int] = set()
+        self._gone: set[int] = set()
+        self._answered: dict[int, float] = {}  # when somebody last did at a node's door; infinity while they speak
+        self._calls: dict[int, socket.socket] = {}  # under way
         self._over = False
 
-    def answers(self, node: int) -> bool | None:
-        """Whether somebody listens at the door of a node that is sought; None if that is not known yet."""
-        return self._answers.get(node)
+    # What is known of those that are sought.
+
+    def is_gone(self, node: int) -> bool:
+        """Whether nobody listens at a node's door."""
+        return node in self._gone
+
+    def silent_for(self, node: int) -> float:
+        """Seconds since there was an answer at all."""
+        return time.monotonic() - self._answered.get(node, time.monotonic())
 
     def arrivals(self) -> Iterator[Arrival]:
         """Those who came."""
@@ -69,91 +95,109 @@ class Reunion:
     def reply(self, came: Arrival, taken: int) -> None:
         """Say how many messages are here."""
         if came.told is None:
+            came.sock.settimeout(_KNOCK)
             say(came.sock, {"rank": self._rank, "taken": taken})
+
+    # The search.
 
     def seek(self, node: int, taken: int) -> None:
         """Look for a node whose connection broke after so many messages."""
-        self._answers.pop(node, None)
         self._searches[node] = search = self._searches.get(node, 0) + 1
+        self._sought.add(node)
+        self._gone.discard(node)
+        self._answered[node] = time.monotonic()
         threading.Thread(target=self._seek, args=(node, taken, search), name=f"seek {node}", daemon=True).start()
 
-    def open(self) -> None:
-        """Somebody is at the door."""
-        with contextlib.suppress(OSError):
-            sock, _ = self.door.accept()
-            if self._room.acquire(blocking=False):
-                threading.Thread(target=self._admit, args=(sock,), name="doorman", daemon=True).start()
-            else:
-                sock.close()
+    def found(self, node: int) -> None:
+        """It need not be sought any more."""
+        self._sought.discard(node)
 
-    def close(self) -> None:
-        """Nobody is sought any more."""
-        self._over = True
-        self.door.close()
-        for came in self.arrivals():
-            came.sock.close()
-
-    def _admit(self, sock: socket.socket) -> None:
-        limit = threading.Timer(_PROOF, _cut, (sock,))
-        limit.start()
-        try:
-            sock.settimeout(_PROOF)
-            sock = self._token.secure(sock, server=True)
-            node, taken = _read(hear(sock))
-            if node not in self._doors or self._over:
-                raise ValueError(f"there is no node {node}")
-            self._arrivals.put(Arrival(node, sock, taken, None))
-        except (OSError, ValueError):
-            sock.close()  # nobody of ours
-        finally:
-            limit.cancel()
-            self._room.release()
+    def _seeks(self, node: int, search: int) -> bool:
+        return not self._over and node in self._sought and search == self._searches[node]
 
     def _seek(self, node: int, taken: int, search: int) -> None:
-        until = time.monotonic() + self.grace
-        while not self._over and search == self._searches[node]:
+        while self._seeks(node, search):
             try:
-                sock = socket.create_connection(self._doors[node], timeout=_KNOCK)
+                sock = socket.create_connection(self._invitations[node].door, timeout=_KNOCK)
             except ConnectionRefusedError:
-                self._answers[node] = False
+                self._gone.add(node)
                 return
             except OSError:
-                if time.monotonic() > until:
-                    return
                 time.sleep(_AGAIN)
                 continue
-            self._answers[node] = True
-            if self._rank < node:  # it calls, now that it is known to be there
+            self._answered[node] = time.monotonic()
+            if self._rank < node:  # it calls, now that it is known to be there; meanwhile it may die
                 sock.close()
+                time.sleep(_KNOCK)
+            elif self._call(node, sock, taken):
                 return
-            if self._call(node, sock, taken):
-                return
-            time.sleep(_AGAIN)
+            else:
+                time.sleep(_AGAIN)
 
     def _call(self, node: int, sock: socket.socket, taken: int) -> bool:
         """Introduce oneself, for as long as it takes: the other may be in the middle of a long step."""
+        handle = sock.dup()  # TLS takes over the first
+        self._calls[node] = handle
+        self._called[node] = call = self._called.get(node, 0) + 1
+        self._answered[node] = float("inf")
         try:
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE:
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             sock = self._token.secure(sock, server=False)
-            say(sock, {"rank": self._rank, "taken": taken})
-            answered, heard = _read(hear(sock))
+            word = self._invitations[node].word
+            say(sock, {"rank": self._rank, "taken": taken, "word": word, "call": call})
+            answered, heard = _numbers(hear(sock), "rank", "taken")
             if answered != node:
                 raise ValueError(f"node {answered} at the door of node {node}")
         except (OSError, ValueError):
             sock.close()
             return False
-        self._arrivals.put(Arrival(node, sock, heard, taken))
+        finally:
+            self._answered[node] = time.monotonic()
+            self._calls.pop(node, None)
+            handle.close()
+        self._arrivals.put(Arrival(node, sock, heard, taken, 0))
         return True
 
+    # The door.
 
-def _read(said: dict[str, Any]) -> tuple[int, int]:
-    node, taken = said.get("rank"), said.get("taken")
-    if not isinstance(node, int) or not isinstance(taken, int):
+    def open(self) -> None:
+        """Somebody is at the door."""
+        with contextlib.suppress(OSError):
+            sock, _ = self.door.accept()
+            handle = self._unproven.enter(sock)
+            threading.Thread(target=self._admit, args=(sock, handle), name="doorman", daemon=True).start()
+
+    def _admit(self, sock: socket.socket, handle: socket.socket) -> None:
+        until = time.monotonic() + _PROOF
+        try:
+            sock = self._token.secure(sock, server=True, until=until)
+            said = hear(sock, until)
+            node, taken, call = _numbers(said, "rank", "taken", "call")
+            if self._over or said.get("word") != self._words.get(node, ""):
+                raise ValueError(f"node {node} is not of this run")
+            self._arrivals.put(Arrival(node, sock, taken, None, call))
+        except (OSError, ValueError):
+            sock.close()  # nobody of ours
+        finally:
+            self._unproven.leave(handle)
+
+    def close(self) -> None:
+        """Nobody is sought any more."""
+        self._over = True
+        self.door.close()
+        for handle in [*self._calls.values()]:
+            with contextlib.suppress(OSError):
+                handle.shutdown(socket.SHUT_RDWR)
+        for came in self.arrivals():
+            came.sock.close()
+
+
+def _numbers(said: dict[str, Any], *names: str) -> tuple[int, ...]:
+    found = tuple(said.get(name) for name in names)
+    if not all(type(value) is int for value in found):
         raise ValueError("no introduction")
-    return node, taken
-
-
-def _cut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+    return found  # type: ignore[return-value]

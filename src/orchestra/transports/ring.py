@@ -33,12 +33,15 @@ class Outlet:
     _held: deque[tuple[int, int, int]] = field(default_factory=deque)  # messages not known to have been read: where
 
     @classmethod
-    def make(cls, longest: int) -> Outlet:
-        """A new ring, for bodies up to so many bytes."""
-        descriptor = os.memfd_create("orchestra")
+    def make(cls, longest: int) -> Outlet | None:
+        """A new ring, for bodies up to so many bytes; None where there can be none."""
         size = _SECRET + min(_MOST, 4 * longest)
-        os.ftruncate(descriptor, size)
-        memory, secret = mmap.mmap(descriptor, size), secrets.token_bytes(_SECRET)
+        try:
+            descriptor = os.memfd_create("orchestra")
+            os.ftruncate(descriptor, size)
+            memory, secret = mmap.mmap(descriptor, size), secrets.token_bytes(_SECRET)
+        except (OSError, AttributeError):
+            return None
         memory[:_SECRET] = secret
         return cls(memory, descriptor, secret)
 
@@ -69,6 +72,8 @@ class Outlet:
         """The other node has read all messages before this one."""
         while self._held and self._held[0][0] < heard:
             self._held.popleft()
+        if not self._held:
+            self._head = _SECRET  # what was used before is still warm
 
     def close(self) -> None:
         """Nothing more is to be sent."""

@@ -41,6 +41,10 @@ class BadFrame(ClusterError):
     """Something that none of our nodes would have sent."""
 
 
+class Damaged(BadFrame):
+    """A message that was changed on its way."""
+
+
 class Frame(NamedTuple):
     """A header, read."""
 
@@ -114,7 +118,7 @@ def sum_of(body: memoryview) -> int:
 def checked(frame: Frame, body: memoryview) -> None:
     """Refuse a body that is not what was sent."""
     if sum_of(body) != frame.check:
-        raise BadFrame(f"message {frame.number} of node {frame.source} came damaged")
+        raise Damaged(f"message {frame.number} of node {frame.source} came damaged")
 
 
 def read_note(body: Tensor) -> dict[str, Any]:
