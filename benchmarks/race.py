@@ -4,8 +4,9 @@
     tune     the same learning rates for everyone, on one seed, by the samples to the target; timing does not matter
     race     for real, with other seeds, everyone in turn on the same hosts
 
-python -m benchmarks.race [--rounds R] [--only CONTESTANT ...] [--tune] as root: the hosts are namespaces of this
-machine (`orchestra lab`). What was tuned stays beside the results, and is used until it is tuned anew.
+python -m benchmarks.race [--rounds R] [--only CONTESTANT ...] [--tune | --report] as root: the hosts are namespaces of
+this machine (`orchestra lab`). What was tuned stays beside the results and is used until it is tuned anew, and so do
+the scores of all models of the last race, of which `--report` tells again.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import orchestra
 from benchmarks.common import Figure, Outcome, Rounds, machine, quiet_parent, scratch, watched
+from benchmarks.lab_prediction import await_quiet
 from benchmarks.links import secret
 from benchmarks.race_peer import BATCH, MOMENTUM, RESULT, Score, train
 from orchestra.errors import Diverged
 from orchestra.lab import Lab
 
 TUNED = Path(__file__).with_name("race_tuned.json")
+RUNS = Path(__file__).with_name("race_runs.json")
 HOSTS = 4
 RATE, LATENCY = "10mbit", "1ms"
 TARGET = 0.85
@@ -75,7 +78,6 @@ CONTESTANTS = (
     Contestant("localsgd(tau=32)", "ours, localsgd(tau=32)"),
     Contestant("localsgd(tau=64)", "ours, localsgd(tau=64)", every=64),
     Contestant("slowmo(tau=32)", "ours, slowmo(tau=32)"),
-    Contestant("slowmo(tau=64)", "ours, slowmo(tau=64)", every=64),
 )
 
 
@@ -182,14 +184,21 @@ def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, list[Seen]
         for number in range(1, rounds + 1):
             for who in contestants if number % 2 else reversed(contestants):
                 rate, samples = best(tuned[who.tuned])
+                await_quiet()
                 seen = play(lab, who, rate, number, steps_of(who, samples))
                 found[who.name].append(seen)
+                RUNS.write_text(json.dumps(found, default=asdict) + "\n", encoding="utf-8")
                 used, seconds = reached(seen.scores)
                 say(f"round {number}, {who.name}: {used:,.0f} samples, {seconds:.1f} s; others {seen.strangers:.0%}")
     return found
 
 
 # After.
+
+
+def read_runs() -> dict[str, list[Seen]]:
+    """What the last race left."""
+    return {name: [Seen(**seen) for seen in runs] for name, runs in json.loads(RUNS.read_text("utf-8")).items()}
 
 
 @dataclass(frozen=True)
@@ -298,6 +307,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[who.name for who in CONTESTANTS], help="contestants")
     parser.add_argument("--tune", action="store_true", help="tune them anew, and do not race")
+    parser.add_argument("--report", action="store_true", help="tell of the last race")
     given = parser.parse_args()
     quiet_parent()
     os.environ |= SETTINGS
@@ -306,7 +316,7 @@ def main() -> None:
         tune([who for who in chosen if not who.tuned_as])
         return
     print(machine(), end="\n\n", flush=True)
-    print(Report(chosen, race(chosen, given.rounds), read_tuned()).told())
+    print(Report(chosen, read_runs() if given.report else race(chosen, given.rounds), read_tuned()).told())
 
 
 if __name__ == "__main__":
