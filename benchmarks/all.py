@@ -16,7 +16,8 @@ from benchmarks.common import ROOT
 
 SCRIPTS = (
     "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal", "kernels",
-    "prediction", "crossover", "carriers", "links", "attached", "lab_flows", "lab_prediction", "batched", "batched_gpu",
+    "prediction", "crossover", "carriers", "links", "attached", "race", "lab_flows", "lab_prediction", "batched",
+    "batched_gpu",
 )  # fmt: skip
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -32,7 +33,7 @@ one script by itself with the command given.
 def main() -> None:
     """Run the scripts one after the other, each in a process of its own; sections of those not run are kept."""
     parser = argparse.ArgumentParser(description=__doc__)
-    needs = {"batched_gpu": torch.cuda.is_available(), "attached": os.geteuid() == 0}
+    needs = {"batched_gpu": torch.cuda.is_available(), "attached": os.geteuid() == 0, "race": os.geteuid() == 0}
     here = [name for name in SCRIPTS if needs.get(name, True)]
     parser.add_argument("scripts", nargs="*", default=here, help=f"which of {', '.join(SCRIPTS)}; all by default")
     sections = _sections(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
