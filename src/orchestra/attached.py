@@ -101,6 +101,7 @@ class Attached(Cluster):
     trusted: bool = False  # the network is: nothing is encrypted. Who has no token stays outside all the same
     threads: int | None = None  # of each process; None shares the cores of the machine out evenly
     patience: float = 300.0  # seconds a node waits for another
+    grace: float = 10.0  # seconds to find a machine again that is out of reach; 0: a broken connection ends the run
     collectives: str = "auto"  # "messages", "torch" (Gloo, NCCL: a trusted network only), or torch wherever it may be
     order: str | tuple[int, ...] = "measured"  # which process is which node: by rates and latencies, "given", or a list
     delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.delays
@@ -150,6 +151,8 @@ class Attached(Cluster):
             yield Problem("cluster.order", self.order, message)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
+        if not isinstance(self.grace, int | float) or not self.grace >= 0:
+            yield Problem("cluster.grace", self.grace, "must be a number of seconds, or 0")
 
     def get_delay(self) -> Delay | None:
         """The delays, read if they were given as text."""

@@ -14,7 +14,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -115,11 +115,24 @@ class Ended:
     wait: float
     sent: int
     received: int
+    sent_to: dict[str, int] = field(default_factory=dict)  # bytes of messages, by node; what all do together apart
 
 
-Event = Began | Stepped | Logged | Skipped | Snapped | Scored | Saved | Ended
+@dataclass(slots=True)
+class Moved:
+    """A node carried out an op, from `began` to `t`: compute, send, receive, mean, broadcast or gather."""
+
+    t: float
+    node: int
+    kind: str
+    began: float
+    peer: int | None  # the other node, if there is one
+    bytes: int
+
+
+Event = Began | Stepped | Logged | Skipped | Snapped | Scored | Saved | Ended | Moved
 _KINDS: dict[str, type[Any]] = {
-    cls.__name__.lower(): cls for cls in (Began, Stepped, Logged, Skipped, Snapped, Scored, Saved, Ended)
+    cls.__name__.lower(): cls for cls in (Began, Stepped, Logged, Skipped, Snapped, Scored, Saved, Ended, Moved)
 }
 # The names of a kind's values, and how to get them.
 _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]]]] = {

@@ -56,6 +56,7 @@ class Job:
     layerwise: bool  # the optimizer must see whole layers
     resume: Path | None  # a verified checkpoint
     threads: int
+    trace: bool  # every op is written down
     delay: Delay | None  # how long workers take for a mini-batch; None: as long as it takes
 
     @property

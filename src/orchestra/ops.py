@@ -8,7 +8,7 @@ method. Strategies never build ops themselves; they speak through `Node` and `Co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -235,6 +235,12 @@ class Traffic:
     sent: int = 0  # bytes
     received: int = 0  # bytes
     waited: float = 0.0  # seconds blocked on other nodes
+    sent_to: dict[int, int] = field(default_factory=dict)  # bytes of messages, by node
+
+    def count(self, to: int, nbytes: int) -> None:
+        """A message is sent."""
+        self.sent += nbytes
+        self.sent_to[to] = self.sent_to.get(to, 0) + nbytes
 
 
 class Transport(Protocol):

@@ -55,6 +55,7 @@ class Request:
     resume: bool
     tolerate: int
     keep_snapshots: bool
+    trace: bool
     progress: Callable[[Progress], None] | bool | None
     note: dict[str, Any]
 

@@ -266,7 +266,8 @@ def end(life: Life) -> None:
     report(life)
     node, meter, traffic = life.node, life.meter, life.meter.traffic
     totals = (meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received)
-    life.log.write(Ended(node.now(), life.rank, node.steps, node.samples, *totals))
+    by_node = {str(node): nbytes for node, nbytes in sorted(traffic.sent_to.items())}
+    life.log.write(Ended(node.now(), life.rank, node.steps, node.samples, *totals, by_node))
 
 
 # Set aside.
@@ -314,6 +315,7 @@ def everything(life: Life) -> dict[str, Any]:
         "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
         "counts": [node.steps, node.samples, node.skipped, life.snapshots],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
+        "sent_to": {str(node): nbytes for node, nbytes in traffic.sent_to.items()},
         "node_rng": node.rng.get_state(),
         "rng": get_states(cuda=node.x.is_cuda),
     }
@@ -339,5 +341,6 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
         life.job.strategy.attach(node, life.state)
     node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]
+    traffic.sent_to.update({int(node): nbytes for node, nbytes in saved["sent_to"].items()})
     node.rng.set_state(saved["node_rng"])
     set_states(saved["rng"])

@@ -39,6 +39,9 @@ class Strategy(ABC, Generic[S]):
     short: ClassVar[str | None] = None
     """A second, shorter name on the command line."""
 
+    tries: ClassVar[tuple[str, ...]] = ()
+    """What `orchestra recommend` tries of it: the values of its main knob that are worth it."""
+
     servers: int = 0
     """How many server nodes this strategy needs beside the workers."""
 

@@ -8,7 +8,6 @@ import json
 import platform
 import shutil
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -30,15 +29,15 @@ from orchestra.cluster import Cluster, Ending, Local, Order, Told
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
 from orchestra.errors import CheckpointError, ConfigError, Interrupted, OrchestraError, Problem
-from orchestra.events import encode, read
+from orchestra.folder import forget_after, new_folder
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
 from orchestra.replica import Loss, flatten, trainable
-from orchestra.report.facts import Facts, facts_of, scores_of
+from orchestra.report.facts import Facts, facts_of
 from orchestra.request import Request, first_look, placed, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
 from orchestra.scoring import Evaluate, Scorer
-from orchestra.snapshot import FINAL, adopt, export, load_into, numbered
+from orchestra.snapshot import FINAL, adopt, export, load_into
 from orchestra.strategy import Strategy
 
 
@@ -83,6 +82,7 @@ def train(
     resume: bool = False,
     tolerate: int = 10,
     keep_snapshots: bool = False,
+    trace: bool = False,
     progress: Callable[[Progress], None] | bool | None = None,
     note: dict[str, Any] | None = None,
 ) -> Result:
@@ -118,6 +118,7 @@ def train(
         resume: go on from the newest checkpoint in `out`.
         tolerate: gradients in a row that may be not finite before the run is given up.
         keep_snapshots: keep the models that were scored.
+        trace: write down every message and every mean, for a timeline of who did what when (`orchestra trace`).
         progress: True prints a line every few seconds where there is no terminal to draw on, False is silent; a
             function is called several times a second with a `Progress`, the state of the run.
         note: anything more to be kept in the run's configuration.
@@ -168,7 +169,7 @@ class _Training:
         if not given.cluster.trains:
             self.given = replace(self.given, evaluate=None)
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
-        self.folder = Path(given.out) if given.out is not None else _new_folder(expression.show(self.strategy))
+        self.folder = Path(given.out) if given.out is not None else new_folder(expression.show(self.strategy))
         self.saved: checkpoint.Saved | None = None
 
     # The run.
@@ -181,7 +182,7 @@ class _Training:
         job = self._job()
         self._refuse_the_past(job)
         if self.saved is not None:
-            _forget_after(self.folder, self.saved)
+            forget_after(self.folder, self.saved)
         scorer = self._scorer()
         if self.saved is None:
             metrics = scorer.initial()
@@ -240,21 +241,18 @@ class _Training:
         return f'the same train(..., out="{self.folder}", resume=True)'
 
     def _job(self) -> Job:
-        given, cluster, device = self.given, self.given.cluster, self.given.cluster.resolve_device()
+        given, cluster = self.given, self.given.cluster
         feed = make_feed(
             self.data, batch=given.batch, seed=given.seed, rank=0, size=cluster.workers, partition=given.partition
         )
         per_epoch, streamed = feed.steps_per_epoch, isinstance(self.data, IterableDataset)
         return Job(
-            model=given.model,
-            data=given.data,
-            loss=given.loss,
-            optimizer=given.optimizer,
+            **{name: getattr(given, name) for name in ("model", "data", "loss", "optimizer", "trace")},
             strategy=self.strategy,
             workers=cluster.workers,
             batch=given.batch,
             seed=given.seed,
-            device=device,
+            device=cluster.resolve_device(),
             one_memory=cluster.one_memory,
             torch_means=cluster.means_by_torch(),
             run=self.folder.absolute(),
@@ -368,33 +366,3 @@ def _steps(every: Steps | Epochs | None, per_epoch: int | None) -> int | None:
     if isinstance(every, Steps):
         return every.count
     return max(1, round(every.count * per_epoch)) if per_epoch else 100
-
-
-def _new_folder(name: str) -> Path:
-    """A run folder of today that does not exist yet."""
-    slug = "".join(c if c.isalnum() else "-" for c in name).strip("-")
-    stem = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{slug}"
-    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
-        path = Path("runs") / (stem + suffix)
-        if not path.exists():
-            return path
-    raise ConfigError([Problem("out", stem, "all such run folders exist: name one with out=")])
-
-
-def _forget_after(run: Path, saved: checkpoint.Saved) -> None:
-    """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
-    (run / "ending.json").unlink(missing_ok=True)
-    shutil.rmtree(run / FINAL, ignore_errors=True)
-    for draft in (run / "checkpoints").glob("*.tmp"):
-        shutil.rmtree(draft, ignore_errors=True)
-    holder = saved.manifest["workers"] if saved.manifest["servers"] else 0
-    taken = saved.node(holder)["counts"][3] or saved.node(0)["counts"][3]  # servers may not have had their turn
-    for number, folder in numbered(run / "snapshots"):
-        if number > taken:
-            shutil.rmtree(folder)
-    for path in run.glob("events-*.jsonl"):
-        until = saved.node(int(path.stem.removeprefix("events-")))["cost"][0]
-        kept = [event for event in read(path) if event.t <= until]
-        checkpoint.write_text(path, "".join(encode(event) for event in kept))
-    scores = [score for score in scores_of(run) if score.number <= taken]
-    checkpoint.write_text(run / "scores.jsonl", "".join(encode(score) for score in scores))

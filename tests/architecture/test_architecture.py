@@ -94,7 +94,8 @@ MAY_KNOW = {
     },
     "optimizers": {"optimizers"},
     "schedules": {"strategy"},
-    "transports": {"board", "errors", "ops", "transports", "vectors"},
+    "transports": {"board", "errors", "events", "ops", "transports", "vectors"},
+    "folder": {"checkpoint", "errors", "events", "report", "snapshot"},
     "run": {
         "board",
         "checkpoint",
@@ -122,6 +123,7 @@ MAY_KNOW = {
         "errors",
         "events",
         "expression",
+        "folder",
         "inner",
         "job",
         "overrides",
@@ -164,6 +166,7 @@ MAY_KNOW = {
         "vectors",
     },
     "report": {
+        "board",
         "budget",
         "consistency",
         "errors",

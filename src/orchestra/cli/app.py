@@ -17,12 +17,14 @@ from orchestra.cli.explain import explain
 from orchestra.cli.flowing import flowing
 from orchestra.cli.launch import launch
 from orchestra.cli.probe import probe
+from orchestra.cli.recommend import recommend
 from orchestra.cli.report import report
 from orchestra.cli.resume import resume
 from orchestra.cli.run import run
 from orchestra.cli.sim import sim
 from orchestra.cli.strategies import strategies
 from orchestra.cli.sweep import sweep
+from orchestra.cli.trace import trace
 from orchestra.errors import Interrupted
 
 
@@ -76,6 +78,7 @@ def top(
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
       orchestra doctor                          what works here, how to mend the rest
+      orchestra trace RUN                       who did what when, for Perfetto
       orchestra lab up --hosts 4                a network of hosts on this machine
       orchestra launch --hosts FILE -- run ...  one run on many machines
 
@@ -86,7 +89,9 @@ def top(
 
 
 app.callback(help=flowing(top.__doc__ or ""))(top)
-for _verb in (demo, run, resume, sim, compare, sweep, report, probe, strategies, explain, doctor):
+for _verb in (
+    demo, run, resume, sim, compare, sweep, recommend, report, trace, probe, strategies, explain, doctor,
+):  # fmt: skip
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 # What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.
 app.command(help=flowing(launch.__doc__ or ""), context_settings={"allow_interspersed_args": False})(launch)

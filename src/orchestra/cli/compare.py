@@ -109,23 +109,24 @@ class Race:
         try:
             for i, (seed, strategy) in enumerate(plan):
                 mark = f"[{i + 1}/{len(plan)}] {strategy} · seed {seed}"
-                outcome = self._run_one(strategy, seed, mark, quiet=quiet, first=i == 0)
+                outcome = self.run_one(strategy, seed, mark, quiet=quiet, first=i == 0)
                 outcomes[strategy].append(outcome)
                 if not quiet:
-                    summary.say(f"{mark}: {self._told(outcome)}")
+                    summary.say(f"{mark}: {self.told(outcome)}")
         except Interrupted:
             if any(outcomes.values()):
-                conclude(self._table(outcomes), self.out, as_json=False, quiet=quiet)
+                conclude(self.table(outcomes), self.out, as_json=False, quiet=quiet)
             raise
-        return self._table(outcomes)
+        return self.table(outcomes)
 
-    def _run_one(self, strategy: str, seed: int, mark: str, *, quiet: bool, first: bool) -> Outcome:
+    def run_one(self, strategy: str, seed: int, mark: str, *, quiet: bool, first: bool) -> Outcome:
+        """One run; if it fails, that is its outcome, but for mistakes in the very first."""
         from orchestra import expression
         from orchestra.budget import Epochs
         from orchestra.cli.table import Outcome, judge
 
         folder = self.out / _slug(strategy) / f"seed{seed}"
-        chosen = _for(strategy, self.shared, seed=seed, out=str(folder))
+        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder))
         note = {"recipe": self.source.name, "args": [], "options": chosen.given()}
         try:
             if self.lab is not None:
@@ -149,7 +150,8 @@ class Race:
             return Outcome(seed, folder, failed=_reason(error))
         return judge(folder, seed, self.target)
 
-    def _told(self, outcome: Outcome) -> str:
+    def told(self, outcome: Outcome) -> str:
+        """How a run went, in a line."""
         if outcome.facts is None:
             return f"failed: {outcome.failed}"
         unit = "virtual s" if outcome.facts.virtual else "s"
@@ -159,12 +161,13 @@ class Race:
             return f"{name} {self.target.value:g} not reached, best {outcome.best:.4g}; {total}"
         return f"{name} {self.target.value:g} after {outcome.seconds:.2f} {unit}; {total}, final {outcome.final:.4g}"
 
-    def _table(self, outcomes: dict[str, list[Outcome]]) -> Table:
+    def table(self, outcomes: dict[str, list[Outcome]]) -> Table:
+        """The figures of the runs so far."""
         from orchestra import expression
         from orchestra.cli.table import Row, Table
 
         rows = [
-            Row(text, _for(text, self.shared).workers or 1, expression.parse(text).servers, tuple(found))
+            Row(text, options_for(text, self.shared).workers or 1, expression.parse(text).servers, tuple(found))
             for text, found in outcomes.items()
             if found
         ]
@@ -226,7 +229,7 @@ def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -
         yield Problem("out", str(out), "is not an empty folder: choose a new one")
     seen: set[str] = set()
     for text in texts:
-        chosen = _for(text, shared)
+        chosen = options_for(text, shared)
         try:
             cluster = chosen.changes()["cluster"](None)
             found = [
@@ -265,7 +268,7 @@ def _unknown_score(recipe: Recipe, goal: Target) -> list[Problem]:
     return [Problem("target", goal.metric, f"is no score of this recipe; {nearest(goal.metric, scores)}")]
 
 
-def _for(strategy: str, shared: Options, **more: Any) -> Options:
+def options_for(strategy: str, shared: Options, **more: Any) -> Options:
     """The options of one run. A strategy that runs alone has one worker."""
     alone = {"workers": 1} if is_solo(strategy) else {}
     return Options(**shared.given() | {"strategy": strategy} | alone | more)
@@ -292,7 +295,7 @@ def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         summary.print_json(record)
     else:
-        _print(table, record["learned"])
+        show(table, record["learned"])
         if not quiet:
             summary.say(f"\nsaved: {summary.nearby(out)}/table.md and table.json")
             summary.say(
@@ -317,7 +320,8 @@ def save(table: Table, out: Path) -> dict[str, Any]:
     return record
 
 
-def _print(table: Table, words: list[str]) -> None:
+def show(table: Table, words: list[str]) -> None:
+    """Print the table, and what was learned."""
     from rich.table import Table as Grid
 
     console = summary.console_for(80 if sys.stdout.isatty() else 200)

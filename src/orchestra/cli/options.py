@@ -147,6 +147,10 @@ RayAddress = Annotated[
 ]
 Sim = Annotated[bool, typer.Option("--sim", help="Rehearse in virtual time: see --network and --delay.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the outcome: no progress, no messages.")]
+Trace = Annotated[
+    bool,
+    typer.Option("--trace", help="Write down every op and message, for `orchestra trace` and the report's timeline."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of standard output.")]
 
 
@@ -180,6 +184,7 @@ class Options:
     trusted: bool | None = None
     order: str | None = None
     evaluate_every: float | None = None
+    trace: bool | None = None
 
     def given(self) -> dict[str, Any]:
         """Those that were given, as JSON takes them."""
@@ -274,7 +279,7 @@ def _plain(o: Options) -> dict[str, Change]:
         raise ConfigError([Problem("checkpoint-every", o.checkpoint_every, "must be at least 1 step")])
     values = {
         "seed": o.seed, "batch": o.batch, "clip": o.clip, "precision": o.precision, "out": o.out,
-        "checkpoint_every": every, "evaluate_every": scored,
+        "checkpoint_every": every, "evaluate_every": scored, "trace": o.trace,
     }  # fmt: skip
     return {name: _set(value) for name, value in values.items() if value is not None}
 

@@ -14,7 +14,7 @@ def sim(
     steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, numerics: o.Numerics = None,
-    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False, trace: o.Trace = False,
 ) -> None:  # fmt: skip
     """Rehearse a run on virtual machines, in virtual time: the same strategies, real gradients, real convergence.
 
@@ -32,6 +32,7 @@ def sim(
         target=target, seed=seed, batch=batch, lr=lr, optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         partition=partition, precision=precision, clip=clip, sim=True, network=network, delay=delay, numerics=numerics,
+        trace=trace or None,
     )  # fmt: skip
     source = find(recipe, chosen)
     conclude(source, chosen, carry_out(source, chosen, args or [], quiet=quiet), as_json=json_, quiet=quiet)

@@ -65,7 +65,7 @@ def sweep(
     source, texts = sources.find(recipe), o.split_strategies(strategies)
     folder = out or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-sweep-{source.label}"
     races = [
-        (values, racing.prepare(source, texts, _under(base, values), seeds, target, folder / _slug(values)))
+        (values, racing.prepare(source, texts, under(base, values), seeds, target, folder / _slug(values)))
         for values in _conditions(axes)
     ]
     found = []
@@ -130,7 +130,8 @@ def _conditions(axes: list[tuple[str, list[str]]]) -> Iterator[Values]:
         yield tuple(zip((name for name, _ in axes), values, strict=True))
 
 
-def _under(base: Options, values: Values) -> Options:
+def under(base: Options, values: Values) -> Options:
+    """The options of one condition."""
     for name, value in values:
         base = _AXES[name](base, value)
     return base

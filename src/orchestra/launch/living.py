@@ -18,8 +18,10 @@ from orchestra.events import Began, EventLog
 from orchestra.job import Job
 from orchestra.launch.keeper import NodeKeeper, Together, Words
 from orchestra.node import Comm, Node
+from orchestra.ops import Transport
 from orchestra.transports.memory import Plan
 from orchestra.transports.middleware import Delayed, Metered
+from orchestra.transports.tracing import Traced
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -44,9 +46,13 @@ def live(
     def complain(error: OSError) -> None:
         tell({"kind": "log-failed", "node": rank, "error": str(error)})
 
-    with EventLog(job.run / f"events-{rank}.jsonl", complain) as log:
+    with contextlib.ExitStack() as files:
+        log = files.enter_context(EventLog(job.run / f"events-{rank}.jsonl", complain))
         paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
-        meter = Metered(paced)
+        traced: Transport = paced
+        if job.trace:
+            traced = Traced(paced, files.enter_context(EventLog(job.run / f"trace-{rank}.jsonl", complain)).write)
+        meter = Metered(traced)
         node = make_node(Comm(meter, *job.groups), log)
         life = run.Life(job, node, meter, log, tell, show)
         if job.resume is not None:

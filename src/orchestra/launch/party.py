@@ -29,6 +29,7 @@ from orchestra.transports.exchange import Exchange
 from orchestra.transports.measuring import Found, agree, measure
 from orchestra.transports.meeting import Meeting, interface_to
 from orchestra.transports.memory import Plan
+from orchestra.transports.neighbours import arrange
 from orchestra.transports.token import Token
 
 if TYPE_CHECKING:
@@ -53,16 +54,20 @@ class Party:
         self._host = next(iter(connections.values())).getsockname()[0] if connections else "127.0.0.1"
         self.order, self.links = _arrange(cluster, job, connections)
         self.rank = self.order.index(cluster.place.rank)
+        largest = max(most, x0.numel() * x0.element_size()) + _SLACK
+        nodes = {self.order.index(process): sock for process, sock in connections.items()}
+        arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace)
         self.exchange = Exchange(
             self.rank,
             job.workers,
             token.run(),
-            {self.order.index(process): sock for process, sock in connections.items()},
-            largest=max(most, x0.numel() * x0.element_size()) + _SLACK,
+            nodes,
+            largest=largest,
             patience=cluster.patience,
             traffic=traffic,
             summed=cluster.trusted,
-            near=job.near(self.rank),
+            near=job.near(self.rank) - arranged.apart,  # what does not leave a machine costs nothing
+            arranged=arranged,
         )
         self.plan = Plan(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
         self.transport = JoinedTransport(self.rank, self.plan, self.exchange, traffic)

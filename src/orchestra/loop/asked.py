@@ -167,6 +167,7 @@ class Asked:
             tolerate=self.tolerate,
             snapshot_every=None,
             checkpoint_every=None,
+            trace=False,
             steps_per_epoch=None,
             samples_per_epoch=samples,
             shards=None,

@@ -22,7 +22,7 @@ from orchestra.errors import Deadlock, Interrupted, OrchestraError, WorkerFailed
 from orchestra.events import Began, Event, encode
 from orchestra.networks import Network
 from orchestra.node import Comm, Node
-from orchestra.ops import Compute
+from orchestra.ops import Compute, Transport
 from orchestra.rng import exchange_states
 from orchestra.sim.kernel import Kernel, Promise
 from orchestra.sim.numerics import Batched
@@ -30,6 +30,7 @@ from orchestra.sim.timing import momenta_of, timed
 from orchestra.sim.transport import connect
 from orchestra.sim.world import World
 from orchestra.transports.middleware import Metered
+from orchestra.transports.tracing import Traced
 
 _GLANCE = 0.1  # real seconds between two looks at the board
 _STILL = 20  # looks for each node at a clock that does not move; 256 events lie between two of them
@@ -65,6 +66,7 @@ class Rehearsal:
         self.seen_at, self.still = 0.0, 0
         self.random: dict[int, Any] = {}  # where each node's generators stand
         self.at_dice = -1  # the node whose they are now
+        self.traces: list[_Log] = []
         self.done: list[Promise[None]] = []  # of workers that wait for the others to be done
 
     def run(self) -> Ending:
@@ -90,7 +92,7 @@ class Rehearsal:
                 f"stopped at {self.kernel.now:.6g} virtual seconds. A rehearsal is not saved: the same call repeats it."
             ) from None
         finally:
-            for _, _, log in born:
+            for log in (*(log for _, _, log in born), *self.traces):
                 log.close()
         self._show()
         if self.timing_only:
@@ -178,7 +180,11 @@ class Rehearsal:
         transport.lasts = delays.sampler(self.delay, job.seed, rank)
         if not self.timing_only:
             transport.computing = partial(self._compute, rank)
-        meter = Metered(transport)
+        traced: Transport = transport
+        if job.trace:
+            self.traces.append(_Log(job.run / f"trace-{rank}.jsonl"))
+            traced = Traced(transport, self.traces[-1].write)
+        meter = Metered(traced)
         return meter, Comm(meter, *job.groups)
 
     def _living(self, node: Node, meter: Metered, log: _Log) -> Callable[[], None]:

@@ -150,7 +150,7 @@ class SimTransport:
             self._release(to)
         way = self._ways.get(to) or self._world.way(self.rank, to)
         size = x.nbytes if way.links else 0
-        self.traffic.sent += size
+        self.traffic.count(to, size)
         read: Promise[None] | None = None
         if op.lend:
             read = Promise(self._kernel, self._reader, to)

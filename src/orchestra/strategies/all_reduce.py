@@ -35,6 +35,8 @@ from orchestra.strategy import Strategy, knob
 class AllReduce(Strategy[None]):
     """Every step uses the mean gradient of all workers."""
 
+    tries = ("allreduce",)
+
     algorithm: Literal[
         "native", "ring", "halving_doubling", "butterfly", "tree", "double_tree", "hierarchical", "one_device"
     ] = knob("native", "how the mean is taken: native is the best there is, the others are messages between workers")

@@ -54,6 +54,8 @@ class DownpourState:
 class Downpour(Strategy[DownpourState]):
     """Push sums of gradients and fetch parameters, each at its own interval."""
 
+    tries = ("downpour",)
+
     n_push: int = knob(1, "steps between two pushes of the gradients' sum; more means less traffic up", least=1)
     n_fetch: int = knob(1, "steps between two fetches; more means less traffic down and older parameters", least=1)
     servers: int = knob(1, "servers, each with an equal range of the model", least=1)

@@ -50,6 +50,8 @@ class EASGDState:
 class EASGD(Strategy[EASGDState]):
     """Workers and a centre on servers attract each other, now and then."""
 
+    tries = ("easgd",)
+
     tau: int = knob(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
     beta: float = knob(0.9, "β: the moving rates α of all workers together", least=0)
     alpha: float | None = knob(None, "α: moving rate of one worker; None is β divided by their number", least=0)

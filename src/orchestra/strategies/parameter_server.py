@@ -61,6 +61,10 @@ class ParameterServer(Strategy[ServerState]):
     """Workers push gradients to servers that own the model."""
 
     short = "ps"
+    tries = (
+        "ps", "ps(servers=4)", "ps(consistency=backupworkers(b=1))", "ps(consistency=ssp(staleness=3))",
+        "ps(consistency=asp)", "ps(consistency=asp, servers=4)",
+    )  # fmt: skip
 
     consistency: Consistency = field(default_factory=BSP, metadata={"about": "when a server answers"})
     servers: int = knob(1, "servers, each with a range of the model", least=1)

@@ -49,6 +49,8 @@ class SlowMoState:
 class SlowMo(Strategy[SlowMoState]):
     """Momentum on the movement of the averaged model."""
 
+    tries = ("slowmo(tau=4)", "slowmo(tau=16)", "slowmo(tau=64)")
+
     tau: int = knob(12, "τ: steps of the base strategy in a round", least=1)
     alpha: float = knob(1.0, "α: slow learning rate; 1 was best in the paper", least=0)
     beta: float = knob(0.7, "β: slow momentum; 0.4-0.8, larger with more workers", least=0, most=0.999)

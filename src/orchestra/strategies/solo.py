@@ -20,6 +20,8 @@ from orchestra.strategy import Strategy
 class Solo(Strategy[None]):
     """One process, no communication: plain PyTorch training."""
 
+    tries = ("solo",)
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """Refuse to let several workers train apart without ever meeting."""
         if workers != 1:

@@ -49,6 +49,7 @@ class StrategySwitch(Phases):
     """One strategy until the model has settled, then another."""
 
     short = "switch"
+    tries = ("switch(when=atshare(share=0.25))",)
     defining = "switched"
 
     first: Strategy[Any] = field(default_factory=AllReduce, metadata={"about": "the strategy to begin with"})

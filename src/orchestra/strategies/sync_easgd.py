@@ -42,6 +42,8 @@ class SyncEASGDState:
 class SyncEASGD(Strategy[SyncEASGDState]):
     """Workers and the mean of where they are attract each other, all at once."""
 
+    tries = ("synceasgd",)
+
     tau: int = knob(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
     beta: float = knob(0.9, "β: how far the centre moves to the mean of the workers", least=0)
     alpha: float | None = knob(None, "α: how far a worker moves to the centre; None is β by their number", least=0)

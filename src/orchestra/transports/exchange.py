@@ -3,7 +3,7 @@
 
 Whoever waits, to send or to receive, reads and writes whatever can be read and written meanwhile: two nodes that send
 to each other at the same time both get on. A node that computes takes no part; its kernel holds what comes, and tells
-the others that the machine is alive. At most `_AHEAD` messages of one sender are taken in before they are asked for.
+the others that the machine is alive. At most `AHEAD` messages of one sender are taken in before they are asked for.
 
 What concerns the run as a whole travels the same way, in turn with the messages, and is heard as soon as it is read.
 """
@@ -11,28 +11,25 @@ What concerns the run as a whole travels the same way, in turn with the messages
 from __future__ import annotations
 
 import json
-import selectors
 import socket
-import ssl
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orchestra.board import name_of
 from orchestra.errors import Stalled, WorkerLost
 from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.transports import wire
+from orchestra.transports.lines import AHEAD, Lines
+from orchestra.transports.neighbours import Arrangement
 from orchestra.transports.peer import Peer
 
-_AHEAD = 8  # messages
 _BYE = {"kind": "bye"}  # a node's last word: that its connection ends is nothing to worry about
 _SLICE = 0.2  # seconds between two looks at the deadline
-_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Exchange:
@@ -50,23 +47,25 @@ class Exchange:
         traffic: Traffic,
         summed: bool,
         near: Collection[int] = (),
+        arranged: Arrangement | None = None,
     ) -> None:
         self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
         self.when_at_rest: Callable[[], None] = lambda: None  # likewise, if it is as it was after its last step
         self.when_waiting: Callable[[], None] = lambda: None  # now and then, for as long as it waits
         self.hear: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a word on the run as a whole
-        self.lost: dict[int, str] = {}  # nodes whose connection broke, and how
         self.take_in: Callable[[int, bytes], None] = lambda source, piece: None  # of a file that was announced
-        self._rank, self._workers, self._run = rank, workers, run
-        self._largest, self._patience = largest, patience
-        self._summed = summed  # bodies are checked here, since nothing below does
-        self._traffic, self._near = traffic, near
-        self._selector = selectors.DefaultSelector()
-        self._peers = {node: Peer(node, sock) for node, sock in connections.items()}
+        self._rank, self._traffic, self._near = rank, traffic, near
+        self._lines = Lines(
+            rank, workers, run, connections, self._accept,
+            largest=largest, patience=patience, summed=summed, arranged=arranged or Arrangement(),
+        )  # fmt: skip
+        self._peers = self._lines.peers
         self._turn = 0
-        self._ahead = _AHEAD
-        for peer in self._peers.values():
-            self._watch(peer)
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Nodes whose connection broke, and how."""
+        return self._lines.lost
 
     # Sending.
 
@@ -75,9 +74,9 @@ class Exchange:
         x = op.x.detach().to("cpu").contiguous()
         body = wire.body_of(x)
         peer = self._peers[op.to]
-        self._post(peer, wire.BODY, body, x, op)
+        self._lines.post(peer, wire.BODY, body, x, op)
         if op.to not in self._near:
-            self._traffic.sent += len(body)
+            self._traffic.count(op.to, len(body))
         if op.lend and x.data_ptr() == op.x.data_ptr():
             return _Lent(self, peer)
         self._flush(peer)
@@ -87,41 +86,18 @@ class Exchange:
         """Say farewell to every member of a group."""
         for node in op.group.members:
             peer = self._peers[node]
-            self._post(peer, wire.FAREWELL, memoryview(b""), torch.empty(0), None)
+            self._lines.post(peer, wire.FAREWELL, memoryview(b""), torch.empty(0), None)
             self._flush(peer)
         return Done(None)
 
-    def _post(self, peer: Peer, kind: int, body: memoryview, x: Tensor, op: Send | None) -> None:
-        self._require(peer)
-        about = (op.tag, op.version, op.weight, op.stamp) if op is not None else ()
-        frame = wire.Frame(kind, self._rank, peer.sent, x.dtype, x.numel(), *about)
-        peer.sent += 1
-        header = wire.encode(frame._replace(check=wire.sum_of(body) if self._summed else 0), self._run)
-        idle = not peer.out
-        peer.out.extend([memoryview(header), body] if len(body) else [memoryview(header)])
-        if idle:
-            self._write(peer)
-        self._watch(peer)
-
     def _flush(self, peer: Peer) -> None:
         """Wait until the kernel has everything: from there it goes on while this node computes."""
-        if peer.out:
-            self._wait(lambda: not peer.out, lambda: f"{self._names([peer.rank])} to take a message", [peer])
-
-    def _write(self, peer: Peer) -> None:
-        try:
-            while peer.out:
-                done = peer.sock.send(peer.out[0])
-                if done == len(peer.out[0]):
-                    peer.out.popleft()
-                else:
-                    peer.out[0] = peer.out[0][done:]
-        except _BLOCKED:
-            pass
-        except OSError as error:
-            self._read(peer)  # its last words may say why
-            if peer.lost is None:
-                self._lose(peer, error)
+        if peer.out or peer.parted is not None:
+            self._wait(
+                lambda: not peer.out and peer.parted is None,
+                lambda: f"{self._lines.names([peer.rank])} to take a message",
+                [peer],
+            )
 
     # Receiving.
 
@@ -138,7 +114,7 @@ class Exchange:
             return False
 
         def whom() -> str:
-            return "a message from " + self._names([p.rank for p in sources if not p.left])
+            return "a message from " + self._lines.names([p.rank for p in sources if not p.left])
 
         while True:
             self._wait(ready, whom, [p for p in sources if not p.left])
@@ -159,13 +135,14 @@ class Exchange:
     def give(self, to: int, x: Tensor, weight: float) -> Handle[None]:
         """Send a part of what a whole group does, in place."""
         peer = self._peers[to]
-        self._post(peer, wire.PIECE, wire.body_of(x), x, Send(to, x, weight=weight))
+        self._lines.post(peer, wire.PIECE, wire.body_of(x), x, Send(to, x, weight=weight))
         return _Lent(self, peer)
 
     def take(self, source: int) -> Message:
         """The next such part of another node."""
         peer = self._peers[source]
-        self._wait(lambda: bool(peer.pieces), lambda: f"{self._names([source])}, for what all do together", [peer])
+        whose = self._lines.names([source])
+        self._wait(lambda: bool(peer.pieces), lambda: f"{whose}, for what all do together", [peer])
         piece = peer.pieces.popleft()
         self._make_room(peer)
         return piece
@@ -178,7 +155,7 @@ class Exchange:
             left = until - time.perf_counter()
             if left <= 0:
                 return True
-            self._pump(left)
+            self._lines.pump(left)
         return False
 
     def _first(self, peers: Sequence[Peer]) -> Peer | None:
@@ -189,41 +166,13 @@ class Exchange:
                 return peer
         return None
 
-    def _read(self, peer: Peer) -> None:
-        """Take in what has come, as far as there is room for it."""
-        try:
-            while peer.kept < self._ahead and peer.lost is None:
-                if not len(peer.room):
-                    self._complete(peer)
-                    continue
-                count = peer.sock.recv_into(peer.room)
-                if not count:
-                    raise ConnectionResetError("it closed the connection")
-                peer.room = peer.room[count:]
-        except _BLOCKED:
-            pass
-        except (OSError, wire.BadFrame) as error:
-            self._lose(peer, error)
-
     def _make_room(self, peer: Peer) -> None:
         """Something was taken away: take in what there was no room for."""
-        self._read(peer)
-        self._watch(peer)
+        self._lines.read(peer)
+        self._lines.watch(peer)
 
-    def _complete(self, peer: Peer) -> None:
-        """A header or a body is whole."""
-        frame = peer.frame
-        if frame is None:
-            frame = wire.decode(peer.header, self._run, source=peer.rank, number=peer.taken, largest=self._largest)
-            peer.taken += 1
-            peer.frame = frame
-            peer.body = torch.empty(frame.numel, dtype=frame.dtype)
-            peer.room = wire.body_of(peer.body)
-            if frame.nbytes:
-                return
-        if self._summed:
-            wire.checked(frame, wire.body_of(peer.body))
-        body, peer.frame, peer.room = peer.body, None, memoryview(peer.header)
+    def _accept(self, peer: Peer, frame: wire.Frame, body: Tensor) -> None:
+        """A message is whole."""
         match frame.kind:
             case wire.NOTE:
                 said = wire.read_note(body)
@@ -245,7 +194,7 @@ class Exchange:
         peer = self._peers[to]
         if peer.lost is None:
             text = bytearray(json.dumps(said).encode())
-            self._post(peer, wire.NOTE, memoryview(text), torch.empty(len(text), dtype=torch.uint8), None)
+            self._lines.post(peer, wire.NOTE, memoryview(text), torch.empty(len(text), dtype=torch.uint8), None)
 
     def tell_all(self, said: dict[str, Any]) -> None:
         """Tell every other node."""
@@ -257,7 +206,7 @@ class Exchange:
         peer, most = self._peers[to], wire.LONGEST[wire.FILE]
         for start in range(0, len(data), most):
             piece = memoryview(bytearray(data[start : start + most]))
-            self._post(peer, wire.FILE, piece, torch.empty(len(piece), dtype=torch.uint8), None)
+            self._lines.post(peer, wire.FILE, piece, torch.empty(len(piece), dtype=torch.uint8), None)
             self._flush(peer)
 
     def ring(self, node: int) -> None:
@@ -274,19 +223,19 @@ class Exchange:
     def poll(self) -> None:
         """Take in what has come, without waiting."""
         self.when_waiting()
-        self._pump(0.0)
+        self._lines.pump(0.0)
 
     def attend(self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False) -> None:
         """Wait for something that concerns the run: messages nobody asked for yet must not stand in its way."""
-        self._ahead = 1 << 30
+        self._lines.ahead = 1 << 30
         try:
             for peer in self._peers.values():
-                self._watch(peer)
+                self._lines.watch(peer)
             self._wait(ready, whom, [], forever=forever)
         finally:
-            self._ahead = _AHEAD
+            self._lines.ahead = AHEAD
             for peer in self._peers.values():
-                self._watch(peer)
+                self._lines.watch(peer)
 
     # Waiting.
 
@@ -297,79 +246,24 @@ class Exchange:
         while not ready():
             self.when_waiting()
             for peer in needed:
-                self._require(peer)
-            if not forever and time.perf_counter() - began > self._patience:
-                raise Stalled(f"{self._names([self._rank])} waited {self._patience:g} s for {whom()}.")
-            self._pump(_SLICE)
+                self._lines.require(peer)
+            self._lines.give_signs(began)
+            if not forever and time.perf_counter() - began > self._lines.patience:
+                raise Stalled(f"{self._lines.names([self._rank])} waited {self._lines.patience:g} s for {whom()}.")
+            self._lines.pump(_SLICE)
         self._traffic.waited += time.perf_counter() - began
-
-    def _pump(self, seconds: float) -> None:
-        """Read and write what can be, once there is something; or give up after some time."""
-        for key, events in self._selector.select(seconds):
-            peer: Peer = key.data
-            if events & selectors.EVENT_WRITE:
-                self._write(peer)
-            if events & selectors.EVENT_READ:
-                self._read(peer)
-            self._watch(peer)
-
-    def _watch(self, peer: Peer) -> None:
-        """Have the selector look at what this node could do with a connection."""
-        wanted = 0
-        if peer.lost is None:
-            wanted |= selectors.EVENT_READ if peer.kept < self._ahead else 0
-            wanted |= selectors.EVENT_WRITE if peer.out else 0
-        if wanted == peer.watched:
-            return
-        if not wanted:
-            self._selector.unregister(peer.sock)
-        elif not peer.watched:
-            self._selector.register(peer.sock, wanted, peer)
-        else:
-            self._selector.modify(peer.sock, wanted, peer)
-        peer.watched = wanted
-
-    def _require(self, peer: Peer) -> None:
-        if peer.lost is not None and not peer.kept:
-            raise WorkerLost(name_of(peer.rank, self._workers), peer.lost)
-
-    def _lose(self, peer: Peer, error: Exception) -> None:
-        """Nothing more can come or go: of consequence only if somebody still needs it."""
-        peer.lost = f"its connection to {self._names([self._rank])} broke: {error}"
-        if not peer.gone:
-            self.lost[peer.rank] = peer.lost
-        peer.out.clear()
-        self._watch(peer)
-        peer.sock.close()
-
-    def _names(self, nodes: Sequence[int]) -> str:
-        return ", ".join(name_of(node, self._workers) for node in nodes) or "nobody"
 
     def close(self, *, within: float = 2.0) -> None:
         """Send what is left, and hang up; after so many seconds even if somebody does not listen."""
         self.when_waiting, self.hear = (lambda: None), (lambda source, said: None)
-        self._patience = within
+        self.take_in = lambda source, piece: None
         until = time.monotonic() + within
         for peer in self._peers.values():
             with suppress(Stalled, WorkerLost):
                 self.note(peer.rank, _BYE)
+                self._lines.patience = max(0.0, until - time.monotonic())
                 self._flush(peer)
-        for peer in self._peers.values():
-            if peer.lost is None:
-                _hang_up(peer.sock, until)
-        self._selector.close()
-
-
-def _hang_up(sock: socket.socket, until: float) -> None:
-    """Close a connection once the other end has read everything.
-
-    Closed with something unread here, it would be reset, and what was sent last lost on the way.
-    """
-    with suppress(OSError), closing(sock):
-        sock.shutdown(socket.SHUT_WR)
-        sock.settimeout(max(0.01, until - time.monotonic()))
-        while time.monotonic() < until and sock.recv(1 << 16):
-            pass
+        self._lines.close(until)
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ class Mailbox:
             arena.tensor(place, x.numel(), x.dtype).copy_(x.reshape(-1))
         self._post(to, _BODY, _DTYPES.index(x.dtype), op.tag, place, x.numel(), op.version, op.weight, *op.stamp)
         if to not in self._near:
-            self._traffic.sent += nbytes
+            self._traffic.count(to, nbytes)
         return _Lent(self, to, number + 1) if lent else Done(None)
 
     def leave(self, op: Leave) -> Handle[None]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes over a wire between two machines: a header of fixed length, then numbers as they lie in memory.
 
-    magic "ONO", version, kind, dtype · run · sender, number · tag, version, weight · stamp · numel · checks
+    magic "ONO", version, kind, dtype · run · sender, number, heard · tag, version, weight · stamp · size, place · sums
 
 Everything is checked before memory is set aside for a body: that it is ours, of this run and of this sender, the next
 in turn, of a type we know and not longer than anything that could be asked for. Nothing is ever unpickled.
@@ -24,11 +24,13 @@ from orchestra.ops import Stamp
 if sys.byteorder != "little":
     raise ImportError("numbers travel as they lie in memory, which is little-endian")
 
-# Kinds: a message, nothing more to come, a part of what a whole group does; and what concerns the run: words, files.
-BODY, FAREWELL, PIECE, NOTE, FILE = range(1, 6)
-LONGEST = {NOTE: 1 << 17, FILE: 1 << 20}  # bytes
-_MAGIC, _VERSION = b"ONO", 1
-_FIELDS = struct.Struct("<3sBBBHQIQIqdQQQQQ")  # all but the check of the header itself
+# Kinds: a message, nothing more to come, a part of what a whole group does; what concerns the run: words, files; and a
+# sign of life, which is not counted.
+BODY, FAREWELL, PIECE, NOTE, FILE, BEAT = range(1, 7)
+INLINE = 2**64 - 1  # the place of a body that follows its header
+LONGEST = {NOTE: 1 << 17, FILE: 1 << 20, BEAT: 0}  # bytes
+_MAGIC, _VERSION = b"ONO", 2
+_FIELDS = struct.Struct("<3sBBBHQIQQIqdQQQQQQ")  # all but the check of the header itself
 _CHECK = struct.Struct("<I")
 LENGTH = _FIELDS.size + _CHECK.size
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -52,6 +54,8 @@ class Frame(NamedTuple):
     weight: float = 1.0
     stamp: Stamp = Stamp()
     check: int = 0  # of the body
+    heard: int = 0  # how many of the other's messages were here when this was sent
+    place: int = INLINE  # where the body lies in memory that both nodes see
 
     @property
     def nbytes(self) -> int:
@@ -63,8 +67,8 @@ def encode(frame: Frame, run: int) -> bytes:
     """The header's bytes."""
     dtype = _DTYPES.index(frame.dtype)
     fields = _FIELDS.pack(
-        _MAGIC, _VERSION, frame.kind, dtype, 0, run, frame.source, frame.number, frame.tag, frame.version, frame.weight,
-        *frame.stamp, frame.numel, frame.check,
+        _MAGIC, _VERSION, frame.kind, dtype, 0, run, frame.source, frame.number, frame.heard, frame.tag, frame.version,
+        frame.weight, *frame.stamp, frame.numel, frame.place, frame.check,
     )  # fmt: skip
     return fields + _CHECK.pack(zlib.crc32(fields))
 
@@ -72,14 +76,13 @@ def encode(frame: Frame, run: int) -> bytes:
 def decode(header: bytes | bytearray | memoryview, run: int, *, source: int, number: int, largest: int) -> Frame:
     """Read a header that should be message `number` of node `source` with at most `largest` bytes; or refuse it."""
     fields = bytes(header[: _FIELDS.size])
-    magic, version, kind, dtype, zero, of, sender, count, tag, v, weight, clock, start, stop, numel, check = (
-        _FIELDS.unpack(fields)
-    )
+    magic, version, kind, dtype, zero, of, sender, count, heard, *rest = _FIELDS.unpack(fields)
+    tag, v, weight, clock, start, stop, numel, place, check = rest
     if magic != _MAGIC or _CHECK.unpack(header[_FIELDS.size : LENGTH])[0] != zlib.crc32(fields):
         raise BadFrame(f"node {source} sent {fields[:16].hex()}..., which is no message of ours")
     wrong = (
         (version != _VERSION, f"version {version}, not {_VERSION}: the same release must run everywhere"),
-        (kind not in (BODY, FAREWELL, PIECE, NOTE, FILE) or zero, f"kind {kind}"),
+        (not BODY <= kind <= BEAT or zero, f"kind {kind}"),
         (dtype >= len(_DTYPES), f"type {dtype}"),
         (of != run, "another run's message"),
         (sender != source, f"a message in the name of node {sender}"),
@@ -88,7 +91,8 @@ def decode(header: bytes | bytearray | memoryview, run: int, *, source: int, num
     for is_wrong, what in wrong:
         if is_wrong:
             raise BadFrame(f"node {source} sent {what}")
-    frame = Frame(kind, source, count, _DTYPES[dtype], numel, tag, v, weight, Stamp(clock, start, stop), check)
+    stamp = Stamp(clock, start, stop)
+    frame = Frame(kind, source, count, _DTYPES[dtype], numel, tag, v, weight, stamp, check, heard, place)
     largest = LONGEST.get(kind, largest)
     if frame.nbytes > largest:
         raise BadFrame(f"node {source} announced {frame.nbytes:,} bytes; nothing longer than {largest:,} is expected")

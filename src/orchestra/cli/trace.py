@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra trace`: who did what when, for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orchestra.errors import ConfigError, Problem
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of a real run or a rehearsal.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", help="Default: trace.json.gz in the run folder. Without .gz: plain."),
+]
+
+
+def trace(run: Run, out: Out = None) -> None:
+    """Export a run as a trace that Perfetto and chrome://tracing open: lanes, slices, arrows.
+
+    A lane for each worker and server; what it computed, sent, received and waited for; an arrow for each message. That
+    needs a run with --trace. Of any other run it shows how each step's time was spent.
+
+    For example:
+
+      orchestra sim digits -s "ps(consistency=asp())" -n 4 --steps 20 --trace --out runs/traced
+      orchestra trace runs/traced                          and open trace.json.gz on ui.perfetto.dev
+    """
+    from orchestra.report import perfetto  # not needed for --help
+
+    if not (run / "config.json").exists():
+        raise ConfigError([Problem("RUN", str(run), "is no run folder: there is no config.json in it")])
+    path = out or run / "trace.json.gz"
+    if not path.parent.is_dir():
+        raise ConfigError([Problem("out", str(path), f"there is no folder {path.parent}")])
+    traced = any(run.glob("trace-*.jsonl"))
+    count = perfetto.write(run, path)
+    what = "every op and every message" if traced else "steps only: run with --trace for every message"
+    typer.echo(f"{path}: {count:,} entries, {what}")
+    typer.echo("open it on https://ui.perfetto.dev or in chrome://tracing", err=True)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as a trace for Perfetto or chrome://tracing: a lane for each node, a slice for each op, an arrow for a message.
+
+The format is that of Trace Event documents: `X` slices, `s` and `f` the two ends of an arrow, `M` names; times in µs.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from orchestra.board import name_of
+from orchestra.events import Began, Moved, Stepped, read
+
+_MICRO = 1e6
+_BRIEF = 0.1  # µs that a slice is long at least: arrows begin and end at slices
+_COLOURS = {"compute": "thread_state_running", "send": "rail_response", "receive": "rail_load", "wait": "grey"}
+
+Record = dict[str, Any]
+
+
+def moved_of(run: Path) -> list[Moved]:
+    """Every op of a run that was traced, in order of time; nothing of one that was not."""
+    paths = sorted(run.glob("trace-*.jsonl"))
+    return sorted((e for path in paths for e in read(path) if isinstance(e, Moved)), key=lambda e: e.t)
+
+
+def messages(moved: Iterable[Moved]) -> Iterator[tuple[Moved, Moved]]:
+    """Sends with their receipts: what one node sends another comes in the order in which it was sent."""
+    sent: dict[tuple[int, int], list[Moved]] = defaultdict(list)
+    got: dict[tuple[int, int], list[Moved]] = defaultdict(list)
+    for e in moved:
+        if e.peer is not None and e.kind == "send":
+            sent[e.node, e.peer].append(e)
+        elif e.peer is not None and e.kind == "receive":
+            got[e.peer, e.node].append(e)
+    for way, ones in sent.items():
+        yield from zip(ones, got[way], strict=False)  # the last may never have been read
+
+
+def records(run: Path) -> Iterator[Record]:
+    """The entries of a trace, of one run."""
+    yield from _names(run)
+    moved = moved_of(run)
+    if not moved:
+        yield from _steps(run)
+        return
+    for e in moved:
+        about = {"bytes": e.bytes} | ({} if e.peer is None else {"with": e.peer})
+        yield _slice(e.kind, e.node, e.began, e.t, about)
+    for number, (sent, got) in enumerate(messages(moved)):
+        end = {"name": "message", "cat": "message", "id": number, "pid": 0}
+        yield {**end, "ph": "s", "tid": sent.node, "ts": sent.began * _MICRO}
+        yield {**end, "ph": "f", "bp": "e", "tid": got.node, "ts": max(got.t, sent.began) * _MICRO}
+
+
+def _slice(kind: str, node: int, began: float, ended: float, about: Record) -> Record:
+    lasts = max(_BRIEF, (ended - began) * _MICRO)
+    colour = {"cname": _COLOURS[kind]} if kind in _COLOURS else {}
+    return {"name": kind, "ph": "X", "pid": 0, "tid": node, "ts": began * _MICRO, "dur": lasts, "args": about, **colour}
+
+
+def _names(run: Path) -> Iterator[Record]:
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    yield {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": run.name}}
+    for path in sorted(run.glob("events-*.jsonl")):
+        for e in read(path):
+            if isinstance(e, Began):
+                about: Record = {"ph": "M", "pid": 0, "tid": e.node}
+                yield {"name": "thread_name", **about, "args": {"name": name_of(e.node, config["workers"])}}
+                yield {"name": "thread_sort_index", **about, "args": {"sort_index": e.node}}
+                break
+
+
+def _steps(run: Path) -> Iterator[Record]:
+    """Of a run that was not traced: where the time of each step went, one share after the other."""
+    for path in sorted(run.glob("events-*.jsonl")):
+        before = (0.0, 0.0, 0.0, 0.0)
+        for e in read(path):
+            if isinstance(e, Stepped):
+                at, now = before[0], (e.t, e.compute, e.communicate, e.wait)
+                for kind, earlier, later in zip(("compute", "communicate", "wait"), before[1:], now[1:], strict=True):
+                    if later > earlier:
+                        yield _slice(kind, e.node, at, at + later - earlier, {"step": e.step})
+                        at += later - earlier
+                before = now
+
+
+def write(run: Path, path: Path) -> int:
+    """Write the trace, compressed if the name ends in .gz, whole or not at all; gives the number of entries."""
+    draft, count = path.with_name(path.name + ".tmp"), 0
+    with (gzip.open if path.suffix == ".gz" else open)(draft, "wt", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for count, record in enumerate(chain(records(run), _about(run)), 1):
+            file.write((",\n" if count > 1 else "") + json.dumps(record, separators=(",", ":")))
+        file.write("\n]}\n")
+    os.replace(draft, path)
+    return count
+
+
+def _about(run: Path) -> Iterator[Record]:
+    """A trace without any entry is none: viewers refuse it."""
+    yield {"name": "process_labels", "ph": "M", "pid": 0, "args": {"labels": run.name}}

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's connections to all the others, and what becomes of them.
+
+Who waits gives a sign of life now and then. A connection that breaks, or a machine that is silent, is no end yet: the
+two nodes find each other again and go on with the first message that is missing.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+
+from torch import Tensor
+
+from orchestra.board import name_of
+from orchestra.errors import WorkerLost
+from orchestra.ops import Send
+from orchestra.transports import wire
+from orchestra.transports.neighbours import Arrangement
+from orchestra.transports.peer import Peer
+from orchestra.transports.reunion import Reunion
+
+AHEAD = 8  # messages of one sender that are taken in before they are asked for
+_BEAT = 0.5  # seconds between two signs of life of a node that waits
+_SILENT = 3.0  # seconds without one from the other machine's kernel, after which the connection is taken to be broken
+_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Lines:
+    """One node's connections. `accept` is called with every message that is whole."""
+
+    def __init__(
+        self,
+        rank: int,
+        workers: int,
+        run: int,
+        connections: dict[int, socket.socket],
+        accept: Callable[[Peer, wire.Frame, Tensor], None],
+        *,
+        largest: int,
+        patience: float,
+        summed: bool,
+        arranged: Arrangement,
+    ) -> None:
+        self.lost: dict[int, str] = {}  # nodes whose connection broke, and how
+        self.ahead = AHEAD
+        self.patience = patience  # seconds
+        self._rank, self._workers, self._run, self._accept = rank, workers, run, accept
+        self._largest = largest  # bytes
+        self._summed = summed  # bodies are checked here, since nothing below does
+        self._reunion = arranged.reunion
+        self._selector = selectors.DefaultSelector()
+        keeps = arranged.apart if arranged.reunion is not None else frozenset()
+        self.peers = {
+            node: Peer(node, sock, node in keeps, arranged.outlets.get(node), arranged.inlets.get(node))
+            for node, sock in connections.items()
+        }
+        self._beaten = 0.0  # when this node last gave a sign of life
+        for peer in self.peers.values():
+            self.watch(peer)
+        if self._reunion is not None:
+            self._selector.register(self._reunion.door, selectors.EVENT_READ, None)
+
+    # Out and in.
+
+    def post(self, peer: Peer, kind: int, body: memoryview, x: Tensor, op: Send | None) -> None:
+        """Have a message sent."""
+        self.require(peer)
+        if peer.ahead:
+            self.read(peer)
+        idle = not peer.out
+        peer.post(self._rank, self._run, kind, body, x, op, summed=self._summed)
+        if peer.parted is not None:
+            peer.out.clear()  # it is kept, and goes out when they have found each other
+        elif idle:
+            self._write(peer)
+        self.watch(peer)
+
+    def _write(self, peer: Peer) -> None:
+        try:
+            peer.write()
+        except _BLOCKED:
+            pass
+        except OSError as error:
+            self.read(peer)  # its last words may say why
+            self._lose(peer, error)
+
+    def read(self, peer: Peer) -> None:
+        """Take in what has come, as far as there is room for it."""
+        try:
+            for frame, body in peer.read(self._run, largest=self._largest, ahead=self.ahead, summed=self._summed):
+                self._accept(peer, frame, body)
+                if peer.owes:
+                    peer.beat(self._rank, self._run)
+                    self._write(peer)
+        except _BLOCKED:
+            pass
+        except (OSError, wire.BadFrame) as error:
+            self._lose(peer, error)
+
+    # Waiting.
+
+    def pump(self, seconds: float) -> None:
+        """Read and write what can be, once there is something; or give up after some time."""
+        for key, events in self._selector.select(seconds):
+            peer: Peer | None = key.data
+            if peer is None:
+                assert self._reunion is not None
+                self._reunion.open()
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._write(peer)
+            if events & selectors.EVENT_READ:
+                self.read(peer)
+            self.watch(peer)
+        if self._reunion is not None:
+            self._reunite(self._reunion)
+
+    def watch(self, peer: Peer) -> None:
+        """Have the selector look at what this node could do with a connection."""
+        wanted = 0
+        if peer.lost is None and peer.parted is None:
+            wanted |= selectors.EVENT_READ if peer.kept < self.ahead else 0
+            wanted |= selectors.EVENT_WRITE if peer.out else 0
+        if wanted == peer.watched:
+            return
+        if not wanted:
+            self._unwatch(peer)
+        elif not peer.watched:
+            self._selector.register(peer.sock, wanted, peer)
+        else:
+            self._selector.modify(peer.sock, wanted, peer)
+        peer.watched = wanted
+
+    def _unwatch(self, peer: Peer) -> None:
+        if peer.watched:
+            self._selector.unregister(peer.sock)
+            peer.watched = 0
+
+    def require(self, peer: Peer) -> None:
+        """Raise if nothing more can come from a node, and nothing lies here."""
+        if peer.lost is not None and not peer.kept:
+            raise WorkerLost(name_of(peer.rank, self._workers), peer.lost)
+
+    def names(self, nodes: Sequence[int]) -> str:
+        """As people call them."""
+        return ", ".join(name_of(node, self._workers) for node in nodes) or "nobody"
+
+    # Broken connections.
+
+    def give_signs(self, began: float) -> None:
+        """Who has waited for a while shows that it is there, and looks whether the others' machines are."""
+        now = time.perf_counter()
+        if now - max(began, self._beaten) < _BEAT:
+            return
+        self._beaten = now
+        for peer in self.peers.values():
+            if not peer.keeps or peer.lost is not None or peer.parted is not None:
+                continue
+            peer.beat(self._rank, self._run)
+            self._write(peer)
+            if now - began > _SILENT and peer.silence() > _SILENT:
+                self._lose(peer, TimeoutError(f"nothing was heard from its machine for {_SILENT:g} s"))
+            self.watch(peer)
+
+    def _lose(self, peer: Peer, error: Exception) -> None:
+        """Nothing more can come or go over this connection. Whoever left of its own accord is not sought."""
+        if peer.lost is not None or peer.parted is not None:
+            return
+        why = f"its connection to {self.names([self._rank])} broke: {error}"
+        if self._reunion is None or not peer.keeps or peer.gone or isinstance(error, wire.BadFrame):
+            self._give_up(peer, why)
+        else:
+            self._part(peer, why)
+
+    def _part(self, peer: Peer, why: str) -> None:
+        assert self._reunion is not None
+        self._unwatch(peer)
+        peer.part(time.perf_counter(), why)
+        self._reunion.seek(peer.rank, peer.taken)
+
+    def _give_up(self, peer: Peer, why: str) -> None:
+        """Of consequence only if somebody still needs it."""
+        self._unwatch(peer)
+        peer.lost = why
+        if not peer.gone:
+            self.lost[peer.rank] = why
+        peer.out.clear()
+        peer.sock.close()
+
+    def _reunite(self, reunion: Reunion) -> None:
+        """Go on with those who were found, and without those who will not be."""
+        for came in reunion.arrivals():
+            peer = self.peers[came.node]
+            if peer.lost is not None or came.told not in (None, peer.taken):  # given up, or found before and lost again
+                came.sock.close()
+                continue
+            if peer.parted is None:  # the other end noticed first
+                self._unwatch(peer)
+                peer.part(time.perf_counter(), "it called again")
+            try:
+                reunion.reply(came, peer.taken)
+                peer.resume(came.sock, came.heard)
+                self._write(peer)
+                self.read(peer)  # what came with the introduction is not seen by the selector
+            except (OSError, wire.BadFrame) as error:
+                self._give_up(peer, f"its connection could not be taken up again: {error}")
+            else:
+                self._notice(f"{self.names([peer.rank])} is connected again. {peer.why}")
+            self.watch(peer)
+        for peer in self.peers.values():
+            if peer.parted is not None and peer.lost is None:
+                answers, since = reunion.answers(peer.rank), time.perf_counter() - peer.parted
+                if answers is False or since > (self.patience if answers else reunion.grace):
+                    self._give_up(peer, peer.why)
+
+    def _notice(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr)
+
+    def close(self, until: float) -> None:
+        """Hang up; by then even if somebody does not listen."""
+        for peer in self.peers.values():
+            if peer.lost is None and peer.parted is None:
+                _hang_up(peer.sock, until)
+            peer.close()
+        if self._reunion is not None:
+            self._reunion.close()
+        self._selector.close()
+
+
+def _hang_up(sock: socket.socket, until: float) -> None:
+    """Close a connection once the other end has read everything.
+
+    Closed with something unread here, it would be reset, and what was sent last lost on the way.
+    """
+    with suppress(OSError), closing(sock):
+        sock.shutdown(socket.SHUT_WR)
+        sock.settimeout(max(0.01, until - time.monotonic()))
+        while time.monotonic() < until and sock.recv(1 << 16):
+            pass

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces: every op is there, every message has two ends, and nothing changes because somebody looks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.zoo import flat, train
+
+from orchestra import Local, Simulated, Steps
+from orchestra.cluster import Cluster
+from orchestra.events import Ended, read
+from orchestra.report import perfetto
+
+WORLDS = {"processes": Local(workers=2, threads=1), "rehearsal": Simulated(workers=2)}
+
+
+def run(strategy: str, out: Path, cluster: Cluster, **more: Any) -> Any:
+    return train(strategy, out, cluster=cluster, budget=Steps(4), progress=False, **more)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_is_traced_is_what_happened(world: str, tmp_path: Path) -> None:
+    """Four pushes and four answers of each worker, as many bytes as were counted, sent before they came."""
+    run("ps()", tmp_path / "run", WORLDS[world], trace=True)
+    moved = perfetto.moved_of(tmp_path / "run")
+    counts = Counter((e.node, e.kind) for e in moved)
+    assert [counts[worker, kind] for worker in (0, 1) for kind in ("compute", "send", "receive")] == [4] * 6
+    assert (counts[2, "send"], counts[2, "receive"]) == (8, 8)
+    pairs = list(perfetto.messages(moved))
+    assert len(pairs) == 16
+    assert all(sent.began <= got.t and sent.bytes == got.bytes for sent, got in pairs)
+    ended = [e for node in range(3) for e in read(tmp_path / f"run/events-{node}.jsonl") if isinstance(e, Ended)]
+    for e in ended:
+        mine = Counter[str]()
+        for sent, _ in pairs:
+            if sent.node == e.node:
+                mine[str(sent.peer)] += sent.bytes
+        assert e.sent_to == mine
+        assert sum(mine.values()) == e.sent
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    models = [
+        flat(run("slowmo(tau=2)", tmp_path / str(trace), Simulated(workers=3), trace=trace).model)
+        for trace in (False, True)
+    ]
+    assert torch.equal(*models)
+    assert not list((tmp_path / "False").glob("trace-*"))
+    for node in range(3):
+        one, other = ((tmp_path / f"{trace}/events-{node}.jsonl").read_text() for trace in (False, True))
+        assert one == other
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_the_file_is_what_viewers_read(traced: bool, tmp_path: Path) -> None:
+    run("ps()", tmp_path / "run", Simulated(workers=2), trace=traced)
+    count = perfetto.write(tmp_path / "run", tmp_path / "trace.json.gz")
+    with gzip.open(tmp_path / "trace.json.gz") as file:
+        records = json.load(file)["traceEvents"]
+    assert len(records) == count
+    names = {r["tid"]: r["args"]["name"] for r in records if r["name"] == "thread_name"}
+    assert names == {0: "worker 0", 1: "worker 1", 2: "server 0"}
+    slices = [r for r in records if r["ph"] == "X"]
+    assert {r["tid"] for r in slices} == ({0, 1, 2} if traced else {0, 1})
+    assert all(r["dur"] > 0 for r in slices)
+    arrows = Counter(r["ph"] for r in records if r["name"] == "message")
+    assert arrows == ({"s": 16, "f": 16} if traced else {})
+
+
+def test_lines_cut_short_do_no_harm(tmp_path: Path) -> None:
+    run("ps()", tmp_path / "run", Simulated(workers=2), trace=True)
+    path = tmp_path / "run/trace-1.jsonl"
+    path.write_bytes(path.read_bytes()[:-25] + b'\xff{"event":"moved"}\n')
+    assert perfetto.write(tmp_path / "run", tmp_path / "trace.json") > 20
