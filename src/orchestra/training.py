@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 import orchestra
 import orchestra.budget as budgets
-from orchestra import checkpoint, environment, expression, fingerprint, overrides, progress, schedules, snapshot
+from orchestra import alive, checkpoint, environment, expression, fingerprint, overrides, progress, schedules, snapshot
 from orchestra.attached import Attached
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
@@ -188,6 +188,11 @@ class _Training:
             metrics = scorer.initial()
             self._open_folder(job)
             scorer.begin(metrics)
+        with alive.holding(self.folder):
+            return self._carry_out(job, scorer)
+
+    def _carry_out(self, job: Job, scorer: Scorer) -> Result:
+        given = self.given
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
         order = Order(
