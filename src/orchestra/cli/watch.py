@@ -12,6 +12,9 @@ import typer
 
 from orchestra.cli import summary
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
+from orchestra.words import size
+
+_LARGE = 20_000_000  # bytes that take a while to read
 
 Runs = Annotated[
     list[Path] | None,
@@ -42,6 +45,8 @@ def watch(runs: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> N
     paths = runs or [found for found in [newest(Path("runs"))] if found is not None]
     if not paths:
         raise ConfigError([Problem("RUN", "runs", "holds no run: name a folder of one")])
+    if (bulk := sum(file.stat().st_size for path in paths for file in path.rglob("events-*.jsonl"))) > _LARGE:
+        summary.say(f"reading {size(bulk)} of events ...")
     telling = Telling(Teller(paths))
     try:
         server = Server(telling, port)

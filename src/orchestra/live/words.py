@@ -12,6 +12,7 @@ from orchestra.words import plural, size
 
 SORTS = ("node", "step", "wait", "rate", "loss")
 _NONE = "–"  # noqa: RUF001 - as in the report
+_MOST = 500  # nodes in a line
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RING = re.compile(r"allreduce(\((algorithm=['\"]?(native|ring)['\"]?)?\))?", re.IGNORECASE)
 
@@ -113,14 +114,14 @@ def plain(run: RunNow, sort: str = "node", most: int = 32) -> str:
 
 def topology(run: RunNow, width: int) -> list[str]:
     """Three lines: workers on a ring, or workers and servers on a common line."""
-    labels = _fitting([str(i) for i in range(run.workers)], width - 6)
+    labels = _fitting(_numbered("", run.workers), width - 6)
     if run.workers < 2 and not run.servers:
         return ["", f" {''.join(labels)}", ""]
     if not run.servers and _RING.fullmatch(run.strategy):
         middle = " ─ ".join(labels)
         return ["", f"╭─ {middle} ─╮", f"╰{'─' * (len(middle) + 4)}╯"]
     below, places = _placed(labels, 4)
-    above = _fitting([f"s{i}" for i in range(run.servers)], len(below))
+    above = _fitting(_numbered("s", run.servers), len(below))
     at = [round((i + 0.5) * len(below) / max(1, len(above))) for i in range(len(above))]
     top, wire = list(" " * (len(below) + 4)), list("─" * (max([*places, *at]) + 1))
     for place, text in zip(at, above, strict=True):
@@ -131,6 +132,12 @@ def topology(run: RunNow, width: int) -> list[str]:
     if wire[first] == "┬" and wire[-1] == "┬" and len(places) > 1:
         wire[first], wire[-1] = "╭╮"
     return ["".join(top).rstrip(), " " * first + "".join(wire[first:]), below]
+
+
+def _numbered(letter: str, count: int) -> list[str]:
+    """All of them, or more than anybody sees and the last."""
+    some = [f"{letter}{i}" for i in range(min(count, _MOST))]
+    return some if count <= _MOST else [*some, f"{letter}{count - 1}"]
 
 
 def _placed(labels: Sequence[str], room: int) -> tuple[str, list[int]]:

@@ -159,8 +159,7 @@ def facts_from(
     stepped = [e for e in events if isinstance(e, Stepped)]
     ended = {e.node: e for e in events if isinstance(e, Ended)}
     roles = {e.node: e.role for e in began}
-    # Of a worker that has not ended, its last step tells the same.
-    latest: dict[int, Stepped | Ended] = {**{e.node: e for e in stepped}, **ended}
+    latest = _latest(stepped, ended)
     workers = [e for node, e in latest.items() if roles.get(node) == "worker"]
     retired = {e.node for e in said["retired"]}
     seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
@@ -192,6 +191,11 @@ def facts_from(
         **_losses(events, said, [e for node, e in ended.items() if roles.get(node) == "server"]),
         retired=tuple(sorted(retired)),
     )
+
+
+def _latest(stepped: Sequence[Stepped], ended: dict[int, Ended]) -> dict[int, Stepped | Ended]:
+    """The totals of each node; of a worker that has not ended, its last step tells the same."""
+    return {**{e.node: e for e in stepped}, **ended}
 
 
 def _most(stepped: Sequence[Stepped]) -> int:
