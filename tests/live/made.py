@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import orchestra
 from orchestra.events import Began, Ended, Event, Logged, Scored, Stepped, encode
 
 CONFIG = {
     "strategy": "ps(consistency=asp)", "workers": 2, "servers": 1, "seed": 0, "batch": 8, "parameters": 100,
     "budget": ["steps=40"], "cluster": {"kind": "local"}, "note": {"recipe": "digits", "options": {}},
 }  # fmt: skip
+
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(orchestra.__file__).parents[1])}  # other processes: this very source
 
 
 def make(folder: Path, **changes: Any) -> Path:

@@ -9,9 +9,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
 import pytest
-from tests.live.made import whole
+from tests.live.made import append, make, whole
 
 from orchestra.cli import invoke
+from orchestra.events import Stepped
 from orchestra.report import reading, sinks
 
 
@@ -27,6 +28,17 @@ def test_figures_by_step(tmp_path: Path) -> None:
     shares = [by_step[40].figures[f"time/{kind}"] for kind in ("compute", "communicate", "wait")]
     assert shares == pytest.approx([0.6, 0.1, 0.3])
     assert by_step[40].figures["test/accuracy"] == 0.8
+
+
+def test_shares_are_those_of_the_last_steps(tmp_path: Path) -> None:
+    """A hundred steps of computing, then a hundred of waiting."""
+    run = make(tmp_path, workers=1, servers=0)
+    busy = [(k, min(k, 100) * 0.1, max(0, k - 100) * 0.1) for k in range(1, 201)]
+    append(run, 0, [Stepped(k * 0.1, 0, k, 0.0, k, 1.0, 0.1, c, 0.0, w, 0, 0) for k, c, w in busy])
+    figures = {row.step: row.figures for row in sinks.rows(reading.load(run))}
+    assert figures[100]["time/compute"] == pytest.approx(1.0)
+    assert figures[116]["time/wait"] == pytest.approx(0.5)
+    assert figures[132]["time/wait"] == pytest.approx(1.0)
 
 
 class Wandb(ModuleType):

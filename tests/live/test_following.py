@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.live.made import append, began, ended, make, scored, stale, steps, whole
+from tests.live.made import ENVIRON, append, began, ended, make, scored, stale, steps, whole
 
 from orchestra import alive
 from orchestra.errors import Interrupted, WorkerFailed
@@ -86,7 +86,11 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(run / "events-0.jsonl")
     os.mkfifo(run / "running")
     (run / "events-1.jsonl").mkdir()
-    assert [node.step for node in look(Follower(run)).nodes] == [0, 0]
+    follower = Follower(run)
+    held = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert [node.step for node in look(follower).nodes] == [0, 0]
+    assert len(os.listdir("/proc/self/fd")) == held
 
 
 # Runs.
@@ -136,8 +140,8 @@ def test_what_happened_after_the_checkpoint_is_forgotten_with_the_run(tmp_path: 
 
 
 GARBAGE = [
-    b"\xff\xfe\x00 not text",
     b"[" * 100_000,
+    b"\xff\xfe\x00 not text",
     b'{"event":"stepped"}',
     b'{"event":["stepped"]}',
     b"17",
@@ -147,21 +151,25 @@ GARBAGE = [
     encode(steps(0, 7, 8)[0]).replace('"node":0', '"node":99').encode(),
     encode(steps(0, 7, 8)[0]).replace('"samples":56', f'"samples":{"9" * 400}').encode(),
     b'{"event":"logged","t":1,"node":0,"step":1,"name":["staleness"],"value":1}',
+    encode(ended(0, 9)).replace('"sent_to":{}', '"sent_to":[1]').encode(),
+    encode(ended(0, 9)).replace('"sent_to":{}', '"sent_to":{"x":1}').encode(),
 ]
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_makes_no_sense_is_passed_over(keep: bool, tmp_path: Path) -> None:
     run = make(tmp_path)
-    append(run, 0, [began(0), *steps(0, 1, 6)])
-    with (run / "events-0.jsonl").open("ab") as file:
-        file.write(b"\n".join(GARBAGE) + b"\n")
-    append(run, 0, steps(0, 6, 7))
+    for line in GARBAGE:
+        append(run, 0, [began(0), *steps(0, 1, 7)])
+        with (run / "events-0.jsonl").open("ab") as file:
+            file.write(line + b"\n")
     (run / "scores.jsonl").write_text('{"event":"scored","t":0,"step":0,"samples":0,"number":0,"metrics":[1]}\n{"ev')
     (run / "ending.json").write_text("[" * 100_000)
     (run / "running").write_text('{"kind": 7}')
-    now = look(Follower(run, keep=keep))
+    follower = Follower(run, keep=keep)
+    now = look(follower)
     assert [(node.name, node.step) for node in now.nodes] == [("worker 0", 6)]
+    assert len(follower.events) == keep * 7 * len(GARBAGE)
     assert now.state == "died"
 
 
@@ -224,7 +232,7 @@ with alive.holding(Path(sys.argv[1])):
 
 def test_a_run_that_is_killed_is_dead_at_once(tmp_path: Path) -> None:
     follower = going_on(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, env=ENVIRON)
     assert process.stdout is not None
     with process:
         process.stdout.readline()
@@ -280,22 +288,29 @@ def test_a_story_told_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
         assert teller.look(time.time() + i)
         teller.tell()
         assert teller.told == story.tell([tmp_path / "runs"])
-    assert 0 < teller.told["runs"][0]["samples"] <= 640
+        assert 0 < teller.told["runs"][0]["samples"] <= 640
     (run / "ending.json").write_bytes((source / "ending.json").read_bytes())
     assert teller.look(time.time() + 10)
     for _ in range(2):  # the second time from memory
         teller.tell()
         assert teller.told == story.tell([tmp_path / "runs"])
     assert not teller.told["verdict"]["sentence"].startswith("So far")
-    assert before.exists()
+    for node in (0, 1):  # one that was over is resumed
+        append(before, node, [*steps(node, 41, 51), ended(node, 50)])
+    (before / "ending.json").write_bytes((source / "ending.json").read_bytes())
+    teller.look(time.time() + 20)
+    teller.tell()
+    assert teller.told == story.tell([tmp_path / "runs"])
+    assert teller.told["runs"][1]["steps"] == 50
 
 
 def test_a_new_run_of_a_comparison_appears(tmp_path: Path) -> None:
     whole(tmp_path / "a")
     teller = Teller([tmp_path])
     teller.look(0.0)
+    assert not teller.look(50.0)
     whole(tmp_path / "b", seed=1)
-    teller.look(100.0)
+    assert teller.look(100.0)
+    assert len(teller.moments(time.time())) == 2
     teller.tell()
     assert [r["seed"] for r in teller.told["runs"]] == [0, 1]
-    assert len(teller.moments(time.time())) == 2

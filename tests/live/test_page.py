@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,9 +14,8 @@ from pathlib import Path
 
 import pytest
 from tests.browser.devtools import CHROMIUM, Browser, Page
-from tests.live.made import append, began, make, scored, stale, steps, whole
+from tests.live.made import ENVIRON, append, began, make, scored, stale, steps, whole
 
-import orchestra
 from orchestra import alive
 from orchestra.live.server import Server
 from orchestra.live.telling import Teller, Telling
@@ -145,8 +143,7 @@ def test_a_reader_without_the_token_sees_nothing(browser: Browser, tmp_path: Pat
 
 def start(*arguments: str, cwd: Path, out: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "orchestra", *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(Path(orchestra.__file__).parents[1])}
-    return subprocess.Popen(command, cwd=cwd, text=True, env=environ, stdout=out, stderr=out)
+    return subprocess.Popen(command, cwd=cwd, text=True, env=ENVIRON, stdout=out, stderr=out)
 
 
 def test_a_real_run_seen_from_the_command_line_until_it_is_killed(browser: Browser, tmp_path: Path) -> None:

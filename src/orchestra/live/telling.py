@@ -44,11 +44,13 @@ class Teller:
 
     def look(self, now: float) -> bool:
         """See what is new, at `now`, in seconds since the epoch; whether there was anything."""
+        before = len(self._runs)
         if now - self._searched > _SEARCH:
             self._searched = now
             for folder in reading.find(self._paths):
                 self._follow(folder)
-        return any([run.look() for run in self._runs.values()])  # all of them, not the first
+        looks = [run.look() for run in self._runs.values()]  # all of them, not until the first with news
+        return any(looks) or len(self._runs) > before
 
     def tell(self) -> None:
         """The story anew."""

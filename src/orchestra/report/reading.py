@@ -120,13 +120,16 @@ _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
 
 
 def sound(event: Event) -> bool:
-    """Whether there are finite numbers wherever numbers should be."""
+    """Whether there are finite numbers wherever numbers should be, and names where names."""
     try:
         if not math.isfinite(sum(_NUMBERS[type(event)](event))):
             return False
-        loss = event.loss if isinstance(event, Stepped) else None
-        return loss is None or math.isfinite(loss)
-    except (KeyError, TypeError, OverflowError):
+        if isinstance(event, Stepped):
+            return event.loss is None or math.isfinite(event.loss)
+        if isinstance(event, Logged):
+            return isinstance(event.name, str)
+        return not isinstance(event, Ended) or all(int(to) >= 0 and math.isfinite(n) for to, n in event.sent_to.items())
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return False
 
 
