@@ -106,6 +106,8 @@ def test_a_run_is_followed_from_its_beginning_to_its_end(tmp_path: Path) -> None
         for node in (0, 1):
             append(tmp_path / "run", node, [began(node), *steps(node, 1, 11 + node)])
         append(tmp_path / "run", 2, [began(2), *stale(1, 21)])
+        scored(tmp_path / "run", 0, 0.9)
+        assert look(run).latest is None  # of the model as it was at first
         scored(tmp_path / "run", 1, 0.5)
         now = look(run)
         assert (now.state, now.step, now.fraction) == ("running", 10, 0.25)

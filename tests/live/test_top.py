@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -44,6 +45,12 @@ def test_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("running · step 10 of 40 · 1.2 s · loss 0.1833") for line in lines)
     (row,) = [line.split() for line in lines if line.startswith("worker 0")]
     assert row[:9] == ["worker", "0", "12", "0.1667", "–", "60%", "10%", "30%", "80"]  # noqa: RUF001
+
+
+def test_one_object_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["top", str(under_way(tmp_path / "run")), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["step"], [node["step"] for node in found["nodes"]]) == ("running", 10, [12, 10, 21])
 
 
 def test_the_newest_run_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

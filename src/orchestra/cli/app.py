@@ -78,7 +78,8 @@ def orchestra(
       orchestra sim digits --workers 16         the same on a cluster you do not have
       orchestra probe digits                    measure this machine for that
       orchestra report runs/demo                see what happened, in a browser
-      orchestra watch                           the newest run in a browser, as it goes; top: in this terminal
+      orchestra top                             the newest run as it goes, here
+      orchestra watch                           the same in a browser
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
       orchestra doctor                          what works here, how to mend the rest

@@ -25,12 +25,12 @@ Mlflow = Annotated[str | None, typer.Option("--mlflow", metavar="URI", help="A t
 def export(runs: Runs, tensorboard: TensorBoard = None, wandb: Wandb = None, mlflow: Mlflow = None) -> None:
     """Give the figures of runs to the tool you live in: losses, scores, shares of time, bytes, staleness, by step.
 
-    Runs may be real or rehearsed, over or under way; each becomes a run there. Needs the tool itself, which comes with
-    neural-orchestra[tensorboard], [wandb] or [mlflow].
+    Runs may be real or rehearsed, over or under way; each becomes a run there. Needs the tool itself, which is an extra
+    of that name.
 
     For example:
 
-      orchestra export runs/demo --tensorboard tb             and tensorboard --logdir tb
+      orchestra export runs/demo --tensorboard tb
       orchestra export runs/a runs/b --wandb my-project
       orchestra export runs/demo --mlflow sqlite:///mlflow.db
     """

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestra.cli import options as o
+from orchestra.cli import summary
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 Run = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[RUN]", help="A run folder, or one of runs: the newest in it. Default: the newest below runs/.",
+        metavar="RUN", help="A run folder, or one of runs: the newest in it. Default: the newest below runs/.",
         show_default=False,
     ),
 ]  # fmt: skip
@@ -28,7 +30,7 @@ Plain = Annotated[bool, typer.Option("--plain", help="Print a table every second
 Once = Annotated[bool, typer.Option("--once", help="Print one table and leave.")]
 
 
-def top(run: Run = None, plain: Plain = False, once: Once = False) -> None:
+def top(run: Run = None, plain: Plain = False, once: Once = False, json_: o.Json = False) -> None:
     """See how a run goes: a row for each worker with its step, loss, staleness, waiting and rate.
 
     The run may be real or rehearsed, under way, over or dead. Nothing that is done here touches it. Where standard
@@ -56,6 +58,9 @@ def top(run: Run = None, plain: Plain = False, once: Once = False) -> None:
     if first is None:
         what = "holds no run that can be read" if folder.is_dir() else "there is no such folder"
         raise ConfigError([Problem("RUN", str(folder), f"{what}: give a folder with a config.json")])
+    if json_:
+        summary.print_json(first.as_dict())
+        return
     if once or plain or not sys.stdout.isatty():
         _print(first, look, once=once)
         return

@@ -19,7 +19,7 @@ _LARGE = 20_000_000  # bytes that take a while to read
 Runs = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[RUN]...", help="Run folders, or folders of runs. Default: the newest below runs/.", show_default=False
+        metavar="RUN", help="Run folders, or folders of runs. Default: the newest below runs/.", show_default=False
     ),
 ]
 Port = Annotated[int, typer.Option(metavar="N", help="Of 127.0.0.1; 0: any that is free.", min=0, max=65535)]
@@ -36,7 +36,8 @@ def watch(runs: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> N
 
       orchestra watch
       orchestra watch runs/mine
-      orchestra watch runs/comparison --no-browser --port 8123     and ssh -L 8123:127.0.0.1:8123 from elsewhere
+      orchestra watch runs/comparison --no-browser --port 8123
+      ssh -L 8123:127.0.0.1:8123 there        then open the address here
     """
     from orchestra.live.following import newest
     from orchestra.live.server import Server

@@ -96,7 +96,7 @@ def moment(run: Follower, now: float) -> RunNow | None:
     spent = _spent(config.get("budget"), working)
     fraction = min(1.0, max(s.share for s in spent)) if spent else None
     metric = _metric(config.get("budget"), run)
-    values = [s.metrics[metric] for s in run.scores if metric in s.metrics]
+    values = [s.metrics[metric] for s in run.scores if metric in s.metrics and s.number]  # not before training
     losses = [p.loss for p in working if p.loss is not None]
     nodes = tuple(_node(node, run.nodes[node], workers, virtual, state, now) for node in sorted(run.nodes))
     found = RunNow(
