@@ -104,7 +104,7 @@ def main():
     with torch.no_grad():
         accuracy = (model.net(x).argmax(1) == y).float().mean().item()
     if trainer.strategy.is_global_zero:
-        print(f"accuracy {accuracy:.3f} with {trainer.strategy.seat.workers} workers")
+        print(f"accuracy {accuracy:.3f}, workers: {trainer.strategy.seat.workers}")
 
 
 if __name__ == "__main__":

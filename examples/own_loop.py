@@ -3,6 +3,7 @@
 
 python examples/own_loop.py                                      alone: plain PyTorch
 torchrun --standalone --nproc-per-node 4 examples/own_loop.py    four workers
+orchestra run examples/own_loop.py -n 4 -s ps                    four workers and a server
 """
 
 import argparse
@@ -43,4 +44,4 @@ x, y = digits("test")
 with torch.no_grad():
     accuracy = (model(x).argmax(1) == y).float().mean().item()
 if optimizer.orchestra.is_home:
-    print(f"accuracy {accuracy:.3f} with {optimizer.orchestra.workers} workers")
+    print(f"accuracy {accuracy:.3f}, workers: {optimizer.orchestra.workers}")

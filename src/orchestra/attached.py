@@ -12,8 +12,8 @@ torchrun sets all but the token, `orchestra launch` all.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
+import shlex
 import socket
 import tempfile
 import time
@@ -28,9 +28,10 @@ from torch import Tensor
 from orchestra import delays
 from orchestra.cluster import Cluster, Device, Ending, Order
 from orchestra.delays import Delay
-from orchestra.environment import NEEDED, is_member
+from orchestra.environment import NEEDED, STARTED_BY, is_member
 from orchestra.errors import ClusterError, ConfigError, Exposed, Problem
 from orchestra.transports import token
+from orchestra.transports.addresses import bare, is_loopback, resolve
 from orchestra.transports.token import Token
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Place:
     port: int
     local_rank: int
     local_size: int
+    one_machine: bool  # as far as the environment tells: whether all processes are on this one
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Place:
@@ -75,16 +77,15 @@ class Place:
         if problems:
             raise ConfigError(problems)
         rank, size, port, local_rank, local_size = numbers.values()
-        return cls(rank, size, environment["MASTER_ADDR"], port, local_rank, local_size)
+        host = bare(environment["MASTER_ADDR"])
+        # A machine may know its own name as a loopback address: by itself that says nothing of where the others are.
+        told = environment.get("LOCAL_WORLD_SIZE")
+        one_machine = size <= local_size if told else host == "localhost" or _is_loopback(host)
+        return cls(rank, size, host, port, local_rank, local_size, one_machine)
 
-    @property
-    def loopback(self) -> bool:
+    def loopback(self, patience: float) -> bool:
         """Whether nobody outside this machine can reach the run."""
-        try:
-            return ipaddress.ip_address(socket.gethostbyname(self.host)).is_loopback
-        except OSError as error:
-            message = f"cannot be resolved ({error}): give an address, or a name that every machine knows"
-            raise ConfigError([Problem("MASTER_ADDR", self.host, message)]) from None
+        return self.one_machine and all(map(is_loopback, resolve(self.host, self.port, patience=patience)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,22 @@ class Attached(Cluster):
         if not isinstance(self.grace, int | float) or not self.grace >= 0:
             yield Problem("cluster.grace", self.grace, "must be a number of seconds, or 0")
 
+    def how_to_resume(self, run: Path) -> str:
+        """As it was started: the same on every machine."""
+        words = ["resume", str(run), *(["--trusted-network"] if self.trusted else [])]
+        if started := os.environ.get(STARTED_BY):
+            return f"{started} {shlex.join(words)}"
+        words += ["--token-file", str(self.token_file)] if self.token_file else []
+        return f"`orchestra {shlex.join(words)}`, started in {self.place.size} processes as this run was"
+
+    def how_to_have(self, workers: int, servers: int) -> str:
+        """What to do for so many nodes."""
+        nodes = workers + servers
+        return (
+            f"Start {nodes} processes, of which {self.place.size} were started now: by torchrun, --nnodes times "
+            f"--nproc-per-node must be {nodes}; by `orchestra launch`, the slots of all hosts."
+        )
+
     def get_delay(self) -> Delay | None:
         """The delays, read if they were given as text."""
         return delays.parse(self.delay) if isinstance(self.delay, str) else self.delay
@@ -195,7 +212,7 @@ class Attached(Cluster):
         text = os.environ.get("ORCHESTRA_TOKEN")
         if text:
             return Token(text, trusted=self.trusted)
-        if not self.place.loopback:
+        if not self.place.loopback(self.patience):
             raise Exposed(self.place.host)
         return Token(_own_token(self.place, self.patience), trusted=self.trusted)
 
@@ -203,6 +220,12 @@ class Attached(Cluster):
         """Everybody is there: what process 0 left for the others of this machine can go."""
         if self.is_home:
             _left_at(self.place).unlink(missing_ok=True)
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):  # a name
+        return is_loopback(host)
+    return False
 
 
 def _left_at(place: Place) -> Path:

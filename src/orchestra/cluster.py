@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
@@ -116,6 +118,14 @@ class Cluster(ABC):
     def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[Progress], None]) -> Told:
         """Take part in a run that another process keeps, to its end."""
         raise NotImplementedError
+
+    def how_to_resume(self, run: Path) -> str:
+        """The command that goes on with a run there."""
+        return shlex.join(["orchestra", "resume", str(run)])
+
+    def how_to_have(self, workers: int, servers: int) -> str:
+        """What to do for so many nodes."""
+        return f"Resume with as many: --workers {workers}, or cluster=Local(workers={workers})."
 
     def get_delay(self) -> Delay | None:
         """How long a worker takes for a mini-batch, if that is not left to the machine."""

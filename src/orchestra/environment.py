@@ -4,8 +4,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import TracebackType
+
+from orchestra.errors import ConfigError, Exposed
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+WORKERS = "ORCHESTRA_WORKERS"  # how many of the processes are meant to be workers, where somebody has said it
+STARTED_BY = "ORCHESTRA_STARTED_BY"  # the command that did, up to what it was to start
+_OWN = ("RANK", "LOCAL_RANK")  # what is wrong with these concerns one process only
 
 
 def launched() -> bool:
@@ -16,3 +23,23 @@ def launched() -> bool:
 def is_member() -> bool:
     """Whether another process of the run speaks for it."""
     return launched() and os.environ["RANK"] != "0"
+
+
+def is_told_by_another(error: BaseException) -> bool:
+    """Whether the first process of this machine runs into the same, and says so: once is enough."""
+    if not launched() or os.environ.get("LOCAL_RANK", "0") in ("", "0"):
+        return False
+    if isinstance(error, ConfigError):
+        return not any(problem.where in _OWN for problem in error.problems)
+    return isinstance(error, Exposed)
+
+
+def hush(error: BaseException) -> None:
+    """Let a script end by an error as it would, but without a word."""
+    before = sys.excepthook
+
+    def say(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            before(kind, raised, trace)
+
+    sys.excepthook = say

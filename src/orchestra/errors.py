@@ -7,6 +7,7 @@ OrchestraError                 1
 ├── ClusterError               4   the nodes did not come together
 │   ├── WorkerFailed           1   a node raised; its traceback comes first
 │   ├── WorkerLost             6   a node died without a word
+│   ├── Stopped                10  another process ended the run, and said why: that one is the cause
 │   ├── Stalled                4   a wait passed its deadline; names whom it waited for
 │   └── Deadlock               4   in virtual time: everybody waits for somebody
 ├── Diverged                   5   too many gradients in a row were not finite
@@ -21,6 +22,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+_SIGNALLED = (130, 143)  # exit codes of SIGINT and SIGTERM
 
 
 class OrchestraError(Exception):
@@ -89,6 +92,22 @@ class WorkerLost(ClusterError):
         self.who = who
         self.cause = cause
         super().__init__(f"{who} died: {cause}; the other nodes were stopped.")
+
+
+class Stopped(ClusterError):
+    """Another process ended the run, and said why. `code`: its own exit code."""
+
+    exit_code = 10
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        if code in (WorkerLost.exit_code, *_SIGNALLED):  # one died, or all were asked to stop: who says so is no cause
+            self.exit_code = code  # type: ignore[misc]
+
+    @property
+    def is_interruption(self) -> bool:
+        """Whether somebody asked the run to stop, and nothing failed."""
+        return self.exit_code in _SIGNALLED
 
 
 class Stalled(ClusterError):

@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
+import sysconfig
 from collections.abc import Iterable
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +26,13 @@ from orchestra.request import Request
 from orchestra.strategy import Strategy
 
 _LOOKED_AT = 16  # samples
+_MOST_SAID = 20_000  # bytes about a model or an optimizer
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def initial(x: Tensor) -> str:
+    """A sum of the parameters in the beginning."""
+    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
 def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) -> dict[str, Any]:
@@ -50,9 +62,9 @@ def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) 
 
 def fingerprint(version: str, given: Request, module: nn.Module, data: Any, about: dict[str, Any]) -> dict[str, Any]:
     """What all processes of a run must have in common, the most telling first."""
+    made_by = (given.model, given.data, given.loss, given.optimizer, given.evaluate)
     return {
-        "version of orchestra": version,
-        "version of torch": torch.__version__.partition("+")[0],
+        **code(version, made_by),
         **about,
         "cluster": given.cluster.about(),
         "budget": budget_of(given),
@@ -63,6 +75,47 @@ def fingerprint(version: str, given: Request, module: nn.Module, data: Any, abou
         "sum of the initial parameters": _sum([flatten(module)]),
         "sum of some samples": _sum(_some(data)),
     }
+
+
+def code(version: str, given: Iterable[Any]) -> dict[str, Any]:
+    """What is run: versions, and the sources of this package, of the script and of what defines the things given."""
+    return {
+        "version of orchestra": version,
+        "version of torch": torch.__version__.partition("+")[0],
+        "sources of orchestra": _sources(_PACKAGE),
+        "script": _scripts(given),
+    }
+
+
+@lru_cache
+def _sources(folder: Path) -> dict[str, str]:
+    """A sum for every file, so that the first that differs can be named."""
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in sorted(folder.rglob("*.py"))}
+
+
+def _scripts(given: Iterable[Any]) -> dict[str, str]:
+    """Of the user's own files, wherever on a machine they are; what is installed has a version."""
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    modules = {"__main__", *(_module_of(thing) for thing in given)}
+    found = {}
+    for name in sorted(modules):
+        path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        if path.suffix == ".py" and path.is_file():
+            whole = path.resolve()
+            if not any(whole.is_relative_to(folder) for folder in (_PACKAGE, *installed)):
+                found[path.name if name == "__main__" else name] = _digest(path)
+    return found
+
+
+def _module_of(thing: Any) -> str:
+    """Where a function or a class is defined, or that of an object."""
+    while isinstance(thing, partial):
+        thing = thing.func
+    return str(getattr(thing, "__module__", None) or type(thing).__module__)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
 def budget_of(given: Request) -> list[str]:
@@ -96,3 +149,56 @@ def settings_of(optimizer: torch.optim.Optimizer) -> str:
     """An optimizer's class and hyper-parameters."""
     groups = [{k: v for k, v in sorted(group.items()) if k != "params"} for group in optimizer.param_groups]
     return f"{type(optimizer).__name__} {groups}"
+
+
+# Part by part, so that the first difference has a name.
+
+
+def parts_of_model(module: nn.Module) -> dict[str, str]:
+    """The shape of every parameter.
+
+    >>> parts_of_model(nn.Linear(3, 2))
+    {'parameter weight': '2×3 float32', 'parameter bias': '2 float32'}
+    """
+    found = {f"parameter {name}": _shape(p) for name, p in trainable(module).items()}
+    return _no_longer_than(_MOST_SAID, found, "the parameters after those")
+
+
+def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its class and every hyper-parameter; of other groups than the first, what they have of their own.
+
+    >>> parts_of_optimizer(torch.optim.Rprop(nn.Linear(3, 2).parameters(), lr=0.1))["lr of the optimizer"]
+    0.1
+    """
+    first, *others = [
+        {name: _plain(value) for name, value in sorted(group.items()) if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "groups of the optimizer": 1 + len(others)}
+    found |= {f"{name} of the optimizer": value for name, value in first.items()}
+    for number, group in enumerate(others, start=1):
+        own = {name: value for name, value in group.items() if value != first.get(name)}
+        found |= {f"{name} of group {number} of the optimizer": value for name, value in own.items()}
+    return _no_longer_than(_MOST_SAID, found, "what else the optimizer has")
+
+
+def _shape(p: Tensor) -> str:
+    return f"{'×'.join(map(str, p.shape)) or 'a number'} {str(p.dtype).removeprefix('torch.')}"
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, int | float | str) else str(value)
+
+
+def _no_longer_than(most: int, found: dict[str, Any], rest: str) -> dict[str, Any]:
+    """What fits into so many bytes as it is, and a sum of the rest: introductions are short."""
+    kept: dict[str, Any] = {}
+    for name, value in found.items():
+        most -= len(json.dumps({name: value}))
+        if most < 0:
+            break
+        kept[name] = value
+    if len(kept) == len(found):
+        return kept
+    others = [entry for entry in found.items() if entry[0] not in kept]
+    return kept | {rest: hashlib.sha256(repr(others).encode()).hexdigest()[:16]}

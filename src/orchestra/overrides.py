@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes that the command line makes to a script's own call of `train`.
+"""Changes that the command line makes to a script's own call of `train` or `prepare`.
 
 `orchestra run script.py --strategy slowmo` runs the script as it is; what was said on the command line reaches its
 `train(...)` here. A change is a function from the argument's old value to its new one, because some options replace
@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -21,22 +22,32 @@ if TYPE_CHECKING:
 
 Change = Callable[[Any], Any]
 
-_changes: ContextVar[Mapping[str, Change] | None] = ContextVar("orchestra-overrides", default=None)
+
+@dataclass
+class Use:
+    """Changes in force, and how often a loop has asked for them."""
+
+    changes: Mapping[str, Change]
+    loops: int = 0
+
+
+_use: ContextVar[Use | None] = ContextVar("orchestra-overrides", default=None)
 
 
 def current() -> dict[str, Change]:
     """The changes in force, by the name of the argument of `train`."""
-    return dict(_changes.get() or {})
+    use = _use.get()
+    return {} if use is None else dict(use.changes)
 
 
 @contextmanager
-def using(changes: Mapping[str, Change]) -> Iterator[None]:
-    """Put changes in force for every `train` called inside."""
-    token = _changes.set(changes)
+def using(changes: Mapping[str, Change]) -> Iterator[Use]:
+    """Put changes in force for every `train` and `prepare` called inside."""
+    token = _use.set(use := Use(changes))
     try:
-        yield
+        yield use
     finally:
-        _changes.reset(token)
+        _use.reset(token)
 
 
 def apply(request: R) -> R:
@@ -45,6 +56,16 @@ def apply(request: R) -> R:
     if not changes:
         return request
     return dataclasses.replace(request, **changed(vars(request), changes))
+
+
+def of_a_loop(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `prepare`, likewise; what only `train` knows is left out."""
+    use = _use.get()
+    if use is None:
+        return dict(arguments)
+    use.loops += 1
+    known = {name: change for name, change in use.changes.items() if name in arguments}
+    return {**arguments, **changed(arguments, known)}
 
 
 def changed(arguments: Mapping[str, Any], changes: Mapping[str, Change]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import inspect
 import json
 import platform
 import shutil
-import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -21,15 +21,25 @@ from torch.utils.data import IterableDataset
 
 import orchestra
 import orchestra.budget as budgets
-from orchestra import alive, checkpoint, environment, expression, fingerprint, overrides, progress, schedules, snapshot
+from orchestra import (
+    alive,
+    checkpoint,
+    environment,
+    expression,
+    fingerprint,
+    overrides,
+    progress,
+    resuming,
+    schedules,
+    snapshot,
+)
 from orchestra.attached import Attached
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Cluster, Ending, Local, Order, Told
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
-from orchestra.errors import CheckpointError, ConfigError, Interrupted, OrchestraError, Problem
-from orchestra.folder import forget_after, new_folder
+from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
 from orchestra.replica import Loss, flatten, trainable
@@ -52,7 +62,7 @@ class Result:
 
     def __repr__(self) -> str:
         figures = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
-        what = f"{self.summary.strategy}: {self.summary.steps:,} steps in {self.summary.seconds:.2f} s{figures}"
+        what = f"{self.summary.strategy}: {self.summary.made}{figures}"
         missing = f", {self.summary.missing}" if self.summary.missing else ""
         return f"<Result {what}{missing}, in {self.run}>"
 
@@ -130,6 +140,8 @@ def train(
             training = _Training(overrides.apply(given))
             return training.run() if training.given.cluster.is_home else training.attend()
         except OrchestraError as error:
+            if environment.is_told_by_another(error):
+                environment.hush(error)
             # It says what is wrong and what to do; the way through these files would only hide that.
             raise error.with_traceback(None) from None
 
@@ -169,7 +181,7 @@ class _Training:
         if not given.cluster.trains:
             self.given = replace(self.given, evaluate=None)
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
-        self.folder = Path(given.out) if given.out is not None else new_folder(expression.show(self.strategy))
+        self.folder = Path(given.out) if given.out is not None else _new_folder(expression.show(self.strategy))
         self.saved: checkpoint.Saved | None = None
 
     # The run.
@@ -178,11 +190,12 @@ class _Training:
         """Open the folder, train, put the result together."""
         given = self.given
         if given.resume:
-            self.saved = self._find_checkpoint()
-        job = self._job()
-        self._refuse_the_past(job)
+            self.saved = resuming.find(self.folder, self._about(self._job()), given.cluster)
+        job, resumed_at = self._job(), 0.0
         if self.saved is not None:
-            forget_after(self.folder, self.saved)
+            resumed_at = float(self.saved.node(0)["cost"][0])
+            resuming.look_at_budget(self.folder, self.saved, job, given.budget, resumed_at)
+            resuming.forget_after(self.folder, self.saved)
         scorer = self._scorer()
         if self.saved is None:
             metrics = scorer.initial()
@@ -200,7 +213,7 @@ class _Training:
             x0=flatten(self.module),
             about=self._about(job),
             seconds=seconds,
-            resumed_at=0.0 if self.saved is None else float(self.saved.node(0)["cost"][0]),
+            resumed_at=resumed_at,
             resumed_from=0 if self.saved is None else self.saved.step,
             how_to_resume=self._how_to_resume(),
             show=display,
@@ -229,20 +242,10 @@ class _Training:
         self.module.eval()
         return Result(self.module, told.metrics, Facts.of(told.summary), Path(told.run))
 
-    def _refuse_the_past(self, job: Job) -> None:
-        """A checkpoint that is further than the budget goes would end at once, and look like a success."""
-        # Where workers retire, the others do more steps than each was to do in the beginning.
-        comparable = self.strategy.synchronous and not self.strategy.promotes
-        if self.saved is None or job.last_step is None or not comparable:
-            return
-        if self.saved.step > job.last_step:
-            message = f"ends at step {job.last_step:,}; the checkpoint is already at {self.saved.step:,}: ask for more"
-            raise ConfigError([Problem("budget", self.given.budget, message)])
-
     def _how_to_resume(self) -> str:
         """What to type: the command line can only repeat a call that it knows."""
         if "recipe" in self.given.note:
-            return f"orchestra resume {self.folder}"
+            return self.given.cluster.how_to_resume(self.folder)
         return f'the same train(..., out="{self.folder}", resume=True)'
 
     def _job(self) -> Job:
@@ -312,6 +315,7 @@ class _Training:
         config = self._about(job) | {
             "defining": self.strategy.defining,
             "parameters": job.parameters,
+            "initial": fingerprint.initial(flatten(self.module)),
             "budget": fingerprint.budget_of(self.given),
             "threads": job.threads,
             "cluster": self.given.cluster.about(),
@@ -321,19 +325,6 @@ class _Training:
             "note": self.given.note,
         }
         checkpoint.write_text(self.folder / "config.json", json.dumps(config, indent=1))
-
-    def _find_checkpoint(self) -> checkpoint.Saved:
-        saved, complaints = checkpoint.newest(self.folder / "checkpoints")
-        for complaint in complaints:
-            print(f"warning: {complaint}; going on from {saved.path.name}", file=sys.stderr)
-        job_about = self._about(self._job())
-        for key, value in job_about.items():
-            if saved.manifest.get(key) != value:
-                raise CheckpointError(
-                    f"{saved.path} was written with {key} = {saved.manifest.get(key)!r}, now it is {value!r}. "
-                    "Resume with the same model, data, optimizer, strategy and cluster."
-                )
-        return saved
 
     def _conclude(self, scorer: Scorer, how: Ending) -> Result:
         parts = snapshot.parts(self.folder / FINAL)
@@ -371,3 +362,14 @@ def _steps(every: Steps | Epochs | None, per_epoch: int | None) -> int | None:
     if isinstance(every, Steps):
         return every.count
     return max(1, round(every.count * per_epoch)) if per_epoch else 100
+
+
+def _new_folder(name: str) -> Path:
+    """A run folder of today that does not exist yet."""
+    slug = "".join(c if c.isalnum() else "-" for c in name).strip("-")
+    stem = f"{time.strftime('%Y-%m-%d-%H%M%S')}-{slug}"
+    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+        path = Path("runs") / (stem + suffix)
+        if not path.exists():
+            return path
+    raise ConfigError([Problem("out", stem, "all such run folders exist: name one with out=")])

@@ -16,10 +16,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def plural(count: int, noun: str) -> str:
+def plural(count: float, noun: str) -> str:
     """A number of things.
 
-    >>> plural(1, "worker"), plural(4, "worker")
-    ('1 worker', '4 workers')
+    >>> plural(1, "worker"), plural(4, "worker"), plural(2, "process"), plural(0.5, "epoch")
+    ('1 worker', '4 workers', '2 processes', '0.5 epochs')
     """
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    many = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{many} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")

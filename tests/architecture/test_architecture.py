@@ -65,7 +65,7 @@ def test_there_is_something_to_look_at() -> None:
 MAY_KNOW = {
     "alive": set[str](),
     "board": set[str](),
-    "environment": set[str](),
+    "environment": {"errors"},
     "errors": set[str](),
     "events": set[str](),
     "ops": set[str](),
@@ -96,7 +96,6 @@ MAY_KNOW = {
     "optimizers": {"optimizers"},
     "schedules": {"strategy"},
     "transports": {"board", "errors", "events", "ops", "transports", "vectors"},
-    "folder": {"checkpoint", "errors", "events", "report", "snapshot"},
     "run": {
         "board",
         "checkpoint",
@@ -125,7 +124,6 @@ MAY_KNOW = {
         "errors",
         "events",
         "expression",
-        "folder",
         "inner",
         "job",
         "overrides",
@@ -133,6 +131,7 @@ MAY_KNOW = {
         "replica",
         "report",
         "request",
+        "resuming",
         "rng",
         "schedules",
         "scoring",
@@ -155,6 +154,7 @@ MAY_KNOW = {
         "launch",
         "loop",
         "node",
+        "overrides",
         "ops",
         "replica",
         "report",
@@ -166,6 +166,7 @@ MAY_KNOW = {
         "strategy",
         "transports",
         "vectors",
+        "words",
     },
     "report": {
         "board",
@@ -200,7 +201,7 @@ MAY_KNOW = {
     "launch/hosts": {"errors"},
     "launch/on_ray": {"errors", "launch.agreement", "launch.band", "launch.hosts", "launch.remote"},
     "launch/remote": set[str](),
-    "launch/ssh": {"errors", "launch.agreement", "launch.band", "launch.hosts"},
+    "launch/ssh": {"environment", "errors", "launch.agreement", "launch.band", "launch.hosts"},
     "launch/templates": {"errors", "launch.hosts"},
 }
 

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import socket
+import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +17,10 @@ import torch
 from tests.processes import Processes, environ_of, free_port
 from tests.zoo import BATCH, make_data, make_large, train
 
-from orchestra import Attached, ConfigError, Steps, environment
-from orchestra.errors import Exposed
+from orchestra import Attached, ConfigError, Steps, environment, fingerprint
+from orchestra.attached import Place
+from orchestra.errors import ClusterError, Exposed
+from orchestra.launch import party
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -21,6 +28,10 @@ TOKEN = "0123456789abcdef" * 2
 def call(out: Path, **given: Any) -> Any:
     asked: dict[str, Any] = {"cluster": Attached(patience=6), "budget": Steps(3)} | given
     return train("allreduce", out, **asked).summary.steps
+
+
+def scaled(by: int) -> Any:
+    return tuple(by * t for t in make_data())
 
 
 def test_a_token_by_file_or_environment_lets_in(tmp_path: Path) -> None:
@@ -58,17 +69,46 @@ def test_without_encryption_the_token_still_counts(tmp_path: Path) -> None:
         ({"model": make_large}, "model is"),
         ({"seed": 4}, "seed is"),
         ({"optimizer": partial(torch.optim.SGD, lr=0.5)}, "optimizer is"),
-        ({"data": lambda: tuple(2 * t for t in make_data())}, "sum of some samples is"),
+        ({"data": partial(scaled, 2)}, "sum of some samples is"),
         ({"budget": Steps(4)}, "budget is"),
     ],
 )
 def test_the_first_difference_is_named(different: dict[str, Any], told: str, tmp_path: Path) -> None:
-    calls = [partial(call, tmp_path / "run"), partial(call, tmp_path / "run", **different)]
+    usual = {"data": partial(scaled, 1)}
+    calls = [partial(call, tmp_path / "run", **usual), partial(call, tmp_path / "run", **usual | different)]
     with Processes(calls) as processes:
         for outcome in processes.outcomes():
             assert outcome.code == 4
             assert told in outcome.error
     assert not list((tmp_path / "run").glob(".launch*"))
+
+
+@pytest.mark.parametrize("whose", ["orchestra", "script"])
+def test_other_sources_are_named(whose: str, tmp_path: Path) -> None:
+    """Two checkouts of one version, or an edit that did not reach every machine."""
+    script = "from tests.zoo import make_data\n\ndef data():\n    return make_data()\n"
+    for rank in (0, 1):
+        (tmp_path / str(rank) / "strategies").mkdir(parents=True)
+        (tmp_path / str(rank) / "strategies" / "slowmo.py").write_text("" if rank and whose == "orchestra" else "x = 1")
+        (tmp_path / str(rank) / "its_script.py").write_text(script + ("# edited" if rank and whose == "script" else ""))
+
+    def join() -> Any:
+        sys.path.insert(0, str(tmp_path / os.environ["RANK"]))
+        fingerprint._PACKAGE = tmp_path / os.environ["RANK"] / "strategies"
+        return call(tmp_path / "run", data=importlib.import_module("its_script").data)
+
+    with Processes([join] * 2) as processes:
+        outcomes = processes.outcomes()
+    told = {"orchestra": "sources of orchestra: slowmo.py is ", "script": "script: its_script is "}[whose]
+    for outcome in outcomes:
+        assert outcome.code == 4
+        assert told in outcome.error
+
+
+def test_what_is_installed_is_known_by_its_version(tmp_path: Path) -> None:
+    assert fingerprint._scripts([torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), pytest.fail]) == {}
+    assert [*fingerprint._scripts([make_large, partial(make_data)])] == ["tests.zoo"]
+    assert fingerprint._sources(fingerprint._PACKAGE)["fingerprint.py"]
 
 
 def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +126,6 @@ def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypa
         ({"RANK": "2"}, "must be below WORLD_SIZE"),
         ({"WORLD_SIZE": "two"}, "must be a whole number"),
         ({"MASTER_PORT": "70000"}, "must be a port"),
-        ({"MASTER_ADDR": "no.such.host.invalid", "ORCHESTRA_TOKEN": ""}, "cannot be resolved"),
     ],
 )
 def test_an_environment_that_cannot_be(
@@ -97,6 +136,89 @@ def test_an_environment_that_cannot_be(
             monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=told):
         call(tmp_path / "run")
+
+
+def test_a_name_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ_of(0, 2, free_port(), host="no.such.host.invalid").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError, match=r"'no\.such\.host\.invalid' cannot be resolved.* for 0\.3 s to find port"):
+        call(tmp_path / "run", cluster=Attached(patience=0.3))
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "expected"),
+    [
+        ("127.0.0.1", {}, True),
+        ("127.0.0.1", {"LOCAL_WORLD_SIZE": "1"}, False),  # there are others, wherever they are
+        ("127.0.0.1", {"LOCAL_WORLD_SIZE": ""}, True),  # nobody says, but everybody means this machine
+        ("::1", {}, True),
+        ("[::1]", {"LOCAL_WORLD_SIZE": ""}, True),
+        ("debian.test", {}, True),
+        ("debian.test", {"LOCAL_WORLD_SIZE": "1"}, False),
+        ("debian.test", {"LOCAL_WORLD_SIZE": ""}, False),
+        ("both.test", {}, False),
+    ],
+)
+def test_who_can_reach_a_run(
+    host: str, environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know(monkeypatch.setattr, {"debian.test": ["127.0.1.1"], "both.test": ["127.0.0.1", "198.51.100.7"]})
+    assert Place.of(environ_of(0, 2, 29500, host=host) | environ).loopback(patience=1) is expected
+
+
+def know(set_: Any, names: dict[str, list[str]]) -> None:
+    """Have this process know names, each by its addresses."""
+    really = socket.getaddrinfo
+
+    def look_up(host: Any, *args: Any, **given: Any) -> Any:
+        return [found for address in names.get(host, [host]) for found in really(address, *args, **given)]
+
+    set_(socket, "getaddrinfo", look_up)
+
+
+def own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_host_that_knows_itself_as_loopback(trusted: bool, tmp_path: Path) -> None:
+    """Processes 0 and 1 are on one, as Debian sets it up; process 2 is elsewhere, and knows its real address."""
+    outside = own_address()
+
+    def join() -> Any:
+        know(setattr, {"debian.test": ["127.0.1.1" if os.environ["RANK"] != "2" else outside]})
+        result = train("allreduce", tmp_path / "run", budget=Steps(3), cluster=Attached(patience=10, trusted=trusted))
+        return result.summary.steps, (tmp_path / "run" / "topology.json").exists()
+
+    environ = [{"LOCAL_WORLD_SIZE": str(size), "ORCHESTRA_TOKEN": TOKEN} for size in (2, 2, 1)]
+    with Processes([join] * 3, environ, host="debian.test") as processes:
+        outcomes = processes.outcomes()
+    assert [(outcome.value, outcome.error) for outcome in outcomes] == [((3, True), "")] * 3  # and all measured
+
+
+def test_torch_is_told_an_address_that_others_can_reach() -> None:
+    """Not the one by which a neighbour on this machine was met, even if it was met first."""
+    found = {}
+    with ExitStack() as open_:
+        for node, host in enumerate(("127.0.0.1", own_address()), start=1):
+            door = open_.enter_context(socket.create_server((host, 0)))
+            found[node] = open_.enter_context(socket.create_connection(door.getsockname()))
+        assert party._own_address(found) == own_address()
+        assert party._own_address({1: found[1]}) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_ipv6(trusted: bool, tmp_path: Path) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("this machine does not speak IPv6")
+    given = partial(call, tmp_path / "run", cluster=Attached(patience=10, trusted=trusted))
+    with Processes([given] * 3, host="[::1]") as processes:
+        assert [(outcome.value, outcome.error) for outcome in processes.outcomes()] == [(3, "")] * 3
 
 
 def test_more_servers_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

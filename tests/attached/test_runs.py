@@ -152,11 +152,11 @@ def test_a_worker_that_fails_is_named_and_its_traceback_told(tmp_path: Path) -> 
     model = trapped(Trap.at(1, 3, fail, size=3))
     call = lambda: train("allreduce", tmp_path / "run", cluster=Attached(patience=20), model=model)  # noqa: E731
     home, failed, other = together(3, call)
-    assert home.kind == "WorkerFailed"
+    assert (home.kind, home.code) == ("WorkerFailed", 10)
     assert "no such luck" in home.error
     assert "worker 1 failed" in home.error
-    assert failed.kind == "WorkerFailed"
-    assert (other.kind, other.error, other.code) == ("Stopped", "worker 1 failed", 1)
+    assert (failed.kind, failed.code) == ("WorkerFailed", 1)  # the one that did not stop because of another
+    assert (other.kind, other.error, other.code) == ("Stopped", "worker 1 failed", 10)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -222,6 +222,28 @@ def test_a_process_that_dies_during_a_mean_of_torch_is_named(tmp_path: Path) -> 
         assert "worker 2 died" in outcome.error
 
 
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_nobody_waits_for_who_ends_before_torch_is_connected(how: str, tmp_path: Path) -> None:
+    def call() -> Any:
+        from orchestra.transports import torch_means
+
+        def end(*args: Any) -> Any:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("no such device")
+
+        if os.environ["RANK"] == "2":
+            torch_means._backend = end  # type: ignore[assignment]
+        return train("allreduce", tmp_path / "run", cluster=Attached(patience=60, trusted=True))
+
+    began = time.monotonic()
+    home, other, _ = together(3, call)
+    assert time.monotonic() - began < 20
+    told = {"fails": "worker 2 failed", "dies": "worker 2 died"}[how]
+    assert told in home.error
+    assert told in other.error
+
+
 def test_who_waits_for_the_result_hears_that_there_is_none(tmp_path: Path) -> None:
     def scores(model: torch.nn.Module, data: Any) -> dict[str, float]:
         if (tmp_path / "run" / "events-0.jsonl").exists():  # after training, which is over then
@@ -231,5 +253,5 @@ def test_who_waits_for_the_result_hears_that_there_is_none(tmp_path: Path) -> No
     given: dict[str, Any] = {"evaluate": scores, "evaluation_data": lambda: None, "evaluate_every": Steps(99)}
     home, other = together(2, lambda: train("allreduce", tmp_path / "run", cluster=Attached(patience=20), **given))
     assert "cannot be scored" in home.error
-    assert (other.kind, other.code) == ("Stopped", 1)
+    assert (other.kind, other.code) == ("Stopped", 10)
     assert "worker 0 left before it told" in other.error

@@ -346,7 +346,7 @@ def test_ctrl_c_leaves_nothing_behind(poison: Poison, tmp_path: Path) -> None:
         while not (note.exists() and note.read_text()):
             time.sleep(0.05)
         command.send_signal(signal.SIGINT)
-        _, err = command.communicate(timeout=6)  # sooner than the check would end by itself
+        _, err = command.communicate(timeout=9)  # sooner than the check would end by itself
     assert command.returncode == 130
     assert "Traceback" not in err
     assert not _alive(int(note.read_text()))

@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from orchestra.budget import Target
-from orchestra.cli.table import Outcome, Row, Table, verdict
+from orchestra.cli import concluding
+from orchestra.cli.lessons import verdict
+from orchestra.cli.table import Outcome, Row, Table
 from orchestra.progress import NodeLine, Picture, drawing, plain_line
 from orchestra.report.facts import Facts
 
@@ -67,6 +74,28 @@ def test_what_missed_the_target_is_shown_and_not_ranked() -> None:
     assert cells["slowmo"][4] == "-"
     assert "slowmo did not reach the target in 1 of 2 runs" in made.markdown()
     assert "2.5 updates old" in " ".join(verdict(made, cores=8))
+
+
+def test_the_time_of_the_whole_run_is_told_also_where_the_target_was_missed() -> None:
+    made = table(row("allreduce", 4.0), row("ps", None))
+    total = made.columns().index("total time")
+    assert [made.cells(r)[total] for r in made.ranked] == ["9.00 s", "9.00 s"]
+    assert made.columns(narrow=True)[total] == "total"
+    assert [r["seconds"] for r in made.as_record()["rows"]] == [9.0, 9.0]
+
+
+def test_one_epoch_is_no_epochs() -> None:
+    assert table(row("allreduce", 4.0)).heading.endswith("· 3 epochs")
+    assert replace(table(row("allreduce", 4.0)), epochs=1.0).heading.endswith("· 1 epoch")
+
+
+def test_the_narrow_table_fits_a_small_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    concluding.show(table(row("allreduce", 4.0), row("ps(consistency=asp())", None, stale=2.5)), [])
+    lines = re.sub("\x1b.*?m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("9.00" in line and "0.8" in line for line in lines)
 
 
 def test_crowded_cores_are_admitted() -> None:

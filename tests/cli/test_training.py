@@ -183,7 +183,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, t
     assert said.json["steps"] == saved + 50
     complete = orchestra("resume", "broken")
     assert complete.code == 2
-    assert "is complete" in complete.err
+    assert "is complete, nothing left to do: it was to end after epochs=100" in complete.err
+    assert "--epochs 200 would go on" in complete.err
 
 
 def test_a_demo_is_not_put_over_something_else(orchestra: Orchestra) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cli.conftest import Orchestra
+from tests.processes import environ_of
+from tests.zoo import train
 
 from orchestra import LARS, AllReduce, Warmup, expression
 from orchestra.budget import Epochs, Seconds, Target
@@ -123,6 +125,34 @@ def test_bad_input_is_refused_with_a_hint(arguments: tuple[str, ...], hint: str,
     assert hint in said.err
     assert "Traceback" not in said.err
     assert not list(Path.cwd().iterdir())
+
+
+@pytest.mark.parametrize(("environ", "told"), [({}, True), ({"LOCAL_RANK": "1"}, False), ({"RANK": "x"}, True)])
+def test_of_many_processes_on_a_machine_one_says_what_is_wrong(
+    environ: dict[str, str], told: bool, orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the others end with the same code; but what is wrong with one of them alone, that one says."""
+    place = environ_of(1, 2, 29500) | {"LOCAL_RANK": "0"} | environ
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    said = orchestra("run", "digits", "--batch", "-1")
+    assert said.code == 2
+    assert bool(said.err) is told
+
+
+def test_a_script_ends_without_a_word_where_another_says_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for local_rank, is_told in (("0", True), ("1", False)):
+        for name, value in (environ_of(1, 2, 29500) | {"LOCAL_RANK": local_rank}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError) as caught:
+            train("allreduce", tmp_path / "run", batch=-1)
+        sys.excepthook(ConfigError, caught.value, None)
+        assert ("batch = -1" in capsys.readouterr().err) is is_told
+    sys.excepthook(ValueError, ValueError("of another kind"), None)
+    assert "of another kind" in capsys.readouterr().err
 
 
 def test_all_problems_at_once(orchestra: Orchestra) -> None:

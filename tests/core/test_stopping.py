@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 from tests.core.test_scoring import error
+from tests.processes import environ_of
 from tests.zoo import BATCH, SEED, Dicey, Paced, ended, events, make_data, my_rank, paced, train
 from torch import Tensor
 
 from orchestra import (
     ASP,
     AllReduce,
+    Attached,
+    Epochs,
     Local,
     LocalSGD,
     ParameterServer,
@@ -35,7 +38,7 @@ from orchestra import (
     snapshot,
 )
 from orchestra.data.feed import IndexedFeed
-from orchestra.errors import ConfigError, Interrupted, WorkerLost
+from orchestra.errors import CheckpointError, ConfigError, Interrupted, WorkerLost
 from orchestra.events import Saved, Stepped
 
 gently = partial(torch.optim.SGD, lr=1e-4)
@@ -176,6 +179,31 @@ def test_a_checkpoint_past_the_budget_is_not_taken_for_success(tmp_path: Path) -
         train(AllReduce(), tmp_path, budget=Steps(100), progress=press_at(0.5), **given)
     with pytest.raises(ConfigError, match="already at"):
         train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given)
+
+
+def test_a_budget_that_is_spent_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3)}
+    train(AllReduce(), tmp_path, budget=Steps(5), **given)
+    with pytest.raises(ConfigError, match=r"nothing left to do: it ends at step 3.*--steps 6, or budget=Steps\(6\)"):
+        train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given)
+    with pytest.raises(ConfigError, match=r"it ends after 1e-09 s, and .* s of training are already done; --seconds 1"):
+        train(AllReduce(), tmp_path, budget=Seconds(1e-9), resume=True, **given)
+    (tmp_path / "ending.json").unlink()  # broken off after the last step: what it learned is not lost
+    assert train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given).summary.steps == 3
+    assert "nothing left to do: it ends at step 3" in capsys.readouterr().err
+    more = train(AllReduce(), tmp_path, budget=Epochs(2), resume=True, **given)
+    assert more.summary.steps > 5
+
+
+def test_another_number_of_workers_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"budget": Steps(5), "checkpoint_every": Steps(3)}
+    train(AllReduce(), tmp_path, workers=2, **given)
+    with pytest.raises(CheckpointError, match=r"workers = 2, now it is 3\. Resume with as many: --workers 2, or"):
+        train(AllReduce(), tmp_path, workers=3, resume=True, **given)
+    for name, value in environ_of(0, 3, 29500).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match="Start 2 processes, of which 3 were started now: by torchrun"):
+        train(AllReduce(), tmp_path, cluster=Attached(), resume=True, **given)
 
 
 def test_interrupted_is_a_keyboard_interrupt(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def said(lab: Lab, program: str, *, host: int | None = None) -> list[str]:
     return [line.partition(" | ")[2] for line in out.getvalue().decode().splitlines()]
 
 
-def soon(true: Callable[[], object], seconds: float = 5.0) -> bool:
+def soon(true: Callable[[], object], seconds: float = 20.0) -> bool:
     """Whether something comes true in time."""
     end = time.monotonic() + seconds
     while not true():

@@ -193,7 +193,7 @@ def test_a_run_that_is_stopped_leaves_nothing(hosts: tuple[str, ...], number: in
         for _ in range(1 if hosts else 2):
             assert run.stdout.readline().endswith("begun\n")
         run.send_signal(number)
-        _, err = run.communicate(timeout=20)
+        _, err = run.communicate(timeout=40)
         assert run.returncode == code, err
         assert "Traceback" not in err
         assert soon(lambda: lab.look().processes == 0)

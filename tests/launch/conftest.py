@@ -64,9 +64,9 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN if what == "stubborn" else saves)
 if what == "family":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(here)], start_new_session=True)
-(here / f"pid-{rank}").write_text(str(os.getpid()))
 print("playing", flush=True)
 print("grumbling", file=sys.stderr, flush=True)
+(here / f"pid-{rank}").write_text(str(os.getpid()))
 time.sleep(600)
 """
 

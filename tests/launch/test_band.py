@@ -115,3 +115,41 @@ def test_lines_are_whole_and_nobody_is_cut_short(capfd: pytest.CaptureFixture[st
     out, err = capfd.readouterr()
     assert out == "\ufffd0"  # rank 0 as it is
     assert err.splitlines() == ["b | x", "b | half", "b | rest", "b | y"]
+
+
+def test_lines_of_rank_0_are_whole_as_well(capfd: pytest.CaptureFixture[str]) -> None:
+    news = News()
+    for rank, said in ((0, b"half "), (1, b"x\n10%\r50%\r100%\ny"), (0, b"a line\nnot"), (1, b"z\n"), (0, b" ended")):
+        news.put((rank, ("err", said)))
+    for rank in (1, 0):
+        news.put((rank, ("end", 0)))
+    assert Band(["a", "b"], news).play({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
+    assert capfd.readouterr().err == "b | x\nb | 100%\nhalf a line\nb | yz\nnot ended"
+
+
+@pytest.mark.parametrize(
+    ("ended", "cause"),
+    [
+        ([(0, 10), (2, 10), (1, 5)], 1),  # the others were told by it
+        ([(0, 10), (1, 4), (2, 10)], 1),
+        ([(0, 6), (1, 4), (2, 137)], 2),
+        ([(1, 10), (0, 6), (2, 10)], 0),
+        ([(2, 10), (1, 10), (0, 10)], 2),  # nobody says more
+    ],
+)
+def test_who_was_stopped_by_another_is_not_the_cause(
+    ended: list[tuple[int, int]], cause: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    news = News()
+    for rank, status in ended:
+        news.put((rank, ("end", status)))
+    assert play(*(Deaf(rank, news) for rank in range(3))) == dict(ended)[cause]
+    assert f"rank {cause} on {'abc'[cause]} failed first" in capfd.readouterr().err
+
+
+def test_a_cause_that_takes_its_time_is_found(capfd: pytest.CaptureFixture[str]) -> None:
+    """It has more to do than those it stopped, and may have been asked to stop by then."""
+    news = News()
+    news.put((0, ("end", 10)))
+    assert play(Deaf(0, news), Deaf(1, news, at="SIGTERM", status=5), Deaf(2, news, at="SIGTERM", status=143)) == 5
+    assert "rank 1 on b failed first: exit status 5" in capfd.readouterr().err

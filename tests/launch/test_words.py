@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import Orchestra
 from tests.cli.conftest import orchestra as orchestra  # the fixture
+from tests.processes import environ_of
 
+from orchestra.attached import Attached
+from orchestra.cluster import Cluster, Local
 from orchestra.errors import ConfigError
+from orchestra.launch import ssh
 from orchestra.launch.hosts import Host, read_hosts, seats
 
 FILE = """\
@@ -100,3 +104,39 @@ def test_bad_input_is_refused_with_a_hint(arguments: tuple[str, ...], hint: str,
     assert said.code == 2
     assert hint in said.err
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("cluster", "started", "expected"),
+    [
+        (Attached(), "orchestra launch --hosts h.txt --", "orchestra launch --hosts h.txt -- resume runs/a"),
+        (Attached(trusted=True), "orchestra launch --", "orchestra launch -- resume runs/a --trusted-network"),
+        (
+            Attached(token_file="t"),
+            "",
+            "`orchestra resume runs/a --token-file t`, started in 3 processes as this run was",
+        ),
+        (Local(), "", "orchestra resume runs/a"),
+    ],
+)
+def test_how_to_go_on_is_what_was_typed(
+    cluster: Cluster, started: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (environ_of(0, 3, 29500) | {"ORCHESTRA_STARTED_BY": started}).items():
+        monkeypatch.setenv(name, value)
+    assert cluster.how_to_resume(Path("runs/a")) == expected
+
+
+def test_what_is_typed_again(orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was given; secrets are not printed."""
+    (tmp_path / "my hosts").write_text("one\n")
+    found: list[str] = []
+
+    def launch(run: ssh.Run, token: str) -> int:
+        found.append(run.again)
+        return 0
+
+    monkeypatch.setattr(ssh, "launch", launch)
+    given = ("--hosts", "my hosts", "--per-host", "2", "--env", "KEY=secret", "--port", "4567")
+    assert orchestra("launch", *given, "--", "run", "digits").code == 0
+    assert found == ["orchestra launch --hosts 'my hosts' --per-host 2 --port 4567 --env KEY=... --"]

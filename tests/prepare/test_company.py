@@ -3,25 +3,27 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import io
 import json
 import os
+import re
 import signal
-import subprocess
-import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from tests.prepare.loops import loop, make_loader
+from tests.prepare.loops import equal, loop, make_loader
 from tests.processes import Processes, together
-from tests.zoo import classifier, ended, make_model, sgd
+from tests.zoo import adam, classifier, ended, make_model, momentum, sgd
+from torch import nn
 
 import orchestra
+from orchestra.events import EventLog
+from orchestra.fingerprint import parts_of_model, parts_of_optimizer
 from orchestra.report.facts import facts_of
 
 
@@ -42,20 +44,53 @@ def test_a_worker_that_dies_is_named(dies: int) -> None:
         assert f"worker {dies} died: its connection" in outcome.error
 
 
+def smaller() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 2), nn.Linear(2, 1, bias=False))
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.SGD([{"params": [first]}, {"params": others, "momentum": 0.5}], lr=0.05)
+
+
 @pytest.mark.parametrize(
     ("different", "told"),
     [
-        ({"model": classifier}, "model is"),
+        ({"model": smaller}, "parameter 2.weight is '3×7 float32' here and '2×7 float32' there"),
+        ({"model": classifier}, "parameter 3.weight is '1×3 float32' here and None there"),
         ({"strategy": "slowmo"}, "strategy is"),
-        ({"optimizer": sgd}, "optimizer is"),
-        ({"loader": partial(make_loader, 96)}, "data is"),
+        ({"optimizer": partial(momentum, lr=0.2)}, "lr of the optimizer is 0.02 here and 0.2 there"),
+        ({"optimizer": adam}, "optimizer is 'SGD' here and 'Adam' there"),
+        ({"optimizer": grouped}, "groups of the optimizer is 1 here and 2 there"),
+        ({"loader": partial(make_loader, 96)}, "data is '108 samples' here and '96 samples' there"),
     ],
 )
 def test_the_first_difference_is_named(different: dict[str, Any], told: str) -> None:
     with Processes([loop, partial(loop, **different)]) as processes:
         for outcome in processes.outcomes():
             assert outcome.code == 4
-            assert told in outcome.error
+            assert told in outcome.error or _seen_from_the_other_side(told) in outcome.error
+
+
+def _seen_from_the_other_side(told: str) -> str:
+    return re.sub(r"is (.*) here and (.*) there", r"is \2 here and \1 there", told)
+
+
+def test_a_large_model_can_be_introduced() -> None:
+    def many(last: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1, 1) for _ in range(2000)), nn.Linear(1, last))
+
+    def optimizer(rate: float, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": rate - i / 1e6} for i, p in enumerate(parameters)])
+
+    about = parts_of_model(many(1)) | parts_of_optimizer(optimizer(0.1, many(1).parameters()))
+    assert len(json.dumps(about)) < 50_000
+    assert about["parameter 100.bias"] == "1 float32"
+    assert about["lr of group 100 of the optimizer"] == 0.0999
+    assert parts_of_model(many(1)) != parts_of_model(many(2))
+    assert parts_of_optimizer(optimizer(0.1, many(1).parameters())) != parts_of_optimizer(
+        optimizer(0.2, many(1).parameters())
+    )
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "localsgd(tau=3)"])
@@ -71,8 +106,8 @@ def test_who_makes_fewer_steps_is_named(strategy: str) -> None:
             optimizer.step()
         optimizer.finish()
 
-    for outcome in together(2, call):
-        assert outcome.code == 4, outcome.error
+    for outcome, code in zip(together(2, call), (10, 4), strict=True):
+        assert outcome.code == code, outcome.error
         assert "worker 0 finished after 6 steps, but worker 1 has begun step 7" in outcome.error
 
 
@@ -104,70 +139,94 @@ def test_the_run_folder_is_that_of_train(tmp_path: Path) -> None:
         loop("localsgd(tau=2)", out=tmp_path / "run")
 
 
-# Whole scripts: what they print, and how they exit.
+def test_a_run_folder_that_others_do_not_see_gets_their_files(tmp_path: Path) -> None:
+    def call() -> None:
+        place = tmp_path / f"machine-{rank()}"
+        place.mkdir()
+        os.chdir(place)
+        read_text = Path.read_text
 
-SCRIPT = """
-import os, torch, orchestra
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = orchestra.prepare(model, optimizer, strategy="localsgd(tau=2)")
-for i in range(4):
-    optimizer.zero_grad()
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    {at_a_step}
-{at_the_end}
-"""
+        def near(path: Path, *args: Any, **given: Any) -> str:
+            if path.name.startswith(".mark") and rank():
+                raise FileNotFoundError(path)  # as on another machine
+            return read_text(path, *args, **given)
 
+        with contextlib.suppress(SystemExit), mock.patch.object(Path, "read_text", near):
+            loop("ps", out="run" if rank() == 0 else None)
 
-def as_script(text: str) -> tuple[Any, str]:
-    """Run it as an interpreter of its own would: the exit code, and what it said."""
-    said, code = io.StringIO(), 0
-    with contextlib.redirect_stderr(said):
-        try:
-            try:
-                exec(compile(text, "script.py", "exec"), {})
-            except BaseException:
-                code = 1
-                sys.excepthook(*sys.exc_info())
-        except SystemExit as end:
-            code = end.code  # type: ignore[assignment]
-        atexit._run_exitfuncs()
-    return code, said.getvalue()
+    for outcome in together(3, call):
+        assert not outcome.kind, outcome.error
+    run = tmp_path / "machine-0" / "run"
+    assert not [*(tmp_path / "machine-1").iterdir(), *(tmp_path / "machine-2").iterdir()]
+    assert {path.name for path in run.iterdir()} == {
+        "config.json", "events-0.jsonl", "events-1.jsonl", "events-2.jsonl", "ending.json", "summary.json",
+        "model.safetensors",
+    }  # fmt: skip
+    assert len(facts_of(run).shares) == 3
 
 
-def scripts(size: int, at_a_step: str = "pass", at_the_end: str = "optimizer.finish()") -> list[Any]:
-    text = SCRIPT.format(at_a_step=at_a_step, at_the_end=at_the_end)
-    outcomes = together(size, partial(as_script, text))
-    return [outcome.value if outcome.kind != "killed" else (-9, "") for outcome in outcomes]
+def test_worker_0_waits_for_what_the_others_write(tmp_path: Path) -> None:
+    def call() -> None:
+        flush = EventLog.flush
+
+        def late(log: EventLog) -> None:
+            time.sleep(0.5 * rank())
+            flush(log)
+
+        with mock.patch.object(EventLog, "flush", late):
+            loop("allreduce", out=tmp_path / "run", model=lambda: nn.Linear(7, 1))
+
+    for outcome in together(2, call):
+        assert not outcome.kind, outcome.error
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["samples"] == 216
+    assert len(summary["shares"]) == 2
 
 
-def test_a_forgotten_finish_is_noticed() -> None:
-    ((code, said),) = scripts(1, at_the_end="pass")
-    assert code == 0
-    assert "worker 0 ended without optimizer.finish()" in said
-    assert scripts(1) == [(0, "")]
-    (_, said), (code, told) = scripts(2, at_the_end='os.environ["RANK"] == "0" or optimizer.finish()')
-    assert "worker 0 ended without optimizer.finish()" in said
-    assert (code, told) == (1, "Stopped: worker 0 ended without optimizer.finish()\n")
+def test_a_folder_that_cannot_be_written_ends_it_for_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    mine, theirs = together(2, partial(loop, out=tmp_path / "file" / "run"))
+    assert (mine.code, theirs.code) == (2, 10)
+    assert "out = " in mine.error
+    assert "cannot be written" in mine.error
+    assert "cannot be written" in theirs.error
 
 
-def test_an_error_in_the_loop_reaches_the_others() -> None:
-    (code, said), (other, told) = scripts(2, at_a_step='assert os.environ["RANK"] == "0", "no such luck"')
-    assert (code, other) == (1, 1)
-    assert said == "Stopped: worker 1 failed: AssertionError: no such luck\n"
-    assert "Traceback" in told
+# What cannot be.
 
 
-def test_a_death_is_the_exit_code_of_the_others() -> None:
-    (code, said), (other, _) = scripts(2, at_a_step='os.environ["RANK"] == "0" or os.kill(os.getpid(), 9)')
-    assert (code, other) == (6, -9)
-    assert "WorkerLost: worker 1 died: its connection" in said
+def test_servers_are_processes_of_their_own() -> None:
+    """As many more as there are servers; how many, the message says."""
+    for outcome in together(2, partial(loop, "ps(servers=2)")):
+        assert outcome.code == 2
+        assert "ParameterServer has 2 servers, each a process of its own" in outcome.error
+        assert "torchrun --nproc-per-node 4 for 2 workers" in outcome.error
+    with pytest.raises(orchestra.ConfigError, match="start more than 1 process, such as torchrun --nproc-per-node 3"):
+        loop("ps")
 
 
-def test_a_whole_interpreter_exits_with_the_code_of_the_error() -> None:
-    nan = "model.zero_grad(); (model(torch.ones(2, 3)) / 0).sum().backward(); optimizer.step()"
-    text = SCRIPT.format(at_a_step=f"for _ in range(10): {nan}", at_the_end="optimizer.finish()")
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 5
-    assert done.stderr.startswith("Diverged: worker 0: the gradient was NaN or infinite 10 times in a row")
+@pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, colocated=True)"])
+def test_with_as_many_more_it_works(strategy: str) -> None:
+    def call() -> Any:
+        with contextlib.suppress(SystemExit):
+            return loop(strategy)
+        return "a server"
+
+    *workers, first, second = together(4, call)
+    assert first.value == second.value == "a server"
+    expected = together(2, loop)
+    for outcome, other in zip(workers, expected, strict=True):
+        assert not outcome.kind, outcome.error
+        assert equal(outcome.value[1], other.value[1])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "told"),
+    [
+        (orchestra.Attached(order=(0, 1)), "cluster.order = (0, 1)    a loop goes by the ranks"),
+        (orchestra.Local(workers=4), "start it with torchrun --nproc-per-node 4"),
+    ],
+)
+def test_a_cluster_that_a_loop_cannot_have(cluster: Any, told: str) -> None:
+    with pytest.raises(orchestra.ConfigError, match=re.escape(told)):
+        loop(cluster=cluster)

@@ -43,7 +43,7 @@ def prints(name: str, *args: str) -> str:
 @pytest.mark.parametrize("strategy", ["slowmo(tau=8)", "allreduce"])
 def test_own_loop(strategy: str) -> None:
     printed = prints("own_loop.py", "--epochs", "3", "--strategy", strategy)
-    found = re.fullmatch(r"accuracy (\S+) with 2 workers\n", printed)
+    found = re.fullmatch(r"accuracy (\S+), workers: 2\n", printed)
     assert found is not None
     assert float(found[1]) > 0.8
 
@@ -61,7 +61,7 @@ def test_accelerate_style() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 def test_lightning_strategy() -> None:
-    found = re.fullmatch(r"accuracy (\S+) with 2 workers\n", prints("lightning_strategy.py", "--epochs", "4"))
+    found = re.fullmatch(r"accuracy (\S+), workers: 2\n", prints("lightning_strategy.py", "--epochs", "4"))
     assert found is not None
     assert float(found[1]) > 0.8
 
@@ -73,4 +73,4 @@ def test_under_torchrun() -> None:
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*torchrun, *script], capture_output=True, text=True, timeout=55, check=False, env=environ)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"accuracy \S+ with 2 workers\n", done.stdout)
+    assert re.fullmatch(r"accuracy \S+, workers: 2\n", done.stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.zoo import SEED, Dicey, adam, make_data, make_model, momentum, plain,
 from torch import nn
 
 import orchestra
-from orchestra import Epochs, Steps, expression
+from orchestra import Attached, Epochs, Steps, expression
 from orchestra.inner import Factory
 from orchestra.loop.loader import Share
 from orchestra.rng import seed_everything
@@ -166,3 +167,41 @@ def test_a_plateau_is_told_by_the_losses(tmp_path: Path) -> None:
     for _, state in values(together(2, call)):
         assert equal(state, here.model.state_dict())
     assert here.summary.happened is not None
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["allreduce", "slowmo(tau=4)", "switch(then=ps(consistency=bsp()), when=atshare(share=0.5), momenta=reset)"],
+)
+def test_means_by_torch_are_those_by_messages(strategy: str) -> None:
+    """On a network that is trusted; equal but for rounding."""
+    seen: list[Any] = []
+
+    def call(collectives: str) -> Any:
+        def each(optimizer: Any) -> None:
+            seen.append(optimizer.orchestra._node.comm.transport.inner.means is not None)
+
+        cluster = Attached(trusted=True, collectives=collectives, patience=20)
+        with contextlib.suppress(SystemExit):
+            found = loop(strategy, cluster=cluster, loader=partial(make_loader, 101), each=each, told=True, steps=12)
+            return found, {*seen}
+        return None
+
+    size = 3 if "ps" in strategy else 2
+    mine = values(together(size, partial(call, "auto")))
+    theirs = values(together(size, partial(call, "messages")))
+    for (found, by_torch), (expected, by_messages) in zip(mine[:2], theirs[:2], strict=True):
+        assert (by_torch, by_messages) == ({True}, {False})
+        for name, tensor in expected[1].items():
+            torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-6)
+    assert equal(mine[0][0][1], mine[1][0][1])
+
+
+def test_who_is_lost_is_named_also_where_torch_takes_the_means() -> None:
+    def each(optimizer: Any) -> None:
+        if optimizer.orchestra.steps == 5 and optimizer.orchestra.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    lives, _ = together(2, partial(loop, each=each, cluster=Attached(trusted=True, patience=20)))
+    assert lives.code == 6
+    assert "worker 1 died" in lives.error

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,6 +141,24 @@ def test_a_scheduler_made_before_goes_on() -> None:
         return model.state_dict()
 
     assert equal(call(True), call(False))
+
+
+def test_a_scheduler_made_before_finds_nothing_to_complain_of_with_servers() -> None:
+    def call() -> None:
+        warnings.simplefilter("error")
+        model = make_model()
+        given = momentum(model.parameters())
+        scheduler = LambdaLR(given, lambda t: 0.5**t)
+        with contextlib.suppress(SystemExit):
+            model, optimizer = orchestra.prepare(model, given, strategy="ps")
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 7)).sum().backward()
+                optimizer.step()
+                scheduler.step()
+            optimizer.finish()
+
+    values(together(2, call))
 
 
 def test_a_worker_that_overflows_does_not_stop_the_others() -> None:
@@ -353,13 +373,13 @@ def test_autocast_and_grad_mode_are_left_alone() -> None:
     ("given", "told"),
     [
         ({"optimizer": partial(torch.optim.LBFGS, lr=0.1)}, "evaluates the loss several times a step"),
-        ({"strategy": "ps"}, "start with torchrun"),
+        ({"strategy": "ps"}, "start more than 1 process"),
         ({"strategy": "hogwild"}, "share one x in one memory"),
         ({"strategy": "switch(then=localsgd)"}, "looks at the loss of every epoch"),
         ({"strategy": "switch(then=localsgd, when=atshare(share=0.5))"}, "switches after a share"),
         ({"strategy": "slowmo(tau=0)"}, "must be at least 1"),
         ({"model": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())}, "one dtype in common"),
-        ({"other": True}, "not the model's"),
+        ({"other": True}, "not of the model"),
         ({"loader": [1, 2, 3]}, "must be a torch DataLoader"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.zoo import flat, train
 
 from orchestra import Local, Simulated, Steps
 from orchestra.cluster import Cluster
-from orchestra.events import Ended, read
+from orchestra.events import Ended, Logged, read
 from orchestra.report import perfetto
 
 WORLDS = {"processes": Local(workers=2, threads=1), "rehearsal": Simulated(workers=2)}
@@ -54,8 +54,21 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(*models)
     assert not list((tmp_path / "False").glob("trace-*"))
     for node in range(3):
-        one, other = ((tmp_path / f"{trace}/events-{node}.jsonl").read_text() for trace in (False, True))
-        assert one == other
+        one, other = (list(read(tmp_path / f"{trace}/events-{node}.jsonl")) for trace in (False, True))
+        assert one == [e for e in other if not (isinstance(e, Logged) and e.name == "consensus")]
+
+
+def test_before_a_mean_it_is_told_how_far_the_models_are_apart(tmp_path: Path) -> None:
+    """Of two, each is as far from the mean as the other; and where all are always equal there is nothing to tell."""
+    run("localsgd(tau=2)", tmp_path / "run", Simulated(workers=2), trace=True)
+    first, second = (
+        [e.value for e in read(tmp_path / f"run/events-{w}.jsonl") if isinstance(e, Logged)] for w in (0, 1)
+    )
+    assert len(first) == 2
+    assert first == pytest.approx(second)
+    assert min(first) > 0
+    run("allreduce", tmp_path / "equal", Simulated(workers=2), trace=True)
+    assert not [e for e in read(tmp_path / "equal/events-0.jsonl") if isinstance(e, Logged)]
 
 
 @pytest.mark.parametrize("traced", [True, False])

@@ -53,7 +53,7 @@ def _live(rank: int, size: int, pipe: Connection) -> None:
         rank, size, TOKEN.run(), sockets, largest=1 << 24, patience=PATIENCE, traffic=traffic, summed=True
     )  # fmt: skip
     means = TorchMeans(
-        tcp_store(exchange, rank, size, HOST), rank, size, torch.device("cpu"), host=HOST, patience=PATIENCE
+        tcp_store(exchange, rank, size, HOST, PATIENCE), rank, size, torch.device("cpu"), host=HOST, patience=PATIENCE
     )
     machine = Machine(rank, Group(tuple(range(size))), AttachedTransport(rank, size, exchange, traffic), means)
     pipe.send(None)

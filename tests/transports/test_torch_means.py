@@ -66,6 +66,13 @@ def test_a_mean_is_the_mean_by_hand(machines: Hosts, numel: int, dtype: torch.dt
         torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("host", [HOST, "198.51.100.7"], ids=["nobody else comes", "not our address"])
+def test_workers_that_do_not_come_together_are_told_what_to_do(host: str, tmp_path: Path) -> None:
+    store = torch_means.file_store(tmp_path / "store", 2)
+    with pytest.raises(Stalled, match=r"did not come together with the other 1 .*All ports must be open"):
+        torch_means.TorchMeans(store, 0, 2, torch.device("cpu"), host=host, patience=0.5)
+
+
 def test_without_weights_nothing_changes(machines: Hosts) -> None:
     for x, total in machines.all(mean_of, 70_000, torch.float32, [0.0] * WORKERS):
         assert total == 0

@@ -12,7 +12,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from orchestra.errors import Interrupted, OrchestraError, WorkerFailed
+from orchestra import environment
+from orchestra.errors import Interrupted, OrchestraError, Stopped, WorkerFailed
 
 _INTERRUPTED = 130
 _CLOSED_PIPE = 141  # what a shell reports for a program that wrote into a closed pipe
@@ -32,10 +33,13 @@ def invoke(arguments: Sequence[str]) -> int:
     except SystemExit as ended:
         return _code(ended)
     except OrchestraError as error:
-        print(describe(error), file=sys.stderr)
+        is_known = isinstance(error, Stopped) and error.is_interruption  # process 0 tells, and what to do next
+        if not is_known and not environment.is_told_by_another(error):
+            print(describe(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped.", file=sys.stderr)
+        if not environment.is_member():
+            print("stopped.", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
         # Whoever read us is gone; so that the interpreter does not complain while flushing, let it flush nowhere.

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from orchestra import environment
 from orchestra.cli import data, lab
 from orchestra.cli.compare import compare
 from orchestra.cli.demo import demo
@@ -39,11 +40,17 @@ class _Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except Interrupted as error:
-            print(error, file=sys.stderr)
+            _say(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            print("stopped before anything was saved.", file=sys.stderr)
+            _say("stopped before anything was saved.")
             raise typer.Exit(Interrupted.exit_code) from None
+
+
+def _say(message: str) -> None:
+    """Of several processes that were stopped together, the first says so."""
+    if not environment.is_member():
+        print(message, file=sys.stderr)
 
 
 app = typer.Typer(
@@ -88,8 +95,8 @@ def orchestra(
       orchestra launch --hosts FILE -- run ...  one run on many machines
 
     Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
-    come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 8 open to strangers,
-    130 stopped by Ctrl-C.
+    come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 8 open to strangers, 9 an assertion does
+    not hold, 10 another process ended the run, 130 stopped by Ctrl-C.
     """
 
 

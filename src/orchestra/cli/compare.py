@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from orchestra import progress
-from orchestra.cli import in_lab, sources, summary
+from orchestra.cli import claims, fairness, in_lab, sources, summary, tuning
 from orchestra.cli import options as o
+from orchestra.cli.concluding import conclude
 from orchestra.cli.options import Options
-from orchestra.cli.worlds import is_solo
+from orchestra.cli.worlds import is_solo, refuse_under_launcher
 from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed, nearest
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from orchestra.recipe import Recipe
 
 _SNAPSHOTS = 40  # of a run: how finely the time to the target is told
-_WIDE = 125  # columns of a terminal that takes the table with its long headings
+_WIDE = 140  # columns of a terminal that takes the table with its long headings
 DEFAULT = "allreduce,ps,localsgd,slowmo"
 
 
@@ -46,6 +44,19 @@ Lab = Annotated[
         "1gbit,0.2ms,cpu=0.5. Needs root: see orchestra lab.",
     ),
 ]
+Rates = Annotated[
+    str | None,
+    typer.Option(metavar="A,B,C", help="Learning rates to try for each strategy before the race; the best one races."),
+]
+Claims = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--assert",
+        metavar="CLAIM",
+        help='End with code 9 unless it holds: "slowmo.time < allreduce.time", "ps.bytes <= 0.5 * allreduce.bytes". '
+        "Figures: time, seconds, bytes, wait, staleness, final, reached.",
+    ),
+]
 Goal = Annotated[
     str | None, typer.Option(metavar="SCORE=VALUE", help="The test score to race to. Default: the recipe's own.")
 ]
@@ -56,8 +67,8 @@ def compare(
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, lab: Lab = None, out: o.Out = None, json_: o.Json = False,
-    quiet: o.Quiet = False,
+    network: o.Network = None, delay: o.Delay = None, lab: Lab = None, lrs: Rates = None, asserted: Claims = None,
+    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies to a target on the same model, samples and seeds, and print who won and what it cost.
 
@@ -72,7 +83,9 @@ def compare(
       orchestra compare mnist-lenet --epochs 2 --partition dirichlet:0.3
       orchestra compare digits --sim -n 16 --network 10mbit,1ms --delay "lognormal:0.02,0.3 slow:1x5"
       orchestra compare digits --lab 10mbit,1ms -n 3 -s allreduce,localsgd
+      orchestra compare digits --sim -n 8 --seeds 5 --lrs 0.02,0.05,0.1 --assert "slowmo.time < allreduce.time"
     """
+    refuse_under_launcher("compare")
     source = sources.find(recipe)
     shared = Options(
         workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr,
@@ -80,8 +93,11 @@ def compare(
         device=device, sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
+    said = [claims.parse(text, race.strategies) for text in asserted or []]
+    if lrs is not None:
+        race = tuning.tune(race, tuning.read(lrs), quiet=quiet)
     table = race.run(quiet=quiet)
-    conclude(table, race.out, as_json=json_, quiet=quiet)
+    conclude(table, race.out, as_json=json_, quiet=quiet, fair=race.fairness(table), asserted=said)
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,8 @@ class Race:
     target: Target
     out: Path
     lab: str | None = None  # the network that each runs in
+    rates: Mapping[str, float] = field(default_factory=dict)  # learning rates of their own
+    tries: int = 0  # after so many
 
     @property
     def epochs(self) -> float:
@@ -115,7 +133,8 @@ class Race:
                     summary.say(f"{mark}: {self.told(outcome)}")
         except Interrupted:
             if any(outcomes.values()):
-                conclude(self.table(outcomes), self.out, as_json=False, quiet=quiet)
+                table = self.table(outcomes)
+                conclude(table, self.out, as_json=False, quiet=quiet, fair=self.fairness(table))
             raise
         return self.table(outcomes)
 
@@ -126,7 +145,8 @@ class Race:
         from orchestra.cli.table import Outcome, judge
 
         folder = self.out / _slug(strategy) / f"seed{seed}"
-        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder))
+        rate = {"lr": self.rates[strategy]} if strategy in self.rates else {}
+        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate)
         note = {"recipe": self.source.name, "args": [], "options": chosen.given()}
         try:
             if self.lab is not None:
@@ -175,6 +195,10 @@ class Race:
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
         return Table(*what, world=self._world())
+
+    def fairness(self, table: Table) -> list[str]:
+        """What all had in common, as the folders of the runs say."""
+        return fairness.examine(table, {s: self.rates.get(s, self.shared.lr) for s in self.strategies}, self.tries)
 
     def _world(self) -> str:
         """Where it takes place, if that is not here."""
@@ -287,61 +311,3 @@ def _slug(text: str) -> str:
 def _new_folder(label: str) -> Path:
     stem = f"{time.strftime('%Y-%m-%d-%H%M%S')}-compare-{label}"
     return next(p for i in range(1, 1000) if not (p := Path("runs") / (stem + (f"-{i}" if i > 1 else ""))).exists())
-
-
-def conclude(table: Table, out: Path, *, as_json: bool, quiet: bool) -> None:
-    """Save the table, print it with what was learned, and fail if a run failed."""
-    record = save(table, out)
-    if as_json:
-        summary.print_json(record)
-    else:
-        show(table, record["learned"])
-        if not quiet:
-            summary.say(f"\nsaved: {summary.nearby(out)}/table.md and table.json")
-            summary.say(
-                f"next: orchestra report {summary.nearby(out)} · orchestra explain "
-                + table.ranked[0].strategy.split("(")[0]
-            )
-    if any(row.failures for row in table.rows):
-        raise typer.Exit(1)
-
-
-def save(table: Table, out: Path) -> dict[str, Any]:
-    """Write the table, and what was learned, to the folder of the runs; gives all of it."""
-    from orchestra.cli.table import verdict
-
-    virtual = any(facts.virtual for row in table.rows for facts in row.done)
-    words = verdict(table, None if virtual else len(os.sched_getaffinity(0)))
-    record = table.as_record() | {"learned": words, "out": str(out)}
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(summary.finite(record), indent=1, ensure_ascii=False)
-    (out / "table.json").write_text(text + "\n", encoding="utf-8")
-    (out / "table.md").write_text(table.markdown() + "\n" + " ".join(words) + "\n", encoding="utf-8")
-    return record
-
-
-def show(table: Table, words: list[str]) -> None:
-    """Print the table, and what was learned."""
-    from rich.table import Table as Grid
-
-    console = summary.console_for(80 if sys.stdout.isatty() else 200)
-    narrow = console.width < _WIDE
-    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1 if narrow else 2, 0, 0))
-    for i, heading in enumerate(table.columns(narrow=narrow)):
-        # Only the time may be broken into lines, between words.
-        grid.add_column(heading, justify="left" if i in (0, 3) else "right", no_wrap=i != 3, overflow="fold")
-    for row in table.ranked:
-        grid.add_row(*table.cells(row, narrow=narrow))
-    console.print(f"\n{table.heading}\n", style="bold")
-    console.print(grid)
-    if narrow:
-        console.print(
-            f"runs: reached · ratio: speed, {table.baseline} = 1 · MB: of a worker · stale: mean/max", style="dim"
-        )
-    else:
-        console.print(f"\n{table.legend}", style="dim")
-    for note in table.notes():
-        console.print(note)
-    console.print()
-    for sentence in words:
-        console.print(sentence)

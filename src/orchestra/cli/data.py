@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from orchestra.cli import summary
+from orchestra.words import plural
 
 if TYPE_CHECKING:
     from orchestra.data.sets import DataSet
@@ -74,7 +75,7 @@ def fetch(name: Name, json_: Json = False) -> None:
 
     entry = find(name)
     if not entry.bundled and not json_:
-        _say(f"{name}: looking for {len(entry.files)} files, {entry.nbytes / 1e6:.0f} MB ...")
+        _say(f"{name}: looking for {plural(len(entry.files), 'file')}, {entry.nbytes / 1e6:.0f} MB ...")
     folder = fetch_files(entry)
     if json_:
         _print_json(_facts(entry))

@@ -11,6 +11,7 @@ import typer
 
 from orchestra.cli import options as o
 from orchestra.cli import sources, summary
+from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem
 
 _STRATEGIES = ["allreduce", "ps", "ps(consistency=asp())", "localsgd(tau=8)", "slowmo(tau=8)"]
@@ -31,8 +32,9 @@ def demo(
       orchestra demo
       orchestra demo --out elsewhere --json
     """
-    from orchestra.cli import compare
+    from orchestra.cli import compare, concluding
 
+    refuse_under_launcher("demo")
     if not quiet:
         summary.say(
             "Five ways for four workers to train one small network on 1,437 handwritten digits, two seeds each.\n"
@@ -44,7 +46,7 @@ def demo(
     out.mkdir(parents=True)
     (out / _MARK).write_text("made by `orchestra demo`, which replaces it when it is run again\n", encoding="utf-8")
     table = race.run(quiet=quiet)
-    compare.conclude(table, out, as_json=json_, quiet=True)
+    concluding.conclude(table, out, as_json=json_, quiet=True)
     if not quiet:
         summary.say(_NEXT.format(out=summary.nearby(out.absolute())))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -93,7 +94,10 @@ def launch(
     from orchestra.transports import token
 
     places = read_hosts(hosts, per_host=per_host, python=python or sys.executable, cwd=cwd or os.getcwd())
-    run = Run(places, words, _words(ssh), master, port, _environment(env or []))
+    given = {"hosts": hosts, "per-host": per_host if per_host != 1 else None, "master": master, "port": port,
+             "token-file": token_file, "python": python, "ssh": ssh if ssh != "ssh" else None, "cwd": cwd}  # fmt: skip
+    again = shlex.join(["orchestra", "launch", *_flags(given, env or []), "--"])
+    run = Run(places, words, _words(ssh), master, port, _environment(env or []), again=again)
     run.check()
     if dry_run:
         print(describe(run))
@@ -106,6 +110,13 @@ def _words(ssh: str) -> list[str]:
         return shlex.split(ssh)
     except ValueError as error:
         raise ConfigError([Problem("ssh", ssh, f"cannot be read: {str(error).lower()}")]) from None
+
+
+def _flags(given: Mapping[str, object], env: list[str]) -> list[str]:
+    """Options as they were given, for whoever is to type them again; but for values, which may be secret."""
+    named = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    names = [text if "=" not in text else f"{text.partition('=')[0]}=..." for text in env]
+    return named + [word for name in names for word in ("--env", name)]
 
 
 def _environment(given: list[str]) -> dict[str, str]:

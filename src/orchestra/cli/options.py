@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from orchestra.budget import Target
     from orchestra.data.partitions import Partition
 
-_WHAT = f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train."
+_WHAT = (
+    f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train or "
+    "orchestra.prepare."
+)
 
 NETWORK, DELAY = "10gbit,0.1ms", "constant:0.05"  # those of `Simulated`, which would have to wait for torch
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra.cli import compare as racing
+from orchestra.cli import concluding, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.errors import ConfigError, Problem
 
@@ -74,7 +74,7 @@ def recommend(
     ladder = Ladder(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)
-    racing.save(advice.table, race.out)
+    concluding.save(advice.table, race.out)
     advice.tell(as_json=json_, quiet=quiet)
     if not advice.reached:
         raise typer.Exit(1)
@@ -209,7 +209,7 @@ class Advice:
             record = self.table.as_record() | {"advice": words, "unfit": self.unfit, "out": str(self.ladder.race.out)}
             summary.print_json(record | {"recommended": self.finalists[0].strategy if self.finalists else None})
             return
-        racing.show(self.table, [])
+        concluding.show(self.table, [])
         console = summary.console_for(100)
         for sentence in words:
             console.print(sentence)

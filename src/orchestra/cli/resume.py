@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from orchestra import environment
 from orchestra.cli import options as o
 from orchestra.cli import sources
 from orchestra.cli.options import Options
@@ -41,15 +42,32 @@ def resume(
     more = Options(epochs=epochs, steps=steps, seconds=seconds, target=target, checkpoint_every=checkpoint_every)
     joining = {"token_file": str(token_file) if token_file else None, "trusted": trusted or None}
     source, before, args = _remembered(run)
+    if not environment.is_member():  # else process 0 sees to it: this machine may not even see the run folder
+        _refuse_without_use(run, more)
+    chosen = Options(**_joined(before, more.given()) | {"out": str(run)} | joining)
+    runs = carry_out(source, chosen, args, quiet=quiet, more={"resume": lambda old: True})
+    conclude(source, chosen, runs, as_json=json_, quiet=quiet)
+
+
+def _refuse_without_use(run: Path, more: Options) -> None:
+    """Nothing to go on from, or nothing to do."""
     if not list((run / "checkpoints").glob("step-*")):
         raise CheckpointError(
             f"{run} has no checkpoint. Ctrl-C writes one, and so does `orchestra run --checkpoint-every`."
         )
     if (run / "ending.json").exists() and not more.given():
-        raise ConfigError([Problem("run", str(run), "is complete; to train on, give a larger budget, e.g. --epochs")])
-    chosen = Options(**_joined(before, more.given()) | {"out": str(run)} | joining)
-    runs = carry_out(source, chosen, args, quiet=quiet, more={"resume": lambda old: True})
-    conclude(source, chosen, runs, as_json=json_, quiet=quiet)
+        message = f"is complete, nothing left to do: {_ended(run)} would go on"
+        raise ConfigError([Problem("run", str(run), message)])
+
+
+def _ended(run: Path) -> str:
+    """What ended a run, and an option that goes further."""
+    budget = json.loads((run / "config.json").read_text(encoding="utf-8")).get("budget") or []
+    for part in budget:
+        name, _, value = str(part).partition("=")
+        if name in ("epochs", "steps", "seconds"):
+            return f"it was to end after {', '.join(map(str, budget))}; --{name} {2 * float(value):g}"
+    return "a larger budget, e.g. --epochs 10,"
 
 
 def _joined(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Any
 import typer
 
 from orchestra import environment, progress
-from orchestra.cli import elsewhere, sources, summary
+from orchestra.cli import elsewhere, looping, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
-from orchestra.errors import ConfigError
+from orchestra.errors import ConfigError, Problem
 from orchestra.overrides import Change
 
 
@@ -40,6 +40,9 @@ def run(
       orchestra run fashion-lenet -s slowmo --target accuracy=0.88 --seconds 90
       orchestra run train.py -s "localsgd(tau=16)" -n 4 -- --your arguments
 
+    A script with a loop of its own, under orchestra.prepare, runs in as many processes as there are workers and
+    servers, as torchrun would start it; the strategy said here takes the place of the script's.
+
     On many machines, every process makes the same call; the last ones are servers, if the strategy has any:
 
       orchestra launch --hosts hosts.txt -- run digits -s ps               over ssh
@@ -57,6 +60,11 @@ def run(
     source = find(recipe, chosen)
     if on is not None:
         raise typer.Exit(elsewhere.run_on(on, source, chosen, args or [], as_json=json_, quiet=quiet, at=ray_address))
+    if source.holds_loop:
+        if problems := [*looping.problems_of(chosen, as_json=json_), *chosen.read(of_script=True)[1]]:
+            raise ConfigError(problems)
+        if not environment.launched() and elsewhere.nodes_of(chosen) > 1:
+            raise typer.Exit(looping.start(source, chosen, args or []))
     runs = carry_out(source, chosen, args or [], quiet=quiet)
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
 
@@ -78,7 +86,10 @@ def carry_out(
     changes, problems = chosen.read(of_script=source.path is not None)
     if problems:
         raise ConfigError([*problems, *sources.problems_of(source, changes)])
-    if not chosen.sim and not environment.launched():
+    if source.holds_loop and chosen.sim:
+        why = "has a training loop of its own, which runs in real time: define a RECIPE, or call orchestra.train"
+        raise ConfigError([Problem("script", str(source.path), why)])
+    if not chosen.sim and not source.holds_loop and not environment.launched():
         forkserver.warm()  # imports torch in another process while this one does the same
     note = {"recipe": source.name, "args": list(args), "options": chosen.given()}
     with progress.choose(quiet=quiet or environment.is_member(), seconds=chosen.seconds) as display:
@@ -97,8 +108,8 @@ def carry_out(
 
 def conclude(source: Source, chosen: Options, runs: list[Path], *, as_json: bool, quiet: bool) -> None:
     """Say how it went and what to try next."""
-    if environment.is_member():
-        return  # process 0 does
+    if environment.is_member() or not runs:
+        return  # process 0 does, or the script itself
     from orchestra.report.facts import facts_of
 
     found = [(path, facts_of(path)) for path in runs]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be trained: a recipe by name, a file with a recipe in it, or a script that calls `train` itself."""
+"""What is to be trained: a recipe by name, a file with a recipe in it, or a script that calls `train` or `prepare`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from orchestra import overrides, recipes
@@ -41,6 +41,14 @@ class Source:
     def holds_recipe(self) -> bool:
         """Whether it is a recipe or a file that defines one; a script that trains by itself is neither."""
         return self.path is None or _defines_recipe(self.path)
+
+    @property
+    def holds_loop(self) -> bool:
+        """Whether it is a script with a training loop of its own under `orchestra.prepare`."""
+        if self.path is None or self.holds_recipe:
+            return False
+        called = {*_called(_parsed(self.path))}
+        return "prepare" in called and "train" not in called
 
 
 def find(text: str) -> Source:
@@ -110,31 +118,76 @@ def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], 
             raise ConfigError([Problem("arguments", " ".join(args), "are for scripts; a recipe takes none")])
         train_recipe(load(source), changes)
         return
-    with _at_home(source.path, args), overrides.using(changes):
+    with _at_home(source.path, args), overrides.using(changes) as use:
         if not source.holds_recipe:
-            try:
-                runpy.run_path(str(source.path), run_name="__main__")
-            except SystemExit as end:  # as scripts end, also when all is well
-                if end.code not in (None, 0):
-                    raise
+            _run(source.path, use)
         else:
             module = _import(source.path)
             # A script may keep a recipe in a variable and train with it: then all is done.
             if not display.runs:
                 with overrides.using({}):
                     train_recipe(_recipe_in(module, source.path), changes)
-    if not display.runs:
-        why = "neither called orchestra.train(...) nor defined a RECIPE = orchestra.Recipe(...)"
+    if not display.runs and not use.loops:
+        why = (
+            "neither called orchestra.train(...) or orchestra.prepare(...) nor defined a RECIPE = orchestra.Recipe(...)"
+        )
         raise ConfigError([Problem("script", str(source.path), why)])
 
 
-def _defines_recipe(path: Path) -> bool:
-    """Whether a file names a recipe at its top level. Read, not run: running a script means training."""
+def _run(path: Path, use: overrides.Use) -> None:
+    """Run a script as Python would."""
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:  # as scripts end, also when all is well
+        if end.code not in (None, 0):
+            raise
+    except BaseException as error:
+        if not use.loops:
+            raise
+        # Whoever has a loop among others has a hook by which they hear of it.
+        trace = _within(path, error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _within(path: Path, trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from where the script begins."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
+        trace = trace.tb_next
+    return trace
+
+
+# Read, not run: running a script means training.
+
+
+def _parsed(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         raise ConfigError([Problem("script", str(path), f"cannot be read as Python: {error}")]) from None
-    return any(name in _NAMES for statement in tree.body for name in _bound(statement))
+
+
+def _called(tree: ast.Module) -> Iterator[str]:
+    """What of this package a script calls, as far as it can be seen."""
+    whole: set[str] = set()
+    parts: dict[str, str] = {}
+    for part in ast.walk(tree):
+        match part:
+            case ast.Import(names=names):
+                whole |= {alias.asname or alias.name for alias in names if alias.name == "orchestra"}
+            case ast.ImportFrom(module="orchestra", names=names):
+                parts |= {alias.asname or alias.name: alias.name for alias in names}
+    for part in ast.walk(tree):
+        match part:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=called)) if name in whole:
+                yield called
+            case ast.Call(func=ast.Name(id=name)) if name in parts:
+                yield parts[name]
+
+
+def _defines_recipe(path: Path) -> bool:
+    """Whether a file names a recipe at its top level."""
+    return any(name in _NAMES for statement in _parsed(path).body for name in _bound(statement))
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -174,12 +227,12 @@ def _recipe_in(module: ModuleType, path: Path) -> Recipe:
 
 @contextmanager
 def _at_home(path: Path, args: Sequence[str]) -> Iterator[None]:
-    """Let a script find what it would find when run by Python: its neighbours and its arguments."""
-    before = sys.argv
-    sys.argv = [str(path), *args]
+    """Let a script find what it would find when run by Python: its neighbours, its arguments, no hook of typer's."""
+    before, sys.argv = sys.argv, [str(path), *args]
+    hook, sys.excepthook = sys.excepthook, sys.__excepthook__
     sys.path.insert(0, str(path.parent))
     try:
         yield
     finally:
         # The path stays: what the script imported may still be needed when its functions are called later.
-        sys.argv = before
+        sys.argv, sys.excepthook = before, hook

@@ -49,7 +49,7 @@ def describe(run: Path, facts: Facts) -> str:
     loss = "unknown" if facts.loss is None else f"{facts.loss:.4g}"
     ended = {"budget": "", "target": "; the target was reached", "seconds": "; the time was up"}
     lines = [
-        f"{facts.strategy} · {plural(facts.workers, 'worker')}{servers} · {facts.parameters:,} parameters",
+        f"{facts.strategy} · {plural(facts.workers, 'worker')}{servers} · {plural(facts.parameters, 'parameter')}",
         f"  {_steps(facts)} of each worker in {facts.seconds:.2f} {'virtual ' if facts.virtual else ''}s"
         f" ({facts.samples_per_second:,.0f} samples/s"
         + ("" if facts.virtual else f"; set up in {facts.setup:.1f} s")

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra.cli import compare as racing
+from orchestra.cli import concluding, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
+from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem, nearest
+from orchestra.words import plural
 
 if TYPE_CHECKING:
     from orchestra.cli.table import Row, Table
@@ -51,6 +53,7 @@ def sweep(
       orchestra sweep digits --sim -n 8 --grid bandwidth=10mbit,100mbit,1gbit --grid straggler=1,5
       orchestra sweep digits --sim --grid workers=2,4,8,16 -s "allreduce,ps(consistency=asp()),slowmo" --seeds 3
     """
+    refuse_under_launcher("sweep")
     axes = [_axis(text) for text in grid]
     base = Options(
         workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr,
@@ -74,12 +77,12 @@ def sweep(
             if not quiet:
                 summary.say(f"condition {i + 1} of {len(races)}: {_words(values)}")
             table = race.run(quiet=quiet)
-            racing.save(table, race.out)
+            concluding.save(table, race.out)
             found.append(Condition(values, table))
     except KeyboardInterrupt:
         if found:
             _save(found, folder)
-            summary.say(f"the {len(found)} conditions that were done are in {summary.nearby(folder)}/sweep.md")
+            summary.say(f"{plural(len(found), 'condition')} done, in {summary.nearby(folder)}/sweep.md")
         raise
     _conclude(found, folder, as_json=json_, quiet=quiet)
 

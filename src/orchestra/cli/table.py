@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 
 from orchestra.budget import Target, lower_is_better
 from orchestra.report.facts import Facts, facts_of, scores_of
-from orchestra.words import plural, size
+from orchestra.report.verdict import Against, Mark, against_baseline
+from orchestra.statistics import Estimate, median_interval
+from orchestra.words import plural
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,7 @@ class Row:
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the median by order of size; from less than six runs that is all there is to show."""
-        n = len(self.times)
-        cut = 0
-        while n >= 6 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
-            cut += 1
-        return self.times[cut], self.times[n - 1 - cut]
+        return median_interval(self.times)
 
     @property
     def since(self) -> float:
@@ -105,6 +102,11 @@ class Row:
         found = [getattr(facts, figure) for facts in self.done]
         found = [value for value in found if value is not None]
         return statistics.fmean(found) if found else None
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of a whole run, whether it reached the target or not."""
+        return self.mean("seconds") or 0.0
 
     @property
     def traffic(self) -> float:
@@ -167,6 +169,23 @@ class Table:
         """The target in words."""
         return f"{self.target.metric} {'≤' if lower_is_better(self.target.metric) else '≥'} {self.target.value:g}"
 
+    @cached_property
+    def against(self) -> dict[str, Against]:
+        """Every strategy that always reached the target beside the baseline, seed by seed."""
+        rows = [row for row in self.rows if row.always]
+        if self.baseline not in {row.strategy for row in rows}:
+            return {}
+        rows.sort(key=lambda row: row.strategy != self.baseline)
+        marks = [
+            Mark(row.strategy, "", o.seed, o.seconds, o.since, o.best, o.final) for row in rows for o in row.outcomes
+        ]
+        return {found.strategy: found for found in against_baseline(marks)}
+
+    def speed(self, strategy: str) -> Estimate | None:
+        """How many times as fast as the baseline."""
+        found = self.against.get(strategy)
+        return None if found is None else found.speed
+
     # For people.
 
     @property
@@ -175,22 +194,26 @@ class Table:
         spread = "" if self.seeds == 1 else ", median [95 % interval]" if self.seeds > 5 else ", median [least, most]"
         return (
             f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
-            f"{plural(self.seeds, 'seed')}{spread} · {self.epochs:g} epochs"
+            f"{plural(self.seeds, 'seed')}{spread} · {plural(self.epochs, 'epoch')}"
             + (f" · {self.world}" if self.world else "")
         )
 
     def columns(self, *, narrow: bool = False) -> list[str]:
         """Headings of the columns; short ones for a small terminal."""
         if narrow:
-            return ["strategy", "nodes", "runs", "time to target", "ratio", "MB", "wait", "stale", "final"]
+            return ["strategy", "nodes", "runs", "time to target", "ratio", "total", "MB", "wait", "stale", "final"]
         metric = f"final {self.target.metric}"
         against = f"vs {self.baseline}"
-        return ["strategy", "nodes", "reached", "time to target", against, "MB/worker", "wait", "staleness", metric]
+        figures = ["MB/worker", "wait", "staleness", metric]
+        return ["strategy", "nodes", "reached", "time to target", against, "total time", *figures]
 
     def cells(self, row: Row, *, narrow: bool = False) -> list[str]:
         """One line of the table."""
         base = self.row(self.baseline)
         ratio = f"{base.time / row.time:.2f}x" if base is not None and base.always and row.always else "-"
+        speed = self.speed(row.strategy)
+        if speed is not None and speed.low is not None and speed.high is not None and not narrow:
+            ratio = f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}]" if speed.high < 100 * speed.low else ratio
         stale = row.mean("staleness_mean")
         most = max((facts.staleness_max or 0 for facts in row.done), default=0)
         return [
@@ -201,6 +224,7 @@ class Table:
             f"{len(row.times)}/{len(row.outcomes)}",
             self._time(row),
             ratio,
+            f"{row.seconds:.2f}{'' if narrow else ' s'}" if row.done else "-",
             f"{row.traffic / 1e6:.1f}" if row.done else "-",
             f"{row.wait:.0%}" if row.done else "-",
             "-" if stale is None else f"{stale:.1f}/{most}" if narrow else f"{stale:.1f} (max {most})",
@@ -220,8 +244,9 @@ class Table:
     def legend(self) -> str:
         """What the columns count."""
         return (
-            "nodes: workers and servers. MB/worker: sent and received. wait: share of the workers' time spent waiting "
-            "for others. staleness: updates made between a worker's pull and its push."
+            "nodes: workers and servers. total time: of a whole run, past the target. MB/worker: sent and received. "
+            "wait: share of the workers' time spent waiting for others. staleness: updates made between a worker's "
+            "pull and its push."
         )
 
     def markdown(self) -> str:
@@ -268,7 +293,10 @@ class Table:
             "runs": len(row.outcomes),
             "seconds_to_target": row.time if row.times else None,
             "interval": list(row.interval) if row.times else None,
+            "speedup_interval": None if (e := self.speed(row.strategy)) is None or e.low is None else [e.low, e.high],
+            "p": found.p if (found := self.against.get(row.strategy)) is not None else None,
             "speedup": base.time / row.time if base is not None and base.always and row.always else None,
+            "seconds": row.seconds if row.done else None,
             "bytes_per_worker": row.traffic if row.done else None,
             "wait": row.wait if row.done else None,
             "staleness_mean": row.mean("staleness_mean"),
@@ -285,99 +313,3 @@ def _outcome(o: Outcome) -> dict[str, Any]:
         "seed": o.seed, "run": str(o.run), "seconds_to_target": o.seconds, "best": o.best, "final": o.final,
         "failed": o.failed, "summary": figures,
     }  # fmt: skip
-
-
-# In words.
-
-
-def verdict(table: Table, cores: int | None) -> list[str]:
-    """What was learned, and how far it can be trusted: one sentence or two each."""
-    winners = [row for row in table.ranked if row.always]
-    said = [_winner(table, winners)] if winners else [_nobody(table)]
-    if winners:
-        if winners[0].workers + winners[0].servers == 1 and table.workers > 1:
-            said.append("That is one process alone: here this model is too small for company to pay.")
-        said += [*_traffic(table, winners[0]), *_doubt(table, winners)]
-    said += _missed(table)
-    crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
-    if crowded and cores:
-        most = max(row.workers + row.servers for row in crowded)
-        said.append(
-            f"Up to {most} processes shared {plural(cores, 'core')}, so waiting for a core counts as waiting: "
-            "on machines of their own the order may differ."
-        )
-    return said
-
-
-def _nobody(table: Table) -> str:
-    near = next((row for row in table.ranked if row.done), None)
-    if near is None:
-        return "Every run failed: there is nothing to compare."
-    closest = f"{near.strategy} came closest with {table.best(near):.4g}"
-    return f"Nothing reached {table.goal} in every run; {closest}. Give more --epochs or a nearer --target."
-
-
-def _winner(table: Table, winners: Sequence[Row]) -> str:
-    first, base = winners[0], table.row(table.baseline)
-    text = f"{first.strategy} reached {table.goal} first, after {first.time:.2f} s"
-    if base is None or not base.always:
-        return f"{text}; {table.baseline} did not always reach it."
-    if first is not base:
-        return f"{text}: {base.time / first.time:.2f} times as fast as {base.strategy} ({base.time:.2f} s)."
-    if len(winners) == 1:
-        return f"{text}."
-    second = winners[1]
-    return (
-        f"{text}; {second.strategy} followed after {second.time:.2f} s, {second.time / first.time:.2f} times as long."
-    )
-
-
-def _traffic(table: Table, first: Row) -> list[str]:
-    """What it cost in bytes."""
-    frugal = min((row for row in table.rows if row.done and row.total), key=lambda row: row.total, default=None)
-    base = table.row(table.baseline)
-    found = []
-    if base is not None and base.done and first is not base and base.total and first.total:
-        found.append(
-            f"Between all its nodes {size(first.total)} were sent, with {table.baseline} {size(base.total)}: "
-            f"{_times(first.total / base.total)}."
-        )
-    if frugal is not None and frugal is not base and frugal.total < 0.95 * first.total:
-        found.append(f"{frugal.strategy} sent least: {size(frugal.total)}.")
-    return found
-
-
-def _times(ratio: float) -> str:
-    if 0.95 < ratio < 1.05:
-        return "about the same"
-    return f"{ratio:.1f} times as much" if ratio > 1 else f"{1 / ratio:.1f} times less"
-
-
-def _doubt(table: Table, winners: Sequence[Row]) -> list[str]:
-    """Say so where a lead is no larger than what chance or the snapshots' spacing explains."""
-    first, base = winners[0], table.row(table.baseline)
-    rivals = [winners[1]] if len(winners) > 1 else []
-    if base is not None and base.always and base is not first and base not in rivals:
-        rivals.append(base)
-    found = []
-    for rival in rivals:
-        if first.time > rival.since:
-            found.append(f"Its lead over {rival.strategy} is less than one snapshot of the model: a tie.")
-        elif table.seeds > 1 and first.interval[1] >= rival.interval[0]:
-            found.append(f"Its lead over {rival.strategy} lies within the spread of the seeds: as good as a tie.")
-    if table.seeds == 1:
-        found.append("One seed only: small differences may be chance. Use --seeds 3 or more before you believe them.")
-    return found
-
-
-def _missed(table: Table) -> list[str]:
-    found = []
-    for row in table.ranked:
-        if row.always or not row.done:
-            continue
-        text = f"{row.strategy} missed the target in {plural(len(row.outcomes) - len(row.times), 'run')}"
-        text += f" (best {table.target.metric} {table.best(row):.4g})"
-        stale = row.mean("staleness_mean")
-        hint = f"; its gradients were {stale:.1f} updates old on average: a smaller --lr may help it" if stale else ""
-        found.append(f"{text}{hint}.")
-    return found

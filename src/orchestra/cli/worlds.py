@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 from orchestra.environment import launched
@@ -50,6 +51,16 @@ def read_cluster(o: Options) -> dict[str, Change]:
         return Simulated(**({} if old is None else {"workers": old.workers}) | given)
 
     return {"cluster": change}
+
+
+def refuse_under_launcher(verb: str) -> None:
+    """For what starts all its runs itself: many processes of it would be as many races."""
+    if launched():
+        message = (
+            f"orchestra {verb} starts its runs itself: start it once, without torchrun or `orchestra launch`. "
+            "`orchestra compare --lab 100mbit,1ms` gives every node a host of its own, --sim rehearses a whole cluster"
+        )
+        raise ConfigError([Problem("WORLD_SIZE", int(os.environ["WORLD_SIZE"]), message)])
 
 
 def _as_one_of_many(o: Options, given: dict[str, Any]) -> dict[str, Any]:

@@ -25,12 +25,16 @@ from torch import Tensor
 from orchestra import checkpoint, expression, topology
 from orchestra.board import Progress, Report
 from orchestra.cluster import Ending, Told
-from orchestra.errors import ClusterError, Interrupted, OrchestraError, WorkerFailed, WorkerLost
+from orchestra.errors import EnvironmentProblem, Interrupted, OrchestraError, Stopped, WorkerFailed, WorkerLost
 from orchestra.job import Job
-from orchestra.launch.courier import Courier, Reception
+from orchestra.launch import notes
+from orchestra.launch.courier import Courier, Reception, files_of, largest_file, part_of
+from orchestra.launch.notes import HOME
 from orchestra.launch.overseer import Overseer, counting
-from orchestra.launch.party import HOME, Party
+from orchestra.launch.party import Party
+from orchestra.snapshot import FINAL
 from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT
+from orchestra.transports.wire import BadFrame
 
 if TYPE_CHECKING:
     from orchestra.attached import Attached
@@ -38,14 +42,6 @@ if TYPE_CHECKING:
 _ECHO = 2.0  # seconds in which a second signal is the same: a terminal and torchrun both pass Ctrl-C on
 _GLANCE = 0.25  # seconds between two reports to whoever watches
 _LONGEST = 10_000  # characters of a traceback
-
-
-class Stopped(ClusterError):
-    """Another process ended the run, and said why."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code  # type: ignore[misc]
 
 
 @dataclass
@@ -56,6 +52,7 @@ class Home(Overseer):
     marker: Path | None = None  # a file by which others find out whether they see the run folder
     reports: dict[int, Report] = field(default_factory=dict)
     answers: dict[int, int] = field(default_factory=dict)  # the step that each worker was in when asked to stop
+    is_full: bool = False  # and that was said
 
     def run(self) -> Ending:
         """Train, together with the others. Raises what ended the run early."""
@@ -63,7 +60,8 @@ class Home(Overseer):
         self.party = party = Party(job, self.order.x0, self.cluster, self.order.fingerprint)
         with counting(self, echo=_ECHO):
             self.exchange, self.transport = party.exchange, party.transport
-            self.files = Reception(job.run)
+            largest = largest_file(self.order.x0)
+            self.files = Reception(job.run, files_of, largest, self._could_not_keep)
             self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
             self.exchange.when_waiting = self._glance
             self.transport.words.learn(SAVE_WANTED, self.order.resumed_from)
@@ -104,8 +102,7 @@ class Home(Overseer):
 
     def _listen(self, source: int, said: dict[str, Any]) -> None:
         """Somebody tells something."""
-        if said.get("node", source) != source:
-            raise ClusterError(f"node {source} spoke in the name of node {said['node']}")
+        notes.check(source, said)
         match said["kind"]:
             case "far-off":
                 self._send_part(source)
@@ -114,18 +111,49 @@ class Home(Overseer):
             case "report":
                 self.reports[source] = Report(*said["row"])
             case "begun":
-                self.answers[source] = int(said["step"])
+                self.answers[source] = said["step"]
                 self._name_last_step()
             case "signal":
                 self.signals = self.signals or 1
-                self.signal_name = self.signal_name or str(said["name"])
+                self.signal_name = self.signal_name or said["name"]
             case "stopped":
-                raise Stopped(str(said["message"]), int(said["code"]))
+                raise Stopped(said["message"], said["code"])
+            case "failed" | "refused":
+                raise self._told_of_failure(said | {"node": source})
+            case "saved" if (error := self.files.failed.pop(self._part(source, said["step"]), None)) is not None:
+                self.hear({"kind": "save-failed", "node": source, "step": said["step"], "error": str(error)})
             case _ if not self.transport.hear(said):
                 self.hear(said | {"node": source})
 
+    def _told_of_failure(self, said: dict[str, Any]) -> OrchestraError:
+        """What another raised. Its own process ends with the error's exit code, this one as a consequence."""
+        try:
+            self.hear(said)
+        except OrchestraError as error:
+            error.exit_code = Stopped.exit_code  # type: ignore[misc]
+            return error
+        raise AssertionError(said)
+
+    def _part(self, node: int, step: int) -> Path:
+        return checkpoint.draft(self.job.run / "checkpoints", step) / checkpoint.part_name(node)
+
+    def _could_not_keep(self, source: int, path: Path, error: OSError) -> None:
+        """Another node's file could not be written here. Only the result itself cannot do without."""
+        if path.parent.name == FINAL:
+            raise EnvironmentProblem(
+                f"the model of {self.name(source)} could not be written to {path}: {error}. Make room, and resume."
+            )
+        if path.parent.parent.name != "checkpoints" and not self.is_full:  # of a checkpoint its own node tells
+            self.is_full = True
+            self._warn(
+                f"{path.name} of {self.name(source)} could not be written here: {error}. Training goes on without it "
+                "and whatever else finds no room."
+            )
+
     def _send_part(self, to: int) -> None:
         """Send a node, which cannot see the run folder, its part of the checkpoint."""
+        if " resume " in self.order.how_to_resume:  # a command, which reads there what to do
+            self.beforehand = " (hosts that do not see this folder need its config.json at the same path first)"
         if self.job.resume is not None:
             name = f"{self.job.resume.name}/{checkpoint.part_name(to)}"
             data = (self.job.resume / checkpoint.part_name(to)).read_bytes()
@@ -250,7 +278,9 @@ class Member:
         if _reads(folder / f".launch-{launch}") == launch:
             saved = None if resume is None else folder / "checkpoints" / resume
             return replace(self.job, run=folder, launch=launch, resume=saved), self._tell
-        self.files, courier = Reception(scratch / "checkpoint"), Courier(self.exchange, scratch / "run", HOME)
+        mine, largest = part_of(self.rank), largest_file(self.x0)
+        self.files = Reception(scratch / "checkpoint", lambda source: mine, largest, _could_not_keep)
+        courier = Courier(self.exchange, scratch / "run", HOME)
         courier.folder.mkdir()
         self.exchange.note(HOME, {"kind": "far-off", "node": self.rank})
         part = None if resume is None else self.files.folder / resume / checkpoint.part_name(self.rank)
@@ -271,15 +301,16 @@ class Member:
         self.exchange.note(HOME, said)
 
     def _listen(self, source: int, said: dict[str, Any]) -> None:
+        notes.check(source, said)
         match said["kind"]:
             case "order":
                 self.order = said
-            case "file" if self.files is not None:
+            case "file" if self.files is not None and source == HOME:
                 self.files.expect(source, said)
             case "over":
                 self.over = said
             case "stopped":
-                raise Stopped(str(said["message"]), int(said["code"]))
+                raise Stopped(said["message"], said["code"])
             case _:
                 self.transport.hear(said)
                 asked = said["kind"] == "word" and said["word"] == STOP_ASKED
@@ -291,8 +322,10 @@ class Member:
         return NOTHING_MORE if done else self.transport.begun
 
     def _take_in(self, source: int, piece: bytes) -> None:
-        if self.over is not None:
+        if self.over is not None and source == HOME:
             self.model += piece
+            if len(self.model) > self.over["bytes"]:
+                raise BadFrame(f"node {source} sent more of the model than the {self.over['bytes']:,} bytes announced")
         elif self.files is not None:
             self.files.take_in(source, piece)
 
@@ -335,6 +368,10 @@ class Member:
             error, said = WorkerFailed(self.party.name, trace), {"message": f"{self.party.name} failed", "code": 1}
         self.party.give_up(said)
         return error
+
+
+def _could_not_keep(source: int, path: Path, error: OSError) -> None:
+    raise EnvironmentProblem(f"the checkpoint that node {source} sent could not be written to {path}: {error}")
 
 
 def _reads(path: Path) -> str | None:

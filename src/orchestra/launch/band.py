@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The near end of a launcher: processes on many machines as if they were one program.
 
-    rank 0 is heard as it is; the others on standard error, each line with its host in front
+    rank 0 is heard as it is, line by line; the others on standard error, each line with its host in front
     Ctrl-C, SIGTERM     passed on, so that the run saves and stops; a second one kills
     one fails           the others have a few seconds to notice, are asked to stop, are killed; the first cause is told
     we die              so does the input of every far end, and with it what runs there
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Literal, Protocol
 
-from orchestra.errors import ClusterError, WorkerLost
+from orchestra.errors import ClusterError, Stopped, WorkerLost
 
 Heard = tuple[Literal["out", "err"], bytes]
 Ended = tuple[Literal["end"], int]
@@ -38,6 +38,8 @@ _KILLED = 5.0  # seconds to be gone after being killed
 _LAST_WORDS = 1.0  # seconds for what was said and is not yet read
 _TAIL = 12  # lines of standard error that are repeated
 _OPENINGS = 1 << 16  # bytes of a line that does not end
+# Exit codes of those who noticed that another was gone, the likeliest cause first: all say so if its host is gone.
+_CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
 
 
 class Wire(Protocol):
@@ -166,7 +168,10 @@ class Band:
 
     def _ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
-        if status == 0 or self._stopping or (self._asked is not None and status in (130, 143)):
+        if status == 0 or (self._asked is not None and status in (130, 143)):
+            return
+        # Of those who were asked to stop, one may still be the cause that others only told of.
+        if self._stopping and (status >= 128 or not self._failed or self.statuses[self._cause()] not in _CONSEQUENCES):
             return
         if not self._failed:
             now = time.monotonic()
@@ -194,21 +199,23 @@ class Band:
         if len(rest) > _OPENINGS:
             lines, rest = [*lines, rest], b""
         self._open[rank, kind] = rest
-        if rank == 0:
-            _write(1 if kind == "out" else 2, said)
         self._note(rank, kind, lines)
 
     def _flush(self, rank: int) -> None:
         """Lines that were never ended."""
         for kind in ("out", "err"):
             if rest := self._open.pop((rank, kind), b""):
-                self._note(rank, kind, [rest])
+                self._note(rank, kind, [rest], ended=False)
 
-    def _note(self, rank: int, kind: str, lines: Sequence[bytes]) -> None:
+    def _note(self, rank: int, kind: str, lines: Sequence[bytes], *, ended: bool = True) -> None:
+        """Whole lines, one after the other: none of another process falls into one of them."""
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # what is left of a bar that was redrawn
         if kind == "err":
-            self.tails[rank].extend(lines)
+            self.tails[rank].extend(shown)
         if rank and lines:
-            _write(2, b"".join(b"%s | %s\n" % (self.name_of(rank).encode(), line) for line in lines))
+            _write(2, b"".join(b"%s | %s\n" % (self.name_of(rank).encode(), line) for line in shown))
+        elif lines:
+            _write(1 if kind == "out" else 2, b"".join(line + b"\n" for line in lines)[: None if ended else -1])
 
     def name_of(self, rank: int) -> str:
         """The host, and the rank where a host has several."""
@@ -230,10 +237,12 @@ class Band:
         return status
 
     def _cause(self) -> int:
-        """Who failed first; but whoever only says that another is gone is not the cause, even if heard sooner."""
-        consequences = (ClusterError.exit_code, WorkerLost.exit_code)
-        causes = [rank for rank in self._failed if self.statuses[rank] not in consequences]
-        return (causes or list(self._failed))[0]
+        """Who failed first; but whoever only says that another ended is not the cause, even if heard sooner."""
+        for known in range(len(_CONSEQUENCES) + 1):
+            suspects = [rank for rank in self._failed if self.statuses[rank] not in _CONSEQUENCES[known:]]
+            if suspects:
+                return suspects[0]
+        return self._failed[0]
 
 
 @contextmanager
@@ -263,7 +272,7 @@ def _words(status: int) -> str:
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Straight to the descriptor: what rank 0 prints is seen at once, and is not ours to decode."""
+    """Straight to the descriptor: what rank 0 prints is not ours to decode."""
     (sys.stdout if fd == 1 else sys.stderr).flush()
     while data:
         data = data[os.write(fd, data) :]

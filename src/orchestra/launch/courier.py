@@ -4,18 +4,30 @@
     a node writes its events, snapshots and checkpoints to a folder of its own machine
     whatever is new there goes to the run folder before home is told of it
 
-Events are sent as they grow. Every other file is sent when it is whole, and appears whole.
+Events are sent as they grow. Every other file is sent when it is whole, and appears whole. Only a node's own files are
+taken from it; which those are is a pattern, so that no name leads out of the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-from orchestra.errors import ClusterError
+from torch import Tensor
+
+from orchestra import checkpoint
+from orchestra.snapshot import FINAL
 from orchestra.transports.exchange import Exchange
+from orchestra.transports.wire import BadFrame
+
+_PIECE = 1 << 24  # bytes of events that are announced at once
+_TIMES, _BESIDE = 64, 1 << 28  # what a node keeps is at most so many times the model, and so many bytes
 
 
 @dataclass
@@ -31,55 +43,107 @@ class Courier:
         """Send what is new."""
         for path in sorted(self.folder.rglob("*")):
             if path.is_file() and not path.name.endswith(".tmp"):
-                self._bring(path)
+                if path.suffix == ".jsonl":
+                    self._bring_growth(path)
+                else:
+                    self._send(path, path.read_bytes())
+                    path.unlink()  # it is there now
 
-    def _bring(self, path: Path) -> None:
+    def _bring_growth(self, path: Path) -> None:
         with path.open("rb") as file:
-            start = file.seek(self.sent.get(path, 0))
-            data = file.read()
+            file.seek(self.sent.get(path, 0))
+            while data := file.read(_PIECE):
+                self._send(path, data)
+                self.sent[path] = file.tell()
+
+    def _send(self, path: Path, data: bytes) -> None:
         name = path.relative_to(self.folder).as_posix()
-        if start and not data:
-            return
         self.exchange.note(self.to, {"kind": "file", "path": name, "bytes": len(data)})
         self.exchange.ship(self.to, data)
-        if path.suffix == ".jsonl":
-            self.sent[path] = start + len(data)
-        else:
-            path.unlink()  # it is there now
+
+
+def largest_file(x: Tensor) -> int:
+    """Bytes: more than any node has to say of a model."""
+    return _TIMES * x.numel() * x.element_size() + _BESIDE
+
+
+def files_of(node: int) -> re.Pattern[str]:
+    """What a node may add to the run folder."""
+    part = re.escape(checkpoint.part_name(node))
+    of_a_moment = rf"checkpoints/step-\d{{8,12}}\.tmp|snapshots/\d{{5,12}}|{FINAL}"
+    return re.compile(rf"(?:events|trace)-{node}\.jsonl|(?:{of_a_moment})/{part}", re.ASCII)
+
+
+def part_of(node: int) -> re.Pattern[str]:
+    """What a node goes on from."""
+    return re.compile(rf"step-\d{{8,12}}/{re.escape(checkpoint.part_name(node))}", re.ASCII)
 
 
 @dataclass
 class Reception:
-    """Puts files that others send into a folder."""
+    """Puts files that others send into a folder. What cannot be written, `complain` is told: no peer is to blame."""
 
     folder: Path
-    _open: dict[int, tuple[Path, bool, int, bytearray]] = field(default_factory=dict)  # by sender
+    expected: Callable[[int], re.Pattern[str]]  # of a sender
+    largest: int  # bytes
+    complain: Callable[[int, Path, OSError], None]
+    failed: dict[Path, OSError] = field(default_factory=dict)
+    _open: dict[int, tuple[Path, int, bytearray]] = field(default_factory=dict)  # by sender
 
     def expect(self, source: int, said: dict[str, Any]) -> None:
-        """A file is announced: refuse what would lie elsewhere."""
-        relative = PurePosixPath(str(said["path"]))
-        if relative.is_absolute() or ".." in relative.parts or not relative.parts:
-            raise ClusterError(f"node {source} sent a file {said['path']!r}, which is no place in a run folder")
-        path = self.folder / relative
-        self._open[source] = (path, path.suffix == ".jsonl", int(said["bytes"]), bytearray())
-        if not said["bytes"]:
+        """A file is announced: refuse what is not the sender's, or too large to be."""
+        name, length = said["path"], said["bytes"]
+        if source in self._open:
+            raise BadFrame(f"node {source} announced a file before it had sent another")
+        if not self.expected(source).fullmatch(name):
+            raise BadFrame(f"node {source} sent a file {name[:80]!r}, which is none of its own")
+        if length > self.largest:
+            raise BadFrame(f"node {source} sent a file of {length:,} bytes; none is longer than {self.largest:,}")
+        self._open[source] = (self.folder / name, length, bytearray())
+        if not length:
             self.take_in(source, b"")
 
     def take_in(self, source: int, piece: bytes) -> None:
         """A piece of it; the last one makes it appear."""
-        path, appended, length, data = self._open[source]
+        if source not in self._open:
+            raise BadFrame(f"node {source} sent a file that it had not announced")
+        path, length, data = self._open[source]
+        if len(data) + len(piece) > length:
+            raise BadFrame(f"node {source} sent more of {path.name} than the {length:,} bytes it had announced")
         data += piece
         if len(data) < length:
             return
         del self._open[source]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if appended:
-            with path.open("ab") as file:
-                file.write(data)
-            return
-        whole = path.with_name(path.name + ".tmp")
-        with whole.open("wb") as file:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (_append if path.suffix == ".jsonl" else _put)(path, data)
+        except OSError as error:
+            self.failed[path] = error
+            self.complain(source, path, error)
+
+
+def _append(path: Path, data: bytearray) -> None:
+    """All of it or nothing: a line cut in two would spoil the next one as well."""
+    with path.open("ab", buffering=0) as file:
+        whole = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(whole)
+            raise
+
+
+def _put(path: Path, data: bytearray) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        whole.replace(path)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -13,6 +13,7 @@ from orchestra.ops import Traffic
 from orchestra.transports.attached import AttachedTransport
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.memory import STOP_ASKED, STOP_AT, Plan
+from orchestra.transports.wire import BadFrame
 
 
 class SharedWords:
@@ -90,7 +91,9 @@ class JoinedTransport(AttachedTransport):
         """Take note of what everybody should know; whether it was that."""
         match said["kind"]:
             case "word":
-                self.words.learn(int(said["word"]), int(said["is"]))
+                if said["word"] >= self._plan.words:
+                    raise BadFrame(f"somebody sent word {said['word']}, and there are {self._plan.words}")
+                self.words.learn(said["word"], said["is"])
             case "go":
                 self.go(float(said["at"]))
             case _:

@@ -49,10 +49,7 @@ def live(
     with contextlib.ExitStack() as files:
         log = files.enter_context(EventLog(job.run / f"events-{rank}.jsonl", complain))
         paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
-        traced: Transport = paced
-        if job.trace:
-            traced = Traced(paced, files.enter_context(EventLog(job.run / f"trace-{rank}.jsonl", complain)).write)
-        meter = Metered(traced)
+        meter = Metered(paced if not job.trace else _traced(paced, job, log, files, complain))
         node = make_node(Comm(meter, *job.groups), log)
         life = run.Life(job, node, meter, log, tell, show)
         if job.resume is not None:
@@ -69,6 +66,13 @@ def live(
         log.write(Began(node.now(), rank, role, time.perf_counter() - asked))
         spend(life, keeper)
     return life.interrupted
+
+
+def _traced(
+    transport: Transport, job: Job, log: EventLog, files: contextlib.ExitStack, complain: Callable[[OSError], None]
+) -> Transport:
+    trace = files.enter_context(EventLog(job.run / f"trace-{transport.rank}.jsonl", complain))
+    return Traced(transport, trace.write, log.write, apart=job.strategy.model_at == "apart")
 
 
 def _settle_memory() -> None:

@@ -39,6 +39,7 @@ class Overseer(ABC):
     signals: int = 0
     signal_name: str = ""
     last_checkpoint: int | None = None
+    beforehand: str = ""  # what must be done before the run can go on
 
     def __post_init__(self) -> None:
         self.job = self.order.job
@@ -149,7 +150,7 @@ class Overseer(ABC):
         run = self.job.run
         newest = self.last_checkpoint or self.order.resumed_from
         where = (
-            f"A checkpoint of step {newest} is in {run}; go on with {self.order.how_to_resume}"
+            f"A checkpoint of step {newest} is in {run}; go on with {self.order.how_to_resume}{self.beforehand}"
             if newest
             else " ".join(["No checkpoint was written.", *self.warnings])
         )

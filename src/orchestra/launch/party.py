@@ -8,7 +8,10 @@ import itertools
 import math
 import os
 import socket
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,20 +26,23 @@ from orchestra.events import EventLog
 from orchestra.job import Job
 from orchestra.launch.joined import JoinedTransport
 from orchestra.launch.living import Tell, live
+from orchestra.launch.notes import HOME, LONGEST
 from orchestra.node import Comm, Node
 from orchestra.ops import Sleep, Traffic
+from orchestra.transports.addresses import door_of, is_loopback, plain, resolve, show
 from orchestra.transports.exchange import Exchange
-from orchestra.transports.measuring import Found, agree, measure
-from orchestra.transports.meeting import Meeting, interface_to
+from orchestra.transports.measuring import Found, agree, announce, measure
+from orchestra.transports.meeting import Meeting
 from orchestra.transports.memory import Plan
 from orchestra.transports.neighbours import arrange
 from orchestra.transports.token import Token
 
 if TYPE_CHECKING:
     from orchestra.attached import Attached
+    from orchestra.transports.torch_means import TorchMeans
 
 _RUNS = itertools.count()  # of this process: a script may train several times
-HOME = 0  # the process that keeps the run folder
+_GLANCE = 0.01  # seconds between two looks whether torch is ready
 _SLACK = 4096  # bytes by which a message may be longer than the model
 
 
@@ -51,7 +57,7 @@ class Party:
             connections = _meet(cluster, token, job.workers + job.servers, about)
         finally:
             cluster.forget_token()  # a run that did not come together must not leave it to the next
-        self._host = next(iter(connections.values())).getsockname()[0] if connections else "127.0.0.1"
+        self.host = _own_address(connections)
         self.order, self.links = _arrange(cluster, job, connections)
         self.rank = self.order.index(cluster.place.rank)
         largest = max(most, x0.numel() * x0.element_size()) + _SLACK
@@ -93,13 +99,31 @@ class Party:
             device = torch.device("cuda", self.cluster.place.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         if job.torch_means:
-            from orchestra.transports.torch_means import TorchMeans, tcp_store  # not needed otherwise
-
-            store = tcp_store(self.exchange, self.rank, job.workers, self._host)
-            patience = self.cluster.patience
-            self.transport.means = TorchMeans(store, self.rank, job.workers, device, host=self._host, patience=patience)
+            self._connect_torch(job.workers, device)
         x = self.x0.to(device, copy=True)
         return run.worker(job, self.rank, comm, log, x, torch.zeros_like(x))
+
+    def _connect_torch(self, workers: int, device: torch.device) -> None:
+        """Connect torch beside hearing what the others say: who fails meanwhile would be waited for in vain."""
+        from orchestra.transports.torch_means import TorchMeans, tcp_store  # not needed otherwise
+
+        exchange, patience = self.exchange, self.cluster.patience
+        store = tcp_store(exchange, self.rank, workers, self.host, patience)
+        made: Future[TorchMeans] = Future()
+
+        def connect() -> None:
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # each thread has one of its own
+                made.set_result(TorchMeans(store, self.rank, workers, device, host=self.host, patience=patience))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=connect, name="torch", daemon=True).start()
+        while not made.done():
+            exchange.sleep(Sleep(_GLANCE))
+            exchange.when_waiting()
+        self.transport.means = made.result()
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What broke a mean off, if that is known: torch does not say who was lost."""
@@ -113,7 +137,7 @@ class Party:
         return error
 
     def close(self) -> None:
-        """Send what is left, and hang up."""
+        """Send what is left, and hang up: after a moment in any case, however many do not listen."""
         if self.transport.means is not None:
             self.transport.means.close()
         self.exchange.close()
@@ -121,7 +145,7 @@ class Party:
     def give_up(self, said: dict[str, Any]) -> None:
         """Tell everybody that this process ends the run, and hang up."""
         with contextlib.suppress(OrchestraError):
-            self.exchange.tell_all({"kind": "stopped", **said})
+            self.exchange.tell_all({"kind": "stopped", **said, "message": said["message"][-LONGEST:]})
         self.close()
 
 
@@ -132,7 +156,10 @@ def _arrange(
     rank, size = cluster.place.rank, len(connections) + 1
     if not isinstance(cluster.order, str):
         return list(cluster.order), None
-    if cluster.order == "given" or size < 3 or cluster.place.loopback:
+    if cluster.order == "given" or size < 3:
+        return list(range(size)), None
+    # What one process takes for another machine may be its own to the next.
+    if not announce(rank, connections, not cluster.place.loopback(cluster.patience) if rank == HOME else None):
         return list(range(size)), None
     links: topology.Links | None = None
 
@@ -156,15 +183,23 @@ def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> 
     """Connections to all the others."""
     place = cluster.place
     store = _store(cluster)
+    made = partial(Meeting, place.rank, token, about, one_machine=place.one_machine, tell=_tell)
     if place.rank == HOME:
-        host = "127.0.0.1" if place.loopback else _own_address(place.host)
-        meeting = Meeting(HOME, token, about, host=host, port=0 if store is not None else place.port)
+        found = resolve(place.host, place.port, patience=cluster.patience, tell=_tell)
+        meeting = made(host=door_of(found, one_machine=place.one_machine), port=0 if store else place.port)
         if store is not None:
-            store.set(_door_key(), str(meeting.address[1]))
-        return meeting.welcome(size, patience=cluster.patience)
-    port = place.port if store is None else int(store.get(_door_key()))
-    host = interface_to((place.host, port))
-    return Meeting(place.rank, token, about, host=host).join((place.host, port), patience=cluster.patience)
+            with _torchrun(cluster):
+                store.set(_door_key(), str(meeting.address[1]))
+        return meeting.welcome(size, patience=cluster.patience, known_as=(place.host, meeting.address[1]))
+    port = place.port
+    if store is not None:
+        with _torchrun(cluster):
+            port = int(store.get(_door_key()))
+    return made(host=None).join((place.host, port), patience=cluster.patience)
+
+
+def _tell(text: str) -> None:
+    print(f"orchestra: {text}", file=sys.stderr, flush=True)
 
 
 def _store(cluster: Attached) -> Any:
@@ -174,19 +209,29 @@ def _store(cluster: Attached) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     place = cluster.place
-    return TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=cluster.patience))
+    with _torchrun(cluster):
+        return TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=cluster.patience))
+
+
+@contextlib.contextmanager
+def _torchrun(cluster: Attached) -> Iterator[None]:
+    """Errors of its store, which names nobody."""
+    try:
+        yield
+    except RuntimeError as error:
+        place = cluster.place
+        raise ClusterError(
+            f"process {place.rank} did not hear through torchrun's store at {show((place.host, place.port))} where "
+            f"process 0 is, within {cluster.patience:g} s: {str(error).splitlines()[0]}. Was torchrun started on every "
+            "machine with the same --rdzv-endpoint, and did process 0 say what kept it?"
+        ) from None
 
 
 def _door_key() -> str:
     return f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_RUNS)}"
 
 
-def _own_address(host: str) -> str:
-    """Where to listen: at the address others are given, unless that is a name in front of this machine."""
-    address = socket.gethostbyname(host)
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return "0.0.0.0"  # a service of Kubernetes, say
-    return address
+def _own_address(connections: dict[int, socket.socket]) -> str:
+    """By which the others reach this machine: those on it may have come over the loopback."""
+    mine = [plain(sock.getsockname()[0]) for sock in connections.values()]
+    return min(mine, key=is_loopback, default="127.0.0.1")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestra.environment import STARTED_BY
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.launch.agreement import Answer, agree
 from orchestra.launch.band import GRACE, SILENCE, Band, News, Pipe
@@ -51,6 +52,7 @@ class Run:
     port: int | None = None
     environment: Mapping[str, str] | None = None
     grace: float = GRACE  # seconds to save when asked to stop
+    again: str = ""  # the command that started it, up to what it starts
 
     @property
     def master_address(self) -> str:
@@ -118,7 +120,7 @@ def _wire(run: Run, seat: Seat, port: int, token: str, mark: str, news: News) ->
         "do": "run",
         "argv": argv(run.command, seat.host.python),
         "cwd": seat.host.cwd,
-        "environment": run.place(seat, port) | {"ORCHESTRA_TOKEN": token},
+        "environment": run.place(seat, port) | {"ORCHESTRA_TOKEN": token, STARTED_BY: run.again},
         "mark": f"{mark}:{seat.rank}.",
         "silence": SILENCE,
         "grace": run.grace,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,13 @@ import orchestra
 from orchestra import checkpoint, checks, environment, expression
 from orchestra.attached import Attached
 from orchestra.errors import Problem
-from orchestra.fingerprint import settings_of
+from orchestra.fingerprint import code, parts_of_model, parts_of_optimizer, settings_of
 from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
 from orchestra.replica import problems_of, trainable
 from orchestra.strategy import Strategy
+from orchestra.words import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +63,32 @@ class Asked:
         """All that are no servers."""
         return self.size - self.strategy.servers
 
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return next(iter(trainable(self.model).values())).device.type
+
+    @property
+    def torch_means(self) -> bool:
+        """Whether torch takes the means: on a trusted network, of models that are not on GPUs."""
+        return self.together and self.device == "cpu" and self.cluster.joined(self.strategy).means_by_torch()
+
     # Whether it can be.
 
     def problems(self) -> Iterator[Problem]:
         """All that cannot be."""
+        name, servers = type(self.strategy).__name__, self.strategy.servers
         if self.workers < 1:
-            message = f"{type(self.strategy).__name__} has {self.strategy.servers} servers beside the workers: " + (
-                f"start more than {self.size} processes"
-                if self.together
-                else "start with torchrun or `orchestra launch`"
+            start = f"torchrun --nproc-per-node {servers + 2}"
+            message = (
+                f"{name} has {plural(servers, 'server')}, each a process of its own, beside the workers: start more "
+                f"than {plural(servers, 'process')}, such as {start} for 2 workers"
             )
             yield Problem("WORLD_SIZE", self.size, message)
             return
+        if os.environ.get(environment.WORKERS, str(self.workers)) != str(self.workers):
+            message = f"{name} has {plural(servers, 'server')} beside them: say --servers {servers} as well"
+            yield Problem("workers", int(os.environ[environment.WORKERS]), message)
         if self.together:
             yield from self.cluster.joined(self.strategy).problems()
         yield from checks.check_strategy(self.strategy, self.workers, None)
@@ -91,7 +107,7 @@ class Asked:
         groups = self.optimizer.param_groups
         strange = sum(p not in own for group in groups for p in group["params"])
         if strange:
-            message = f"has {strange} parameters that are not the model's: make it from model.parameters()"
+            message = f"has {plural(strange, 'parameter')} not of the model: make it from model.parameters()"
             yield Problem("optimizer", type(self.optimizer).__name__, message)
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         needs_closure = closure is not None and closure.default is closure.empty
@@ -151,9 +167,9 @@ class Asked:
             workers=self.workers,
             batch=(self.loader.batch_size if self.loader is not None else None) or 1,
             seed=self.seed,
-            device=next(iter(trainable(self.model).values())).device.type,
+            device=self.device,
             one_memory=False,
-            torch_means=False,
+            torch_means=self.torch_means,
             run=self.out or Path(),
             launch="",
             last_step=self.steps,
@@ -179,7 +195,7 @@ class Asked:
         )
 
     def about(self, job: Job) -> dict[str, Any]:
-        """What all processes must have in common, the most telling first."""
+        """What the run is, for its folder."""
         shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.model).items()}
         return {
             "version of orchestra": orchestra.__version__,
@@ -194,7 +210,17 @@ class Asked:
             "optimizer": settings_of(self.optimizer),
             "steps": job.last_step,
             "tolerate": job.tolerate,
+            "means": "by torch" if job.torch_means else "by messages",
         }
+
+    def in_common(self, job: Job) -> dict[str, Any]:
+        """What all processes must say alike, the most telling first; of what consists of parts, each part."""
+        about = self.about(job)
+        parts = {"model": parts_of_model(self.model), "optimizer": parts_of_optimizer(self.optimizer)}
+        found = code(orchestra.__version__, [self.model])
+        for name, value in about.items():
+            found |= parts.get(name, {name: value})
+        return found
 
 
 def _is_taken(out: Path) -> bool:

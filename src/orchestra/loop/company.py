@@ -7,30 +7,35 @@ begun says so instead of waiting for ever, or of taking the other's last mean fo
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import sys
-import traceback
 from collections.abc import Callable
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 from orchestra.board import name_of
-from orchestra.errors import ClusterError, OrchestraError, WorkerLost
-from orchestra.launch.attached import Stopped
+from orchestra.errors import ClusterError, OrchestraError, Stopped, WorkerLost
+from orchestra.launch import notes
+from orchestra.ops import Sleep
 from orchestra.transports.exchange import Exchange
-
-_FORGOTTEN = "ended without optimizer.finish()"
+from orchestra.words import plural
 
 
 class Company:
     """What the others say about the run as a whole."""
 
-    def __init__(self, exchange: Exchange, rank: int, workers: int) -> None:
+    def __init__(self, exchange: Exchange, rank: int, workers: int, *, host: str = "127.0.0.1") -> None:
+        self.host = host  # by which the others reach this process
         self._exchange, self._rank, self._workers = exchange, rank, workers
         self._finished: dict[int, int] = {}  # after how many steps
+        self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left that had more to give
+        self.how = "finished"  # this process, when it does
         self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if it goes in step with the others
         self.rates: Callable[[list[float]], None] = lambda rates: None  # a schedule says new learning rates
+        self.file: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # one is announced
+        self.folder: tuple[Path | None, str] | None = None  # where worker 0 keeps the run, and a mark in it
+        self.looked: set[int] = set()  # who have tried to find it
+        self.written: set[int] = set()  # and have nothing more to put there
+        self.hang_up: Callable[[], None] = lambda: None  # whatever else this process is connected by
         self.name = name_of(rank, workers)
         self._parted = False
         exchange.hear, exchange.when_waiting = self._hear, self._glance
@@ -40,13 +45,23 @@ class Company:
         self._begun = begun
 
     def _hear(self, source: int, said: dict[str, Any]) -> None:
+        notes.check(source, said)
         match said["kind"]:
             case "finished":
-                self._finished[source] = int(said["steps"])
+                self._finished[source] = said["steps"]
+                self._ways[source] = said["how"], said["left"]
             case "rates":
                 self.rates([float(rate) for rate in said["rates"]])
+            case "folder":
+                self.folder = said["path"] and Path(said["path"]), str(said["mark"])
+            case "looked":
+                self.looked.add(source)
+            case "written":
+                self.written.add(source)
+            case "file":
+                self.file(source, said)
             case "stopped":
-                raise Stopped(str(said["message"]), int(said["code"]))
+                raise Stopped(said["message"], said["code"])
 
     def _glance(self) -> None:
         for node, cause in self._exchange.lost.items():
@@ -58,10 +73,17 @@ class Company:
 
     def _uneven(self, node: int, steps: int, begun: int) -> ClusterError:
         """Not all make equally many steps: tell the others, too."""
+        how, left = self._ways[node]
+        remedy = "Give the loader to orchestra.prepare, or see to it that every process has as many batches."
+        if left is not None:
+            how = f"left its loader in {left}, {how}"
+            remedy = (
+                "Leave the loop at the same step everywhere: decide by what all have in common, such as the number of "
+                "steps, or optimizer.orchestra.mean(loss)."
+            )
         message = (
-            f"{name_of(node, self._workers)} finished after {steps:,} steps, but {self.name} has begun step {begun:,}: "
-            "all must make equally many. Give the loader to orchestra.prepare, or see to it that every process has as "
-            "many batches."
+            f"{name_of(node, self._workers)} {how} after {plural(steps, 'step')}, but {self.name} has begun step "
+            f"{begun:,}: all must make equally many. {remedy}"
         )
         self.give_up(message, ClusterError.exit_code)
         return ClusterError(message)
@@ -71,10 +93,10 @@ class Company:
         for server in servers:
             self._exchange.note(server, {"kind": "rates", "rates": rates})
 
-    def finish(self, steps: int) -> None:
-        """Wait until every worker has made its last step."""
+    def finish(self, steps: int, left: str | None) -> None:
+        """Wait until every worker has made its last step. `left`: where the loader was, if it had more to give."""
         self._finished[self._rank] = steps
-        self._exchange.tell_all({"kind": "finished", "steps": steps})
+        self._exchange.tell_all({"kind": "finished", "steps": steps, "how": self.how, "left": left})
         self._exchange.attend(
             lambda: len(self._finished) == self._workers, lambda: "the others to finish", forever=True
         )
@@ -83,60 +105,22 @@ class Company:
         if self._begun() is not None and self._finished[late] > steps:  # it will say so itself
             self._exchange.attend(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
 
+    def listen(self, *, seconds: float = 0.0) -> None:
+        """Hear what was said meanwhile; raise if it ends the run for this process."""
+        self._exchange.sleep(Sleep(seconds))
+        self._exchange.poll()
+        self._glance()
+
     def part(self) -> None:
         """Hang up, now that everything is said."""
         if not self._parted:
             self._parted = True
+            self.hang_up()
             self._exchange.close()
 
     def give_up(self, message: str, code: int) -> None:
         """Tell the others why this process ends before its time, and hang up."""
         with contextlib.suppress(OrchestraError, OSError):
             if not self._parted:
-                self._exchange.tell_all({"kind": "stopped", "message": message, "code": code})
+                self._exchange.tell_all({"kind": "stopped", "message": message[-notes.LONGEST :], "code": code})
         self.part()
-
-
-class Exit:
-    """The end of the script: an error reaches the other processes, a forgotten `finish` is noticed."""
-
-    def __init__(self, company: Company) -> None:
-        self._company = company
-        self._before = sys.excepthook
-        sys.excepthook = self._failed
-        atexit.register(self._forgotten)
-
-    def close(self) -> None:
-        """All went well."""
-        if sys.excepthook == self._failed:
-            sys.excepthook = self._before
-        atexit.unregister(self._forgotten)
-
-    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.close()
-        name = self._company.name
-        if isinstance(error, Stopped):
-            self._company.part()
-        elif isinstance(error, WorkerLost):
-            self._company.give_up(str(error), error.exit_code)
-        elif isinstance(error, OrchestraError):
-            self._company.give_up(f"{name}: {error}", error.exit_code)
-        elif isinstance(error, KeyboardInterrupt):
-            self._company.give_up(f"{name} was stopped by SIGINT", 130)
-        else:
-            last = "".join(traceback.format_exception_only(error)).strip()
-            self._company.give_up(f"{name} failed: {last}", 1)
-        if isinstance(error, OrchestraError):
-            # It says what is wrong and what to do; the way through these files would only hide that.
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            raise SystemExit(error.exit_code)
-        self._before(kind, error, trace)
-
-    def _forgotten(self) -> None:
-        message = f"{self._company.name} {_FORGOTTEN}"
-        print(
-            f"orchestra: {message}: its model lacks the strategy's last step, and the others may wait for it. Call it "
-            "after the loop.",
-            file=sys.stderr,
-        )
-        self._company.give_up(message, 1)

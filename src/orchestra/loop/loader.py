@@ -103,6 +103,7 @@ class Loader:
         self.taken = 0  # batches of it
         self.fetched: Callable[[int], None] = lambda samples: None  # who must know how large batches are
         self._resumed = 0
+        self._left: tuple[int, int] | None = None  # where a pass was first left before its end
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -119,7 +120,17 @@ class Loader:
                 self.fetched(samples)
                 yield batch
         finally:
+            self._left = self._left or self._short()
             self.epoch, self.taken = epoch + 1, 0
+
+    def _short(self) -> tuple[int, int] | None:
+        return (self.epoch, self.taken) if 0 < self.taken < len(self) else None
+
+    @property
+    def left(self) -> str | None:
+        """Where it was first left before its end, if it was."""
+        found = self._left or self._short()
+        return found and f"epoch {found[0] + 1} after {found[1]} of {len(self)} batches"
 
     def _batches(self, epoch: int, start: int) -> Iterator[tuple[Any, int]]:
         if self._share is None:

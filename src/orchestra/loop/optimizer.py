@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, optim
+from torch.utils.hooks import RemovableHandle
 
 from orchestra import checkpoint, expression
-from orchestra.errors import CheckpointError, ConfigError, Problem
+from orchestra.errors import CheckpointError, ConfigError, OrchestraError, Problem
 from orchestra.loop.player import Player
 from orchestra.loop.seat import Seat
 
@@ -38,6 +40,9 @@ class Prepared(optim.Optimizer):
         self._usual = usual  # samples of a step, where nobody says
         self._fetched = 0  # samples since the last step
         self._rates: list[float] = []
+        self._guard: RemovableHandle | None = None
+        with contextlib.suppress(AttributeError):  # some that only look like torch's have no hooks
+            self._guard = inner.register_step_pre_hook(self._not_alone)
 
     # What torch knows of an optimizer.
 
@@ -72,6 +77,14 @@ class Prepared(optim.Optimizer):
         raise ConfigError([Problem("param_group", list(param_group), message)])
 
     # A step.
+
+    def _not_alone(self, *_: Any) -> None:
+        """A hook of the optimizer that was given: only the strategy may step it."""
+        if not self._player.playing:
+            raise OrchestraError(
+                "the optimizer that was given to orchestra.prepare was stepped, which the others know nothing of: the "
+                "models would differ. Step the one that it returned: model, optimizer, loader = orchestra.prepare(...)."
+            )
 
     def fetched(self, samples: int) -> None:
         """The loader gave out so many."""
@@ -108,6 +121,7 @@ class Prepared(optim.Optimizer):
         size = self._fetched or self._usual if samples is None else samples
         self._usual, self._fetched = (self._fetched or self._usual), 0
         self._tell_rates()
+        vars(self._inner)["_opt_called"] = True  # schedulers look for it, also where only a server's optimizer steps
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         self._player.step(size if self._usable() else 0, None if loss is None else float(loss))
         return value
@@ -132,8 +146,9 @@ class Prepared(optim.Optimizer):
 
     def finish(self) -> None:
         """After the last step: the strategy's last words, one model on all workers, and farewell."""
-        self._player.rest()
         self.orchestra.finish()
+        if self._guard is not None:
+            self._guard.remove()
 
     # Saving.
 

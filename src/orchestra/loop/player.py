@@ -86,6 +86,7 @@ class Player:
         self.life = life
         self.asking = False  # the strategy waits for a gradient; else it is at rest
         self.touched = False  # it has done something in this step that cannot be taken back
+        self.playing = False  # the strategy is at work, not the loop
         self.over = False
         self._feed, self._replica = feed, replica
         feed.park = self._ask
@@ -104,6 +105,13 @@ class Player:
         self.asking = True
         self._fiber.park()
 
+    def _go_on(self) -> None:
+        self.playing = True
+        try:
+            fibers.visit(self._fiber)
+        finally:
+            self.playing = False
+
     def _mark(self) -> tuple[int, int, int]:
         traffic = self.life.meter.traffic
         return self.life.node.x._version, traffic.sent, traffic.received
@@ -112,7 +120,7 @@ class Player:
         """Go on to where the strategy asks for a gradient, if it is at rest."""
         before = self._mark()
         while not self.asking:
-            fibers.visit(self._fiber)
+            self._go_on()
             self.touched = self._mark() != before
 
     def step(self, size: int, loss: float | None) -> None:
@@ -132,7 +140,7 @@ class Player:
             raise ConfigError([Problem("loss", None, message)])
         self._feed.size, self._replica.known_loss = size, loss
         self.asking = self.touched = False
-        fibers.visit(self._fiber)
+        self._go_on()
 
     def rest(self) -> None:
         """Be between two steps: one that was begun without a gradient to follow ends with an empty mini-batch."""
@@ -152,7 +160,8 @@ class Player:
     def finish(self) -> None:
         """What the strategy still has to do after the last step."""
         node = self.life.node
-        self.over = True
+        self.over = self.playing = True
         self._fiber.kill()
         self.life.job.strategy.finish(node, self.life.state)
+        self.playing = False
         node.comm.leave()

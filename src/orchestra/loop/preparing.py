@@ -9,16 +9,18 @@
         optimizer.step()
     optimizer.finish()                                                                      # 3
 
-Started once it is plain PyTorch; started several times (torchrun, `orchestra launch`, Slurm) every process is a worker.
+Started once it is plain PyTorch; started several times (torchrun, `orchestra run`, `orchestra launch`, Slurm) every
+process is a worker, or one of the strategy's servers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -26,16 +28,19 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from orchestra import checkpoint, expression, run
+from orchestra import checkpoint, expression, overrides, run
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
-from orchestra.errors import OrchestraError
+from orchestra.environment import is_member
+from orchestra.errors import ConfigError, OrchestraError, Problem, Stopped
 from orchestra.events import Began, Event, EventLog
 from orchestra.inner import Inner
 from orchestra.job import Job
 from orchestra.launch.party import Party
 from orchestra.loop.asked import Asked
 from orchestra.loop.company import Company
+from orchestra.loop.folder import Folder
+from orchestra.loop.leaving import tell_in_short
 from orchestra.loop.loader import Loader
 from orchestra.loop.optimizer import Prepared
 from orchestra.loop.player import Given, Player, Taken
@@ -102,40 +107,70 @@ def prepare(
 ) -> tuple[M, Prepared] | tuple[M, Prepared, Loader]:
     """Let a strategy drive the optimizer of a loop that stays as it is; call `optimizer.finish()` after the loop.
 
-    Every process of torchrun or `orchestra launch` is a worker, or one of the strategy's servers: those serve in this
-    call, and the script ends there. All begin with the model of worker 0. The loader is shared out among the workers:
-    every sample once an epoch, in another order each time, batches of the size it was made with on each of them. Means
-    are weighted by samples. Between two steps the parameters are the strategy's model as this worker has it. What has
-    no gradient has gradient zero.
+    Every process of torchrun or `orchestra launch` is a worker; the last are the strategy's servers, if any: those
+    serve in this call, and the script ends there. All begin with the model of worker 0. The loader is shared out among
+    the workers: every sample once an epoch, in another order each time, batches of the size it was made with on each of
+    them. Means are weighted by samples. Between two steps the parameters are the strategy's model as this worker has
+    it. What has no gradient has gradient zero.
 
     Args:
         model: stays the same object; its parameters become views of one vector.
         optimizer: over the model's parameters, with any schedulers, made before or after.
         loader: of the training samples. Without one every process reads its own, and `optimizer.step(samples=n)` says
             how many are behind a gradient, where not all have equally many.
-        strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
-        cluster: `Attached(...)` with a token, patience and the like.
+        strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`. What `orchestra run --strategy`
+            says takes its place.
+        cluster: `Attached(...)` with a token, patience and the like. Ranks stay as they were started. On a network that
+            is `trusted`, torch takes the means of models that are not on GPUs.
         steps: how many each worker will make, for strategies that switch after a share of them.
         seed: of the order of samples, and of strategies that draw.
-        out: a run folder, as `train` leaves it; None writes nothing.
+        out: a run folder, as `train` leaves it, at worker 0; machines that do not see it send their files there. None
+            writes nothing.
         tolerate: gradients in a row that may be not finite before the run is given up.
         note: anything more to be kept in the run's configuration.
 
     """
     since = time.perf_counter()
-    # Who serves, and whose share of the samples is whose, goes by the rank that the loop can see.
-    as_started = dataclasses.replace(cluster or Attached(), order="given")
+    tell_in_short.install()
     try:
+        said = overrides.of_a_loop({"strategy": strategy, "cluster": cluster, "seed": seed, "out": out, "note": note})
         asked = Asked(
-            model=model, optimizer=optimizer, loader=loader, cluster=as_started, steps=steps, seed=seed,
-            strategy=expression.parse(strategy) if isinstance(strategy, str) else strategy,
-            out=None if out is None else Path(out), tolerate=tolerate, note=note or {},
+            model=model, optimizer=optimizer, loader=loader, cluster=_as_started(said["cluster"]), steps=steps,
+            seed=said["seed"], strategy=_chosen(strategy, said["strategy"]), tolerate=tolerate,
+            out=None if said["out"] is None else Path(said["out"]), note=said["note"] or {},
         )  # fmt: skip
         refuse(asked.problems())
         made, shared = _join_in(asked, since)
         return (model, made) if shared is None else (model, made, shared)
     except OrchestraError as error:
         raise error.with_traceback(None) from None
+
+
+def _as_started(cluster: Any) -> Attached:
+    """A loop knows its processes by the ranks they were started with.
+
+    By them it reads samples of its own before it comes here, and finds what it saved: they must not depend on how fast
+    the network is today. So latencies are not measured to choose another order, as `train` does.
+    """
+    if isinstance(cluster, Attached) and not isinstance(cluster.order, str):
+        message = "a loop goes by the ranks that its processes were started with: leave it out, and start them so"
+        raise ConfigError([Problem("cluster.order", cluster.order, message)])
+    if cluster is not None and not isinstance(cluster, Attached) and cluster.workers > 1:
+        message = (
+            "a loop runs once in every process that it is started in: start it with torchrun --nproc-per-node "
+            f"{cluster.workers}, or with `orchestra launch`"
+        )
+        raise ConfigError([Problem("workers", cluster.workers, message)])
+    return replace(cluster if isinstance(cluster, Attached) else Attached(), order="given")
+
+
+def _chosen(own: Strategy[Any] | str, said: Strategy[Any] | str) -> Strategy[Any]:
+    """The strategy: what the command line says takes the place of the script's own."""
+    mine, chosen = (expression.parse(s) if isinstance(s, str) else s for s in (own, said))
+    if chosen != mine and not is_member():
+        words = f"{expression.show(chosen)}, as the command line says, in place of the script's {expression.show(mine)}"
+        print(f"orchestra: strategy {words}", file=sys.stderr)
+    return chosen
 
 
 class _Nowhere:
@@ -146,13 +181,33 @@ class _Nowhere:
 
 
 def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
-    """Join the others; as a server, serve, and end the script."""
+    """Join the others, who must not wait if this process cannot go on."""
     job, x0 = asked.job(), flatten(asked.model)
     transport, company = _meet(asked, job, x0.cpu())
-    log, meter = _open_log(asked, job), Metered(transport)
+    try:
+        folder = Folder(company, transport.exchange, asked.rank, asked.size, asked.out)
+        log = _open_log(asked, job, folder.path)
+        return _take_part(asked, replace(job, run=folder.path or Path()), x0, transport, company, folder, log, since)
+    except OrchestraError as error:
+        if not isinstance(error, Stopped):
+            company.give_up(f"{company.name}: {error}", error.exit_code)
+        raise
+
+
+def _take_part(
+    asked: Asked, job: Job, x0: Tensor, transport: AttachedTransport, company: Company, folder: Folder, log: Log,
+    since: float,
+) -> tuple[Prepared, Loader | None]:  # fmt: skip
+    """Become a worker; or, as a server, serve, and end the script."""
+    meter = Metered(transport)
     comm = Comm(meter, *job.groups)
     if asked.rank >= asked.workers:
-        serve(job, comm, meter, log, company, x0.cpu())
+        serve(job, comm, meter, log, company, folder, x0.cpu())
+    if job.torch_means:
+        from orchestra.loop.means import Means  # not needed otherwise
+
+        patience = asked.cluster.patience
+        transport.means = Means(company, transport.exchange, asked.rank, asked.workers, company.host, patience)
     replica = Taken(asked.model, x0, torch.zeros_like(x0))
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     if asked.rank == 0:
@@ -169,13 +224,13 @@ def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     player = Player(life, feed, replica)
     company.go_in_step(lambda: node.steps if life.in_step else None)
-    made = Prepared(
-        asked.optimizer, player, Seat(player, company, asked.model, shared), usual=1 if shared is None else job.batch
-    )
-    made.orchestra.hook = asked.model.register_forward_pre_hook(_Begins(player))
+    seat = Seat(player, company, folder, asked.model, shared)
+    seat.hook = asked.model.register_forward_pre_hook(_Begins(player))
+    made = Prepared(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
     if shared is not None:
         shared.fetched = made.fetched
     transport.traffic.sent, transport.traffic.received, transport.traffic.waited = 0, 0, 0.0
+    transport.traffic.sent_to.clear()
     transport.began = time.perf_counter()  # the clock starts now
     log.write(Began(0.0, asked.rank, "worker", transport.began - since))
     return made, shared
@@ -185,17 +240,16 @@ def _meet(asked: Asked, job: Job, x0: Tensor) -> tuple[AttachedTransport, Compan
     """This process's way to the others, if there are any."""
     if job.workers + job.servers > 1:
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
-        party = Party(job, x0, asked.cluster, asked.about(job), most=_DOUBLE * longest)
-        return party.transport, Company(party.exchange, asked.rank, job.workers)
+        party = Party(job, x0, asked.cluster, asked.in_common(job), most=_DOUBLE * longest)
+        return party.transport, Company(party.exchange, asked.rank, job.workers, host=party.host)
     traffic = Traffic()
     nobody = Exchange(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
     return AttachedTransport(0, 1, nobody, traffic), Company(nobody, 0, 1)
 
 
-def _open_log(asked: Asked, job: Job) -> Log:
-    if asked.out is None:
+def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
+    if folder is None:
         return _Nowhere()
-    asked.out.mkdir(parents=True, exist_ok=True)
     if asked.rank == 0:
         config = asked.about(job) | {
             "defining": asked.strategy.defining,
@@ -206,8 +260,8 @@ def _open_log(asked: Asked, job: Job) -> Log:
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
             "note": asked.note,
         }
-        checkpoint.write_text(asked.out / "config.json", json.dumps(config, indent=1))
-    return EventLog(asked.out / f"events-{asked.rank}.jsonl")
+        checkpoint.write_text(folder / "config.json", json.dumps(config, indent=1))
+    return EventLog(folder / f"events-{asked.rank}.jsonl")
 
 
 class _Begins:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from orchestra import checkpoint, run, snapshot
-from orchestra.errors import ClusterError
+from orchestra.errors import ClusterError, OrchestraError
 from orchestra.events import EventLog
-from orchestra.loop.company import Company, Exit
+from orchestra.loop.company import Company
+from orchestra.loop.folder import Folder
+from orchestra.loop.leaving import Exit
 from orchestra.loop.loader import Loader
 from orchestra.loop.player import Player
 from orchestra.node import Comm
@@ -28,11 +30,14 @@ FINAL = 0xFFFE  # the tag of a server's last message
 class Seat:
     """This process among the others."""
 
-    def __init__(self, player: Player, company: Company, module: nn.Module, loader: Loader | None) -> None:
-        self._player, self._company, self._module, self._loader = player, company, module, loader
+    def __init__(
+        self, player: Player, company: Company, folder: Folder, module: nn.Module, loader: Loader | None
+    ) -> None:
+        self._player, self._company, self._folder = player, company, folder
+        self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
         self.hook: RemovableHandle | None = None  # on the model
-        self._exit = Exit(company)
+        self._exit = Exit(company, self.finish)
 
     @property
     def rank(self) -> int:
@@ -65,6 +70,10 @@ class Seat:
 
     def mean(self, value: Tensor | float, *, weight: float = 1.0) -> float:
         """The weighted mean of a number over the workers. All must ask, at the same place of the loop."""
+        if self._player.over:
+            raise OrchestraError(
+                "the workers have parted since optimizer.finish(), with one and the same model. Take means before it."
+            )
         mean = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu().clone()
         traffic = self._life.meter.traffic
         sent, received = traffic.sent, traffic.received
@@ -92,16 +101,18 @@ class Seat:
         """End together with the others, with one model; twice is once."""
         if self._player.over:
             return
-        life, node = self._life, self._node
+        self._player.rest()
+        life, node, left = self._life, self._node, None if self._loader is None else self._loader.left
         if life.in_step:
-            self._company.finish(node.steps)
+            self._company.finish(node.steps, left)
             self._player.finish()
         else:
             self._player.finish()
-            self._company.finish(node.steps)
+            self._company.finish(node.steps, left)
         run.end(life)
         if isinstance(life.log, EventLog):
             life.log.flush()
+        self._folder.deliver()
         self._receive_model()
         if life.where == "apart":
             average_(node.comm, [node.x])
@@ -128,6 +139,7 @@ class Seat:
 
     def _conclude(self) -> None:
         """What `train` leaves in a run folder."""
+        self._folder.collect()
         folder = self._life.job.run
         snapshot.export(self._module, folder / "model.safetensors")
         ending = {"stopped_by": "loop", "warnings": []}

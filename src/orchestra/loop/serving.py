@@ -12,7 +12,9 @@ from torch import Tensor
 from orchestra import run
 from orchestra.events import Began, EventLog
 from orchestra.job import Job
-from orchestra.loop.company import Company, Exit
+from orchestra.loop.company import Company
+from orchestra.loop.folder import Folder
+from orchestra.loop.leaving import Exit
 from orchestra.loop.seat import FINAL
 from orchestra.node import Comm, Log
 from orchestra.transports.middleware import Metered
@@ -23,6 +25,7 @@ class _Giver:
     """A server's keeper: nothing is saved; the workers get the model in the end."""
 
     life: run.Life
+    folder: Folder
 
     def after_step(self, before: int) -> None:
         """Servers make none."""
@@ -39,9 +42,10 @@ class _Giver:
         return False
 
     def after_service(self) -> bool:
-        """Every worker has left: give each the range; nothing goes to a folder."""
+        """Every worker has left: give each the range."""
         if isinstance(self.life.log, EventLog):
             self.life.log.flush()
+        self.folder.deliver()
         comm = self.life.node.comm
         comm.send_as_given()
         for worker in range(self.life.job.workers):
@@ -49,7 +53,7 @@ class _Giver:
         return False
 
 
-def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, x0: Tensor) -> NoReturn:
+def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, folder: Folder, x0: Tensor) -> NoReturn:
     """Serve until every worker has finished, and end the script."""
     began = time.perf_counter()
     door = Exit(company)
@@ -59,7 +63,7 @@ def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, x0: 
     company.rates = node.inner.follow
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     log.write(Began(node.now(), node.rank, "server", time.perf_counter() - began))
-    run.serve(life, _Giver(life))
+    run.serve(life, _Giver(life, folder))
     door.close()
     company.part()
     raise SystemExit(0)

@@ -33,14 +33,17 @@ class Steps:
         table = np.array(rows, dtype=np.float64).reshape(len(rows), len(names))
         table = table[np.lexsort((table[:, 2], table[:, 0]))]
         self._column = {name: table[:, i] for i, name in enumerate(names)}
-        self.nodes = [int(node) for node in np.unique(self["node"])]
+        nodes, starts = np.unique(np.sort(self["node"]), return_index=True)
+        rows_of = np.split(np.argsort(self["node"], kind="stable"), starts[1:])
+        self._rows = {int(node): rows for node, rows in zip(nodes, rows_of, strict=False)}
+        self.nodes = [*self._rows]
 
     def __getitem__(self, name: str) -> Column:
         return self._column[name]
 
     def of(self, node: int, name: str) -> Column:
         """A column of one node."""
-        column: Column = self[name][self["node"] == node]
+        column: Column = self[name][self._rows[node]]
         return column
 
     def gained(self, node: int, name: str) -> Column:
@@ -50,8 +53,8 @@ class Steps:
     def total(self, name: str) -> Column:
         """A total over all nodes, after each step of any."""
         gained = np.zeros(len(self["t"]))
-        for node in self.nodes:
-            gained[self["node"] == node] = self.gained(node, name)
+        for node, rows in self._rows.items():
+            gained[rows] = self.gained(node, name)
         return np.cumsum(gained)
 
     def traffic(self) -> Column:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from orchestra.budget import Target
 from orchestra.events import Began, Ended, Event, Logged, Scored, Skipped, Stepped, read
+from orchestra.words import plural
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,19 @@ class Facts:
         return cls(**record | again | {"happened": happened, "retired": tuple(record["retired"])})
 
     @property
+    def made(self) -> str:
+        """What was done, in a word."""
+        return f"{plural(self.steps, 'step')} in {self.seconds:.2f} s"
+
+    @property
     def missing(self) -> str | None:
         """What should have happened and did not, so that the run does not show what its strategy is about."""
         if self.defining is None or self.happened is not None:
             return None
         so_far = "" if self.last_s is None else f" (s was {self.last_s:.3g} at last)"
         return (
-            f"NEVER {self.defining.upper()} in {self.steps:,} steps{so_far}: figures of its first part alone. A larger "
-            "threshold, latest=0.5 or when=atshare would make it"
+            f"NEVER {self.defining.upper()} in {plural(self.steps, 'step')}{so_far}: figures of its first part alone. "
+            "A larger threshold, latest=0.5 or when=atshare would make it"
         )
 
     def share(self, kind: str) -> float:

@@ -20,7 +20,19 @@ from orchestra.report.looks import COLOURS
 from orchestra.report.tables import legend
 
 _VENDORED = ("d3.min.js", "plot.min.js")
-_MODULES = ("dom", "format", "state", "curves", "workers", "traffic", "consistency", "conditions", "timeline", "main")
+_MODULES = (
+    "dom",
+    "format",
+    "state",
+    "curves",
+    "race",
+    "workers",
+    "traffic",
+    "consistency",
+    "conditions",
+    "timeline",
+    "main",
+)
 _IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILINE)
 

@@ -79,7 +79,7 @@ def _target(folders: Sequence[Path]) -> Target | None:
                 if ends:
                     metric, _, value = ends[0].rpartition(":")
                     return Target(metric, float(value))
-            except (OSError, KeyError, TypeError, ValueError):
+            except (OSError, KeyError, TypeError, ValueError, RecursionError):
                 continue
     return None
 
@@ -180,7 +180,9 @@ def _nodes(run: Run, trace: traces.Trace | None) -> list[dict[str, Any]]:
     for node, e in sorted(last.items()):
         spent = {kind: max(0.0, getattr(e, kind)) for kind in ("compute", "communicate", "wait")}
         if trace is not None and node in trace.spent:
-            spent = trace.spent[node]
+            sent = min(trace.spent[node]["send"], spent["communicate"])
+            rest = spent["communicate"] - sent
+            spent = {"compute": spent["compute"], "send": sent, "receive": rest, "wait": spent["wait"]}
         whole = {"seconds": e.t, "steps": e.step, "samples": e.samples, "sent": e.sent, "received": e.received}
         role = "worker" if node < run.facts.workers else "server"
         found.append({"node": node, "role": role, **whole, "spent": spent})
@@ -196,6 +198,7 @@ def _trace(trace: traces.Trace) -> dict[str, Any]:
         "took": [round(op.seconds * 1e6) for op in trace.ops],
         "peer": [op.peer for op in trace.ops],
         "bytes": [op.bytes for op in trace.ops],
+        "met": [None if op.met is None else round(op.met * 1e6) for op in trace.ops],
         "kinds": [*traces.KINDS],
         "left_out": trace.left_out,
     }
@@ -251,7 +254,16 @@ def _together(
 
 def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
     return [
-        Mark(r["strategy"], r["condition"], r["seed"], r["reached"], r["since"], r["best"], r["metrics"].get(metric))
+        Mark(
+            r["strategy"],
+            r["condition"],
+            r["seed"],
+            r["reached"],
+            r["since"],
+            r["best"],
+            r["metrics"].get(metric),
+            r["samples_per_second"],
+        )
         for r in told
     ]
 

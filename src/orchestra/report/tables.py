@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestra.budget import Target
 from orchestra.report.settings import natural
-from orchestra.report.verdict import USELESS, Against, Mark, against_baseline
+from orchestra.report.verdict import Against, Mark, against_baseline, is_useless
 from orchestra.statistics import Estimate, median_interval
 from orchestra.words import size
 
@@ -47,7 +47,7 @@ def _rank(own: Sequence[dict[str, Any]]) -> tuple[bool, float]:
 def _head(target: Target | None, metric: str | None) -> list[str]:
     to_target = ["time to target", "speed", "p", "reached"] if target is not None else []
     final = [f"final {metric}"] if metric is not None else []
-    return ["strategy", *to_target, *final, "nodes", "time in all", "samples/s", "per worker", "waiting", "staleness"]
+    return ["strategy", *to_target, *final, "nodes", "in all", "samples/s", "per worker", "waiting", "staleness"]
 
 
 def _cells(own: Sequence[dict[str, Any]], against: Against, target: Target | None, metric: str | None) -> list[str]:
@@ -84,7 +84,7 @@ def _race(own: Sequence[dict[str, Any]], against: Against) -> list[str]:
 def _between(e: Estimate) -> str:
     if e.low is None or e.high is None:
         return ""
-    return " [wide]" if e.high > USELESS * e.low else f" [{e.low:.2f}, {e.high:.2f}]"
+    return " [wide]" if is_useless(e) else f" [{e.low:.2f}, {e.high:.2f}]"
 
 
 def _waiting(own: Iterable[dict[str, Any]]) -> str:
@@ -92,18 +92,21 @@ def _waiting(own: Iterable[dict[str, Any]]) -> str:
     return f"{statistics.fmean(n['spent']['wait'] / n['seconds'] for n in nodes):.0%}" if nodes else "-"
 
 
-LEGEND = (
-    "Nodes: workers and servers. Time to target: median [95 % interval; of less than six runs least and most]. "
-    "Speed: times as fast as {baseline}, geometric mean over pairs of runs with equal seeds [95 % interval]; p: of no "
-    "difference, corrected for the number of strategies (Holm). Per worker: bytes sent and received. Waiting: share of "
-    "the workers' time. Staleness: updates made between a worker's pull and its push."
+_RACE_LEGEND = (
+    "Time to target: median [95 % interval; of less than six runs least and most]. Speed: times as fast as {baseline}, "
+    "geometric mean over pairs of runs with equal seeds [95 % interval]; p: of no difference, corrected for the number "
+    "of strategies (Holm). "
+)
+_LEGEND = (
+    "Nodes: workers and servers. Per worker: bytes sent and received. Waiting: share of the workers' time. Staleness: "
+    "updates made between a worker's pull and its push."
 )
 
 
 def legend(story: dict[str, Any]) -> str:
     """What the columns are."""
     against = story["verdict"]["against"]
-    return LEGEND.format(baseline=against[0]["baseline"] if against else "the first")
+    return (_RACE_LEGEND.format(baseline=against[0]["baseline"]) if against else "") + _LEGEND
 
 
 def markdown(story: dict[str, Any]) -> str:

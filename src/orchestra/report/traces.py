@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who sent how much to whom, and when: from a trace where there is one, else as far as totals tell.
 
-A traced run has files `trace-*.jsonl` with one line for each op,
-
-    {"event": "moved", "t", "node", "kind": "send"|"receive"|"compute"|"wait", "began", "seconds", "peer", "bytes"}
-
-and each node's last event may hold `sent_to`, its bytes by peer. Both are read here and nowhere else.
+A traced run has files `trace-*.jsonl` with one line for each op, and each node's last event says how many bytes of
+messages it sent to whom; what all do together is not in there, and is shared out evenly.
 """
 
 from __future__ import annotations
@@ -24,13 +21,14 @@ from orchestra.report.reading import Run
 from orchestra.strategies import EASGD, AllReduce, Downpour, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD
 from orchestra.strategy import Strategy
 
-KINDS = ("compute", "send", "receive", "wait")
+KINDS = ("compute", "send", "receive", "mean")
+_TOGETHER = {"broadcast": "mean", "gather": "mean"}  # all are what everybody does at once
 MOST = 40_000  # ops of a run in a page
 _MOST_SEEN = 2_000_000  # ops of a run that are looked at
 Flow = dict[tuple[int, int], float]  # bytes by sender and receiver
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Moved:
     """One op of a node."""
 
@@ -40,6 +38,7 @@ class Moved:
     seconds: float
     peer: int | None
     bytes: int
+    met: float | None = None  # of a send, when it was received; of a receipt, when it was sent
 
 
 @dataclass
@@ -65,10 +64,24 @@ def read(run: Path, nodes: int, most: int = MOST) -> Trace | None:
     if not trace.ops:
         return None
     trace.ops.sort(key=lambda move: move.began)
+    _pair(trace.ops)
     trace.left_out = max(0, len(trace.ops) - most)
     del trace.ops[most:]
     trace.spent, trace.flow = dict(spent), dict(flow)
     return trace
+
+
+def _pair(ops: list[Moved]) -> None:
+    """What one node sends another comes in the order in which it was sent."""
+    ways: dict[tuple[int, int], tuple[list[Moved], list[Moved]]] = defaultdict(lambda: ([], []))
+    for op in ops:
+        if op.peer is not None and op.kind == "send":
+            ways[op.node, op.peer][0].append(op)
+        elif op.peer is not None and op.kind == "receive":
+            ways[op.peer, op.node][1].append(op)
+    for sent, got in ways.values():
+        for one, other in zip(sent, got, strict=False):  # the last may never have been read
+            one.met, other.met = other.began + other.seconds, one.began
 
 
 def _moves(path: Path, nodes: int) -> Iterator[Moved]:
@@ -84,8 +97,9 @@ def _moves(path: Path, nodes: int) -> Iterator[Moved]:
 
 
 def _move(found: dict[str, Any], nodes: int) -> Moved | None:
-    node, kind, peer = found["node"], found["kind"], found.get("peer")
-    began, seconds, size = float(found["began"]), float(found["seconds"]), int(found.get("bytes") or 0)
+    node, kind, peer = found["node"], _TOGETHER.get(found["kind"], found["kind"]), found.get("peer")
+    began, size = float(found["began"]), int(found.get("bytes") or 0)
+    seconds = float(found["t"]) - began
     there = range(nodes)
     if kind not in KINDS or node not in there or not math.isfinite(began + seconds) or seconds < 0:
         return None
@@ -103,9 +117,9 @@ class Traffic:
 def traffic(run: Run, strategy: Strategy[Any] | None, trace: Trace | None) -> Traffic | None:
     """Bytes from each node to each other; None where only a trace would tell."""
     ended = [e for e in run.events if isinstance(e, Ended)]
-    measured = {(e.node, peer): size for e in ended for peer, size in _peers(e).items()}
+    measured = {(e.node, int(peer)): float(size) for e in ended for peer, size in e.sent_to.items()}
     if measured:
-        return Traffic(measured, "measured")
+        return Traffic(_with_means(measured, ended, run.facts.workers), "measured")
     if trace is not None and trace.flow:
         return Traffic(trace.flow, "measured")
     workers = {e.node: e for e in ended if e.node < run.facts.workers}
@@ -114,8 +128,15 @@ def traffic(run: Run, strategy: Strategy[Any] | None, trace: Trace | None) -> Tr
     return _derived(strategy, workers, run.facts.servers)
 
 
-def _peers(e: Ended) -> dict[int, float]:
-    return {int(peer): size for peer, size in (getattr(e, "sent_to", None) or {}).items()}
+def _with_means(messages: Flow, ended: list[Ended], workers: int) -> Flow:
+    """Messages, and what workers sent beside them: in a mean, as much to every other."""
+    flow = defaultdict[tuple[int, int], float](float, messages)
+    for e in ended:
+        rest = e.sent - sum(e.sent_to.values())
+        for other in range(workers) if rest > 0 and e.node < workers else ():
+            if other != e.node:
+                flow[e.node, other] += rest / (workers - 1)
+    return dict(flow)
 
 
 def _derived(strategy: Strategy[Any] | None, workers: dict[int, Ended], servers: int) -> Traffic | None:

@@ -25,6 +25,7 @@ class Mark:
     since: float  # the target was missed at this time yet
     best: float | None
     final: float | None
+    speed: float | None = None  # samples a second
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,11 @@ class Verdict:
 
 
 def judge(marks: Sequence[Mark], target: Target | None, metric: str | None, unit: str = "s") -> Verdict:
-    """Compare all strategies with the baseline. Without a target, by the last value of a metric."""
+    """Compare all strategies with the baseline: by time to the target, else by the last score, else by speed."""
     names = list(dict.fromkeys(mark.strategy for mark in marks))
     baseline = baseline_of(names)
+    if all(mark.final is None and mark.best is None for mark in marks):
+        return Verdict(_by_speed(marks, names, baseline), (), ())
     if target is None:
         return Verdict(*_by_score(marks, names, baseline, metric), ())
     against = against_baseline(marks)
@@ -74,9 +77,14 @@ def interval(e: Estimate, digits: str = ".2f") -> str:
     """An interval in words, or why there is none."""
     if e.low is None:
         return "one pair of runs: too little for an interval"
-    if digits == ".2f" and e.high is not None and e.high > USELESS * e.low:
+    if is_useless(e) and digits == ".2f":
         return f"{e.n} pairs of runs: too few for an interval that says anything"
     return f"95 % interval {e.low:{digits}} to {e.high:{digits}}, {e.n} pairs of runs with equal seeds"
+
+
+def is_useless(speed: Estimate) -> bool:
+    """Whether an interval of ratios is so wide that it says nothing."""
+    return speed.low is not None and speed.high is not None and speed.high > USELESS * speed.low
 
 
 def pairs(
@@ -192,8 +200,23 @@ class _Race:
 
 
 def _times(e: Estimate, other: str) -> str:
-    unsure = ", which may be chance" if e.n > 1 and not e.excludes(1.0) else ""
+    unsure = ", which may be chance" if e.n > 1 and not e.excludes(1.0) and not is_useless(e) else ""
     return f"{e.value:.2f} times as fast as {other} ({interval(e)}{unsure})"
+
+
+def _by_speed(marks: Sequence[Mark], names: Sequence[str], baseline: str) -> str:
+    """Where nothing was scored, as in a rehearsal of timing only."""
+    ends = {name: [m.speed for m in marks if m.strategy == name and m.speed] for name in names}
+    means = {name: statistics.fmean(found) for name, found in ends.items() if found}
+    if not means:
+        return f"{plural(len(marks), 'run')}; nothing was scored, so there is nothing to compare."
+    best = max(means, key=lambda name: means[name])
+    said = f"Nothing was scored; {best} went through {means[best]:,.0f} samples a second"
+    other = baseline if best != baseline else max((n for n in means if n != best), key=means.__getitem__, default=best)
+    own, others = pairs(marks, best, other, lambda m: m.speed or None)
+    if other == best or not own:
+        return f"{said}."
+    return f"{said}, {_times(ratio(own, others), other)}."
 
 
 def _by_score(
@@ -203,8 +226,7 @@ def _by_score(
     advice = ("Give --target SCORE=VALUE to compare times.",)
     ends = {name: [m.final for m in marks if m.strategy == name and m.final is not None] for name in names}
     means = {name: statistics.fmean(found) for name, found in ends.items() if found}
-    if metric is None or not means:
-        return f"{plural(len(marks), 'run')}; nothing was scored, so there is nothing to compare.", ()
+    assert metric is not None
     best = (min if lower_is_better(metric) else max)(means, key=lambda name: means[name])
     said = f"{best} ended with {metric} {means[best]:.4g}"
     if len(names) == 1:

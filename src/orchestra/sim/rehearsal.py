@@ -125,7 +125,7 @@ class Rehearsal:
         born = []
         for rank in range(self.nodes):
             log = _Log(job.run / f"events-{rank}.jsonl")
-            meter, comm = self._connect(rank)
+            meter, comm = self._connect(rank, log)
             if rank < job.workers:
                 x = shared if shared is not None else x0.clone()
                 node = run.worker(job, rank, comm, log, x, torch.zeros_like(x), data=data)
@@ -170,12 +170,12 @@ class Rehearsal:
         born = []
         for rank in range(self.nodes):
             log = _Log(job.run / f"events-{rank}.jsonl")
-            meter, comm = self._connect(rank)
+            meter, comm = self._connect(rank, log)
             at_once = not self.world.host(rank).number
             born.append((timed(job, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
         return born
 
-    def _connect(self, rank: int) -> tuple[Metered, Comm]:
+    def _connect(self, rank: int, log: _Log) -> tuple[Metered, Comm]:
         job, transport = self.job, self.transports[rank]
         transport.lasts = delays.sampler(self.delay, job.seed, rank)
         if not self.timing_only:
@@ -183,7 +183,8 @@ class Rehearsal:
         traced: Transport = transport
         if job.trace:
             self.traces.append(_Log(job.run / f"trace-{rank}.jsonl"))
-            traced = Traced(transport, self.traces[-1].write)
+            apart = job.strategy.model_at == "apart"
+            traced = Traced(transport, self.traces[-1].write, log.write, apart=apart)
         meter = Metered(traced)
         return meter, Comm(meter, *job.groups)
 

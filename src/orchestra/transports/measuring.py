@@ -14,9 +14,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from orchestra.errors import ClusterError
+from orchestra.transports.addresses import ends
 from orchestra.transports.meeting import hear, say
 from orchestra.transports.token import exactly
 
@@ -37,7 +39,8 @@ def measure(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, Fo
         for a, b in pairs:
             if rank in (a, b):
                 other = b if rank == a else a
-                found[other] = _pair(connections[other], first=rank == a)
+                with _named(rank, other, connections[other]):
+                    found[other] = _pair(connections[other], first=rank == a)
     return found
 
 
@@ -49,17 +52,41 @@ def agree(
 ) -> Any:
     """Tell process 0 what was found, and hear what it decides."""
     if rank:
-        sock = connections[0]
-        say(sock, {"rank": rank, "found": [[node, *link] for node, link in found.items()]})
-        return hear(sock)["decided"]
+        with _named(rank, 0, connections[0]):
+            say(connections[0], {"rank": rank, "found": [[node, *link] for node, link in found.items()]})
+        return announce(rank, connections)
     everything = [dict(found)]
     for node in range(1, len(connections) + 1):
-        told = hear(connections[node])["found"]
-        everything.append({int(other): (float(latency), float(rate)) for other, latency, rate in told})
-    decided = decide(everything)
-    for sock in connections.values():
-        say(sock, {"rank": 0, "decided": decided})
+        with _named(rank, node, connections[node]):
+            told = hear(connections[node])["found"]
+            everything.append({int(other): (float(latency), float(rate)) for other, latency, rate in told})
+    return announce(rank, connections, decide(everything))
+
+
+def announce(rank: int, connections: Mapping[int, socket.socket], decided: Any = None) -> Any:
+    """What process 0 decides, so that nobody goes by what he takes to be so himself."""
+    if rank:
+        with _named(rank, 0, connections[0]):
+            connections[0].settimeout(_PATIENCE)
+            return hear(connections[0])["decided"]
+    for node, sock in connections.items():
+        with _named(rank, node, sock):
+            say(sock, {"rank": 0, "decided": decided})
     return decided
+
+
+@contextmanager
+def _named(rank: int, other: int, sock: socket.socket) -> Iterator[None]:
+    """Errors with the names and addresses of both ends, which a connection that is gone does not know any more."""
+    where = "a connection that is gone"
+    try:
+        where = ends(sock)
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ClusterError(
+            f"process {rank} lost process {other} ({where}) while connections were measured: {error}. See what it "
+            "said, and whether the network between them is reliable; --order given measures nothing."
+        ) from None
 
 
 def rounds(size: int) -> Iterator[Sequence[tuple[int, int]]]:
@@ -78,16 +105,13 @@ def rounds(size: int) -> Iterator[Sequence[tuple[int, int]]]:
 
 def _pair(sock: socket.socket, *, first: bool) -> Found:
     sock.settimeout(_PATIENCE)
-    try:
-        latency = _there_and_back(sock, first=first)
-        if first:
-            rate = _send(sock, latency)
-            _receive(sock)
-        else:
-            _receive(sock)
-            rate = _send(sock, latency)
-    except OSError as error:
-        raise ClusterError(f"a connection broke while it was measured: {error}") from None
+    latency = _there_and_back(sock, first=first)
+    if first:
+        rate = _send(sock, latency)
+        _receive(sock)
+    else:
+        _receive(sock)
+        rate = _send(sock, latency)
     return latency, rate
 
 

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the nodes of a run on many machines find each other.
 
-    node 0 listens where everybody knows, the others where they say; node 0 tells everybody where that is
+    node 0 listens where everybody knows, the others where they reach it from; node 0 tells everybody where that is
     node k connects to every node before it; both prove that they have the run's token
     both say who they are and what they are about to do; the first difference is named, and ends it
-    when everybody is there, nobody listens any more
+    who called says that it was heard
+    when everybody is there, this door is shut; `reunion` has another, for those whose connection breaks
 
-A stranger's connection is dropped when it fails the proof, or after a few seconds; it holds up nobody.
+A stranger's connection is dropped when it fails the proof, after a few seconds, or when others need its place; it holds
+up nobody. Who calls and is not heard calls again, until its patience is over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -22,50 +25,134 @@ from queue import Empty, Queue
 from typing import Any
 
 from orchestra.errors import ClusterError
-from orchestra.transports.token import Token, exactly
+from orchestra.transports.addresses import (
+    EVERYWHERE,
+    Address,
+    Reminder,
+    Tell,
+    bare,
+    is_loopback,
+    listen,
+    plain,
+    show,
+)
+from orchestra.transports.token import Token, WrongToken, exactly
 
-Address = tuple[str, int]
 _LENGTH = struct.Struct("<I")
 _LONGEST = 1 << 16  # bytes of an introduction
-_PROOF = 5.0  # seconds for a proof and an introduction
-_STRANGERS = 64  # that may be at the door at once
-_AGAIN = 0.1  # seconds between two attempts to connect
+_PROOF = 5.0  # seconds for a proof and an introduction, however slowly they come
+_STRANGERS = 64  # that may be at the door at once, beside those who belong there
+_AGAIN, _MOST = 0.1, 1.0  # seconds between two calls: at first, and at most
+_GLANCE = 0.5  # seconds between two looks at whether there is something to say
+
+
+class _Unproven:
+    """Callers of whom nobody knows who they are. There is room for some; then the oldest makes way."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._handles: dict[socket.socket, None] = {}  # in the order in which they came
+        self._lock = threading.Lock()
+
+    def enter(self, sock: socket.socket) -> socket.socket:
+        """Somebody calls. Gives a second handle of the connection, since TLS takes over the first."""
+        handle = sock.dup()
+        with self._lock:
+            if len(self._handles) >= self._room:
+                self._drop_oldest()
+            self._handles[handle] = None
+        return handle
+
+    def leave(self, handle: socket.socket) -> None:
+        """It is known who that was."""
+        with self._lock:
+            self._handles.pop(handle, None)
+            handle.close()
+
+    def make_room(self, count: int = 1) -> None:
+        """Drop the oldest."""
+        with self._lock:
+            for _ in range(min(count, len(self._handles))):
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        oldest = next(iter(self._handles))
+        del self._handles[oldest]
+        with contextlib.suppress(OSError), oldest:
+            oldest.shutdown(socket.SHUT_RDWR)  # wakes whoever listens to it
 
 
 class Meeting:
-    """A node that waits for the others."""
+    """A node that waits for the others. `host`: where to listen; None: at the address from which it reaches node 0."""
 
     def __init__(
-        self, rank: int, token: Token, about: Mapping[str, Any], *, host: str = "127.0.0.1", port: int = 0
+        self,
+        rank: int,
+        token: Token,
+        about: Mapping[str, Any],
+        *,
+        host: str | None = "127.0.0.1",
+        port: int = 0,
+        one_machine: bool = True,
+        tell: Tell = lambda text: None,
     ) -> None:
         self._rank, self._token = rank, token
         self._about = dict(about)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._door = socket.create_server((host, port), family=family, backlog=_STRANGERS)
-        self.address: Address = self._door.getsockname()[:2]
-        self._doors: dict[int, Address] = {rank: self.address}
+        self._one_machine, self._tell = one_machine, tell
+        self._door: socket.socket | None = None
+        self._is_shut = False
+        self._doors: dict[int, Address] = {}
         self._arrived: Queue[tuple[int, socket.socket] | Exception] = Queue()
-        self._room = threading.Semaphore(_STRANGERS)
+        if host is not None:
+            self._open(host, port)
 
-    def welcome(self, size: int, *, patience: float) -> dict[int, socket.socket]:
+    def _open(self, host: str, port: int = 0) -> None:
+        """Listen; where others are told to come is for those to say who have reached them."""
+        # A loopback address is of use to this machine only: node 0 tells the others a better one.
+        at = EVERYWHERE if is_loopback(host or "0.0.0.0") and not self._one_machine else host
+        try:
+            self._door = listen(at, port)
+        except OSError as error:
+            what, where = f"port {port}" if port else "a port", at or "this machine"
+            raise ClusterError(
+                f"node {self._rank} cannot listen at {what} of {where}: {os.strerror(error.errno or 0)}. Choose a port "
+                "that is free (MASTER_PORT, --port), or end what listens there."
+            ) from None
+        self.address: Address = (plain(host), self._door.getsockname()[1])
+        self._doors[self._rank] = self.address
+
+    def welcome(self, size: int, *, patience: float, known_as: Address | None = None) -> dict[int, socket.socket]:
         """As node 0: wait for everybody, and tell them where the others are."""
-        found = self.gather([self.address] * size, patience=patience)
+        found = self.gather([known_as or self.address] * size, patience=patience)
         doors = [self._doors[node] for node in range(size)]
-        for sock in found.values():
-            say(sock, {"rank": self._rank, "doors": doors})
+        for node, sock in found.items():
+            try:
+                say(sock, {"rank": self._rank, "doors": [_reachable(door, sock) for door in doors]})
+            except OSError as error:
+                for each in found.values():
+                    each.close()
+                where = show(self._doors[node])
+                raise ClusterError(
+                    f"node {node} at {where} was there and left before all had come: {error}. See what it said."
+                ) from None
         return found
 
     def join(self, host: Address, *, patience: float) -> dict[int, socket.socket]:
         """As any other node: go to node 0, hear where the others are, and find them."""
         until = time.monotonic() + patience
-        first = self._call(0, host, until)
+        try:
+            first = self._call(0, (bare(host[0]), host[1]), until)
+        except BaseException:
+            self._close()
+            raise
         try:
             first.settimeout(max(_PROOF, until - time.monotonic()))  # it waits for everybody
             doors = [(str(name), int(port)) for name, port in hear(first)["doors"]]
         except (OSError, KeyError, TypeError, ValueError) as error:
             first.close()
+            self._close()
             why = "it gave up waiting for the others" if isinstance(error, OSError) else error
-            raise ClusterError(f"node 0 at {host[0]}:{host[1]} did not say where the others are: {why}") from None
+            raise ClusterError(f"node 0 at {show(host)} did not say where the others are: {why}") from None
         return self.gather(doors, patience=patience, known={0: first})
 
     def gather(
@@ -74,15 +161,17 @@ class Meeting:
         """A connection to every other node, beside those there are."""
         until = time.monotonic() + patience
         found = dict(known or {})
-        doorman = threading.Thread(target=self._open, name="doorman", daemon=True)
+        self._unproven = _Unproven(_STRANGERS + len(addresses))
+        doorman = threading.Thread(target=self._attend, args=(self._door,), name="doorman", daemon=True)
         doorman.start()
         try:
             for node, address in enumerate(addresses[: self._rank]):
                 if node not in found:
                     found[node] = self._call(node, address, until)
+            remind = Reminder(self._tell)
             while len(found) < len(addresses) - 1:
                 missing = [node for node in range(len(addresses)) if node not in (*found, self._rank)]
-                node, sock = self._next(until, missing)
+                node, sock = self._next(until, missing, addresses[self._rank], remind)
                 if node not in missing:
                     sock.close()
                     raise ClusterError(f"two processes call themselves node {node}: give each its own rank")
@@ -92,49 +181,54 @@ class Meeting:
                 sock.close()
             raise
         finally:
-            with contextlib.suppress(OSError):
-                self._door.shutdown(socket.SHUT_RDWR)  # wakes the doorman
-            self._door.close()
-            doorman.join(1.0)
-            while not self._arrived.empty():  # too late, or twice
-                came = self._arrived.get()
-                if not isinstance(came, Exception):
-                    came[1].close()
+            self._shut(doorman)
         return found
 
-    def _next(self, until: float, missing: Sequence[int]) -> tuple[int, socket.socket]:
-        try:
-            came = self._arrived.get(timeout=max(0.0, until - time.monotonic()))
-        except Empty:
-            names = ", ".join(map(str, missing))
-            raise ClusterError(
-                f"node {self._rank} waited in vain for node {names} to come: were they started?"
-            ) from None
+    def _next(
+        self, until: float, missing: Sequence[int], where: Address, remind: Reminder
+    ) -> tuple[int, socket.socket]:
+        names = ", ".join(map(str, missing))
+        while True:
+            try:
+                came = self._arrived.get(timeout=max(0.0, min(_GLANCE, until - time.monotonic())))
+                break
+            except Empty:
+                if time.monotonic() > until:
+                    raise ClusterError(
+                        f"node {self._rank} waited in vain for node {names} to come to {show(where)}: were they "
+                        "started, and does a firewall let them through?"
+                    ) from None
+            remind(lambda: f"node {self._rank} waits for node {names} to come to {show(where)}")
         if isinstance(came, Exception):
             raise came
         return came
 
     # At the door.
 
-    def _open(self) -> None:
+    def _attend(self, door: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._door.accept()
+                sock, _ = door.accept()
+                handle = self._unproven.enter(sock)
             except OSError:
-                return
-            if self._room.acquire(blocking=False):
-                threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
-            else:
-                sock.close()
+                if self._is_shut:
+                    return
+                self._unproven.make_room()  # too many files are open, say
+                time.sleep(_AGAIN)
+                continue
+            threading.Thread(target=self._admit, args=(sock, handle), daemon=True).start()
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket, handle: socket.socket) -> None:
+        until = time.monotonic() + _PROOF
         try:
-            sock.settimeout(_PROOF)
-            sock = self._token.secure(sock, server=True)
-            theirs = hear(sock)
+            sock = self._token.secure(sock, server=True, until=until)
+            self._unproven.leave(handle)  # it belongs to us, and will not be dropped any more
+            theirs = hear(sock, until)
             say(sock, self._introduction())
             self._compare(theirs)
+            hear(sock, until)  # it knows that it was let in: else it will call again
             host, port = theirs["door"]
+            is_loopback(host)  # refuses what is no address
             self._doors[theirs["rank"]] = (str(host), int(port))
             self._arrived.put((theirs["rank"], sock))
         except ClusterError as error:
@@ -143,30 +237,54 @@ class Meeting:
         except (OSError, ValueError, KeyError, TypeError):
             sock.close()  # nobody of ours
         finally:
-            self._room.release()
+            self._unproven.leave(handle)
+
+    def _shut(self, doorman: threading.Thread) -> None:
+        self._close()
+        doorman.join(1.0)
+        self._unproven.make_room(1 << 30)
+        while not self._arrived.empty():  # too late, or twice
+            came = self._arrived.get()
+            if not isinstance(came, Exception):
+                came[1].close()
+
+    def _close(self) -> None:
+        self._is_shut = True
+        if self._door is not None:
+            with contextlib.suppress(OSError):
+                self._door.shutdown(socket.SHUT_RDWR)  # wakes the doorman
+            self._door.close()
 
     # On the way to somebody else's.
 
     def _call(self, node: int, address: Address, until: float) -> socket.socket:
+        """Call until somebody answers as he should: who was dropped because too many came at once comes again."""
+        remind, wait = Reminder(self._tell), _AGAIN
         while True:
             try:
-                sock = socket.create_connection(address, timeout=_PROOF)
-                break
-            except OSError as error:
-                if time.monotonic() > until:
+                return self._try(node, address, until)
+            except (OSError, ValueError) as error:
+                if isinstance(error, WrongToken) or time.monotonic() > until:
                     raise self._shut_out(node, address, error) from None
-                time.sleep(_AGAIN)
+                why = error
+            remind(lambda why=why: f"node {self._rank} calls node {node} at {show(address)}: {why}")  # type: ignore[misc]
+            time.sleep(max(0.0, min(wait, until - time.monotonic())))
+            wait = min(2 * wait, _MOST)
+
+    def _try(self, node: int, address: Address, until: float) -> socket.socket:
+        soon = time.monotonic() + _PROOF
+        sock = socket.create_connection(address, timeout=max(0.1, min(_PROOF, until - time.monotonic())))
         try:
-            sock = self._token.secure(sock, server=False)
+            sock = self._token.secure(sock, server=False, until=soon)
+            if not self._doors:
+                self._open(sock.getsockname()[0])
             say(sock, self._introduction())
-            theirs = hear(sock)
+            theirs = hear(sock, soon)
             self._compare(theirs)
             if theirs["rank"] != node:
-                raise ClusterError(f"node {theirs['rank']} answered at the address of node {node}")
-        except (OSError, ValueError) as error:
-            sock.close()
-            raise self._shut_out(node, address, error) from None
-        except ClusterError:
+                raise ClusterError(f"node {theirs['rank']} answered at the address of node {node}, {show(address)}")
+            say(sock, {"rank": self._rank})
+        except BaseException:
             sock.close()
             raise
         return sock
@@ -175,8 +293,14 @@ class Meeting:
         return {"rank": self._rank, "about": self._about, "door": self.address}
 
     def _shut_out(self, node: int, address: Address, error: Exception) -> ClusterError:
-        where = f"{address[0]}:{address[1]}"
-        return ClusterError(f"node {self._rank} cannot join node {node} at {where}: {error}. Has it the same token?")
+        match error:
+            case WrongToken():
+                advice = "Has it the same token?"
+            case socket.gaierror():
+                advice = "Is MASTER_ADDR right, and does this machine know the name? An address will do as well."
+            case _:
+                advice = "Was it started there, and does a firewall let this machine through?"
+        return ClusterError(f"node {self._rank} cannot join node {node} at {show(address)}: {error}. {advice}")
 
     def _compare(self, theirs: Mapping[str, Any]) -> None:
         about = theirs.get("about")
@@ -189,15 +313,29 @@ class Meeting:
             )
 
 
+def _reachable(door: Address, sock: socket.socket) -> Address:
+    """A door as whoever is at the other end can reach it: who came over the loopback is on this very machine."""
+    mine = plain(sock.getsockname()[0])
+    is_here = door[0] == EVERYWHERE or (is_loopback(door[0]) and not is_loopback(mine))
+    return (mine, door[1]) if is_here else door
+
+
 def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
     """The first thing that two descriptions say differently.
 
     >>> first_difference({"seed": 1, "batch": 8}, {"seed": 1, "batch": 9})
     ('batch', 8, 9)
+    >>> first_difference({"sources": {"a.py": "1f", "b.py": "2e"}}, {"sources": {"a.py": "1f"}})
+    ('sources: b.py', '2e', None)
     """
     for key in [*mine, *(key for key in theirs if key not in mine)]:
-        if mine.get(key) != theirs.get(key):
-            return key, mine.get(key), theirs.get(key)
+        here, there = mine.get(key), theirs.get(key)
+        if isinstance(here, dict) and isinstance(there, dict):
+            within = first_difference(here, there)
+            if within is not None:
+                return f"{key}: {within[0]}", *within[1:]
+        elif here != there:
+            return key, here, there
     return None
 
 
@@ -207,20 +345,15 @@ def say(sock: socket.socket, what: Mapping[str, Any]) -> None:
     sock.sendall(_LENGTH.pack(len(text)) + text)
 
 
-def hear(sock: socket.socket) -> dict[str, Any]:
-    """What the other end says."""
-    (length,) = _LENGTH.unpack(exactly(sock, _LENGTH.size))
+def hear(sock: socket.socket, until: float | None = None) -> dict[str, Any]:
+    """What the other end says, before a moment if there is a hurry."""
+    (length,) = _LENGTH.unpack(exactly(sock, _LENGTH.size, until))
     if length > _LONGEST:
         raise ValueError(f"an introduction of {length:,} bytes")
-    said = json.loads(exactly(sock, length))
+    try:
+        said = json.loads(exactly(sock, length, until))
+    except RecursionError:
+        raise ValueError("an introduction within introductions") from None
     if not isinstance(said, dict) or not isinstance(said.get("rank"), int):
         raise ValueError("no introduction")
     return said
-
-
-def interface_to(host: Address) -> str:
-    """The address by which this machine is seen from there; nothing is sent to find it."""
-    family, _, _, _, where = socket.getaddrinfo(*host, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from orchestra.transports.meeting import Address, hear, say
+from orchestra.transports.addresses import Address
+from orchestra.transports.meeting import hear, say
 from orchestra.transports.token import Token
 
 _PROOF = 5.0  # seconds for a proof and an introduction

@@ -19,6 +19,7 @@ import socket
 import ssl
 import stat
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -50,6 +51,13 @@ def read(path: Path) -> str:
     return text
 
 
+class WrongToken(ConnectionError):
+    """Somebody answered, and has another token: to ask again would not help."""
+
+    def __init__(self) -> None:
+        super().__init__("the other end does not have the run's token")
+
+
 class Token:
     """What a token is used for."""
 
@@ -62,28 +70,32 @@ class Token:
         """A number that tells one run's messages from another's."""
         return int.from_bytes(self._derive(b"run")[:8], "little")
 
-    def secure(self, sock: socket.socket, *, server: bool) -> socket.socket:
+    def secure(self, sock: socket.socket, *, server: bool, until: float | None = None) -> socket.socket:
         """A connection to somebody who has the token as well. Raises OSError if the other end has not."""
         if self.trusted:
-            self._prove(sock, server=server)
+            self._prove(sock, server=server, until=until)
             return sock
         context = self._context(server=server)
-        return context.wrap_socket(sock, server_side=server, server_hostname=None if server else _NAME)
+        _hurry(sock, until)  # which ssl takes for the whole handshake
+        try:
+            return context.wrap_socket(sock, server_side=server, server_hostname=None if server else _NAME)
+        except ssl.SSLCertVerificationError:
+            raise WrongToken from None
 
     def _derive(self, purpose: bytes) -> bytes:
         return hmac.digest(self._secret, purpose, "sha256")
 
     # Without encryption.
 
-    def _prove(self, sock: socket.socket, *, server: bool) -> None:
+    def _prove(self, sock: socket.socket, *, server: bool, until: float | None) -> None:
         """Each end answers the other's challenge; what one end says is of no use at the other."""
         mine, names = os.urandom(_NONCE), (b"server", b"client")
         me, other = names if server else names[::-1]
         sock.sendall(mine)
-        theirs = exactly(sock, _NONCE)
+        theirs = exactly(sock, _NONCE, until)
         sock.sendall(self._derive(b"proof:" + me + theirs + mine))
-        if not hmac.compare_digest(exactly(sock, 32), self._derive(b"proof:" + other + mine + theirs)):
-            raise ConnectionRefusedError("the other end does not have the run's token")
+        if not hmac.compare_digest(exactly(sock, 32, until), self._derive(b"proof:" + other + mine + theirs)):
+            raise WrongToken
 
     # With it.
 
@@ -133,12 +145,21 @@ class Token:
         return private, certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def exactly(sock: socket.socket, count: int) -> bytes:
-    """So many bytes."""
+def exactly(sock: socket.socket, count: int, until: float | None = None) -> bytes:
+    """So many bytes; before a moment by the monotonic clock, however slowly they come."""
     found = bytearray()
     while len(found) < count:
+        _hurry(sock, until)
         more = sock.recv(count - len(found))
         if not more:
             raise ConnectionResetError("the other end left during the handshake")
         found += more
     return bytes(found)
+
+
+def _hurry(sock: socket.socket, until: float | None) -> None:
+    if until is not None:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(left)

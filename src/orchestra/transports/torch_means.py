@@ -22,7 +22,6 @@ networks that are trusted, and nothing else.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPSt
 
 from orchestra.errors import Stalled
 from orchestra.ops import All
+from orchestra.transports.addresses import listen
 from orchestra.transports.exchange import Exchange
 
 _BUCKET = 1 << 22  # bytes
@@ -61,17 +61,23 @@ def file_store(path: Path, workers: int) -> Store:
     return FileStore(str(path), workers)
 
 
-def tcp_store(exchange: Exchange, rank: int, workers: int, host: str) -> Store:
-    """A store on the first worker, which listens at `host` only; the others learn where through the run's messages."""
+def tcp_store(exchange: Exchange, rank: int, workers: int, host: str, patience: float) -> Callable[[], Store]:
+    """A store on the first worker, which listens at `host` only; the others learn where through the run's messages.
+
+    To connect to it may take as long as anything between machines, so that is left to whoever can wait.
+    """
+    limit = timedelta(seconds=patience)
     if rank:
         address, _, port = bytes(exchange.take(0).x.tolist()).decode().rpartition(":")
-        return TCPStore(address, int(port), is_master=False, wait_for_workers=False)
-    door = socket.create_server((host, 0), backlog=workers)
+        return lambda: TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    door = listen(host)
     door_port = door.getsockname()[1]
-    store = TCPStore(host, door_port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    store = TCPStore(
+        host, door_port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=door.detach()
+    )
     where = torch.tensor(list(f"{host}:{door_port}".encode()), dtype=torch.uint8)
     All([exchange.give(other, where, 1.0) for other in range(1, workers)]).wait()
-    return store
+    return lambda: store
 
 
 def _backend(store: Store, rank: int, workers: int, device: torch.device, host: str, patience: timedelta) -> _Backend:
@@ -153,7 +159,7 @@ class TorchMeans:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | Callable[[], Store],
         rank: int,
         workers: int,
         device: torch.device,
@@ -163,7 +169,16 @@ class TorchMeans:
     ) -> None:
         self.workers = workers
         self._patience = patience
-        self._backend = _backend(store, rank, workers, device, host, timedelta(seconds=patience))
+        try:
+            self._backend = _backend(
+                store() if callable(store) else store, rank, workers, device, host, timedelta(seconds=patience)
+            )
+        except RuntimeError as error:  # of torch, which does not say whom it waited for
+            raise Stalled(
+                f"worker {rank} at {host} did not come together with the other {workers - 1} through torch.distributed "
+                f"within {patience:g} s: {str(error).splitlines()[0]}. All ports must be open between the machines; "
+                'Attached(collectives="messages") and runs without --trusted-network do without it.'
+            ) from error
         self._rooms: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._begun: tuple[Tensor, _Sum] | None = None
         self.early = 0  # buckets that went before their vector was whole

@@ -10,15 +10,29 @@ const INK = "#1b1f24"; // cells are light in both themes
 
 // Seconds to the target, or in all where there is none.
 function cells() {
-  const groups = d3.group(runs({ anyCondition: true }), (run) => run.condition, (run) => run.strategy);
+  const groups = d3.group(
+    runs({ anyCondition: true }),
+    (run) => run.condition,
+    (run) => run.strategy,
+  );
   const found = [];
   for (const [condition, members] of groups) {
     const column = [...members].map(([strategy, own]) => {
       const times = own.map((run) => (told.story.target ? run.reached : run.seconds)).filter((t) => t != null);
-      return { condition, strategy, time: times.length === own.length ? median(times) : null, hit: times.length, of: own.length };
+      return {
+        condition,
+        strategy,
+        time: times.length === own.length ? median(times) : null,
+        hit: times.length,
+        of: own.length,
+      };
     });
     const best = d3.min(column, (c) => c.time);
-    for (const cell of column) Object.assign(cell, { ratio: cell.time == null ? null : cell.time / best, winner: cell.time != null && cell.time === best });
+    for (const cell of column)
+      Object.assign(cell, {
+        ratio: cell.time == null ? null : cell.time / best,
+        winner: cell.time != null && cell.time === best,
+      });
     found.push(...column);
   }
   return found;
@@ -26,7 +40,13 @@ function cells() {
 
 export function heat() {
   const order = () => told.story.conditions.filter((condition) => cells().some((c) => c.condition === condition));
-  const rank = () => d3.sort(d3.groups(cells(), (c) => c.strategy), ([, own]) => mean(own.map((c) => Math.log(c.ratio ?? 1e3)))).map(([strategy]) => strategy);
+  const rank = () =>
+    d3
+      .sort(
+        d3.groups(cells(), (c) => c.strategy),
+        ([, own]) => mean(own.map((c) => Math.log(c.ratio ?? 1e3))),
+      )
+      .map(([strategy]) => strategy);
   const draw = (width) => {
     const all = cells();
     const [columns, lines] = [order(), rank()];
@@ -46,30 +66,108 @@ export function heat() {
       marginTop: top,
       marginRight: across ? 4 : 44,
       marginBottom: 6,
-      x: { domain: across ? columns : lines, padding: 0.03, axis: "top", label: null, tickSize: 0, tickFormat: across ? split : (s) => brief(s, 14), tickRotate: across ? 0 : -45, lineHeight: 1.2 },
+      x: {
+        domain: across ? columns : lines,
+        padding: 0.03,
+        axis: "top",
+        label: null,
+        tickSize: 0,
+        tickFormat: across ? split : (s) => brief(s, 14),
+        tickRotate: across ? 0 : -45,
+        lineHeight: 1.2,
+      },
       y: { domain: across ? lines : columns, padding: 0.06, label: null, tickSize: 0, tickFormat: side },
-      color: { type: "log", domain: [1, Math.max(2, d3.max(all, (c) => c.ratio) ?? 2)], range: ["#e6f1f9", "#e8955a"], interpolate: "lab", unknown: "var(--raised)" },
+      color: {
+        type: "log",
+        domain: [1, Math.max(2, d3.max(all, (c) => c.ratio) ?? 2)],
+        range: ["#e6f1f9", "#e8955a"],
+        interpolate: "lab",
+        unknown: "var(--raised)",
+      },
       marks: [
-        Plot.cell(all, { x, y, fill: (c) => c.ratio, rx: 3, title: (c) => `${c.strategy}, ${c.condition}: ${c.time == null ? "not always reached" : `${seconds(c.time)}, ${number(c.ratio)} times the best`}` }),
-        Plot.cell(all.filter((c) => c.winner), { x, y, fill: "none", stroke: INK, strokeWidth: 3, inset: 3, rx: 2 }),
-        Plot.text(all, { x, y, text: (c) => (c.time == null ? `${c.hit}/${c.of}` : across ? seconds(c.time) : number(c.time)), fill: (c) => (c.time == null ? "var(--soft)" : INK), fontWeight: (c) => (c.winner ? 700 : 400), dy: across ? -7 : 0, fontSize: across ? 13 : 11 }),
-        across ? Plot.text(all.filter((c) => c.ratio != null), { x, y, text: (c) => (c.winner ? "first" : `${c.ratio.toFixed(2)}×`), fill: "#3b4148", dy: 9, fontSize: 11 }) : null,
+        Plot.cell(all, {
+          x,
+          y,
+          fill: (c) => c.ratio,
+          rx: 3,
+          title: (c) =>
+            `${c.strategy}, ${c.condition}: ${c.time == null ? "not always reached" : `${seconds(c.time)}, ${number(c.ratio)} times the best`}`,
+        }),
+        Plot.cell(
+          all.filter((c) => c.winner),
+          { x, y, fill: "none", stroke: INK, strokeWidth: 3, inset: 3, rx: 2 },
+        ),
+        Plot.text(
+          all.filter((c) => c.time == null),
+          { x, y, text: (c) => `${c.hit}/${c.of}`, fill: "var(--soft)" },
+        ),
+        Plot.text(
+          all.filter((c) => c.time != null),
+          {
+            x,
+            y,
+            text: (c) => (across ? seconds(c.time) : number(c.time)),
+            fill: INK,
+            fontWeight: (c) => (c.winner ? 700 : 400),
+            dy: across ? -7 : 0,
+            fontSize: across ? 13 : 11,
+          },
+        ),
+        across
+          ? Plot.text(
+              all.filter((c) => c.ratio != null),
+              {
+                x,
+                y,
+                text: (c) => (c.winner ? "first" : `${c.ratio.toFixed(2)}×`),
+                fill: "#3b4148",
+                dy: 9,
+                fontSize: 11,
+              },
+            )
+          : null,
       ],
     });
   };
-  const rows = () => [["strategy", "condition", "median time", "times the best"], cells().map((c) => [c.strategy, c.condition, c.time == null ? `reached in ${c.hit} of ${c.of}` : seconds(c.time), number(c.ratio)])];
+  const rows = () => [
+    ["strategy", "condition", "median time", "times the best"],
+    cells().map((c) => [
+      c.strategy,
+      c.condition,
+      c.time == null ? `reached in ${c.hit} of ${c.of}` : seconds(c.time),
+      number(c.ratio),
+    ]),
+  ];
   const what = told.story.target ? `Median seconds to ${told.story.target.text}` : "Median seconds of a run";
-  return figure("Who wins under which condition", `${what}; the first of each condition is boxed, the others are told as times its seconds. A fraction: the target was not reached in every run.`, draw, rows, "There is only one condition: see orchestra sweep.");
+  return figure(
+    "Who wins under which condition",
+    `${what}; the first of each condition is boxed, the others are told as times its seconds. A fraction: the target was not reached in every run.`,
+    draw,
+    rows,
+    "There is only one condition: see orchestra sweep.",
+  );
 }
 
 // Samples a second against nodes. The ideal is as many times the best that the fewest nodes did.
 function scales() {
-  const found = d3.groups(runs({ anyCondition: true }), (run) => run.strategy).flatMap(([strategy, own]) => {
-    const points = d3.groups(own, (run) => run.workers + run.servers).map(([nodes, members]) => ({ strategy, nodes, workers: members[0].workers, speed: mean(members.map((run) => run.samples_per_second)) }));
-    return points.length > 1 ? points.sort((a, b) => a.nodes - b.nodes) : [];
-  });
+  const found = d3
+    .groups(runs({ anyCondition: true }), (run) => run.strategy)
+    .flatMap(([strategy, own]) => {
+      const points = d3
+        .groups(own, (run) => run.workers + run.servers)
+        .map(([nodes, members]) => ({
+          strategy,
+          nodes,
+          workers: members[0].workers,
+          speed: mean(members.map((run) => run.samples_per_second)),
+        }));
+      return points.length > 1 ? points.sort((a, b) => a.nodes - b.nodes) : [];
+    });
   const fewest = d3.min(found, (p) => p.nodes);
-  const each = d3.max(found.filter((p) => p.nodes === fewest), (p) => p.speed / p.nodes);
+  const each = d3.max(
+    found.filter((p) => p.nodes === fewest),
+    (p) => p.speed / p.nodes,
+  );
   for (const p of found) Object.assign(p, { ideal: each * p.nodes, efficiency: p.speed / (each * p.nodes) });
   return found;
 }
@@ -83,29 +181,81 @@ function nodeTicks(all) {
   return kept;
 }
 
-const nodesAxis = (all) => ({ type: "log", base: 2, label: "nodes, servers counted →", labelAnchor: "right", labelArrow: "none", ticks: nodeTicks(all), tickFormat: (x) => `${x}` });
+const nodesAxis = (all) => ({
+  type: "log",
+  base: 2,
+  label: "nodes, servers counted →",
+  labelAnchor: "right",
+  labelArrow: "none",
+  ticks: nodeTicks(all),
+  tickFormat: (x) => `${x}`,
+});
 
 export function scaling() {
   const draw = (width) => {
     const all = scales();
     if (!all.length) return null;
-    const ideal = d3.sort(d3.rollup(all, (v) => v[0].ideal, (p) => p.nodes), ([n]) => n).map(([n, y]) => ({ n, y }));
+    const ideal = d3
+      .sort(
+        d3.rollup(
+          all,
+          (v) => v[0].ideal,
+          (p) => p.nodes,
+        ),
+        ([n]) => n,
+      )
+      .map(([n, y]) => ({ n, y }));
     return Plot.plot({
-      width, height: 320, marginLeft: 56, marginBottom: 42, marginRight: 30,
+      width,
+      height: 320,
+      marginLeft: 56,
+      marginBottom: 42,
+      marginRight: 30,
       x: nodesAxis(all),
-      y: { type: "log", label: "↑ samples a second", labelArrow: "none", grid: true, tickFormat: (x) => number(x), ticks: roundTicks(d3.extent([...all.map((p) => p.speed), ...ideal.map((p) => p.y)])) },
-      color: colours(), symbol: symbols(),
+      y: {
+        type: "log",
+        label: "↑ samples a second",
+        labelArrow: "none",
+        grid: true,
+        tickFormat: (x) => number(x),
+        ticks: roundTicks(d3.extent([...all.map((p) => p.speed), ...ideal.map((p) => p.y)])),
+      },
+      color: colours(),
+      symbol: symbols(),
       marks: [
         Plot.lineY(ideal, { x: "n", y: "y", stroke: "currentColor", strokeDasharray: "5 4", strokeOpacity: 0.6 }),
         Plot.text([ideal.at(-1)], { x: "n", y: "y", text: ["ideal"], dy: -9, dx: -14, fill: "currentColor" }),
         Plot.lineY(all, { x: "nodes", y: "speed", z: "strategy", stroke: "strategy", strokeWidth: 2 }),
-        Plot.dot(all, { x: "nodes", y: "speed", fill: "strategy", symbol: (p) => p.strategy, r: 5, stroke: "var(--paper)" }),
-        Plot.tip(all, Plot.pointer({ x: "nodes", y: "speed", title: (p) => `${p.strategy}\n${p.nodes} nodes: ${number(p.speed)} samples/s\nefficiency ${percent(p.efficiency)}` })),
+        Plot.dot(all, {
+          x: "nodes",
+          y: "speed",
+          fill: "strategy",
+          symbol: (p) => p.strategy,
+          r: 5,
+          stroke: "var(--paper)",
+        }),
+        Plot.tip(
+          all,
+          Plot.pointer({
+            x: "nodes",
+            y: "speed",
+            title: (p) =>
+              `${p.strategy}\n${p.nodes} nodes: ${number(p.speed)} samples/s\nefficiency ${percent(p.efficiency)}`,
+          }),
+        ),
       ],
     });
   };
-  const rows = () => [["strategy", "nodes", "workers", "samples a second", "efficiency"], scales().map((p) => [p.strategy, `${p.nodes}`, `${p.workers}`, number(p.speed), percent(p.efficiency)])];
-  return figure("What more nodes bring", "Samples a second of all workers together. Dashed: as many times what the best of the fewest nodes did.", draw, rows);
+  const rows = () => [
+    ["strategy", "nodes", "workers", "samples a second", "efficiency"],
+    scales().map((p) => [p.strategy, `${p.nodes}`, `${p.workers}`, number(p.speed), percent(p.efficiency)]),
+  ];
+  return figure(
+    "What more nodes bring",
+    "Samples a second of all workers together. Dashed: as many times what the best of the fewest nodes did.",
+    draw,
+    rows,
+  );
 }
 
 export function efficiency() {
@@ -113,14 +263,33 @@ export function efficiency() {
     const all = scales();
     if (!all.length) return null;
     return Plot.plot({
-      width, height: 320, marginLeft: 50, marginBottom: 42, marginRight: 20,
+      width,
+      height: 320,
+      marginLeft: 50,
+      marginBottom: 42,
+      marginRight: 20,
       x: nodesAxis(all),
-      y: { label: "↑ efficiency", labelArrow: "none", grid: true, zero: true, percent: true, tickFormat: (x) => `${x} %` },
-      color: colours(), symbol: symbols(),
+      y: {
+        label: "↑ efficiency",
+        labelArrow: "none",
+        grid: true,
+        zero: true,
+        percent: true,
+        tickFormat: (x) => `${x} %`,
+      },
+      color: colours(),
+      symbol: symbols(),
       marks: [
         Plot.ruleY([1], { stroke: "currentColor", strokeDasharray: "5 4", strokeOpacity: 0.6 }),
         Plot.lineY(all, { x: "nodes", y: "efficiency", z: "strategy", stroke: "strategy", strokeWidth: 2 }),
-        Plot.dot(all, { x: "nodes", y: "efficiency", fill: "strategy", symbol: (p) => p.strategy, r: 5, stroke: "var(--paper)" }),
+        Plot.dot(all, {
+          x: "nodes",
+          y: "efficiency",
+          fill: "strategy",
+          symbol: (p) => p.strategy,
+          r: 5,
+          stroke: "var(--paper)",
+        }),
       ],
     });
   };

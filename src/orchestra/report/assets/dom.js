@@ -26,8 +26,18 @@ export function grid(head, lines, { left = 1, label = "" } = {}) {
   const table = el(
     "table",
     left === true ? { class: "left" } : {},
-    el("thead", {}, el("tr", {}, ...head.map((text, i) => el("th", { scope: "col", class: i < left ? "name" : null }, text)))),
-    el("tbody", {}, ...lines.map((line) => el("tr", {}, ...line.map((cell, i) => el("td", { class: i < left ? "name" : null }, cell ?? "–"))))),
+    el(
+      "thead",
+      {},
+      el("tr", {}, ...head.map((text, i) => el("th", { scope: "col", class: i < left ? "name" : null }, text))),
+    ),
+    el(
+      "tbody",
+      {},
+      ...lines.map((line) =>
+        el("tr", {}, ...line.map((cell, i) => el("td", { class: i < left ? "name" : null }, cell ?? "–"))),
+      ),
+    ),
   );
   return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label || "table" }, table);
 }
@@ -66,7 +76,9 @@ export function figure(title, caption, draw, rows = null, nothing = "There is no
     const width = Math.floor(drawing.clientWidth);
     if (!width) return; // on a page that is not shown
     const drawn = draw(width);
-    drawing.replaceChildren(drawn ?? el("p", { class: "nothing" }, nothing));
+    drawing.replaceChildren(
+      drawn ?? el("p", { class: "nothing" }, typeof nothing === "function" ? nothing() : nothing),
+    );
     const picture = drawing.querySelector("svg");
     picture?.setAttribute("role", "img");
     picture?.setAttribute("aria-label", `${title}. ${rows ? "The same follows as a table." : ""}`);
@@ -80,5 +92,9 @@ export function figure(title, caption, draw, rows = null, nothing = "There is no
 }
 
 export function keys(entries) {
-  return el("div", { class: "keys" }, ...entries.map(([text, colour]) => el("span", { style: `--key: ${colour}` }, text)));
+  return el(
+    "div",
+    { class: "keys" },
+    ...entries.map(([text, colour]) => el("span", { style: `--key: ${colour}` }, text)),
+  );
 }

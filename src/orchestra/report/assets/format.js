@@ -9,7 +9,12 @@ export function number(x, digits = 3) {
 
 export function bytes(x) {
   if (x == null) return "–";
-  for (const [unit, factor] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]])
+  for (const [unit, factor] of [
+    ["TB", 1e12],
+    ["GB", 1e9],
+    ["MB", 1e6],
+    ["kB", 1e3],
+  ])
     if (x >= factor) return `${+(x / factor).toPrecision(3)} ${unit}`;
   return `${Math.round(x)} B`;
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The pages, put together.
 
-import { lines, pareto, race, score, trainingLoss } from "./curves.js";
+import { lines, score, trainingLoss } from "./curves.js";
 import { choices, el, grid, selection } from "./dom.js";
 import { count, seconds } from "./format.js";
 import { efficiency, heat, scaled, scaling } from "./conditions.js";
 import { histogram, names, said } from "./consistency.js";
 import { AXES, runs, shown, swatch, told, unpack } from "./state.js";
+import { pareto, race } from "./race.js";
 import { timeline } from "./timeline.js";
 import { againstFormula, matrix, network } from "./traffic.js";
 import { breakdown, stepTimes, workerTimes } from "./workers.js";
@@ -32,7 +33,9 @@ function warnings(story) {
     ...(run.skipped ? [`${run.name}: ${count(run.skipped, "gradient")} not finite, not used.`] : []),
   ]);
   const refused = story.refused.map((r) => `${r.name} is not in this report: ${r.why}.`);
-  return found.length > 8 ? [...found.slice(0, 8), `… and ${found.length - 8} more.`, ...refused] : [...found, ...refused];
+  return found.length > 8
+    ? [...found.slice(0, 8), `… and ${found.length - 8} more.`, ...refused]
+    : [...found, ...refused];
 }
 
 function hero(story) {
@@ -48,11 +51,15 @@ const seedsWords = () => {
 function scoreFigure(story) {
   return lines(
     "Test score",
-    () => `${shown.metric} of the model against ${AXES[shown.axis]}, evaluated off the clock. ${seedsWords()}`,
+    () => `The model's ${shown.metric} against ${AXES[shown.axis]}, evaluated off the clock. ${seedsWords()}`,
     score,
     {
-      get name() { return shown.metric; },
-      get target() { return story.target?.metric === shown.metric ? story.target.value : null; },
+      get name() {
+        return shown.metric;
+      },
+      get target() {
+        return story.target?.metric === shown.metric ? story.target.value : null;
+      },
       nothing: "Nothing was scored.",
     },
   );
@@ -69,8 +76,16 @@ function lossFigure() {
 
 function results(story) {
   const column = story.table.head.indexOf("strategy");
-  const lines = story.table.lines.map((line) => line.map((text, i) => (i === column ? el("span", {}, swatch(text), text) : text)));
-  return el("div", {}, el("h2", {}, "Results"), grid(story.table.head, lines, { left: column + 1, label: "Results" }), el("p", { class: "note" }, story.legend));
+  const lines = story.table.lines.map((line) =>
+    line.map((text, i) => (i === column ? el("span", {}, swatch(text), text) : text)),
+  );
+  return el(
+    "div",
+    {},
+    el("h2", {}, "Results"),
+    grid(story.table.head, lines, { left: column + 1, label: "Results" }),
+    el("p", { class: "note" }, story.legend),
+  );
 }
 
 function compare(story) {
@@ -87,7 +102,7 @@ function workers() {
 
 function communication() {
   return [
-    el("div", { class: "controls" }, conditionChoice("communication")),
+    controls(conditionChoice("communication")),
     againstFormula(),
     runChoice("communication", (run) => run.lanes),
     el("div", { class: "pair" }, matrix(), network()),
@@ -95,7 +110,11 @@ function communication() {
 }
 
 function consistencyPage() {
-  return [el("div", { class: "controls" }, conditionChoice("consistency")), el("div", { class: "pair" }, histogram("staleness"), histogram("gap")), ...names().map(said)];
+  return [
+    controls(conditionChoice("consistency")),
+    el("div", { class: "pair" }, histogram("staleness"), histogram("gap")),
+    ...names().map(said),
+  ];
 }
 
 function conditionsPage() {
@@ -104,24 +123,68 @@ function conditionsPage() {
 
 function settingsPage(story) {
   const { equal, different, of } = story.settings;
-  const copy = (text) => el("button", { type: "button", onclick: (event) => navigator.clipboard?.writeText(text).then(() => (event.target.textContent = "Copied")) }, "Copy");
+  const copy = (text) =>
+    el(
+      "button",
+      {
+        type: "button",
+        onclick: (event) => navigator.clipboard?.writeText(text).then(() => (event.target.textContent = "Copied")),
+      },
+      "Copy",
+    );
   return [
     el("h2", {}, "To have it again"),
-    ...(story.commands.length ? story.commands.map((text) => el("div", {}, el("pre", { tabindex: 0 }, ...text.split(" ").flatMap((word, i) => [i ? " " : "", word.length < 30 ? el("span", {}, word) : word])), copy(text))) : [el("p", { class: "nothing" }, "These runs were not made on the command line: run your own script again.")]),
+    ...(story.commands.length
+      ? story.commands.map((text) =>
+          el(
+            "div",
+            {},
+            el(
+              "pre",
+              { tabindex: 0 },
+              ...text.split(" ").flatMap((word, i) => [i ? " " : "", word.length < 30 ? el("span", {}, word) : word]),
+            ),
+            copy(text),
+          ),
+        )
+      : [el("p", { class: "nothing" }, "These runs were not made on the command line: run your own script again.")]),
     el("h2", {}, "The same in all runs"),
     grid(["setting", "value"], Object.entries(equal), { left: true, label: "Settings that are the same in all runs" }),
-    ...(different.length ? [el("h2", {}, "Different"), grid(["run", ...different], story.runs.map((run, i) => [run.name, ...different.map((name) => of[i][name] ?? "–")]), { left: true, label: "Settings in which runs differ" })] : []),
-    ...(story.refused.length ? [el("h2", {}, "Not read"), grid(["folder", "why"], story.refused.map((r) => [r.name, r.why]), { left: true })] : []),
+    ...(different.length
+      ? [
+          el("h2", {}, "Different"),
+          grid(
+            ["run", ...different],
+            story.runs.map((run, i) => [run.name, ...different.map((name) => of[i][name] ?? "–")]),
+            { left: true, label: "Settings in which runs differ" },
+          ),
+        ]
+      : []),
+    ...(story.refused.length
+      ? [
+          el("h2", {}, "Not read"),
+          grid(
+            ["folder", "why"],
+            story.refused.map((r) => [r.name, r.why]),
+            { left: true },
+          ),
+        ]
+      : []),
     el("p", { class: "note" }, `Made by orchestra ${story.version} from ${count(story.runs.length, "run")}.`),
   ];
 }
 
 // Controls. The same choice may be on several pages: all follow.
 
+function controls(...items) {
+  return items.some(Boolean) ? el("div", { class: "controls" }, ...items) : null;
+}
+
 function axisSwitch(page) {
   return choices(`axis-${page}`, "Against what", Object.entries(AXES), shown.axis, (axis) => {
     shown.axis = axis;
-    for (const radio of document.querySelectorAll(".axis input, input[name^=axis-]")) radio.checked = radio.value === axis;
+    for (const radio of document.querySelectorAll(".axis input, input[name^=axis-]"))
+      radio.checked = radio.value === axis;
     redraw();
   });
 }
@@ -129,26 +192,41 @@ function axisSwitch(page) {
 function metricChoice(story) {
   const all = Object.keys(story.metrics);
   if (all.length < 2) return null;
-  return selection("metric", "Score", all.map((name) => [name, name]), shown.metric, (name) => {
-    shown.metric = name;
-    redraw();
-  });
+  return selection(
+    "metric",
+    "Score",
+    all.map((name) => [name, name]),
+    shown.metric,
+    (name) => {
+      shown.metric = name;
+      redraw();
+    },
+  );
 }
 
 function conditionChoice(page) {
   if (told.story.conditions.length < 2) return null;
-  return selection(`condition-${page}`, "Condition", told.story.conditions.map((name) => [name, name]), shown.condition, (name) => {
-    shown.condition = name;
-    for (const other of document.querySelectorAll("select[id^=condition-]")) other.value = name;
-    redraw();
-  });
+  return selection(
+    `condition-${page}`,
+    "Condition",
+    told.story.conditions.map((name) => [name, name]),
+    shown.condition,
+    (name) => {
+      shown.condition = name;
+      for (const other of document.querySelectorAll("select[id^=condition-]")) other.value = name;
+      redraw();
+    },
+  );
 }
 
 function runChoice(page, fits = () => true) {
-  const options = told.story.runs.flatMap((run, i) => (fits(run) ? [[i, `${run.strategy}${run.condition ? ` · ${run.condition}` : ""} · seed ${run.seed}`]] : []));
+  const options = told.story.runs.flatMap((run, i) =>
+    fits(run) ? [[i, `${run.strategy}${run.condition ? ` · ${run.condition}` : ""} · seed ${run.seed}`]] : [],
+  );
   const list = selection(`run-${page}`, "Run", options, shown.run, (i) => {
     shown.run = +i;
-    for (const other of document.querySelectorAll("select[id^=run-]")) if ([...other.options].some((o) => o.value === i)) other.value = i;
+    for (const other of document.querySelectorAll("select[id^=run-]"))
+      if ([...other.options].some((o) => o.value === i)) other.value = i;
     redraw();
   });
   return el("div", { class: "controls" }, list);
@@ -156,12 +234,23 @@ function runChoice(page, fits = () => true) {
 
 function filters(story) {
   const box = ({ name }) => {
-    const label = el("label", { class: shown.off.has(name) ? "off" : null }, el("input", { type: "checkbox", checked: !shown.off.has(name), value: name, onchange: (event) => {
-      if (event.target.checked) shown.off.delete(name);
-      else shown.off.add(name);
-      label.classList.toggle("off", !event.target.checked);
-      redraw();
-    } }), swatch(name), name);
+    const label = el(
+      "label",
+      { class: shown.off.has(name) ? "off" : null },
+      el("input", {
+        type: "checkbox",
+        checked: !shown.off.has(name),
+        value: name,
+        onchange: (event) => {
+          if (event.target.checked) shown.off.delete(name);
+          else shown.off.add(name);
+          label.classList.toggle("off", !event.target.checked);
+          redraw();
+        },
+      }),
+      swatch(name),
+      name,
+    );
     return label;
   };
   return el("fieldset", { class: "chips", "aria-label": "Strategies shown" }, ...story.strategies.map(box));
@@ -177,7 +266,14 @@ function themeButton() {
     button.setAttribute("aria-label", `switch to ${dark ? "light" : "dark"} colours`);
     redraw();
   };
-  const button = el("button", { type: "button", id: "theme", onclick: () => { own = document.documentElement.dataset.theme !== "dark"; apply(); } });
+  const button = el("button", {
+    type: "button",
+    id: "theme",
+    onclick: () => {
+      own = document.documentElement.dataset.theme !== "dark";
+      apply();
+    },
+  });
   preferred.addEventListener("change", apply);
   queueMicrotask(apply);
   return button;
@@ -189,7 +285,12 @@ const PAGES = [
   ["overview", "Overview", overview, () => true],
   ["compare", "Compare", compare, () => true],
   ["workers", "Workers", workers, () => true],
-  ["timeline", "Timeline", () => [runChoice("timeline", (run) => run.lanes), timeline()], (story) => story.runs.some((run) => run.lanes?.length)],
+  [
+    "timeline",
+    "Timeline",
+    () => [runChoice("timeline", (run) => run.lanes), timeline()],
+    (story) => story.runs.some((run) => run.lanes?.length),
+  ],
   ["communication", "Communication", communication, () => true],
   ["consistency", "Consistency", consistencyPage, () => true],
   ["conditions", "Conditions", conditionsPage, (story) => story.conditions.length > 1],
@@ -209,36 +310,74 @@ export function go() {
     else link.removeAttribute("aria-current");
     document.getElementById(link.hash.slice(1)).hidden = link !== here;
   }
-  here.scrollIntoView({ block: "nearest", inline: "nearest" });
+  // Not scrollIntoView: from there the Tab key would go on, past what comes before.
+  const nav = here.parentElement;
+  nav.scrollLeft = here.offsetLeft - nav.offsetLeft - (nav.clientWidth - here.clientWidth) / 2;
   redraw();
 }
 
-// What is made of a story alone: who looks at a run as it goes on makes it again.
+// The address names the page that is shown, so it must not become that of the content.
+function skip(event) {
+  event.preventDefault();
+  document.getElementById("main").focus();
+}
+
+// What is made of a story alone: who looks at runs as they go on makes it again.
 export function parts(story) {
   const pages = PAGES.filter(([, , , fits]) => fits(story));
   const nodes = story.runs.length === 1 ? seconds(story.runs[0].seconds) : `${count(story.runs.length, "run")}`;
+  const sub = [
+    nodes,
+    story.virtual ? "rehearsed in virtual time" : null,
+    story.target ? `target ${story.target.text}` : null,
+  ];
   return {
-    words: el("div", { id: "words" }, el("h1", {}, story.title), el("p", { class: "sub" }, [nodes, story.virtual ? "rehearsed in virtual time" : null, story.target ? `target ${story.target.text}` : null].filter(Boolean).join(" · "))),
-    bar: el("div", { class: "bar" }, el("div", { class: "wide" }, el("nav", { "aria-label": "Pages" }, ...pages.map(([id, name]) => el("a", { href: `#${id}` }, name))), filters(story))),
-    main: el("main", { class: "wide", id: "main" }, ...pages.map(([id, name, make]) => el("section", { id, "aria-label": name, hidden: true }, ...make(story)))),
+    words: el(
+      "div",
+      { id: "words" },
+      el("h1", {}, story.title),
+      el("p", { class: "sub" }, sub.filter(Boolean).join(" · ")),
+    ),
+    bar: el(
+      "div",
+      { class: "bar" },
+      el(
+        "div",
+        { class: "wide" },
+        el("nav", { "aria-label": "Pages" }, ...pages.map(([id, name]) => el("a", { href: `#${id}` }, name))),
+        filters(story),
+      ),
+    ),
+    main: el(
+      "main",
+      { class: "wide", id: "main", tabindex: -1 },
+      ...pages.map(([id, name, make]) => el("section", { id, "aria-label": name, hidden: true }, ...make(story))),
+    ),
   };
 }
 
 function build(story) {
   told.story = story;
   shown.metric = story.metric;
-  shown.condition = story.conditions[0];
+  shown.condition = d3.greatest(story.conditions, (name) => story.runs.filter((run) => run.condition === name).length);
   const telling = [(run) => run.trace, (run) => run.traffic?.flow.length, (run) => run.lanes, () => true];
   shown.run = telling.map((tells) => story.runs.findIndex(tells)).find((i) => i >= 0);
   const { words, bar, main } = parts(story);
   document.body.replaceChildren(
-    el("a", { class: "skip", href: "#main" }, "To the content"),
+    el("a", { class: "skip", href: "#main", onclick: skip }, "To the content"),
     el("header", { class: "wide" }, el("div", { class: "top" }, words, themeButton())),
     bar,
     main,
-    el("footer", { class: "wide" }, `Neural Orchestra ${story.version}. This file holds all its data and asks no network for anything. Figures are drawn by Observable Plot and D3 (ISC licence).`),
+    el(
+      "footer",
+      { class: "wide" },
+      `Neural Orchestra ${story.version}. This file holds all its data and asks no network for anything. Figures are drawn by Observable Plot and D3 (ISC licence).`,
+    ),
   );
-  addEventListener("hashchange", go);
+  addEventListener("hashchange", () => {
+    go();
+    scrollTo(0, 0);
+  });
   let width = 0;
   new ResizeObserver(() => {
     if (width === document.body.clientWidth) return;
@@ -249,7 +388,15 @@ function build(story) {
   document.documentElement.dataset.ready = "yes";
 }
 
-unpack().then(build).catch((error) => {
-  document.body.replaceChildren(el("p", { class: "verdict" }, `This report cannot be shown: ${error.message}. It needs a browser of 2023 or later.`));
-  throw error;
-});
+unpack()
+  .then(build)
+  .catch((error) => {
+    document.body.replaceChildren(
+      el(
+        "p",
+        { class: "verdict" },
+        `This report cannot be shown: ${error.message}. It needs a browser of 2023 or later.`,
+      ),
+    );
+    throw error;
+  });

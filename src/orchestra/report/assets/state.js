@@ -46,13 +46,21 @@ export function colours() {
 }
 
 export function symbols() {
-  return { domain: told.story.strategies.map((s) => s.name), range: told.story.strategies.map((s) => SHAPES[s.marker]) };
+  return {
+    domain: told.story.strategies.map((s) => s.name),
+    range: told.story.strategies.map((s) => SHAPES[s.marker]),
+  };
 }
 
 // Those of d3, and a triangle on its tip.
 const SHAPES = {
-  circle: d3.symbolCircle, square: d3.symbolSquare, triangle: d3.symbolTriangle, diamond: d3.symbolDiamond,
-  star: d3.symbolStar, cross: d3.symbolCross, wye: d3.symbolWye,
+  circle: d3.symbolCircle,
+  square: d3.symbolSquare,
+  triangle: d3.symbolTriangle,
+  diamond: d3.symbolDiamond,
+  star: d3.symbolStar,
+  cross: d3.symbolCross,
+  wye: d3.symbolWye,
   nabla: {
     draw(context, size) {
       const y = -Math.sqrt(size / (Math.sqrt(3) * 3));

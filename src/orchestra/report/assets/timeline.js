@@ -17,9 +17,15 @@ const FEW = 6000; // ops that are drawn one by one
 function lanesOf(run) {
   const lanes = run.lanes.slice(0, MOST_LANES).map((lane) => {
     const until = (gains) => Float64Array.from(d3.cumsum(gains), (x) => x / 1e6);
-    return { node: lane.node, together: lane.together, t: until(lane.t), totals: KINDS.map((kind) => until(lane[kind])) };
+    return {
+      node: lane.node,
+      together: lane.together,
+      t: until(lane.t),
+      totals: KINDS.map((kind) => until(lane[kind])),
+    };
   });
-  for (const node of run.nodes.filter((n) => n.role === "server")) lanes.push({ node: node.node, t: null, about: node });
+  for (const node of run.nodes.filter((n) => n.role === "server"))
+    lanes.push({ node: node.node, t: null, about: node });
   return lanes;
 }
 
@@ -41,7 +47,11 @@ export function timeline() {
   const status = el("p", { class: "caption", role: "status", "aria-live": "polite" });
   const hint = el("p", { class: "note" });
   const legend = el("div");
-  const view = { get window() { return [from, to]; } };
+  const view = {
+    get window() {
+      return [from, to];
+    },
+  };
 
   function open() {
     const kept = run?.name === chosen().name && (from > 0 || to < end); // a run that goes on, looked at closely
@@ -50,13 +60,29 @@ export function timeline() {
     end = d3.max(run.nodes, (n) => n.seconds) || 1;
     ops = run.trace && opsOf(run.trace);
     if (!kept) [from, to] = [0, end];
-    legend.replaceChildren(keys([["compute", "var(--compute)"], ...(ops ? [["send", "var(--send)"], ["receive", "var(--receive)"]] : [["communicate", "var(--communicate)"]]), ["wait", "var(--wait)"]]));
+    legend.replaceChildren(
+      keys([
+        ["compute", "var(--compute)"],
+        ...(ops
+          ? [
+              ["send", "var(--send)"],
+              ["receive", "var(--receive)"],
+              ["mean of all, waiting included", "var(--mean)"],
+            ]
+          : [["communicate", "var(--communicate)"]]),
+        ["wait", "var(--wait)"],
+      ]),
+    );
     const together = d3.max(lanes, (lane) => lane.together ?? 1);
     hint.textContent = [
-      ops ? "Zoom in for single ops and messages." : "Shares of time from afar; zoom in for single steps. The order within a step is not recorded: shown as computing, waiting, communicating. Run it with --trace for messages.",
+      ops
+        ? "Zoom in for single ops and messages."
+        : "Shares of time from afar; zoom in for single steps. The order within a step is not recorded: shown as computing, waiting, communicating. Run it with --trace for messages.",
       together > 1 ? `To save room ${together} steps are drawn as one.` : "",
       run.lanes && run.lanes.length > MOST_LANES ? `The first ${MOST_LANES} of ${run.lanes.length} workers.` : "",
-      run.trace?.left_out ? `The first ${run.trace.node.length.toLocaleString("en")} ops; ${run.trace.left_out.toLocaleString("en")} more are not in this file.` : "",
+      run.trace?.left_out
+        ? `The first ${run.trace.node.length.toLocaleString("en")} ops; ${run.trace.left_out.toLocaleString("en")} more are not in this file.`
+        : "",
     ].join(" ");
   }
 
@@ -66,7 +92,8 @@ export function timeline() {
     to = from + wide;
     paint();
   }
-  const zoom = (factor, centre = (from + to) / 2) => show(centre - (centre - from) * factor, centre + (to - centre) * factor);
+  const zoom = (factor, centre = (from + to) / 2) =>
+    show(centre - (centre - from) * factor, centre + (to - centre) * factor);
   const move = (share) => show(from + share * (to - from), to + share * (to - from));
   const steps = () => {
     const lane = lanes.find((l) => l.t?.length > 2);
@@ -92,7 +119,10 @@ export function timeline() {
     overview(width);
     const words = `${seconds(from)} to ${seconds(to)} of ${seconds(end)}`;
     status.textContent = `${run.strategy}, seed ${run.seed}: ${words}${run.virtual ? " of virtual time" : ""}.`;
-    canvas.setAttribute("aria-label", `Timeline of ${lanes.length} nodes, ${words}. Arrow keys move, plus and minus zoom, 0 shows all.`);
+    canvas.setAttribute(
+      "aria-label",
+      `Timeline of ${lanes.length} nodes, ${words}. Arrow keys move, plus and minus zoom, 0 shows all.`,
+    );
   }
 
   function paintLane(pen, lane, y, x, width) {
@@ -111,7 +141,8 @@ export function timeline() {
       at += took;
     });
     const edge = x(lane.t[k]);
-    if (edge > LEFT && x(lane.t[k]) - x(k ? lane.t[k - 1] : 0) > 6) pen.fillStyle = ink("--paper"), pen.fillRect(edge - 0.5, y, 1, LANE);
+    if (edge > LEFT && x(lane.t[k]) - x(k ? lane.t[k - 1] : 0) > 6)
+      ((pen.fillStyle = ink("--paper")), pen.fillRect(edge - 0.5, y, 1, LANE));
   }
 
   function paintColumn(pen, lane, y, px, width) {
@@ -135,15 +166,26 @@ export function timeline() {
     if (ops) return;
     pen.fillStyle = ink("--soft");
     pen.font = "12px system-ui, sans-serif";
-    pen.fillText(`totals only: waiting ${Math.round((100 * (spent.wait ?? 0)) / (whole || 1))} %`, LEFT + 8, y + LANE / 2 + 4);
+    pen.fillText(
+      `totals only: waiting ${Math.round((100 * (spent.wait ?? 0)) / (whole || 1))} %`,
+      LEFT + 8,
+      y + LANE / 2 + 4,
+    );
   }
 
   function paintOps(pen, visible, x, width) {
     const row = new Map(lanes.map((lane, i) => [lane.node, TOP + GAP + i * (LANE + GAP)]));
     for (const i of row.values()) pen.clearRect(LEFT, i, width - LEFT, LANE);
-    for (const op of visible) if (row.has(op.node)) bar(pen, op.kind, x(op.began), x(op.began + op.took), row.get(op.node), LANE);
+    for (const op of visible) {
+      if (!row.has(op.node)) continue;
+      // Before a message was sent there was nothing to do but wait for it.
+      const sent = op.kind === "receive" && op.met > op.began ? Math.min(op.met, op.began + op.took) : op.began;
+      bar(pen, "wait", x(op.began), x(sent), row.get(op.node), LANE);
+      bar(pen, op.kind, x(sent), x(op.began + op.took), row.get(op.node), LANE);
+    }
     const messages = visible.filter((op) => op.kind === "send" && row.has(op.peer));
-    if (messages.length < 1500) for (const op of messages) arrow(pen, x(op.began), row.get(op.node), x(op.began + op.took), row.get(op.peer));
+    if (messages.length < 1500)
+      for (const op of messages) arrow(pen, x(op.began), row.get(op.node), x(op.met ?? op.began + op.took), row.get(op.peer));
   }
 
   function arrow(pen, x1, y1, x2, y2) {
@@ -182,11 +224,15 @@ export function timeline() {
   }
 
   const timeAt = (event) => from + ((event.offsetX - LEFT) / (canvas.clientWidth - LEFT - 8)) * (to - from);
-  canvas.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.metaKey && !event.shiftKey && document.activeElement !== canvas) return; // let the page scroll
-    event.preventDefault();
-    zoom(event.deltaY > 0 ? 1.25 : 0.8, timeAt(event));
-  }, { passive: false });
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      if (!event.ctrlKey && !event.metaKey && !event.shiftKey && document.activeElement !== canvas) return; // let the page scroll
+      event.preventDefault();
+      zoom(event.deltaY > 0 ? 1.25 : 0.8, timeAt(event));
+    },
+    { passive: false },
+  );
   let held = null;
   canvas.addEventListener("pointerdown", (event) => {
     held = { x: event.offsetX, from, to };
@@ -198,13 +244,26 @@ export function timeline() {
     const gone = ((held.x - event.offsetX) / (canvas.clientWidth - LEFT - 8)) * (held.to - held.from);
     show(held.from + gone, held.to + gone);
   });
-  for (const over of ["pointerup", "pointercancel"]) canvas.addEventListener(over, () => { held = null; canvas.classList.remove("dragged"); });
+  for (const over of ["pointerup", "pointercancel"])
+    canvas.addEventListener(over, () => {
+      held = null;
+      canvas.classList.remove("dragged");
+    });
   canvas.addEventListener("dblclick", (event) => zoom(0.4, timeAt(event)));
   mini.addEventListener("pointerdown", (event) => {
     const t = ((event.offsetX - LEFT) / (mini.clientWidth - LEFT - 8)) * end;
     show(t - (to - from) / 2, t + (to - from) / 2);
   });
-  const pressed = { ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), 0: () => show(0, end), Home: () => show(0, to - from), End: () => show(end - (to - from), end) };
+  const pressed = {
+    ArrowLeft: () => move(-0.2),
+    ArrowRight: () => move(0.2),
+    "+": () => zoom(0.6),
+    "=": () => zoom(0.6),
+    "-": () => zoom(1 / 0.6),
+    0: () => show(0, end),
+    Home: () => show(0, to - from),
+    End: () => show(end - (to - from), end),
+  };
   canvas.addEventListener("keydown", (event) => {
     if (!pressed[event.key] || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
@@ -212,15 +271,39 @@ export function timeline() {
   });
 
   const button = (text, label, act) => el("button", { type: "button", "aria-label": label, onclick: act }, text);
-  const buttons = el("div", { class: "controls" }, button("−", "zoom out", () => zoom(1 / 0.5)), button("+", "zoom in", () => zoom(0.5)), button("←", "earlier", () => move(-0.5)), button("→", "later", () => move(0.5)), button("A few steps", "zoom to a few steps", steps), button("All", "the whole run", () => show(0, end)));
-  const card = el("figure", { class: "card" }, el("figcaption", {}, el("h3", {}, "Timeline"), hint), legend, buttons, el("div", {}, canvas, mini), status);
+  const buttons = el(
+    "div",
+    { class: "controls" },
+    button("−", "zoom out", () => zoom(1 / 0.5)),
+    button("+", "zoom in", () => zoom(0.5)),
+    button("←", "earlier", () => move(-0.5)),
+    button("→", "later", () => move(0.5)),
+    button("A few steps", "zoom to a few steps", steps),
+    button("All", "the whole run", () => show(0, end)),
+  );
+  const card = el(
+    "figure",
+    { class: "card" },
+    el("figcaption", {}, el("h3", {}, "Timeline"), hint),
+    legend,
+    buttons,
+    el("div", {}, canvas, mini),
+    status,
+  );
   card.redraw = paint;
   card.view = view;
   return card;
 }
 
-function opsOf({ node, kind, kinds, began, took, peer }) {
-  return d3.range(node.length).map((i) => ({ node: node[i], kind: kinds[kind[i]], began: began[i] / 1e6, took: took[i] / 1e6, peer: peer[i] }));
+function opsOf({ node, kind, kinds, began, took, peer, met }) {
+  return d3.range(node.length).map((i) => ({
+    node: node[i],
+    kind: kinds[kind[i]],
+    began: began[i] / 1e6,
+    took: took[i] / 1e6,
+    peer: peer[i],
+    met: met[i] == null ? null : met[i] / 1e6,
+  }));
 }
 
 function within(ops, from, to) {

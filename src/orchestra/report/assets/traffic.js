@@ -6,7 +6,15 @@ import { bytes, mean } from "./format.js";
 import { brief, byStrategy, colours, nameOf, runs } from "./state.js";
 import { chosen } from "./workers.js";
 
-const HOW = "Nothing was sent, or only totals are known: run it with --trace to see who sent what to whom.";
+const MOST = 128; // nodes; as in story.py
+
+function missing() {
+  const { workers, servers, sent_total } = chosen();
+  if (!sent_total) return "Nothing was sent.";
+  return workers + servers > MOST
+    ? `More than ${MOST} nodes are not drawn.`
+    : "Only totals are known: run it with --trace to see who sent what to whom.";
+}
 
 // What a worker sent, and a tick where the formula on the strategy's page would have it.
 export function againstFormula() {
@@ -32,19 +40,49 @@ export function againstFormula() {
       marginLeft: 14 + 6.9 * d3.max(found, (r) => name(r.strategy).length),
       marginRight: 70,
       marginBottom: 40,
-      x: { label: "bytes sent by a worker →", labelAnchor: "right", labelArrow: "none", grid: true, zero: true, tickFormat: bytes, ticks: narrow ? 3 : 6 },
+      x: {
+        label: "bytes sent by a worker →",
+        labelAnchor: "right",
+        labelArrow: "none",
+        grid: true,
+        zero: true,
+        tickFormat: bytes,
+        ticks: narrow ? 3 : 6,
+      },
       y: { domain: found.map((r) => r.strategy), label: null, tickFormat: name, tickSize: 0 },
       color: colours(),
       marks: [
         Plot.barX(found, { x: "sent", y: "strategy", fill: "strategy", insetTop: 5, insetBottom: 5 }),
-        Plot.tickX(found.filter((r) => r.formula != null), { x: "formula", y: "strategy", stroke: "var(--ink)", strokeWidth: 3 }),
-        Plot.text(found, { x: (r) => Math.max(r.sent, r.formula ?? 0), y: "strategy", text: (r) => bytes(r.sent), textAnchor: "start", dx: 7, fill: "currentColor" }),
+        Plot.tickX(
+          found.filter((r) => r.formula != null),
+          { x: "formula", y: "strategy", stroke: "var(--ink)", strokeWidth: 3 },
+        ),
+        Plot.text(found, {
+          x: (r) => Math.max(r.sent, r.formula ?? 0),
+          y: "strategy",
+          text: (r) => bytes(r.sent),
+          textAnchor: "start",
+          dx: 7,
+          fill: "currentColor",
+        }),
       ],
     });
   };
   const rows = () => [
-    ["strategy", "sent by a worker", "by formula", "received by a worker", "formula (S: bytes of the model, N: workers)"],
-    measure().map((r) => [r.strategy, bytes(r.sent), r.formula == null ? "–" : `${bytes(r.formula)}${Math.abs(r.sent - r.formula) < 1 ? " ✓" : ""}`, bytes(r.received), r.text]),
+    [
+      "strategy",
+      "sent by a worker",
+      "by formula",
+      "received by a worker",
+      "formula (S: bytes of the model, N: workers)",
+    ],
+    measure().map((r) => [
+      r.strategy,
+      bytes(r.sent),
+      r.formula == null ? "–" : `${bytes(r.formula)}${Math.abs(r.sent - r.formula) < 1 ? " ✓" : ""}`,
+      bytes(r.received),
+      r.text,
+    ]),
   ];
   const caption = "Mean over workers and seeds. The tick across is the formula on the strategy's page.";
   return figure("Bytes of a worker against the formula", caption, draw, rows);
@@ -54,7 +92,11 @@ export function againstFormula() {
 export function matrix() {
   const cells = () => {
     const run = chosen();
-    return (run.traffic?.flow ?? []).map(([from, to, size]) => ({ from: nameOf(run, from), to: nameOf(run, to), size }));
+    return (run.traffic?.flow ?? []).map(([from, to, size]) => ({
+      from: nameOf(run, from),
+      to: nameOf(run, to),
+      size,
+    }));
   };
   const draw = (width) => {
     const run = chosen();
@@ -71,19 +113,54 @@ export function matrix() {
       height: side - 10,
       marginLeft: 46,
       marginTop: 50,
-      x: { domain: names, padding, label: "to →", labelAnchor: "right", labelArrow: "none", axis: "top", tickFormat: (n, i) => (i % every ? "" : short(n)), tickSize: 0 },
-      y: { domain: names, padding, label: "from ↓", labelArrow: "none", tickFormat: (n, i) => (i % every ? "" : short(n)), tickSize: 0 },
+      x: {
+        domain: names,
+        padding,
+        label: "to →",
+        labelAnchor: "right",
+        labelArrow: "none",
+        axis: "top",
+        tickFormat: (n, i) => (i % every ? "" : short(n)),
+        tickSize: 0,
+      },
+      y: {
+        domain: names,
+        padding,
+        label: "from ↓",
+        labelArrow: "none",
+        tickFormat: (n, i) => (i % every ? "" : short(n)),
+        tickSize: 0,
+      },
       color: { type: "linear", domain: [0, most], interpolate: mixed },
       marks: [
         Plot.frame({ stroke: "var(--line)" }),
-        Plot.cell(cells(), { x: "to", y: "from", fill: "size", title: (c) => `${c.from} to ${c.to}: ${bytes(c.size)}` }),
-        nodes.length <= 9 && side > 300 ? Plot.text(cells(), { x: "to", y: "from", text: (c) => bytes(c.size), fill: (c) => (c.size > 0.45 * most ? "var(--paper)" : "var(--ink)"), fontSize: nodes.length > 6 ? 9 : 11 }) : null,
+        Plot.cell(cells(), {
+          x: "to",
+          y: "from",
+          fill: "size",
+          title: (c) => `${c.from} to ${c.to}: ${bytes(c.size)}`,
+        }),
+        nodes.length <= 9 && side > 300
+          ? Plot.text(cells(), {
+              x: "to",
+              y: "from",
+              text: (c) => bytes(c.size),
+              fill: (c) => (c.size > 0.45 * most ? "var(--paper)" : "var(--ink)"),
+              fontSize: nodes.length > 6 ? 9 : 11,
+            })
+          : null,
       ],
     });
   };
-  const rows = () => [["from", "to", "bytes"], cells().slice(0, 400).map((c) => [c.from, c.to, bytes(c.size)])];
-  const caption = () => `${chosen().strategy}, seed ${chosen().seed}${chosen().traffic ? `; ${chosen().traffic.source}` : ""}.`;
-  return figure("Who sent how much to whom", caption, draw, rows, HOW);
+  const rows = () => [
+    ["from", "to", "bytes"],
+    cells()
+      .slice(0, 400)
+      .map((c) => [c.from, c.to, bytes(c.size)]),
+  ];
+  const caption = () =>
+    `${chosen().strategy}, seed ${chosen().seed}${chosen().traffic ? `; ${chosen().traffic.source}` : ""}.`;
+  return figure("Who sent how much to whom", caption, draw, rows, missing);
 }
 
 const mixed = (share) => `color-mix(in oklab, var(--accent) ${Math.round(8 + 92 * share)}%, var(--paper))`;
@@ -98,11 +175,25 @@ export function network() {
     if (!run.traffic?.flow.length) return null;
     const place = places(run);
     const most = d3.max(run.traffic.flow, ([, , size]) => size);
-    const edges = run.traffic.flow.filter(([, , size]) => size > 0).map(([from, to, size]) => ({ from, to, size, path: bow(place[from], place[to]), width: 0.5 + 3 * Math.sqrt(size / most) }));
+    const edges = run.traffic.flow
+      .filter(([, , size]) => size > 0)
+      .map(([from, to, size]) => ({
+        from,
+        to,
+        size,
+        path: bow(place[from], place[to]),
+        width: 0.5 + 3 * Math.sqrt(size / most),
+      }));
     const many = edges.length > 60;
     const picture = svg("svg", { viewBox: "-220 -220 440 440", class: "network" });
     picture.append(
-      svg("g", { fill: "none", stroke: "var(--soft)" }, ...edges.map((e) => svg("path", { d: e.path.d, "stroke-width": e.width, "stroke-opacity": many ? 0.15 : 0.35 }))),
+      svg(
+        "g",
+        { fill: "none", stroke: "var(--soft)" },
+        ...edges.map((e) =>
+          svg("path", { d: e.path.d, "stroke-width": e.width, "stroke-opacity": many ? 0.15 : 0.35 }),
+        ),
+      ),
     );
     const dots = svg("g", { fill: "var(--heat)" });
     picture.append(dots, ...place.map((p, node) => knot(run, p, node)));
@@ -114,33 +205,50 @@ export function network() {
     };
     travel(0.4, dots);
     requestAnimationFrame(step);
-    const button = el("button", { type: "button", "aria-pressed": `${!moving}`, onclick: () => {
-      moving = !moving;
-      button.textContent = moving ? "Pause" : "Play";
-      button.setAttribute("aria-pressed", `${!moving}`);
-    } }, moving ? "Pause" : "Play");
+    const button = el(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": `${!moving}`,
+        onclick: () => {
+          moving = !moving;
+          button.textContent = moving ? "Pause" : "Play";
+          button.setAttribute("aria-pressed", `${!moving}`);
+        },
+      },
+      moving ? "Pause" : "Play",
+    );
     return el("div", {}, picture, el("div", { class: "controls", style: "justify-content: center" }, button));
   };
-  const rows = () => [["node", "sent", "received"], chosen().nodes.map((n) => [nameOf(chosen(), n.node), bytes(n.sent), bytes(n.received)])];
+  const rows = () => [
+    ["node", "sent", "received"],
+    chosen().nodes.map((n) => [nameOf(chosen(), n.node), bytes(n.sent), bytes(n.received)]),
+  ];
   const caption = () => {
     const run = chosen();
     if (!run.traffic) return `${run.strategy}, seed ${run.seed}.`;
     const how = run.trace ? "Messages as they were sent, slowed down." : "The more bytes, the more dots.";
     return `${run.strategy}, seed ${run.seed}: thicker lines carried more bytes; ${run.traffic.source}. ${how}`;
   };
-  return figure("The network", caption, draw, rows, HOW);
+  return figure("The network", caption, draw, rows, missing);
 }
 
 function places(run) {
   const [n, m] = [run.workers, run.servers];
   const around = (i, of, r) => [r * Math.sin((2 * Math.PI * i) / of), -r * Math.cos((2 * Math.PI * i) / of)];
-  return [...d3.range(n).map((i) => around(i, n, 180)), ...d3.range(m).map((i) => (m === 1 ? [0, 0] : around(i + 0.5, m, 70)))];
+  return [
+    ...d3.range(n).map((i) => around(i, n, 180)),
+    ...d3.range(m).map((i) => (m === 1 ? [0, 0] : around(i + 0.5, m, 70))),
+  ];
 }
 
 // A curve a little to the right of the straight way, so that there and back are two.
 function bow([x1, y1], [x2, y2]) {
   const [mx, my] = [(x1 + x2) / 2 - (y2 - y1) * 0.09, (y1 + y2) / 2 + (x2 - x1) * 0.09];
-  const point = (s) => [(1 - s) ** 2 * x1 + 2 * s * (1 - s) * mx + s * s * x2, (1 - s) ** 2 * y1 + 2 * s * (1 - s) * my + s * s * y2];
+  const point = (s) => [
+    (1 - s) ** 2 * x1 + 2 * s * (1 - s) * mx + s * s * x2,
+    (1 - s) ** 2 * y1 + 2 * s * (1 - s) * my + s * s * y2,
+  ];
   return { d: `M${x1},${y1}Q${mx},${my} ${x2},${y2}`, point };
 }
 
@@ -149,34 +257,69 @@ function knot(run, [x, y], node) {
   const many = run.workers > 24;
   const r = server ? 17 : many ? 6 : 15;
   const form = server
-    ? svg("rect", { x: x - r, y: y - r, width: 2 * r, height: 2 * r, rx: 4, fill: "var(--raised)", stroke: "var(--ink)", "stroke-width": 1.5 })
+    ? svg("rect", {
+        x: x - r,
+        y: y - r,
+        width: 2 * r,
+        height: 2 * r,
+        rx: 4,
+        fill: "var(--raised)",
+        stroke: "var(--ink)",
+        "stroke-width": 1.5,
+      })
     : svg("circle", { cx: x, cy: y, r, fill: "var(--raised)", stroke: "var(--ink)", "stroke-width": 1.5 });
-  const text = svg("text", { x, y, dy: "0.35em", "text-anchor": "middle", "font-size": 12, fill: "var(--ink)" }, many && !server ? "" : `${server ? "s" : "w"}${server ? node - run.workers : node}`);
+  const text = svg(
+    "text",
+    { x, y, dy: "0.35em", "text-anchor": "middle", "font-size": 12, fill: "var(--ink)" },
+    many && !server ? "" : `${server ? "s" : "w"}${server ? node - run.workers : node}`,
+  );
   return svg("g", {}, svg("title", {}, nameOf(run, node)), form, text);
 }
 
 // Without a trace: dots at an even pace, more of them where more was sent.
 function steady(edges, most) {
-  const room = 240 / Math.max(1, d3.sum(edges, (e) => Math.max(1, Math.round((4 * e.size) / most))));
-  const travellers = edges.flatMap((e, k) => {
-    const number = Math.max(1, Math.round((4 * e.size) / most) * Math.min(1, room));
-    return d3.range(number).map((i) => ({ e, offset: i / number + (k * 0.618) % 1 }));
-  }).slice(0, 400);
-  return (now, dots) => put(dots, travellers.map(({ e, offset }) => ({ at: e.path.point((now * 0.35 + offset) % 1), r: 2.6 })));
+  const room =
+    240 /
+    Math.max(
+      1,
+      d3.sum(edges, (e) => Math.max(1, Math.round((4 * e.size) / most))),
+    );
+  const travellers = edges
+    .flatMap((e, k) => {
+      const number = Math.max(1, Math.round((4 * e.size) / most) * Math.min(1, room));
+      return d3.range(number).map((i) => ({ e, offset: i / number + ((k * 0.618) % 1) }));
+    })
+    .slice(0, 400);
+  return (now, dots) =>
+    put(
+      dots,
+      travellers.map(({ e, offset }) => ({ at: e.path.point((now * 0.35 + offset) % 1), r: 2.6 })),
+    );
 }
 
 // With a trace: the first messages, again and again, in twenty seconds.
 function replayed(run, edges) {
   const { node, kind, kinds, began, took, peer, bytes: sizes } = run.trace;
-  const sends = d3.range(node.length).filter((i) => kinds[kind[i]] === "send" && peer[i] != null).slice(0, 3000);
+  const sends = d3
+    .range(node.length)
+    .filter((i) => kinds[kind[i]] === "send" && peer[i] != null)
+    .slice(0, 3000);
   const way = new Map(edges.map((e) => [`${e.from} ${e.to}`, e]));
   const most = d3.max(sends, (i) => sizes[i]) || 1;
   const [start, end] = [d3.min(sends, (i) => began[i]) ?? 0, d3.max(sends, (i) => began[i] + took[i]) ?? 1];
   const least = (end - start) * 0.01; // shorter than this nobody would see it
   return (now, dots) => {
     const t = start + ((now / 20) % 1) * (end - start);
-    const there = sends.filter((i) => began[i] <= t && t < began[i] + Math.max(took[i], least) && way.has(`${node[i]} ${peer[i]}`));
-    put(dots, there.map((i) => ({ at: way.get(`${node[i]} ${peer[i]}`).path.point((t - began[i]) / Math.max(took[i], least)), r: 2 + 4 * Math.sqrt(sizes[i] / most) })));
+    const there = sends.filter(
+      (i) => began[i] <= t && t < began[i] + Math.max(took[i], least) && way.has(`${node[i]} ${peer[i]}`),
+    );
+    put(
+      dots,
+      there.map((i) => ({
+        at: way.get(`${node[i]} ${peer[i]}`).path.point((t - began[i]) / Math.max(took[i], least)),
+        r: 2 + 4 * Math.sqrt(sizes[i] / most),
+      })),
+    );
   };
 }
 

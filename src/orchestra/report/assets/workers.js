@@ -4,10 +4,11 @@
 import { el, figure, keys } from "./dom.js";
 import { roundTicks } from "./curves.js";
 import { count, number, percent, seconds } from "./format.js";
-import { byStrategy, colours, nameOf, runs, shown, told } from "./state.js";
+import { byStrategy, colours, nameOf, runs, shown, symbols, told } from "./state.js";
 
 export const KINDS = ["compute", "communicate", "send", "receive", "wait", "other"];
 const MOST = 64; // nodes drawn one by one
+const MOST_LINES = 16;
 
 export function chosen() {
   return told.story.runs[shown.run];
@@ -17,7 +18,12 @@ function shares(run) {
   return run.nodes.map((node) => {
     const spent = { ...node.spent };
     spent.other = Math.max(0, node.seconds - d3.sum(Object.values(spent)));
-    return { node, name: nameOf(run, node.node), spent, whole: Math.max(node.seconds, d3.sum(Object.values(spent))) || 1 };
+    return {
+      node,
+      name: nameOf(run, node.node),
+      spent,
+      whole: Math.max(node.seconds, d3.sum(Object.values(spent))) || 1,
+    };
   });
 }
 
@@ -28,7 +34,14 @@ export function breakdown() {
     const all = measure();
     if (!all.length) return null;
     const some = all.slice(0, MOST);
-    const pieces = some.flatMap((s) => KINDS.filter((kind) => s.spent[kind] > 0).map((kind) => ({ name: s.name, kind, share: s.spent[kind] / s.whole, seconds: s.spent[kind] })));
+    const pieces = some.flatMap((s) =>
+      KINDS.filter((kind) => s.spent[kind] > 0).map((kind) => ({
+        name: s.name,
+        kind,
+        share: s.spent[kind] / s.whole,
+        seconds: s.spent[kind],
+      })),
+    );
     const present = KINDS.filter((kind) => pieces.some((p) => p.kind === kind));
     const chart = Plot.plot({
       width,
@@ -39,15 +52,43 @@ export function breakdown() {
       y: { domain: some.map((s) => s.name), label: null, tickSize: 0 },
       color: { domain: present, range: present.map((kind) => `var(--${kind})`) },
       marks: [
-        Plot.barX(pieces, Plot.stackX({ order: KINDS, x: "share", y: "name", fill: "kind", z: "kind", insetTop: 1.5, insetBottom: 1.5, title: (p) => `${p.name}: ${p.kind} ${percent(p.share)}, ${seconds(p.seconds)}` })),
-        Plot.text(pieces.filter((p) => p.share > (width < 500 ? 0.14 : 0.06) && some.length <= 32), Plot.stackX({ order: KINDS, x: "share", y: "name", z: "kind", text: (p) => percent(p.share), fill: (p) => (p.kind === "compute" ? "#fff" : p.kind === "wait" || p.kind === "other" ? "var(--ink)" : "#1b1f24"), fontSize: 11 })),
+        Plot.barX(
+          pieces,
+          Plot.stackX({
+            order: KINDS,
+            x: "share",
+            y: "name",
+            fill: "kind",
+            z: "kind",
+            insetTop: 1.5,
+            insetBottom: 1.5,
+            title: (p) => `${p.name}: ${p.kind} ${percent(p.share)}, ${seconds(p.seconds)}`,
+          }),
+        ),
+        Plot.text(
+          pieces.filter((p) => p.share > (width < 500 ? 0.14 : 0.06) && some.length <= 32),
+          Plot.stackX({
+            order: KINDS,
+            x: "share",
+            y: "name",
+            z: "kind",
+            text: (p) => percent(p.share),
+            fill: (p) =>
+              p.kind === "compute" ? "#fff" : p.kind === "wait" || p.kind === "other" ? "var(--ink)" : "#1b1f24",
+            fontSize: 11,
+          }),
+        ),
       ],
     });
     return el("div", {}, keys(present.map((kind) => [kind, `var(--${kind})`])), chart);
   };
   const rows = () => [
     ["node", "steps", "compute", "communicate", "send", "receive", "wait", "other"],
-    measure().map((s) => [s.name, number(s.node.steps), ...KINDS.map((kind) => (s.spent[kind] == null ? "–" : percent(s.spent[kind] / s.whole)))]),
+    measure().map((s) => [
+      s.name,
+      number(s.node.steps),
+      ...KINDS.map((kind) => (s.spent[kind] == null ? "–" : percent(s.spent[kind] / s.whole))),
+    ]),
   ];
   const caption = () => {
     const run = chosen();
@@ -63,27 +104,48 @@ export function stepTimes() {
     [...byStrategy(runs())].flatMap(([strategy, members]) => {
       const found = members.flatMap((run) => run.step_times.flatMap((w) => w.seconds)).sort((a, b) => a - b);
       const at = (share) => found[Math.min(found.length - 1, Math.floor(share * found.length))];
-      return found.length ? [{ strategy, at, all: d3.range(0, 1.001, 0.01).map((share) => ({ strategy, share, x: at(share) })) }] : [];
+      return found.length
+        ? [{ strategy, at, all: d3.range(0, 1.001, 0.01).map((share) => ({ strategy, share, x: at(share) })) }]
+        : [];
     });
-  return distribution("How long steps took", () => `Share of steps that took no longer, all workers of ${count(runs().length, "run")} together.`, measure, colours);
+  return distribution(
+    "How long steps took",
+    () => `Share of steps that took no longer, all workers of ${count(runs().length, "run")} together.`,
+    measure,
+    colours,
+    symbols(),
+  );
 }
 
 // The same for each worker of the chosen run: a straggler stands apart.
 export function workerTimes() {
   const measure = () =>
-    chosen().step_times.slice(0, 16).map((w) => ({
-      strategy: nameOf(chosen(), w.node),
-      at: (share) => w.seconds[Math.min(100, Math.round(100 * share))],
-      all: w.seconds.map((x, i) => ({ strategy: nameOf(chosen(), w.node), share: i / 100, x })),
-    }));
+    d3
+      .sort(d3.sort(chosen().step_times, (w) => -w.seconds[50]).slice(0, MOST_LINES), (w) => w.node)
+      .map((w) => ({
+        strategy: nameOf(chosen(), w.node),
+        at: (share) => w.seconds[Math.min(100, Math.round(100 * share))],
+        all: w.seconds.map((x, i) => ({ strategy: nameOf(chosen(), w.node), share: i / 100, x })),
+      }));
   const shades = () => {
     const names = measure().map((w) => w.strategy);
-    return { domain: names, range: names.map((_, i) => `color-mix(in oklab, var(--accent) ${100 - (80 * i) / Math.max(1, names.length - 1)}%, var(--heat))`) };
+    return {
+      domain: names,
+      range: names.map(
+        (_, i) => `color-mix(in oklab, var(--accent) ${100 - (80 * i) / Math.max(1, names.length - 1)}%, var(--heat))`,
+      ),
+    };
   };
-  return distribution("How long the steps of each worker took", () => `${chosen().strategy}, seed ${chosen().seed}. A worker that is slower than others stands to the right.`, measure, shades);
+  return distribution(
+    "How long the steps of each worker took",
+    () =>
+      `${chosen().strategy}, seed ${chosen().seed}. A worker that is slower than others stands to the right.${chosen().workers > MOST_LINES ? ` The ${MOST_LINES} slowest.` : ""}`,
+    measure,
+    shades,
+  );
 }
 
-function distribution(title, caption, measure, colour) {
+function distribution(title, caption, measure, colour, symbol = null) {
   const draw = (width) => {
     const groups = measure();
     const all = groups.flatMap((g) => g.all).filter((p) => p.x > 0);
@@ -96,16 +158,43 @@ function distribution(title, caption, measure, colour) {
       marginLeft: 50,
       marginBottom: 42,
       marginRight: 20,
-      x: { type: "log", label: "seconds of a step →", labelAnchor: "right", labelArrow: "none", tickFormat: (x) => seconds(x), ticks: roundTicks(d3.extent(all, (p) => p.x)), ...(spread < 1.2 ? { domain: [d3.min(all, (p) => p.x) * 0.9, d3.max(all, (p) => p.x) * 1.1] } : {}) },
+      x: {
+        type: "log",
+        label: "seconds of a step →",
+        labelAnchor: "right",
+        labelArrow: "none",
+        tickFormat: (x) => seconds(x),
+        ticks: roundTicks(
+          d3.extent(all, (p) => p.x),
+          width < 420 ? 4 : 8,
+        ),
+        ...(spread < 1.2 ? { domain: [d3.min(all, (p) => p.x) * 0.9, d3.max(all, (p) => p.x) * 1.1] } : {}),
+      },
       y: { label: "↑ share of steps", labelArrow: "none", grid: true, percent: true, tickFormat: (x) => `${x} %` },
       color: { domain, range },
+      ...(symbol ? { symbol } : {}),
       marks: [
         Plot.lineY(all, { x: "x", y: "share", z: "strategy", stroke: "strategy", strokeWidth: 2, curve: "step-after" }),
-        Plot.tip(all, Plot.pointer({ x: "x", y: "share", title: (p) => `${p.strategy}\n${percent(p.share)} of steps within ${seconds(p.x)}` })),
+        symbol &&
+          Plot.dot(
+            all.filter((p) => [0.2, 0.5, 0.8].some((share) => Math.abs(p.share - share) < 1e-9)),
+            { x: "x", y: "share", fill: "strategy", symbol: (p) => p.strategy, r: 4, stroke: "var(--paper)" },
+          ),
+        Plot.tip(
+          all,
+          Plot.pointer({
+            x: "x",
+            y: "share",
+            title: (p) => `${p.strategy}\n${percent(p.share)} of steps within ${seconds(p.x)}`,
+          }),
+        ),
       ],
     });
     return el("div", {}, keys(domain.map((name, i) => [name, range[i]])), chart);
   };
-  const rows = () => [["", "median", "95 %", "99 %"], measure().map((g) => [g.strategy, ...[0.5, 0.95, 0.99].map((share) => seconds(g.at(share)))])];
+  const rows = () => [
+    ["", "median", "95 %", "99 %"],
+    measure().map((g) => [g.strategy, ...[0.5, 0.95, 0.99].map((share) => seconds(g.at(share)))]),
+  ];
   return figure(title, caption, draw, rows, "No step has been recorded.");
 }

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a comparison ends: its table and its page are saved, and what was learned is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from orchestra.cli import summary
+
+if TYPE_CHECKING:
+    from orchestra.cli.claims import Claim
+    from orchestra.cli.table import Table
+
+_WIDE = 125  # columns of a terminal that takes the table with its long headings
+_PAGE = "report.html"
+_DOES_NOT_HOLD = 9  # exit code
+
+
+def conclude(
+    table: Table, out: Path, *, as_json: bool, quiet: bool, fair: Sequence[str] = (), asserted: Sequence[Claim] = ()
+) -> None:
+    """Save the table and the page, print what was learned, and fail if a run failed or a claim does not hold."""
+    record = save(table, out, fair)
+    record["claims"] = [{"claim": claim.text, "holds": claim.holds(table)} for claim in asserted]
+    if as_json:
+        summary.print_json(record)
+    else:
+        show(table, record["learned"], fair)
+        for claim in asserted:
+            print(claim.told(table))
+        if not quiet:
+            where = summary.nearby(out)
+            summary.say(f"\nsaved: {where}/{_page(table, out)}, table.md and table.json")
+            summary.say(f"next: open {where}/{_PAGE} · orchestra explain {table.ranked[0].strategy.split('(')[0]}")
+    if any(row.failures for row in table.rows):
+        raise typer.Exit(1)
+    if not all(claim.holds(table) for claim in asserted):
+        raise typer.Exit(_DOES_NOT_HOLD)
+
+
+def _page(table: Table, out: Path) -> str:
+    """Write the page that answers which to use here, and why."""
+    from orchestra import checkpoint
+    from orchestra.report import page, story
+
+    checkpoint.write_text(out / _PAGE, page.write(story.tell([out], target=table.target)))
+    return _PAGE
+
+
+def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:
+    """Write the table, and what was learned, to the folder of the runs; gives all of it."""
+    from orchestra.cli.lessons import verdict
+
+    virtual = any(facts.virtual for row in table.rows for facts in row.done)
+    words = verdict(table, None if virtual else len(os.sched_getaffinity(0)))
+    record = table.as_record() | {"learned": words, "fairness": [*fair], "out": str(out)}
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(summary.finite(record), indent=1, ensure_ascii=False)
+    (out / "table.json").write_text(text + "\n", encoding="utf-8")
+    box = "".join(f"\n- {point}" for point in fair)
+    (out / "table.md").write_text(f"{table.markdown()}\n{' '.join(words)}\n{box}\n", encoding="utf-8")
+    return record
+
+
+def show(table: Table, words: Sequence[str], fair: Sequence[str] = ()) -> None:
+    """Print the table, and what was learned."""
+    from rich.table import Table as Grid
+
+    console = summary.console_for(80 if sys.stdout.isatty() else 200)
+    narrow = console.width < _WIDE
+    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1 if narrow else 2, 0, 0))
+    for i, heading in enumerate(table.columns(narrow=narrow)):
+        # Only the time may be broken into lines, between words.
+        grid.add_column(heading, justify="left" if i in (0, 3) else "right", no_wrap=i != 3, overflow="fold")
+    for row in table.ranked:
+        grid.add_row(*table.cells(row, narrow=narrow))
+    console.print(f"\n{table.heading}\n", style="bold")
+    console.print(grid)
+    if narrow:
+        console.print(
+            f"runs: reached · ratio: speed, {table.baseline} = 1 · total: s · MB: of a worker · stale: mean/max",
+            style="dim",
+        )
+    else:
+        console.print(f"\n{table.legend}", style="dim")
+    for note in table.notes():
+        console.print(note)
+    console.print()
+    for sentence in words:
+        console.print(sentence)
+    if fair:
+        console.print("\nfairness: " + "; ".join(fair) + ".", style="dim", markup=False)

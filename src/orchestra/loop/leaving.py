@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a script ends: what went wrong, in a few lines and for the others as well; nobody leaves without `finish`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from orchestra.errors import OrchestraError, Stopped, WorkerLost
+from orchestra.loop.company import Company
+
+FORGOTTEN = "ended without optimizer.finish()"
+_NOT_THE_LOOPS = tuple(
+    {str(Path(__file__).parents[1]), *(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))}
+)
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class _Teller:
+    """Tells our own errors in a few lines, from the first `prepare` on; others as they were told before."""
+
+    def __init__(self) -> None:
+        self._before: Hook | None = None
+
+    def install(self) -> None:
+        """Once; whoever has a hook of its own already keeps it."""
+        if self._before is None or sys.excepthook is sys.__excepthook__:
+            self._before, sys.excepthook = sys.excepthook, self
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An error that nobody caught."""
+        assert self._before is not None
+        if not isinstance(error, OrchestraError):
+            self._before(kind, error, trace)
+            return
+        if self._before is sys.__excepthook__:
+            sys.stderr.write(told(error, trace))  # in one piece: others write there, too
+        else:
+            self._before(kind, error, trace)
+        raise SystemExit(error.exit_code)
+
+
+tell_in_short = _Teller()
+
+
+def told(error: OrchestraError, trace: TracebackType | None) -> str:
+    """An error as the user should read it: the lines of the loop, and what to do; not the way through these files."""
+    # What happened in another process has nothing to do with where this one was.
+    frames = [] if isinstance(error, Stopped | WorkerLost) else traceback.extract_tb(trace)
+    lines = traceback.format_list([f for f in frames if not f.filename.startswith((*_NOT_THE_LOOPS, "<frozen"))])
+    return f"{''.join(lines)}{type(error).__name__}: {error}\n"
+
+
+class Exit:
+    """The end of the script: an error reaches the other processes, a forgotten `finish` is made up for."""
+
+    def __init__(self, company: Company, finish: Callable[[], None] | None = None) -> None:
+        self._company, self._finish = company, finish
+        self._before: Hook = sys.excepthook
+        self._owner = os.getpid()
+        sys.excepthook = self._failed
+        if finish is not None:
+            atexit.register(self._forgotten)
+
+    def close(self) -> None:
+        """All went well."""
+        if sys.excepthook == self._failed:
+            sys.excepthook = self._before
+        atexit.unregister(self._forgotten)
+
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.close()
+        name = self._company.name
+        if isinstance(error, Stopped):
+            self._company.part()
+        elif isinstance(error, WorkerLost):
+            self._company.give_up(str(error), error.exit_code)
+        elif isinstance(error, OrchestraError):
+            self._company.give_up(f"{name}: {error}", error.exit_code)
+        elif isinstance(error, KeyboardInterrupt):
+            self._company.give_up(f"{name} was stopped by SIGINT", 130)
+        else:
+            last = "".join(traceback.format_exception_only(error)).strip()
+            self._company.give_up(f"{name} failed: {last}", 1)
+        self._before(kind, error, trace)
+
+    def _forgotten(self) -> None:
+        """Whatever the strategy, the others must not wait for ever, nor lose what they have done."""
+        if os.getpid() != self._owner or self._finish is None:
+            return  # a fork of this process is nobody's worker
+        self.close()
+        self._company.how = FORGOTTEN
+        sys.stderr.write(
+            f"orchestra: {self._company.name} {FORGOTTEN}: it is done now, but what was evaluated or saved before "
+            "lacks the strategy's last step. Call it after the loop.\n"
+        )
+        try:
+            self._finish()
+        except OrchestraError as error:
+            if not isinstance(error, Stopped):
+                self._company.give_up(f"{self._company.name}: {error}", error.exit_code)
+            sys.stderr.write(told(error, None))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Going on with a run that was broken off: whether its checkpoint fits, what is left to do, what happens again."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import orchestra.budget as budgets
+from orchestra import checkpoint
+from orchestra.budget import Budget, Epochs, Seconds, Steps
+from orchestra.checkpoint import Saved
+from orchestra.cluster import Cluster
+from orchestra.errors import CheckpointError, ConfigError, Problem
+from orchestra.events import encode, read
+from orchestra.job import Job
+from orchestra.report.facts import scores_of
+from orchestra.snapshot import FINAL, numbered
+
+
+def find(folder: Path, about: dict[str, Any], cluster: Cluster) -> Saved:
+    """The newest checkpoint of a run that is whole, if it is of the same as what is asked for now."""
+    saved, complaints = checkpoint.newest(folder / "checkpoints")
+    for complaint in complaints:
+        print(f"warning: {complaint}; going on from {saved.path.name}", file=sys.stderr)
+    for key, value in about.items():
+        before = saved.manifest.get(key)
+        if before != value:
+            remedy = "Resume with the same model, data, optimizer, strategy and cluster."
+            if key in ("workers", "servers"):
+                remedy = cluster.how_to_have(int(saved.manifest["workers"]), int(saved.manifest["servers"]))
+            raise CheckpointError(f"{saved.path} was written with {key} = {before!r}, now it is {value!r}. {remedy}")
+    return saved
+
+
+def look_at_budget(folder: Path, saved: Saved, job: Job, budget: Budget, done: float) -> None:
+    """Refuse to do again what is done, which would look like a success; `done`: seconds of training so far.
+
+    A run that was broken off after its last step may still be concluded.
+    """
+    spent, why = False, ""
+    seconds = next((part.count for part in budgets.parts(budget) if isinstance(part, Seconds)), math.inf)
+    # Where workers retire, the others do more steps than each was to do in the beginning.
+    comparable = job.strategy.synchronous and not job.strategy.promotes
+    if comparable and job.last_step is not None and saved.step >= job.last_step:
+        spent = saved.step > job.last_step
+        why = f"it ends at step {job.last_step:,}, and the checkpoint is already at {saved.step:,}"
+    elif done >= seconds:
+        why = f"it ends after {seconds:g} s, and {done:.3g} s of training are already done"
+    if not why:
+        return
+    message = f"nothing left to do: {why}; {_more(budget, saved.step, done, job.steps_per_epoch)} would go on"
+    if spent or (folder / "ending.json").exists():
+        raise ConfigError([Problem("budget", budget, message)])
+    print(f"{message}. The run is concluded now.", file=sys.stderr)
+
+
+def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None) -> str:
+    """A budget of the same kind that is not spent."""
+    for part in budgets.parts(budget):
+        match part:
+            case Epochs(count) if steps_per_epoch:
+                more = math.ceil(step / steps_per_epoch) + math.ceil(count)
+                return f"--epochs {more}, or budget=Epochs({more}),"
+            case Steps(count):
+                return f"--steps {step + count}, or budget=Steps({step + count}),"
+            case Seconds(count):
+                more = math.ceil(done + count)
+                return f"--seconds {more}, or budget=Seconds({more}),"
+    return "a larger budget"
+
+
+def forget_after(run: Path, saved: Saved) -> None:
+    """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
+    (run / "ending.json").unlink(missing_ok=True)
+    shutil.rmtree(run / FINAL, ignore_errors=True)
+    for draft in (run / "checkpoints").glob("*.tmp"):
+        shutil.rmtree(draft, ignore_errors=True)
+    holder = saved.manifest["workers"] if saved.manifest["servers"] else 0
+    taken = saved.node(holder)["counts"][3] or saved.node(0)["counts"][3]  # servers may not have had their turn
+    for number, folder in numbered(run / "snapshots"):
+        if number > taken:
+            shutil.rmtree(folder)
+    for path in (*run.glob("events-*.jsonl"), *run.glob("trace-*.jsonl")):
+        until = saved.node(int(path.stem.partition("-")[2]))["cost"][0]
+        kept = [event for event in read(path) if event.t <= until]
+        checkpoint.write_text(path, "".join(encode(event) for event in kept))
+    scores = [score for score in scores_of(run) if score.number <= taken]
+    checkpoint.write_text(run / "scores.jsonl", "".join(encode(score) for score in scores))

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process that has the token may say and send, and what becomes of one that says something else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.processes import together
+from tests.zoo import train
+
+from orchestra import Attached, Steps
+from orchestra.launch import courier, notes
+from orchestra.launch.courier import Reception, files_of, part_of
+from orchestra.ops import Traffic
+from orchestra.transports.exchange import Exchange
+from orchestra.transports.wire import BadFrame
+
+# All that processes say, as they say it.
+SAID: list[tuple[int, dict[str, Any]]] = [
+    (1, {"kind": "ready", "node": 1}),
+    (1, {"kind": "report", "row": [1.0, 2, float("nan"), 0.0, 0.0, 0.0, 8, 8, 0.1, float("inf")]}),
+    (2, {"kind": "word", "word": 3, "is": 2**32 - 1}),
+    (2, {"kind": "file", "path": "events-2.jsonl", "bytes": 0}),
+    (2, {"kind": "refused", "node": 2, "error": "Diverged", "message": "..."}),
+    (2, {"kind": "signal", "name": "SIGTERM"}),
+    (0, {"kind": "order", "run": "/a/run", "launch": "0a1b", "resume": "step-00000012", "resumed_from": 12}),
+    (0, {"kind": "go", "at": 0.0}),
+    (0, {"kind": "over", "run": "/a/run", "metrics": {"loss": 0.1}, "summary": {}, "bytes": 100}),
+    (1, {"kind": "finished", "steps": 7, "how": "finish", "left": None}),
+    (0, {"kind": "folder", "path": "/a/run", "mark": ".mark"}),
+    (1, {"kind": "rates", "rates": [0.1, 1e-3]}),
+]
+
+
+@pytest.mark.parametrize(("source", "said"), SAID, ids=lambda x: x["kind"] if isinstance(x, dict) else None)
+def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, Any]) -> None:
+    notes.check(source, said)
+    for name in said.keys() - {"kind", "node"}:
+        without = {key: value for key, value in said.items() if key != name}
+        for wrong in (without, {**said, name: ["x"] * 5000}, {**said, "more": 1}, {**said, "node": 3}):
+            with pytest.raises(BadFrame, match=f"node {source} s"):
+                notes.check(source, wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "said", "told"),
+    [
+        (1, {"kind": "go", "at": 0.0}, "of kind 'go'"),  # only home lets the nodes go
+        (0, {"kind": "ready"}, "of kind 'ready'"),
+        (1, {"kind": "ready", "node": 2}, "in the name of node 2"),
+        (1, {"kind": "word", "word": True, "is": 1}, "word = True"),
+        (1, {"kind": "word", "word": -1, "is": 1}, "word = -1"),
+        (0, {"kind": "order", "run": "", "launch": "a", "resume": "../step-00000001", "resumed_from": 0}, "resume = "),
+        (0, {"kind": "order", "run": "", "launch": "../a", "resume": None, "resumed_from": 0}, "launch = "),
+        (1, {"kind": "failed", "traceback": "x" * 10**6}, "traceback = 'xxx"),
+        (1, {}, "of kind None"),
+    ],
+)
+def test_what_nobody_says(source: int, said: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadFrame, match=told) as caught:
+        notes.check(source, said)
+    assert len(str(caught.value)) < 300
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+kinds = st.sampled_from([said["kind"] for _, said in SAID]) | values
+anything = st.dictionaries(
+    st.sampled_from(["kind", "node", "word", "is", "path", "bytes", "row", "at", "steps", "step", "message", "code"]),
+    values,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 3), kinds, anything)
+def test_whatever_is_said_is_understood_or_refused(source: int, kind: Any, said: dict[str, Any]) -> None:
+    try:
+        notes.check(source, {**said, "kind": kind})
+    except BadFrame:
+        return
+    assert isinstance(kind, str)
+
+
+# Files.
+
+
+def reception(folder: Path, complaints: list[Any] | None = None) -> Reception:
+    def complain(source: int, path: Path, error: OSError) -> None:
+        assert complaints is not None
+        complaints.append((source, path.name, error.errno))
+
+    return Reception(folder, files_of, 1000, complain)
+
+
+GOOD = ("events-2.jsonl", "final/node-2.safetensors", "snapshots/00001/node-2.safetensors",
+        "checkpoints/step-00000012.tmp/node-2.safetensors")  # fmt: skip
+
+
+def test_a_nodes_own_files_are_taken_and_no_others(tmp_path: Path) -> None:
+    files = reception(tmp_path)
+    for name in GOOD:
+        files.expect(2, {"path": name, "bytes": 6})
+        files.take_in(2, b"abc")
+        assert not (tmp_path / name).exists()
+        files.take_in(2, b"def")
+        assert (tmp_path / name).read_bytes() == b"abcdef"
+    bad = ("events-1.jsonl", "events-2.jsonl/", "../events-2.jsonl", "/etc/passwd", "config.json", "a/events-2.jsonl",
+           "checkpoints/step-00000012/node-2.safetensors", "checkpoints/../node-2.safetensors", "events-2.jsonl\n",
+           "snapshots/0000\u0661/node-2.safetensors", "")  # fmt: skip
+    for name in bad:
+        with pytest.raises(BadFrame, match="none of its own"):
+            files.expect(2, {"path": name, "bytes": 6})
+    assert part_of(1).fullmatch("step-00000012/node-1.safetensors")
+    assert not part_of(1).fullmatch("step-00000012/node-2.safetensors")
+
+
+def test_files_of_other_lengths_than_announced(tmp_path: Path) -> None:
+    files = reception(tmp_path)
+    with pytest.raises(BadFrame, match="1,001 bytes; none is longer than 1,000"):
+        files.expect(2, {"path": GOOD[0], "bytes": 1001})
+    with pytest.raises(BadFrame, match="had not announced"):
+        files.take_in(2, b"x")
+    files.expect(2, {"path": GOOD[0], "bytes": 3})
+    with pytest.raises(BadFrame, match="before it had sent another"):
+        files.expect(2, {"path": GOOD[1], "bytes": 3})
+    with pytest.raises(BadFrame, match=r"more of events-2\.jsonl than the 3 bytes"):
+        files.take_in(2, b"more")
+    assert not any(tmp_path.iterdir())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from(GOOD) | st.text(max_size=30), st.integers(0, 8))))
+@example([(2, "../x", 1), (1, "events-1.jsonl", 0)])
+def test_nothing_appears_but_what_is_expected(tmp_path_factory: pytest.TempPathFactory, sent: list[Any]) -> None:
+    folder = tmp_path_factory.mktemp("fuzz") / "run"
+    files = reception(folder)
+    for source, name, length in sent:
+        try:
+            files.expect(source, {"path": name, "bytes": length})
+            files.take_in(source, b"x" * length)
+        except BadFrame:
+            continue
+    for path in folder.parent.rglob("*"):
+        name = path.relative_to(folder).as_posix() if path.is_file() else None
+        assert name is None or any(files_of(node).fullmatch(name) for node in (1, 2, 3))
+
+
+def test_no_room_for_a_file_is_told_and_leaves_nothing_half(tmp_path: Path) -> None:
+    complaints: list[Any] = []
+    files = reception(tmp_path, complaints)
+    (tmp_path / "events-2.jsonl").symlink_to("/dev/full")
+    files.expect(2, {"path": "events-2.jsonl", "bytes": 3})
+    files.take_in(2, b"abc")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "node-2.safetensors.tmp").symlink_to("/dev/full")
+    files.expect(2, {"path": "final/node-2.safetensors", "bytes": 3})
+    files.take_in(2, b"abc")
+    assert complaints == [(2, "events-2.jsonl", errno.ENOSPC), (2, "node-2.safetensors", errno.ENOSPC)]
+    assert not any((tmp_path / "final").iterdir())
+
+
+def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier, "_PIECE", 10)
+    sent: list[Any] = []
+
+    class Notes:
+        def note(self, to: int, said: dict[str, Any]) -> None:
+            sent.append(said["bytes"])
+
+        def ship(self, to: int, data: bytes) -> None:
+            sent.append(data)
+
+    log = tmp_path / "events-1.jsonl"
+    log.write_text("0123456789abc\n")
+    bringing = courier.Courier(Notes(), tmp_path, 0)  # type: ignore[arg-type]
+    bringing.bring()
+    bringing.bring()
+    with log.open("a") as file:
+        file.write("more\n")
+    bringing.bring()
+    assert sent == [10, b"0123456789", 4, b"abc\n", 5, b"more\n"]
+
+
+# In a run.
+
+
+def test_a_full_disk_at_home_does_not_end_the_run(tmp_path: Path) -> None:
+    """Nor is a checkpoint sealed of which a part is missing."""
+
+    def call() -> Any:
+        from orchestra.launch import attached
+
+        def full(path: Path, data: bytearray) -> None:
+            if "checkpoints" in path.parts or path.suffix == ".jsonl":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            put(path, data)
+
+        put = courier._put
+        courier._put = courier._append = full
+        if os.environ["RANK"] != "0":
+            attached._reads = lambda path: None
+        cluster = Attached(patience=20)
+        return train("localsgd(tau=2)", tmp_path / "run", cluster=cluster, budget=Steps(9), checkpoint_every=Steps(2))
+
+    home, other = together(2, lambda: call().summary.steps)
+    assert (home.value, home.error, other.value) == (9, "", 9)
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    ending = (tmp_path / "run" / "ending.json").read_text()
+    assert ending.count("events-1.jsonl of worker 1 could not be written here") == 1
+    assert "worker 1 could not save at step 2: [Errno 28]" in ending
+
+
+def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_path: Path) -> None:
+    def call() -> Any:
+        from orchestra.launch.party import Party
+
+        def live(self: Any, job: Any, **given: Any) -> bool:
+            if os.environ["RANK"] == "1":
+                self.exchange.note(0, {"kind": "file", "path": "../../evil", "bytes": 3})
+                self.exchange.ship(0, b"abc")
+            return lived(self, job, **given)
+
+        lived = Party.live
+        Party.live = live  # type: ignore[method-assign]
+        return train("allreduce", tmp_path / "run", cluster=Attached(patience=20))
+
+    home, _, _ = together(3, call)
+    assert (home.kind, home.code) == ("WorkerLost", 6)
+    assert "worker 1 died: its connection to worker 0 broke: node 1 sent a file '../../evil', which is" in home.error
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_hanging_up_takes_one_moment_for_all() -> None:
+    """However many do not listen; and nothing is taken in once it has begun."""
+    ours, theirs = zip(*[_tcp() for _ in range(4)], strict=True)
+    exchange = Exchange(
+        0, 5, 1, dict(enumerate(ours, start=1)), largest=1 << 20, patience=5, traffic=Traffic(), summed=False
+    )
+    taken: list[bytes] = []
+    exchange.take_in = lambda source, piece: taken.append(piece)
+    for node in range(1, 5):
+        for _ in range(200):
+            exchange.note(node, {"kind": "x" * 100_000})  # more than the kernel takes
+    began = time.monotonic()
+    exchange.close(within=0.5)
+    assert time.monotonic() - began < 1.0
+    exchange.take_in(1, b"late")
+    assert not taken
+    for sock in theirs:
+        sock.close()
+
+
+def _tcp() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        far = socket.create_connection(door.getsockname())
+        return door.accept()[0], far

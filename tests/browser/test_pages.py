@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report in a real browser: every page, every switch, hostile names, phones, and a million events."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.browser.devtools import CHROMIUM, Browser, Page
+from tests.report.folders import make_race, make_run, moved
+
+from orchestra.events import Logged, encode
+from orchestra.report import figures, page, story
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+
+READY = "document.documentElement?.dataset.ready === 'yes'"
+HOSTILE = '"><script>document.title = "harm"</script><img src=x onerror="document.title=\'harm\'">\u202e'
+RACE = {
+    "allreduce": [0.1, 0.11, 0.12],
+    "ps(consistency=ssp)": [0.06, 0.05, 0.07],
+    "localsgd": [0.05, 0.06, 0.05],
+    HOSTILE[:60]: [0.2, 0.2, 0.2],
+}
+PAGES = ["overview", "compare", "workers", "timeline", "communication", "consistency", "conditions", "settings"]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A race with one more condition, a trace, what a strategy logged, a damaged run, and names that mean harm."""
+    out = make_race(tmp_path_factory.mktemp("runs") / "race", RACE)
+    for i, workers in enumerate((4, 8)):
+        make_run(out / "more" / f"seed{i}", "allreduce", workers=workers, second=0.08, note={"recipe": HOSTILE})
+    traced = out / "allreduce" / "seed0"
+    lines = [moved(0, "compute", 0.2 * k, 0.1) + moved(0, "send", 0.2 * k + 0.1, 0.05, 1, 400) for k in range(10)]
+    (traced / "trace-0.jsonl").write_text("".join(lines), encoding="utf-8")
+    with (traced / "events-0.jsonl").open("a", encoding="utf-8") as file:
+        for k in range(10):
+            file.write(encode(Logged(0.1 * k, 0, k, "consensus distance", 1.0 / (k + 1))))
+            file.write(encode(Logged(0.1 * k, 0, k, "gap", k % 4)))
+    cut = out / "localsgd" / "seed2" / "events-0.jsonl"
+    cut.write_bytes(cut.read_bytes()[:777])
+    (make_run(out / "bad" / "seed0") / "config.json").write_text("{", encoding="utf-8")
+    path = out / "report.html"
+    path.write_text(page.write(story.tell([out], title=HOSTILE)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened(browser: Browser, report: Path) -> Iterator[Page]:
+    browser.complaints.clear()
+    found = browser.open(report.as_uri())
+    found.until(READY)
+    yield found
+    found.close()
+
+
+def complaints(opened: Page) -> list[str]:
+    opened.settle()
+    return opened.browser.complaints
+
+
+def visible(name: str) -> str:
+    return f"!document.getElementById('{name}').hidden"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_shows_something_and_nobody_complains(opened: Page, name: str) -> None:
+    opened.go(name)
+    assert opened.ask(visible(name))
+    assert opened.ask("document.querySelectorAll('section:not([hidden])').length") == 1
+    wanted = "table" if name == "settings" else "svg, canvas"
+    assert opened.ask(f"document.querySelectorAll('section:not([hidden]) :is({wanted})').length") >= 1
+    assert "NaN" not in opened.ask("document.getElementById('main').innerText")
+    assert not opened.ask(
+        "[...document.querySelectorAll('section:not([hidden]) svg *')].filter((e) => [...e.attributes]"
+        ".some((a) => /NaN|undefined/.test(a.value))).map((e) => e.outerHTML.slice(0, 200))"
+    )
+    assert complaints(opened) == []
+
+
+def test_names_are_text_and_nothing_they_say_is_done(opened: Page) -> None:
+    for name in PAGES:
+        opened.go(name)
+    assert opened.ask("document.title !== 'harm'")
+    assert opened.ask("document.querySelectorAll('img').length") == 0
+    assert opened.ask("document.querySelectorAll('body script').length") == 0, "nothing but what build() put there"
+    assert opened.ask("document.querySelector('h1').textContent").startswith('"><script>')
+    assert "\\u202e" in opened.ask("document.querySelector('h1').textContent")
+    assert complaints(opened) == []
+
+
+def test_no_script_and_no_address_gets_past_the_policy(opened: Page) -> None:
+    opened.ask(
+        "(() => { const s = document.createElement('script'); s.text = 'window.harm = 1'; document.body.append(s); })()"
+    )
+    assert opened.ask("window.harm") is None
+    assert opened.ask("fetch('http://127.0.0.1:9/').then(() => 'let through', () => 'refused')") == "refused"
+    assert any("Content Security Policy" in text for text in complaints(opened))
+
+
+def axis_words(opened: Page) -> str:
+    words: str = opened.ask("document.querySelector('#overview figure svg').textContent")
+    return words
+
+
+def test_the_axis_switch_changes_every_curve(opened: Page) -> None:
+    assert "virtual seconds" in axis_words(opened)
+    before = opened.ask("document.querySelector('#overview figure path[stroke-width], #overview figure svg').outerHTML")
+    opened.ask("document.querySelector('#overview input[value=bytes]').click()")
+    assert "bytes sent and received" in axis_words(opened)
+    assert opened.ask("document.querySelector('#overview figure svg').outerHTML") != before
+    opened.go("compare")
+    assert opened.ask("document.querySelector('#compare input[value=bytes]').checked")
+    words = opened.ask("[...document.querySelectorAll('#compare figure svg')].map((s) => s.textContent).join()")
+    assert words.count("bytes sent and received") == 3  # score, loss and cost; time to the target stays what it is
+    opened.ask("document.querySelector('#compare input[value=samples]').click()")
+    opened.go("overview")
+    assert "samples, of all workers" in axis_words(opened)
+    assert complaints(opened) == []
+
+
+def test_another_score_is_drawn_and_named(opened: Page) -> None:
+    opened.go("compare")
+    words = "document.querySelector('#compare figure svg').textContent"
+    assert "↑ accuracy" in opened.ask(words)
+    assert "target 0.5" in opened.ask(words)
+    choose = "const s = document.getElementById('metric'); s.value = 'loss'; s.dispatchEvent(new Event('change'));"
+    opened.ask(f"(() => {{ {choose} }})()")
+    assert "↑ loss" in opened.ask(words)
+    assert "target" not in opened.ask(words)
+    assert complaints(opened) == []
+
+
+def test_filters_take_strategies_out_of_every_figure(opened: Page) -> None:
+    opened.go("compare")
+    assert "localsgd" in opened.ask("document.querySelectorAll('#compare figure')[2].textContent")
+    opened.ask("document.querySelector('.chips input[value=localsgd]').click()")
+    assert "localsgd" not in opened.ask(
+        "document.querySelectorAll('#compare figure')[2].querySelector('svg').textContent"
+    )
+    for box in range(opened.ask("document.querySelectorAll('.chips input').length")):
+        if opened.ask(f"document.querySelectorAll('.chips input')[{box}].checked"):
+            opened.ask(f"document.querySelectorAll('.chips input')[{box}].click()")
+    for name in PAGES:  # nobody is left, and that is no error
+        opened.go(name)
+    opened.go("compare")
+    assert opened.ask("document.querySelectorAll('#compare .nothing').length") == 4
+    assert complaints(opened) == []
+
+
+def test_the_same_as_a_table(opened: Page) -> None:
+    opened.go("compare")
+    opened.ask("document.querySelectorAll('#compare details')[2].open = true")
+    opened.until("document.querySelectorAll('#compare details')[2].querySelectorAll('tbody tr').length === 4")
+    assert "600 ms" in opened.ask("document.querySelectorAll('#compare details')[2].innerText")
+
+
+def test_the_timeline_moves_by_keys_and_buttons(opened: Page) -> None:
+    opened.go("timeline")
+    window = "document.querySelector('#timeline figure').view.window"
+    start, end = opened.ask(window)
+    assert start == 0
+    opened.ask("document.querySelector('#timeline canvas').focus()")
+    opened.key("+")
+    opened.key("+")
+    a, b = opened.ask(window)
+    assert b - a == pytest.approx(0.36 * (end - start))
+    opened.key("ArrowRight")
+    assert opened.ask(window)[0] > a
+    opened.key("0")
+    assert opened.ask(window) == [start, end]
+    opened.ask(
+        "[...document.querySelectorAll('#timeline button')].find((b) => b.textContent === 'A few steps').click()"
+    )
+    assert opened.ask(window)[1] - opened.ask(window)[0] < 0.6 * end
+    assert "of virtual time" in opened.ask("document.querySelector('#timeline [role=status]').textContent")
+    drawn = (
+        "new Set(document.querySelector('#timeline canvas').getContext('2d').getImageData(80, 20, 400, 60).data).size"
+    )
+    assert opened.ask(drawn) > 5
+    assert complaints(opened) == []
+
+
+def test_another_run_can_be_chosen_everywhere(opened: Page) -> None:
+    opened.go("workers")
+    caption = "document.querySelector('#workers figure .caption').textContent"
+    opened.ask(
+        "(() => { const s = document.getElementById('run-workers'); s.value = [...s.options].find((o) => "
+        "o.textContent.startsWith('localsgd') && o.textContent.endsWith('seed 2')).value; "
+        "s.dispatchEvent(new Event('change')); })()"
+    )
+    assert opened.ask(caption).startswith("localsgd, seed 2")
+    assert complaints(opened) == []
+
+
+def test_to_the_content_stays_on_the_page(opened: Page) -> None:
+    opened.go("workers")
+    opened.ask("document.querySelector('.skip').click()")
+    opened.settle()
+    assert opened.ask(visible("workers"))
+    assert opened.ask("document.activeElement.id") == "main"
+
+
+def test_another_page_begins_at_its_top(opened: Page) -> None:
+    opened.ask("scrollTo(0, 500)")
+    opened.go("compare")
+    assert opened.ask("scrollY") == 0
+
+
+def test_pages_are_reached_by_keyboard(opened: Page) -> None:
+    reached = []
+    for _ in range(14):
+        opened.key("Tab")
+        reached.append(opened.ask("document.activeElement.textContent || document.activeElement.value"))
+    assert {"Compare", "Timeline", "Settings", "Dark"} <= set(reached)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_follow_the_system_and_the_button(browser: Browser, report: Path, dark: bool) -> None:
+    opened = browser.open(report.as_uri(), dark=dark)
+    opened.until(READY)
+    paper = "getComputedStyle(document.body).backgroundColor"
+    pair = ["rgb(255, 255, 255)", "rgb(20, 23, 28)"]
+    assert opened.ask(paper) == pair[dark]
+    opened.ask("document.getElementById('theme').click()")
+    assert opened.ask(paper) == pair[not dark]
+    opened.close()
+
+
+def test_nothing_is_wider_than_a_phone(browser: Browser, report: Path) -> None:
+    opened = browser.open(report.as_uri(), width=360, height=740)
+    opened.until(READY)
+    for name in PAGES:
+        opened.go(name)
+        assert opened.ask("document.documentElement.scrollWidth") <= 360, name
+        wide = "[...document.querySelectorAll('section:not([hidden]) svg')].filter((s) => s.clientWidth > 340).length"
+        assert opened.ask(wide) == 0, name
+    opened.close()
+
+
+def test_every_figure_has_words_for_who_cannot_see_it(opened: Page) -> None:
+    for name in PAGES:
+        opened.go(name)
+        found = opened.ask(
+            "[...document.querySelectorAll('section:not([hidden]) figure.card')].map((f) => "
+            "[f.querySelector('h3').textContent, "
+            "!!f.querySelector('svg:not([aria-label=\"\"])[aria-label], canvas[aria-label], .nothing')])"
+        )
+        assert [title for title, told in found if not told] == []
+
+
+def test_a_million_events_open_within_three_seconds(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", workers=4, steps=10)
+    told = story.tell([run])
+    lanes: list[dict[str, Any]] = [
+        {"node": node, "together": 4, "t": [40_000] * 75_000, "compute": [20_000] * 75_000,
+         "wait": [10_000] * 75_000, "communicate": [10_000] * 75_000}
+        for node in range(4)
+    ]  # fmt: skip
+    assert sum(len(lane["t"]) for lane in lanes) == story.BLOCKS  # what is left of a million steps
+    told["runs"][0]["lanes"] = lanes
+    for node in told["runs"][0]["nodes"]:
+        node["seconds"] = 3000.0
+    path = tmp_path / "report.html"
+    path.write_text(page.write(told), encoding="utf-8")
+    browser.complaints.clear()
+    took = []
+    for _ in range(3):  # others may be at work on this machine
+        opened = browser.open(path.as_uri() + "#timeline")
+        opened.until(READY)
+        opened.settle()
+        took.append(opened.ask("performance.now()") / 1000)
+        opened.close()
+        if took[-1] < 3:
+            break
+    assert min(took) < 3
+    assert browser.complaints == []
+
+
+def test_a_run_with_nothing_in_it_is_a_page_as_well(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", over=False)
+    for path in run.glob("*.jsonl"):
+        path.write_text("", encoding="utf-8")
+    path = tmp_path / "report.html"
+    path.write_text(page.write(story.tell([run])), encoding="utf-8")
+    browser.complaints.clear()
+    opened = browser.open(path.as_uri())
+    opened.until(READY)
+    for name in opened.ask("[...document.querySelectorAll('nav a')].map((a) => a.hash.slice(1))"):
+        opened.go(name)
+    assert browser.complaints == []
+    assert "has not ended" in opened.ask("document.querySelector('.doubts').textContent")
+    opened.close()
+
+
+def test_damaged_data_is_said_not_hidden(browser: Browser, report: Path, tmp_path: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    start = text.index('id="story">') + len('id="story">')
+    path = tmp_path / "report.html"
+    path.write_text(text[: start + 100] + text[text.index("</script>", start) :], encoding="utf-8")
+    opened = browser.open(path.as_uri())
+    opened.until("document.body?.textContent.includes('cannot be shown')")
+    opened.close()
+
+
+def test_figures_for_a_slide_are_sharp(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = figures.draw(story.tell([report.parent]))
+    monkeypatch.setattr(figures, "draw", lambda told: {"bytes": next(iter(drawn.values()))})
+    data = figures.pictures({})["bytes"]
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24]) == (1280, 800)  # twice that of the SVG

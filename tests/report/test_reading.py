@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders as they are found: cut short, damaged, hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+from tests.report.folders import make_race, make_run
+
+from orchestra.errors import ConfigError
+from orchestra.events import Stepped
+from orchestra.report import reading, story
+
+
+def test_runs_are_found_below_and_each_once(tmp_path: Path) -> None:
+    make_race(tmp_path / "race", {"allreduce": [0.1], "ps": [0.2]})
+    found = reading.find([tmp_path / "race", tmp_path / "race" / "allreduce" / ".." / "ps" / "seed0"])
+    assert [str(path.relative_to(tmp_path)) for path in found] == ["race/allreduce/seed0", "race/ps/seed0"]
+
+
+def test_a_run_cut_short_tells_what_it_has(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", over=False, steps=20)
+    path = run / "events-1.jsonl"
+    path.write_bytes(path.read_bytes()[:1000])
+    loaded = reading.load(run)
+    assert not loaded.over
+    steps = [e for e in loaded.events if isinstance(e, Stepped) and e.node == 1]
+    assert 2 <= len(steps) < 20
+    told = story.tell([run])["runs"][0]
+    assert [node["steps"] for node in told["nodes"]] == [20, len(steps)]
+    assert told["formula"] is None, "how many steps it would have been nobody knows"
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (None, "no config.json"),
+        ("", "damaged"),
+        ("[1, 2]", "damaged"),
+        ("[" * 100_000, "damaged"),
+        ('{"workers": 2}', "no strategy"),
+        ('{"strategy": "ps", "workers": "many"}', "workers"),
+    ],
+)
+def test_what_is_no_run_is_named_with_the_reason(config: str | None, why: str, tmp_path: Path) -> None:
+    run, good = make_run(tmp_path / "bad"), make_run(tmp_path / "good")
+    (run / "config.json").unlink()
+    if config is not None:
+        (run / "config.json").write_text(config, encoding="utf-8")
+    told = story.tell([tmp_path])
+    assert [r["name"] for r in told["runs"]] == [str(good)]
+    (refused,) = told["refused"]
+    assert refused["name"] == str(run)
+    assert why in refused["why"]
+
+
+def test_nothing_to_read_is_an_error_that_says_so(tmp_path: Path) -> None:
+    for where in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError):
+            story.tell([where])
+    (make_run(tmp_path / "bad") / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json is damaged"):
+        story.tell([tmp_path])
+
+
+GARBAGE = [
+    '{"event": "stepped", "t": "soon", "node": 0}',
+    '{"event": "stepped"}',
+    '{"event": "stepped", "t": NaN, "node": 0, "step": 1, "epoch": 0, "samples": 1, "loss": 1, "lr": 1, "compute": 1, '
+    '"communicate": 1, "wait": 1, "sent": 1, "received": 1}',
+    '{"event": "stepped", "t": 1, "node": 0, "step": 1, "epoch": 0, "samples": 1, "loss": Infinity, "lr": 1, '
+    '"compute": 1, "communicate": 1, "wait": 1, "sent": 1, "received": 1}',
+    '{"event": "ended", "t": 1e400, "node": 0, "step": 1, "samples": 1, "compute": 1, "communicate": 1, "wait": 1, '
+    '"sent": 1, "received": 1}',
+    '{"event": "logged", "t": 1, "node": 999999999, "step": 1, "name": "staleness", "value": 3}',
+    '{"event": "logged", "t": 1, "node": -1, "step": 1, "name": "staleness", "value": 3}',
+    '{"event": ["stepped"]}',
+    "null",
+    '"',
+    "\x00\x00\x00",
+    "[" * 5000,
+]
+
+
+def test_garbage_among_events_changes_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    before = story.tell([run])
+    for node in (0, 1):
+        path = run / f"events-{node}.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for i, line in enumerate(GARBAGE):
+            lines.insert(2 * i + 1, line)
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    scores = run / "scores.jsonl"
+    bad = '{"event": "scored", "t": 0.1, "step": 1, "samples": 1, "number": "x", "metrics": {}}\n'
+    worse = '{"event": "scored", "t": 0.1, "step": 1, "samples": 1, "number": 1, "metrics": [1]}\n'
+    assert story.tell([run]) == before
+    scores.write_text(scores.read_text(encoding="utf-8") + worse, encoding="utf-8")
+    assert story.tell([run])["runs"][0]["metrics"] == before["runs"][0]["metrics"]
+    scores.write_text(scores.read_text(encoding="utf-8") + bad, encoding="utf-8")
+    assert story.tell([run])["runs"][0]["reached"] is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_turned_over_at_random_do_no_harm(seed: int, tmp_path: Path) -> None:
+    run, dice = make_run(tmp_path / "run", steps=8, servers=1, strategy="ps"), random.Random(seed)
+    for path in sorted(run.iterdir()):
+        data = bytearray(path.read_bytes())
+        for _ in range(3):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        path.write_bytes(data)
+    with contextlib.suppress(ConfigError):  # if it hit what nothing can be told without
+        json.dumps(story.tell([run]), allow_nan=False)
+
+
+def test_names_cannot_deceive(tmp_path: Path) -> None:
+    name = "x\u202egnp.<script>alert(1)</script>\x07"
+    told = story.tell([make_run(tmp_path / name.replace("/", "|"), strategy="mine\u2066\ud800(a=1)")], title=name)
+    text = json.dumps(told, ensure_ascii=False)
+    assert "\u202e" not in text
+    assert "\u2066" not in text
+    assert "\\\\u202e" in text
+    text.encode("utf-8")  # no halves of characters

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command writes: one page, tables, figures; whole or not at all."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import gzip
+import hashlib
+import html.parser
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from tests.report.folders import make_race, make_run
+
+from orchestra.cli import invoke
+from orchestra.errors import EnvironmentProblem
+from orchestra.report import figures, formulas, page, story, tables
+from orchestra.report.looks import COLOURS, MARKERS, looks
+
+RACE = {"allreduce": [0.1, 0.11, 0.12], "ps(consistency=asp)": [0.06, 0.05, 0.07], "localsgd": [0.05, 0.06, 0.05]}
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+
+
+@pytest.fixture
+def race(tmp_path: Path) -> Path:
+    return make_race(tmp_path / "race", RACE)
+
+
+class Scripts(html.parser.HTMLParser):
+    """The scripts of a page, as a browser cuts it up."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[dict[str, str | None], str]] = []
+        self.tags: list[str] = []
+        self.policy = ""
+        self._inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "script":
+            self.found.append((dict(attrs), ""))
+        if tag == "meta" and dict(attrs).get("http-equiv") == "Content-Security-Policy":
+            self.policy = dict(attrs)["content"] or ""
+        self._inside = tag == "script"
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            attributes, text = self.found[-1]
+            self.found[-1] = (attributes, text + data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+
+def packed_in(text: str) -> dict[str, Any]:
+    (data,) = [body for attributes, body in Scripts(text).found if attributes.get("id") == "story"]
+    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(data)))
+    return found
+
+
+# The page.
+
+
+def test_a_page_holds_its_story(race: Path) -> None:
+    told = story.tell([race])
+    assert packed_in(page.write(told)) == told | {"legend": tables.legend(told)}
+
+
+def test_only_the_scripts_in_the_page_may_run_and_nothing_may_be_fetched(race: Path) -> None:
+    scripts = Scripts(page.write(story.tell([race])))
+    code = [body for attributes, body in scripts.found if attributes.get("type") != "application/octet-stream"]
+    assert len(code) == 3
+    hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" for body in code}
+    policy = dict(part.strip().split(" ", 1) for part in scripts.policy.split(";"))
+    assert policy["default-src"] == "'none'"
+    assert set(policy["script-src"].split()) == hashes
+    assert not [a for a, _ in scripts.found if "src" in a]
+    assert not {"link", "iframe", "img", "object"} & set(scripts.tags)
+
+
+def test_the_pages_own_code_makes_no_html_of_data_and_runs_none() -> None:
+    code = page.bundle()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|fetch\(", code)
+    assert "import " not in re.sub(r"//.*", "", code)
+
+
+ASSETS = sorted((Path(page.__file__).parent / "assets").glob("*.js"))
+
+
+@pytest.mark.parametrize("path", ASSETS, ids=lambda p: p.name)
+def test_a_module_takes_one_sitting_and_what_it_imports_is_there_and_used(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("// SPDX-License-Identifier: Apache-2.0\n// ")
+    assert len(text.splitlines()) <= 400
+    for names, module in re.findall(r"^import \{([^}]*)\} from \"\./(\w+)\.js\";$", text, re.MULTILINE):
+        there = (path.parent / f"{module}.js").read_text(encoding="utf-8")
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^export (async )?(function|const) {name}\b", there, re.MULTILINE), (module, name)
+            assert len(re.findall(rf"\b{name}\b", text)) > 1, f"{name} is not used"
+
+
+def test_hostile_names_stay_data(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path / "run", strategy=HOSTILE[:30] + "(x)", note={"recipe": HOSTILE, "options": {"delay": HOSTILE}}
+    )
+    told = story.tell([run], title=HOSTILE)
+    text = page.write(told)
+    assert HOSTILE not in text
+    assert len(Scripts(text).found) == 4
+    assert packed_in(text)["title"] == HOSTILE
+
+
+def test_the_same_runs_give_the_same_page_to_the_byte(race: Path) -> None:
+    text = page.write(story.tell([race]))
+    assert text == page.write(story.tell([race]))
+    (data,) = [body for attributes, body in Scripts(text).found if attributes.get("id") == "story"]
+    assert base64.b64decode(data)[4:8] == b"\0\0\0\0", "no time of day"
+
+
+def test_a_report_of_twenty_runs_is_small(tmp_path: Path) -> None:
+    for i in range(20):
+        make_run(tmp_path / f"run{i}", ("allreduce", "ps")[i % 2], workers=4, servers=i % 2, seed=i // 2, steps=600)
+    assert len(page.write(story.tell([tmp_path]))) < 1.5e6
+
+
+def test_a_long_run_makes_no_larger_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "BLOCKS", 8000)
+    sizes = []
+    for steps in (2000, 20_000):
+        told = story.tell([make_run(tmp_path / f"run{steps}", workers=4, steps=steps)])
+        assert sum(len(lane["t"]) for lane in told["runs"][0]["lanes"]) <= story.BLOCKS
+        sizes.append(len(json.dumps(told)))
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+def test_a_comparison_in_numbers(race: Path) -> None:
+    told = story.tell([race])
+    by = {run["name"].removeprefix(f"{race}/"): run for run in told["runs"]}
+    run = by["localsgd/seed1"]
+    # 0.9 · i/10 is at least 0.5 from the sixth snapshot on, which is at 6/10 of 20 steps of 0.06 s.
+    assert run["reached"] == pytest.approx(0.6 * 20 * 0.06)
+    assert run["since"] == pytest.approx(0.5 * 20 * 0.06)
+    assert run["nodes"][0]["spent"] == pytest.approx({"compute": 0.6, "communicate": 0.4, "wait": 0.2})
+    assert by["ps-consistency-asp-/seed0"]["counts"]["staleness"] == [[0, 14], [1, 13], [2, 13]]
+    assert told["table"]["lines"][0][:2] == ["localsgd", "0.6 s [0.6, 0.72]"]
+    assert [bool(run["lanes"]) for run in told["runs"]] == [True, False, False] * 3, "one timeline for each strategy"
+
+
+# Looks.
+
+
+def test_a_strategy_looks_the_same_whoever_else_is_there() -> None:
+    catalogue = formulas.catalogue()
+    for name in catalogue[:8]:
+        alone = looks([name], catalogue)[name]
+        together = looks([*catalogue[:8], "ps(consistency=asp)", "localsgd(tau=2)"], catalogue)[name]
+        assert alone == together
+
+
+def test_no_two_look_alike() -> None:
+    names = [f"localsgd(tau={i})" for i in range(60)] + ["localsgd", "mine", "allreduce"]
+    found = looks(names, formulas.catalogue())
+    assert len(set(found.values())) == len(names)
+    eight = looks(names[:8], formulas.catalogue())
+    assert len({look.colour for look in eight.values()}) == 8
+    many = looks([f"x(n={i})" for i in range(100)], formulas.catalogue())
+    assert len(set(many.values())) == len(COLOURS) * len(MARKERS)
+
+
+# Tables and figures.
+
+
+def test_markdown_cannot_be_broken_out_of(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", strategy="a|b<i>*x*`(y)")
+    text = tables.markdown(story.tell([run], title="<b>|"))
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))  # code is taken as it is
+    assert "<" not in prose.replace("\\<", "")
+    (line,) = [line for line in text.splitlines() if line.startswith("| a")]
+    assert len(re.findall(r"(?<!\\)\|", line)) == len(story.tell([run])["table"]["head"]) + 1
+
+
+def test_spreadsheets_are_given_no_formulas(tmp_path: Path) -> None:
+    told = story.tell([make_run(tmp_path / "run", strategy="=HYPERLINK(1)")])
+    (row,) = csv.DictReader(io.StringIO(tables.runs_csv(told)))
+    assert row["strategy"] == "'=HYPERLINK(1)"
+    assert float(row["final accuracy"]) == 0.9
+
+
+def test_curves_for_a_spreadsheet(race: Path) -> None:
+    rows = [*csv.DictReader(io.StringIO(tables.curves_csv(story.tell([race]))))]
+    scores = [row for row in rows if row["figure"] == "test accuracy" and row["run"].endswith("allreduce/seed0")]
+    assert [float(row["value"]) for row in scores] == pytest.approx([0.09 * i for i in range(11)])
+    assert float(scores[-1]["bytes"]) == 2 * 20 * 400
+
+
+def test_every_figure_is_sound_svg(race: Path, tmp_path: Path) -> None:
+    for i, batch in enumerate((8, 16)):
+        make_run(race / "more" / f"seed{i}", HOSTILE[:20], batch=batch)
+    drawn = figures.draw(story.tell([race]))
+    assert {name.split("-batch")[0] for name in drawn} == {
+        "score", "training-loss", "time-to-target", "bytes", "waiting", "conditions",
+    }  # fmt: skip
+    for text in drawn.values():
+        root = ElementTree.fromstring(text)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert not [e for e in root.iter() if "script" in e.tag or "nan" in str(e.attrib).lower()]
+
+
+def test_png_without_a_browser_says_what_to_do(race: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match=r"apt-get install chromium.*--format svg"):
+        figures.pictures(story.tell([race]))
+
+
+# The command.
+
+
+def test_the_command_writes_beside_the_runs_and_says_where(race: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["report", str(race), "--title", "A race"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("localsgd reached accuracy ≥ 0.5 in 0.6 virtual s")
+    assert (race / "report.html").as_uri() in err
+    assert packed_in((race / "report.html").read_text(encoding="utf-8"))["title"] == "A race"
+    assert not [*race.glob("*.tmp")]
+
+
+def test_every_format_but_pixels(race: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    assert invoke(["report", str(race), "-o", str(out), "--format", "html,md,csv,svg", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {Path(name).name for name in told["files"]} == {path.name for path in out.iterdir()}
+    assert {"report.html", "report.md", "runs.csv", "curves.csv", "score.svg"} <= {path.name for path in out.iterdir()}
+
+
+def test_one_file_by_name(race: Path, tmp_path: Path) -> None:
+    assert invoke(["report", str(race), "-o", str(tmp_path / "x.html"), "--target", "acc=0.8", "-q"]) == 0
+    assert packed_in((tmp_path / "x.html").read_text(encoding="utf-8"))["target"]["value"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{race}", "--format", "pdf"], "is none; known: csv, html, md, png, svg"),
+        (["{race}", "--format", "html,csv", "-o", "x.html"], "name a folder"),
+        (["{race}", "--target", "accuracy"], "must be a score and a number"),
+        (["{race}", "-o", "/dev/null/x"], "cannot be written"),
+        (["{empty}"], "holds no run"),
+        (["{race}", "nowhere"], "does not exist"),
+    ],
+)
+def test_mistakes_end_with_2(
+    words: list[str], message: str, race: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert invoke(["report", *(word.format(race=race, empty=tmp_path / "empty") for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_real_rehearsal_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "race"
+    words = ["--sim", "-n", "3", "--epochs", "2", "--seeds", "2", "--target", "accuracy=0.2", "--quiet"]
+    assert invoke(["compare", "digits", "-s", "allreduce, ps(consistency=ssp)", *words, "--out", str(out)]) == 0
+    assert invoke(["report", str(out)]) == 0
+    told = packed_in((out / "report.html").read_text(encoding="utf-8"))
+    for run in told["runs"]:
+        assert run["sent_per_worker"] == pytest.approx(run["formula"]["bytes"])
+        assert sum(size for _, _, size in run["traffic"]["flow"]) == run["sent_total"] if run["traffic"] else True
+    ssp = next(run for run in told["runs"] if "ssp" in run["strategy"])
+    assert ssp["bound"] == ["gap", 3]
+    assert max(value for value, _ in ssp["counts"]["gap"]) <= 3
+    assert told["commands"][0].startswith("orchestra compare digits --strategies 'allreduce, ps(consistency=ssp)'")

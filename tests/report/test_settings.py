@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs have in common, and how to have them again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from tests.report.folders import make_race, make_run
+
+from orchestra.budget import Target
+from orchestra.report import reading, settings, story
+
+
+def test_equal_settings_are_told_once(tmp_path: Path) -> None:
+    told = story.tell([make_race(tmp_path / "race", {"allreduce": [0.1, 0.1], "ps": [0.2, 0.2]})])
+    assert told["settings"]["equal"]["batch"] == "8"
+    assert told["settings"]["different"] == ["strategy", "servers", "seed"]
+    assert told["settings"]["of"][0] == {"strategy": "allreduce", "servers": "0", "seed": "0"}
+    assert told["conditions"] == [""]
+
+
+def test_what_varies_within_a_strategy_is_a_condition() -> None:
+    alone = {"strategy": "solo", "workers": "1"}
+    four = {"strategy": "ps", "workers": "4"}
+    assert settings.conditions([alone, four]) == ["", ""], "that one runs alone is none"
+    eight = {"strategy": "ps", "workers": "8"}
+    assert settings.conditions([four, eight]) == ["workers 4", "workers 8"]
+
+
+def test_conditions_are_in_order_of_size() -> None:
+    texts = ["network 1gbit · delay slow:1x5", "network 100mbit · delay slow:1x1", "network 10mbit · delay slow:1x1"]
+    assert sorted([*texts, "network 10mbit"], key=settings.natural) == ["network 10mbit", texts[2], texts[1], texts[0]]
+
+
+def test_texts_are_told_by_the_words_in_which_they_differ() -> None:
+    assert settings.shortened(["10mbit,1ms", "1gbit,1ms"]) == ["10mbit", "1gbit"]
+    assert settings.shortened(["a", "a b"]) == ["a", "b"]
+
+
+def test_the_command_of_a_comparison(tmp_path: Path) -> None:
+    told = story.tell([make_race(tmp_path / "race", {"allreduce": [0.1, 0.1], "ps(servers=1)": [0.2, 0.2]})])
+    (command,) = told["commands"]
+    assert shlex.split(command) == [
+        "orchestra", "compare", "digits", "--strategies", "allreduce, ps(servers=1)", "--seeds", "2", "--sim",
+        "--workers", "2", "--target", "accuracy=0.5",
+    ]  # fmt: skip
+
+
+def test_the_command_of_a_run_is_safe_to_paste(tmp_path: Path) -> None:
+    options = {"strategy": "slowmo(tau=4)", "epochs": 3.0, "out": "gone", "delay": "x; rm -rf $HOME"}
+    note = {"recipe": "my recipe.py", "args": ["--fast"], "options": options}
+    run = reading.load(make_run(tmp_path / "run", note=note))
+    (command,) = settings.commands([run], None)
+    assert shlex.split(command) == [
+        "orchestra", "run", "my recipe.py", "--strategy", "slowmo(tau=4)", "--epochs", "3",
+        "--delay", "x; rm -rf $HOME", "--", "--fast",
+    ]  # fmt: skip
+
+
+def test_a_run_of_a_script_has_no_command(tmp_path: Path) -> None:
+    assert settings.commands([reading.load(make_run(tmp_path / "run", note={}))], Target("accuracy", 1.0)) == []
+
+
+def test_a_target_is_found_in_the_comparison_or_in_the_budget(tmp_path: Path) -> None:
+    race = make_race(tmp_path / "race", {"allreduce": [0.1]})
+    assert story.tell([race])["target"]["value"] == 0.5
+    assert story.tell([race], target=Target("loss", 1.5))["target"]["text"] == "loss ≤ 1.5"
+    run = make_run(tmp_path / "run", budget=["epochs=3", "target=accuracy:0.7"])
+    assert story.tell([run])["target"] == {"metric": "accuracy", "value": 0.7, "lower": False, "text": "accuracy ≥ 0.7"}
+    (race / "table.json").write_text(json.dumps({"target": 3}), encoding="utf-8")
+    assert story.tell([race])["target"] is None

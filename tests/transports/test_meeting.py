@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How nodes find each other: at crowded doors, by names that come late, by whatever protocol."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from orchestra.errors import ClusterError
+from orchestra.transports import addresses, measuring, meeting
+from orchestra.transports.addresses import EVERYWHERE, door_of, is_loopback, resolve
+from orchestra.transports.meeting import Meeting
+from orchestra.transports.token import Token
+
+SECRET = "0123456789abcdef0123456789abcdef"
+ABOUT = {"seed": 3}
+both_ways = pytest.mark.parametrize("trusted", [False, True], ids=["encrypted", "trusted network"])
+
+
+def own_address() -> str:
+    """Of this machine, as others see it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each gives, or raises."""
+
+    def outcome(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except ClusterError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(outcome, calls))
+
+
+def hang_up(*found: Any) -> None:
+    for connections in found:
+        for sock in connections.values():
+            sock.close()
+
+
+def some(rank: int, *, trusted: bool = True, **given: Any) -> Meeting:
+    return Meeting(rank, Token(SECRET, trusted=trusted), ABOUT, **given)
+
+
+@contextmanager
+def names(monkeypatch: pytest.MonkeyPatch, known: Callable[[], dict[str, str]]) -> Iterator[None]:
+    """A machine that knows these names beside the usual ones."""
+    really = socket.getaddrinfo
+
+    def look_up(host: Any, *args: Any, **given: Any) -> Any:
+        if str(host).endswith(".test") and host not in known():
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return really(known().get(host, host), *args, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", look_up)
+        yield
+
+
+# Crowds.
+
+
+@both_ways
+def test_silent_strangers_keep_nobody_out(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than there is room for, and all before those who belong there."""
+    monkeypatch.setattr(meeting, "_PROOF", 20.0)  # they would be waited for longer than this test takes
+    monkeypatch.setattr(meeting, "_STRANGERS", 8)
+    home, other = some(0, trusted=trusted), some(1, trusted=trusted, host=None)
+    with ExitStack() as strangers, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(home.welcome, 2, patience=10)
+        for _ in range(30):
+            strangers.enter_context(socket.create_connection(home.address))
+        began = time.monotonic()
+        joined = other.join(home.address, patience=10)
+        assert time.monotonic() - began < 5
+        hang_up(joined, waiting.result())
+
+
+def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is dropped at the door calls again, until it is let in."""
+    room = meeting._Unproven
+    monkeypatch.setattr(meeting, "_Unproven", lambda _: room(2))
+    size = 12
+    home, *others = [some(rank, host="127.0.0.1" if rank == 0 else None) for rank in range(size)]
+    found = at_once(
+        lambda: home.welcome(size, patience=20), *(lambda o=o: o.join(home.address, patience=20) for o in others)
+    )
+    assert [sorted(each) for each in found] == [[n for n in range(size) if n != rank] for rank in range(size)]
+    hang_up(*found)
+
+
+def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not taken for another that calls itself the same."""
+    home, second, third = some(0), some(1, host=None), some(2, host=None)
+    heard, cut = meeting.hear, threading.Event()
+
+    def lose(sock: socket.socket, until: float | None = None) -> dict[str, Any]:
+        said = heard(sock, until)
+        if said["rank"] == 0 and not cut.is_set():
+            cut.set()
+            raise TimeoutError("the answer came too late")
+        return said
+
+    monkeypatch.setattr(meeting, "hear", lose)
+    with ThreadPoolExecutor(2) as pool:
+        waiting, first = pool.submit(home.welcome, 3, patience=5), pool.submit(second.join, home.address, patience=5)
+        assert cut.wait(5)
+        found = third.join(home.address, patience=5), first.result(), waiting.result()
+    assert [sorted(each) for each in found] == [[0, 1], [0, 2], [1, 2]]
+    hang_up(*found)
+
+
+@both_ways
+def test_who_speaks_slowly_has_one_deadline_for_all(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_PROOF", 0.6)
+    home = some(0, trusted=trusted)
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(home.address) as slow:
+        waiting = pool.submit(home.gather, [home.address] * 2, patience=3)
+        began = time.monotonic()
+        with suppress(OSError):  # when it is cut off
+            while time.monotonic() - began < 10:
+                slow.sendall(b"\x16" if time.monotonic() - began < 0.1 else b"\x03")
+                time.sleep(0.2)
+        assert time.monotonic() - began < 2.5
+        assert isinstance(waiting.exception(), ClusterError)
+
+
+def test_who_answers_slowly_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise at the other end: something that is not ours listens where node 0 should."""
+    monkeypatch.setattr(meeting, "_PROOF", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def drip() -> None:
+            sock, _ = door.accept()
+            with sock:
+                for _ in range(40):
+                    try:
+                        sock.sendall(b"x")
+                    except OSError:
+                        return
+                    time.sleep(0.2)
+
+        threading.Thread(target=drip, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(ClusterError, match=r"node 1 cannot join node 0 at 127\.0\.0\.1"):
+            some(1, host=None).join(door.getsockname(), patience=0.3)
+        assert time.monotonic() - began < 2
+
+
+# Names.
+
+
+def test_a_name_may_become_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    with names(monkeypatch, lambda: {"pod.test": "127.0.0.1"} if time.monotonic() - began > 0.5 else {}):
+        assert resolve("pod.test", 29500, patience=5) == ["127.0.0.1"]
+        assert time.monotonic() - began > 0.5
+
+
+def test_a_name_that_never_becomes_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_QUIET", 0.1)
+    said: list[str] = []
+    with names(monkeypatch, dict), pytest.raises(ClusterError, match=r"'pod\.test' cannot be resolved.*port 29500"):
+        resolve("pod.test", 29500, patience=0.5, tell=said.append)
+    assert "'pod.test' cannot be resolved yet" in said[0]
+    with names(monkeypatch, dict), pytest.raises(ClusterError, match=r"pod\.test:29500.*Is MASTER_ADDR right"):
+        some(1, host=None).join(("pod.test", 29500), patience=0.3)
+
+
+# Addresses.
+
+
+@pytest.mark.parametrize(("host", "by"), [("::1", "::1"), ("[::1]", "::1"), ("127.0.0.1", "127.0.0.1")])
+def test_either_protocol(host: str, by: str) -> None:
+    if by == "::1" and not socket.has_ipv6:
+        pytest.skip("this machine does not speak IPv6")
+    home, second, third = some(0, host=by), some(1, host=None), some(2, host=None)
+    found = at_once(
+        lambda: home.welcome(3, patience=5), *(
+            lambda m=m: m.join((host, home.address[1]), patience=5) for m in (second, third)
+        )
+    )  # fmt: skip
+    assert [sock.getpeername()[0] for sock in found[2].values()] == [by, by]
+    hang_up(*found)
+
+
+def test_a_machine_that_knows_itself_as_loopback_is_found_by_others() -> None:
+    """Nodes 0 and 1 are on one machine, whose name is 127.0.1.1 there; node 2 is elsewhere and knows better."""
+    host = door_of(["127.0.1.1"], one_machine=False)
+    assert host == EVERYWHERE
+    home, near, far = (some(rank, host=host if rank == 0 else None, one_machine=False) for rank in range(3))
+    port, outside = home.address[1], own_address()
+    found = at_once(
+        lambda: home.welcome(3, patience=5),
+        lambda: near.join(("127.0.1.1", port), patience=5),
+        lambda: far.join((outside, port), patience=5),
+    )
+    assert is_loopback(near.address[0])
+    assert found[2][1].getpeername()[0] == outside  # what node 1 called 127.0.0.1
+    hang_up(*found)
+
+
+def test_where_to_listen() -> None:
+    outside = own_address()
+    assert door_of([outside], one_machine=False) == outside
+    assert door_of([outside, "127.0.1.1"], one_machine=False) == EVERYWHERE
+    assert door_of(["198.51.100.7"], one_machine=False) == EVERYWHERE  # a name in front of this machine
+    assert door_of(["127.0.1.1"], one_machine=True) == "127.0.1.1"
+
+
+# What is said.
+
+
+def test_a_port_in_use_is_told() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        pytest.raises(
+            ClusterError, match=r"node 0 cannot listen at port \d+ of 127.0.0.1: Address already in use. Cho"
+        ),
+    ):
+        some(0, port=door.getsockname()[1])
+
+
+def test_who_waits_says_for_whom_and_who_calls_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_QUIET", 0.2)
+    said: list[str] = []
+    home = some(0, tell=said.append)
+    called = ("10.9.8.7", 29500)
+    with pytest.raises(ClusterError, match=r"waited in vain for node 1, 2 to come to 10\.9\.8\.7:29500"):
+        home.welcome(3, patience=1.5, known_as=called)
+    assert said[0] == "node 0 waits for node 1, 2 to come to 10.9.8.7:29500"
+    assert len(said) == 2  # ever less often
+    said.clear()
+    with pytest.raises(ClusterError, match="Was it started there, and does a firewall"):
+        some(1, host=None, tell=said.append).join(home.address, patience=1)
+    assert said[0].startswith(f"node 1 calls node 0 at 127.0.0.1:{home.address[1]}: ")
+
+
+def test_a_node_that_leaves_before_all_have_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, other = some(0), some(1, host=None)
+
+    def cut(sock: socket.socket, what: Any) -> None:
+        if "doors" in what:
+            raise BrokenPipeError("Broken pipe")
+        said(sock, what)
+
+    said = meeting.say
+    monkeypatch.setattr(meeting, "say", cut)
+    first, second = at_once(lambda: home.welcome(2, patience=3), lambda: other.join(home.address, patience=3))
+    assert "node 1 at 127.0.0.1:" in str(first)
+    assert "left before all had come: Broken pipe" in str(first)
+    assert "it gave up waiting for the others" in str(second)
+
+
+@pytest.mark.parametrize("says", [b"", struct.pack("<I", 12) + b'{"rank": 01}', struct.pack("<I", 2) + b"{}"])
+def test_an_end_that_breaks_while_it_is_measured_is_named(says: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as far:
+        near, _ = door.accept()
+        with near:
+            here, there = (":".join(map(str, s.getsockname())) for s in (near, far))
+            far.sendall(says)
+            far.shutdown(socket.SHUT_WR)
+            with pytest.raises(ClusterError, match=f"process 0 lost process 1 \\({here} to {there}\\) while"):
+                measuring.agree(0, {1: near}, {}, lambda found: found)
+
+
+def test_process_0_says_what_is_done() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as far:
+        near, _ = door.accept()
+        with near:
+            assert at_once(lambda: measuring.announce(0, {1: near}, True), lambda: measuring.announce(1, {0: far})) == [
+                True,
+                True,
+            ]
