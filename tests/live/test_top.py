@@ -78,6 +78,7 @@ def test_plain_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_without_textual_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     run = under_way(tmp_path / "run")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert invoke(["top", str(run)]) == 3
     assert "pip install 'neural-orchestra[top]'" in capsys.readouterr().err

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -61,7 +62,7 @@ def top(run: Run = None, plain: Plain = False, once: Once = False, json_: o.Json
     if json_:
         summary.print_json(first.as_dict())
         return
-    if once or plain or not sys.stdout.isatty():
+    if once or plain or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         _print(first, look, once=once)
         return
     if importlib.util.find_spec("textual") is None:

@@ -34,6 +34,7 @@ _MODULES = (
     "main",
 )
 _IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
+_ICON = '<link rel="icon" href="data:,">\n'  # else a browser asks the server for one
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILINE)
 
 
@@ -47,8 +48,8 @@ def write(story: dict[str, Any], *, live: bool = False) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">\n"
-        f'<link rel="icon" href="data:,">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>\n{_asset('report.css')}{_colours()}</style>\n</head>\n<body>\n"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"{_ICON * live}<title>{title}</title>\n<style>\n{_asset('report.css')}{_colours()}</style>\n</head>\n<body>\n"
         f"<h1>{title}</h1>\n<p>{html.escape(story['verdict']['sentence'])}</p>\n"
         f"<noscript><p>The figures of this report are drawn by scripts in this file.</p></noscript>\n"
         f'<script type="application/octet-stream" id="story">{data}</script>\n{code}\n</body>\n</html>\n'

@@ -9,8 +9,11 @@ import { shown, told } from "./state.js";
 const EVERY = 1000; // milliseconds
 const OVER = ["done", "stopped", "failed", "died"];
 const SAID = {
-  done: "The run has ended.", stopped: "The run was stopped before its end.", failed: "The run failed.",
-  died: "The run is dead.", silent: "Nothing is heard of the run.",
+  done: "The run has ended.",
+  stopped: "The run was stopped before its end.",
+  failed: "The run failed.",
+  died: "The run is dead.",
+  silent: "Nothing is heard of the run.",
 };
 let version = 0; // of the story that is shown
 let heard = null; // when there was last an answer
@@ -21,22 +24,28 @@ const state = el("strong", { role: "status", "aria-live": "polite" });
 const figures = el("span");
 const strip = el("div", { class: "wide live", id: "live" }, state, figures);
 
+const going = (run) => !OVER.includes(run.state);
+
 function say(runs, trouble) {
-  const run = runs.find((r) => !OVER.includes(r.state)) ?? runs.reduce((a, b) => (b.changed > a.changed ? b : a), runs[0]);
+  const run = runs.find(going) ?? d3.greatest(runs, (r) => r.changed);
   if (!run) return;
-  const alone = runs.length === 1;
+  const several = runs.length > 1;
   strip.dataset.state = run.state.split(" ")[0];
-  write(state, OVER.includes(run.state) && !alone && runs.every((r) => r.state === "done") ? "All runs have ended." : SAID[run.state] ?? run.state);
-  const going = !OVER.includes(run.state);
-  write(figures, [
-    alone ? null : run.strategy, run.why, run.progress, `${number(run.t, 4)} ${run.virtual ? "virtual " : ""}s`,
+  strip.dataset.step = run.step;
+  const all = several && runs.every((r) => r.state === "done");
+  write(state, all ? "All runs have ended." : (SAID[run.state] ?? run.state));
+  const words = [
+    several ? run.strategy : null,
+    run.why,
+    run.progress,
+    `${number(run.t, 4)} ${run.virtual ? "virtual " : ""}s`,
     run.loss == null ? null : `loss ${number(run.loss, 4)}`,
     run.latest == null ? null : `${run.metric} ${number(run.latest, 4)}`,
-    going && run.rate ? `${number(run.rate)} samples/s` : null,
+    going(run) && run.rate ? `${number(run.rate)} samples/s` : null,
     run.left == null ? null : `${duration(run.left)} left`,
     trouble ? `figures below are older: ${trouble}` : null,
-  ].filter(Boolean).join(" · "));
-  if (run.step != null) strip.dataset.step = run.step;
+  ];
+  write(figures, words.filter(Boolean).join(" · "));
 }
 
 function write(element, text) {
@@ -44,57 +53,79 @@ function write(element, text) {
 }
 
 function duration(s) {
-  return s < 60 ? `${Math.round(s)} s` : s < 3600 ? `${Math.floor(s / 60)} min ${Math.round(s % 60)} s` : `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`;
+  const whole = Math.round(s);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
 // Table of the nodes, on the page of the workers, while there is something to follow.
 
 const now = el("div", { "data-live": "yes", id: "now" });
+const KINDS = ["compute", "communicate", "wait"];
+const HEAD = ["node", "step", "loss", "staleness", ...KINDS, "samples/s", "traffic", "last heard", "state"];
 
-function nodes(runs) {
-  const run = runs.find((r) => r.nodes?.length);
-  now.hidden = !run;
-  if (!run) return;
-  const lines = run.nodes.map((n) => [n.name, number(n.step), number(n.loss, 4), n.staleness == null ? "–" : n.staleness.toFixed(1), ...["compute", "communicate", "wait"].map((kind) => (n.rate == null ? "–" : percent(n[kind]))), number(n.rate), n.traffic == null ? "–" : `${bytes(n.traffic)}/s`, n.heard == null ? "–" : seconds(Math.round(n.heard)), n.state]);
-  const table = grid(["node", "step", "loss", "staleness", "compute", "communicate", "wait", "samples/s", "traffic", "last heard", "state"], lines, { label: "Nodes now" });
-  const more = run.of > lines.length ? el("p", { class: "note" }, `The first ${lines.length} of ${run.of} nodes.`) : null;
-  const [old] = now.getElementsByClassName("scroll");
-  if (old) morph(old, table);
-  else now.replaceChildren(el("h2", {}, "Now"), el("p", { class: "note" }, `${run.name}: shares and rates over the last 32 steps of each.`), table, ...(more ? [more] : []));
+function line(node) {
+  const known = node.rate != null; // of servers nothing is, until they end
+  return [
+    node.name,
+    number(node.step),
+    number(node.loss, 4),
+    node.staleness == null ? "–" : node.staleness.toFixed(1),
+    ...KINDS.map((kind) => (known ? percent(node[kind]) : "–")),
+    number(node.rate),
+    known ? `${bytes(node.traffic)}/s` : "–",
+    node.heard == null ? "–" : seconds(Math.round(node.heard)),
+    node.state,
+  ];
 }
 
-// A new story in place of the old one. What is the same stays, figures draw themselves, and so nothing that was chosen is lost.
+function nodes(runs) {
+  const run = runs.find((r) => r.nodes.length);
+  now.hidden = !run;
+  if (!run) return;
+  const some = run.nodes.length < run.of ? ` The first ${run.nodes.length} of ${run.of} nodes.` : "";
+  const fresh = el(
+    "div",
+    {},
+    el("h2", {}, "Now"),
+    el("p", { class: "note" }, `${run.name}: shares and rates over the last 32 steps of each.${some}`),
+    grid(HEAD, run.nodes.map(line), { label: "Nodes now" }),
+  );
+  if (now.firstChild) morph(now.firstChild, fresh);
+  else now.append(fresh);
+}
+
+// A new story in place of the old one. What is the same stays and figures draw themselves: nothing chosen is lost.
 
 function update(story) {
   const before = told.story.runs[shown.run]?.name;
   told.story = story;
   if (!(shown.metric in story.metrics)) shown.metric = story.metric;
   if (!story.conditions.includes(shown.condition)) shown.condition = story.conditions[0];
-  shown.run = Math.max(0, story.runs.findIndex((run) => run.name === before));
+  shown.run = Math.max(
+    0,
+    story.runs.findIndex((run) => run.name === before),
+  );
   const pages = document.querySelectorAll("main > section").length;
-  for (const fresh of Object.values(parts(story))) morph(standing(fresh), fresh);
+  const { words, bar, main } = parts(story);
+  morph(document.getElementById("words"), words);
+  morph(document.querySelector(".bar"), bar);
+  morph(document.getElementById("main"), main);
   if (document.querySelectorAll("main > section").length !== pages) go();
   place();
   document.title = story.title;
   redraw();
 }
 
-function standing(fresh) {
-  return fresh.id ? document.getElementById(fresh.id) : document.querySelector(`.${fresh.className}`);
-}
-
 function morph(old, fresh) {
   if (old.isEqualNode(fresh)) return;
-  if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName) return old.replaceWith(fresh);
+  if (old.nodeName !== fresh.nodeName) return void old.replaceWith(fresh);
   if (old.nodeType === Node.TEXT_NODE) return void (old.data = fresh.data);
   const title = (card) => card.querySelector("h3")?.textContent;
   if (old.matches("figure.card")) return void (title(old) === title(fresh) || old.replaceWith(fresh));
   const [mine, theirs] = [[...old.childNodes].filter((child) => !child.dataset?.live), [...fresh.childNodes]];
-  if (mine.length !== theirs.length) return replace(old, mine, theirs);
-  mine.forEach((child, i) => morph(child, theirs[i]));
-}
-
-function replace(old, mine, theirs) {
+  if (mine.length === theirs.length) return void mine.forEach((child, i) => morph(child, theirs[i]));
   for (const child of mine) child.remove();
   old.append(...theirs);
 }
@@ -107,28 +138,35 @@ function place() {
 // Asking.
 
 async function ask() {
-  const answer = await fetch(`/since?version=${version}`);
-  if (!answer.ok) throw new Error(`${answer.status}`);
-  const { runs, version: newest, trouble } = await answer.json();
+  const { runs, version: newest, trouble } = await get(`/since?version=${version}`);
   heard = new Date();
   if (newest !== version) {
-    const story = await fetch("/story");
-    if (!story.ok) throw new Error(`${story.status}`);
-    update(await story.json());
+    update(await get("/story"));
     version = newest;
   }
   say(runs, trouble);
   nodes(runs);
 }
 
+class Gone extends Error {}
+
+async function get(path) {
+  const answer = await fetch(path).catch((error) => {
+    throw new Gone(error.message);
+  });
+  if (!answer.ok) throw new Gone(`${answer.status}`);
+  return answer.json();
+}
+
 async function follow() {
   try {
     if (!document.hidden) await ask();
   } catch (error) {
-    if (!(error instanceof TypeError) && !/^\d+$/.test(error.message)) throw error; // ours, not the network's
     strip.dataset.state = "gone";
     write(state, "No longer connected.");
-    write(figures, `What was told until ${heard ? heard.toLocaleTimeString() : "now"} is shown. Start orchestra watch again for more.`);
+    const until = heard ? heard.toLocaleTimeString() : "now";
+    write(figures, `What was told until ${until} is shown. Start orchestra watch again for more.`);
+    if (!(error instanceof Gone)) console.error(error); // ours, not the network's
   }
   setTimeout(follow, strip.dataset.state === "gone" ? 5 * EVERY : EVERY);
 }
@@ -136,7 +174,9 @@ async function follow() {
 function begin() {
   history.replaceState(null, "", `/${location.hash}`); // the token in the address was for one use
   document.querySelector(".bar").before(strip);
-  document.querySelector("footer").textContent = `Neural Orchestra ${told.story.version}. This page is served by orchestra watch on this machine. Figures are drawn by Observable Plot and D3 (ISC licence).`;
+  document.querySelector("footer").textContent =
+    `Neural Orchestra ${told.story.version}. This page is served by orchestra watch on this machine. ` +
+    "Figures are drawn by Observable Plot and D3 (ISC licence).";
   place();
   follow();
 }

@@ -326,18 +326,10 @@ function skip(event) {
 export function parts(story) {
   const pages = PAGES.filter(([, , , fits]) => fits(story));
   const nodes = story.runs.length === 1 ? seconds(story.runs[0].seconds) : `${count(story.runs.length, "run")}`;
-  const sub = [
-    nodes,
-    story.virtual ? "rehearsed in virtual time" : null,
-    story.target ? `target ${story.target.text}` : null,
-  ];
+  const virtual = story.virtual ? "rehearsed in virtual time" : null;
+  const sub = [nodes, virtual, story.target ? `target ${story.target.text}` : null].filter(Boolean).join(" · ");
   return {
-    words: el(
-      "div",
-      { id: "words" },
-      el("h1", {}, story.title),
-      el("p", { class: "sub" }, sub.filter(Boolean).join(" · ")),
-    ),
+    words: el("div", { id: "words" }, el("h1", {}, story.title), el("p", { class: "sub" }, sub)),
     bar: el(
       "div",
       { class: "bar" },
