@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -111,6 +112,10 @@ def test_it_follows_the_run_and_keeps_what_was_chosen(browser: Browser, tmp_path
         page.go("overview")
         assert "So far" in page.ask("document.getElementById('verdict').textContent")
         assert page.ask("document.querySelectorAll('#overview figure.card svg').length") >= 1
+        drawn = page.ask("document.querySelector('#overview figure.card svg').innerHTML")
+        grow(run, 31, 36)
+        page.until("document.getElementById('live').dataset.step === '35'")
+        page.until(f"document.querySelector('#overview figure.card svg').innerHTML !== {json.dumps(drawn)}")
         whole(run, strategy=HOSTILE)
         page.until("document.getElementById('live').textContent.includes('The run has ended')")
         page.until("!document.getElementById('verdict').textContent.includes('So far')")

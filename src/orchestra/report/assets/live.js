@@ -33,7 +33,7 @@ function say(runs, trouble) {
   strip.dataset.state = run.state.split(" ")[0];
   strip.dataset.step = run.step;
   const all = several && runs.every((r) => r.state === "done");
-  write(state, all ? "All runs have ended." : (SAID[run.state] ?? run.state));
+  write(state, all ? "All runs so far have ended." : (SAID[run.state] ?? run.state));
   const words = [
     several ? run.strategy : null,
     run.why,
