@@ -162,7 +162,7 @@ class EventLog:
     def write(self, event: Event) -> None:
         """Record an event."""
         self._waiting.append(event)
-        if len(self._waiting) & 15 == 0 and time.monotonic() - self._flushed > _FLUSH:
+        if time.monotonic() - self._flushed > _FLUSH:  # so that slow steps are seen from outside one by one
             self.flush()
 
     def flush(self) -> None:
@@ -228,11 +228,16 @@ def read(path: Path) -> Iterator[Event]:
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         while lines := list(islice(file, _TOGETHER)):
-            for record in _records(lines):
-                try:
-                    yield _KINDS[record.pop("event")](**record)
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    continue
+            yield from decode(lines)
+
+
+def decode(lines: list[str]) -> Iterator[Event]:
+    """The events of some lines, as `read` takes them."""
+    for record in _records(lines):
+        try:
+            yield _KINDS[record.pop("event")](**record)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
 
 
 def _records(lines: list[str]) -> list[Any]:

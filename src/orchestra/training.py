@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset
 import orchestra
 import orchestra.budget as budgets
 from orchestra import (
+    alive,
     checkpoint,
     environment,
     expression,
@@ -200,6 +201,11 @@ class _Training:
             metrics = scorer.initial()
             self._open_folder(job)
             scorer.begin(metrics)
+        with alive.holding(self.folder):
+            return self._carry_out(job, scorer, resumed_at)
+
+    def _carry_out(self, job: Job, scorer: Scorer, resumed_at: float) -> Result:
+        given = self.given
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
         order = Order(

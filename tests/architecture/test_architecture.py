@@ -63,6 +63,7 @@ def test_there_is_something_to_look_at() -> None:
 
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
+    "alive": set[str](),
     "board": set[str](),
     "environment": {"errors"},
     "errors": set[str](),
@@ -111,6 +112,7 @@ MAY_KNOW = {
         "vectors",
     },
     "training": {
+        "alive",
         "attached",
         "environment",
         "fingerprint",
@@ -180,6 +182,7 @@ MAY_KNOW = {
         "strategy",
         "words",
     },
+    "live": {"alive", "board", "budget", "errors", "events", "live", "progress", "report", "words"},
     "doctor": {
         "budget",
         "cluster",

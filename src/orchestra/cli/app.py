@@ -15,6 +15,7 @@ from orchestra.cli.compare import compare
 from orchestra.cli.demo import demo
 from orchestra.cli.doctor import doctor
 from orchestra.cli.explain import explain
+from orchestra.cli.export import export
 from orchestra.cli.flowing import flowing
 from orchestra.cli.launch import launch
 from orchestra.cli.probe import probe
@@ -25,7 +26,9 @@ from orchestra.cli.run import run
 from orchestra.cli.sim import sim
 from orchestra.cli.strategies import strategies
 from orchestra.cli.sweep import sweep
+from orchestra.cli.top import top
 from orchestra.cli.trace import trace
+from orchestra.cli.watch import watch
 from orchestra.errors import Interrupted
 
 
@@ -68,7 +71,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def top(
+def orchestra(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
     ] = False,
@@ -82,6 +85,8 @@ def top(
       orchestra sim digits --workers 16         the same on a cluster you do not have
       orchestra probe digits                    measure this machine for that
       orchestra report runs/demo                see what happened, in a browser
+      orchestra top                             the newest run as it goes, here
+      orchestra watch                           the same in a browser
       orchestra strategies                      which there are
       orchestra explain slowmo                  how one works
       orchestra doctor                          what works here, how to mend the rest
@@ -95,9 +100,10 @@ def top(
     """
 
 
-app.callback(help=flowing(top.__doc__ or ""))(top)
+app.callback(help=flowing(orchestra.__doc__ or ""))(orchestra)
 for _verb in (
-    demo, run, resume, sim, compare, sweep, recommend, report, trace, probe, strategies, explain, doctor,
+    demo, run, resume, sim, compare, sweep, recommend, top, watch, report, export, trace, probe, strategies, explain,
+    doctor,
 ):  # fmt: skip
     app.command(help=flowing(_verb.__doc__ or ""))(_verb)
 # What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.

@@ -165,7 +165,8 @@ def facts_from(
     stepped = [e for e in events if isinstance(e, Stepped)]
     ended = {e.node: e for e in events if isinstance(e, Ended)}
     roles = {e.node: e.role for e in began}
-    workers = [e for node, e in ended.items() if roles.get(node) == "worker"]
+    latest = _latest(stepped, ended)
+    workers = [e for node, e in latest.items() if roles.get(node) == "worker"]
     retired = {e.node for e in said["retired"]}
     seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
     samples = sum(e.samples for e in workers)
@@ -184,8 +185,8 @@ def facts_from(
         metrics=scores[-1].metrics if scores and trained else {},
         sent_per_worker=_mean([e.sent for e in workers]),
         received_per_worker=_mean([e.received for e in workers]),
-        sent_total=sum(e.sent for e in ended.values()),
-        shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(ended.items())],
+        sent_total=sum(e.sent for e in latest.values()),
+        shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(latest.items())],
         **_staleness(said),
         stopped_by=ending.get("stopped_by", "unknown"),
         parameters=config["parameters"],
@@ -196,6 +197,11 @@ def facts_from(
         **_losses(events, said, [e for node, e in ended.items() if roles.get(node) == "server"]),
         retired=tuple(sorted(retired)),
     )
+
+
+def _latest(stepped: Sequence[Stepped], ended: dict[int, Ended]) -> dict[int, Stepped | Ended]:
+    """The totals of each node; of a worker that has not ended, its last step tells the same."""
+    return {**{e.node: e for e in stepped}, **ended}
 
 
 def _most(stepped: Sequence[Stepped]) -> int:
@@ -225,7 +231,7 @@ def final_loss(stepped: Sequence[Stepped]) -> float | None:
     return _mean(last) if last else None
 
 
-def _share(e: Ended, role: str) -> Share:
+def _share(e: Stepped | Ended, role: str) -> Share:
     whole = e.t or math.inf
     return Share(e.node, role, e.compute / whole, e.communicate / whole, e.wait / whole)
 

@@ -34,29 +34,31 @@ _MODULES = (
     "main",
 )
 _IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
+_ICON = '<link rel="icon" href="data:,">\n'  # else a browser asks the server for one
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILINE)
 
 
-def write(story: dict[str, Any]) -> str:
-    """The page."""
-    scripts = [*(_asset(f"vendor/{name}") for name in _VENDORED), bundle()]
+def write(story: dict[str, Any], *, live: bool = False) -> str:
+    """The page; a live one asks whoever gave it for more."""
+    scripts = [*(_asset(f"vendor/{name}") for name in _VENDORED), bundle(live=live)]
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {' '.join(map(_hash, scripts))}; img-src data:"
+    policy += "; connect-src 'self'" * live
     code = "\n".join(f"<script{_kind(i)}>{text}</script>" for i, text in enumerate(scripts))
-    title = html.escape(story["title"])
+    title, data = html.escape(story["title"]), base64.b64encode(packed(story)).decode("ascii")
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">\n"
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>\n{_asset('report.css')}{_colours()}</style>\n</head>\n<body>\n"
+        f"{_ICON * live}<title>{title}</title>\n<style>\n{_asset('report.css')}{_colours()}</style>\n</head>\n<body>\n"
         f"<h1>{title}</h1>\n<p>{html.escape(story['verdict']['sentence'])}</p>\n"
         f"<noscript><p>The figures of this report are drawn by scripts in this file.</p></noscript>\n"
-        f'<script type="application/octet-stream" id="story">{_packed(story)}</script>\n{code}\n</body>\n</html>\n'
+        f'<script type="application/octet-stream" id="story">{data}</script>\n{code}\n</body>\n</html>\n'
     )
 
 
-def bundle() -> str:
+def bundle(*, live: bool = False) -> str:
     """The page's own modules in one script, each in a function: a file opened from disk may not import others."""
-    return "\n".join(_enclosed(name, _asset(f"{name}.js")) for name in _MODULES)
+    return "\n".join(_enclosed(name, _asset(f"{name}.js")) for name in (*_MODULES, *["live"] * live))
 
 
 def _enclosed(name: str, text: str) -> str:
@@ -65,9 +67,10 @@ def _enclosed(name: str, text: str) -> str:
     return f"const {name}_js = (() => {{\n{body}return {{ {given} }};\n}})();"
 
 
-def _packed(story: dict[str, Any]) -> str:
+def packed(story: dict[str, Any]) -> bytes:
+    """All that the page is drawn from, compressed."""
     text = json.dumps(story | {"legend": legend(story)}, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode("ascii"), mtime=0)).decode("ascii")
+    return gzip.compress(text.encode("ascii"), mtime=0)
 
 
 def _colours() -> str:

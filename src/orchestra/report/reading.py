@@ -10,7 +10,7 @@ import json
 import math
 import operator
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,12 @@ def find(paths: Iterable[Path]) -> list[Path]:
     return list(found.values())
 
 
-def load(path: Path) -> Run:
-    """Read a run folder; raises `Unreadable` with the reason."""
-    config = _config(path)
+def load(path: Path, events: Sequence[Event] | None = None) -> Run:
+    """Read a run folder, but for its events if they are given and sound; raises `Unreadable` with the reason."""
+    config = config_of(path)
     ending = _object(path / "ending.json") if (path / "ending.json").exists() else {}
-    nodes = min(config["workers"] + config["servers"], _MOST_NODES)
-    events = [e for e in events_of(path) if sound(e) and _node(e) in range(nodes)]
+    if events is None:
+        events = [*sound_ones(events_of(path), config)]
     scores = _scores(path)
     try:
         facts = facts_from(config, ending, events, scores)
@@ -84,7 +84,8 @@ def load(path: Path) -> Run:
     )
 
 
-def _config(path: Path) -> dict[str, Any]:
+def config_of(path: Path) -> dict[str, Any]:
+    """The configuration of a run; raises `Unreadable` with the reason."""
     if not (path / "config.json").exists():
         raise Unreadable("it has no config.json")
     config = _object(path / "config.json")
@@ -119,14 +120,23 @@ _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
 
 
 def sound(event: Event) -> bool:
-    """Whether there are finite numbers wherever numbers should be."""
+    """Whether there are finite numbers wherever numbers should be, and names where names."""
     try:
         if not math.isfinite(sum(_NUMBERS[type(event)](event))):
             return False
-        loss = event.loss if isinstance(event, Stepped) else None
-        return loss is None or math.isfinite(loss)
-    except (KeyError, TypeError, OverflowError):
+        if isinstance(event, Stepped):
+            return event.loss is None or math.isfinite(event.loss)
+        if isinstance(event, Logged):
+            return isinstance(event.name, str)
+        return not isinstance(event, Ended) or all(int(to) >= 0 and math.isfinite(n) for to, n in event.sent_to.items())
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return False
+
+
+def sound_ones(events: Iterable[Event], config: dict[str, Any]) -> Iterator[Event]:
+    """Those that are sound and of a node of this run."""
+    nodes = range(min(config["workers"] + config["servers"], _MOST_NODES))
+    return (e for e in events if sound(e) and _node(e) in nodes)
 
 
 def _node(event: Event) -> int:
@@ -138,7 +148,12 @@ def _scores(path: Path) -> list[Scored]:
         found = [score for score in scores_of(path) if sound(score)]
     except TypeError:  # numbers that cannot be put in order
         return []
-    return [Scored(s.t, s.step, s.samples, s.number, _figures(s.metrics)) for s in found]
+    return [cleaned(s) for s in found]
+
+
+def cleaned(score: Scored) -> Scored:
+    """With figures only."""
+    return Scored(score.t, score.step, score.samples, score.number, _figures(score.metrics))
 
 
 def _figures(metrics: Any) -> dict[str, float]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,18 @@ BLOCKS = 300_000  # of all timelines together
 MOST_NODES = 128  # in a matrix of who sent to whom
 _COUNTED = ("staleness", "gap")  # what is shown as a histogram
 _MOST_NAMES = 12  # of what a strategy logged
+Load = Callable[[Path], Run]
+Describe = Callable[[Run, Target | None, int | None], dict[str, Any]]
 
 
-def tell(paths: Sequence[Path], *, target: Target | None = None, title: str | None = None) -> dict[str, Any]:
-    """Read all runs at and below these folders. Raises a `ConfigError` if there is none that can be read."""
+def tell(
+    paths: Sequence[Path], *, target: Target | None = None, title: str | None = None, load: Load = reading.load,
+    describe: Describe | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Read all runs at and below these folders. Raises a `ConfigError` if there is none that can be read.
+
+    Who tells of the same runs again and again gives a `load` and a `describe` that remember.
+    """
     refused: list[dict[str, str]] = []
     folders = _folders(paths)
     target = target or _target(folders)
@@ -37,12 +45,12 @@ def tell(paths: Sequence[Path], *, target: Target | None = None, title: str | No
     told, about = [], []
     for folder in folders:
         try:
-            run = reading.load(folder)
+            run = load(folder)
         except (Unreadable, OSError) as error:
             refused.append({"name": str(folder), "why": str(error)})
             continue
-        told.append(_run(run, target, first.blocks_for(run)))
-        about.append(_without_events(run))
+        told.append((describe or describe_run)(run, target, first.blocks_for(run)))
+        about.append(without_events(run))
     if not about:
         reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
         raise ConfigError([Problem("run", str(paths[0]), f"is no run that can be read ({reasons})")])
@@ -93,7 +101,7 @@ class _Representatives:
         return max(50, self.room // max(1, run.facts.workers))
 
 
-def _without_events(run: Run) -> Run:
+def without_events(run: Run) -> Run:
     """What is still needed of a run when its figures are taken; a long one fills the memory."""
     return Run(run.path, run.name, run.config, run.facts, (), (), run.over, run.warnings)
 
@@ -101,7 +109,8 @@ def _without_events(run: Run) -> Run:
 # One run.
 
 
-def _run(run: Run, target: Target | None, blocks: int | None) -> dict[str, Any]:
+def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[str, Any]:
+    """One run; with a timeline of so many blocks a worker, unless that is None."""
     facts, steps = run.facts, curves.Steps(run.events)
     strategy = formulas.parsed(facts.strategy)
     abandoned = sum(isinstance(e, Logged) and e.name == "abandoned" for e in run.events) / max(1, facts.workers)
@@ -222,6 +231,8 @@ def _together(
     equal, different = settings.split(all_settings)
     virtual = all(run["virtual"] for run in told)
     found = verdict.judge(_marks(told, metric), target, metric, "virtual s" if virtual else "s")
+    if not all(run["over"] for run in told):
+        found = replace(found, sentence=f"So far: {found.sentence}")
     dressed = looks(names, formulas.catalogue())
     return {
         "title": title or _title(equal, names),

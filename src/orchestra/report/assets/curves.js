@@ -16,14 +16,17 @@ export function ticks(axis) {
 function collect(pick) {
   const found = [];
   for (const [strategy, members] of byStrategy(runs())) {
-    const curves = members.map(pick).filter((curve) => curve && curve.x.length);
+    const drawn = (some) => some.map(pick).filter((curve) => curve && curve.x.length);
+    const curves = drawn(members);
     if (!curves.length) continue;
-    const end = Math.min(...curves.map((curve) => curve.x.at(-1)));
-    const start = Math.max(...curves.map((curve) => curve.x[0]));
-    let middle = curves[0];
-    if (curves.length > 1) {
+    const over = drawn(members.filter((run) => run.over));
+    const settled = over.length ? over : curves; // one that has just begun must not cut the median of the others short
+    const end = Math.min(...settled.map((curve) => curve.x.at(-1)));
+    const start = Math.max(...settled.map((curve) => curve.x[0]));
+    let middle = settled[0];
+    if (settled.length > 1) {
       const x = d3.range(GRID).map((i) => start + ((end - start) * i) / (GRID - 1));
-      middle = { x, y: x.map((value) => median(curves.map((curve) => at(curve.x, curve.y, value)))) };
+      middle = { x, y: x.map((value) => median(settled.map((curve) => at(curve.x, curve.y, value)))) };
     }
     found.push({ strategy, curves, middle });
   }

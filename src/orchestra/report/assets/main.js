@@ -39,7 +39,7 @@ function warnings(story) {
 }
 
 function hero(story) {
-  if (!story.metric) return lossFigure();
+  if (!story.metric || !story.runs.some((run) => run.scores?.t.length > 1)) return lossFigure();
   return scoreFigure(story);
 }
 
@@ -236,10 +236,10 @@ function filters(story) {
   const box = ({ name }) => {
     const label = el(
       "label",
-      {},
+      { class: shown.off.has(name) ? "off" : null },
       el("input", {
         type: "checkbox",
-        checked: true,
+        checked: !shown.off.has(name),
         value: name,
         onchange: (event) => {
           if (event.target.checked) shown.off.delete(name);
@@ -297,11 +297,11 @@ const PAGES = [
   ["settings", "Settings", settingsPage, () => true],
 ];
 
-function redraw() {
+export function redraw() {
   for (const card of document.querySelectorAll("section:not([hidden]) figure.card")) card.redraw?.();
 }
 
-function go() {
+export function go() {
   const wanted = location.hash.slice(1);
   const links = [...document.querySelectorAll("nav a")];
   const here = links.find((link) => link.hash === `#${wanted}`) ?? links[0];
@@ -322,49 +322,44 @@ function skip(event) {
   document.getElementById("main").focus();
 }
 
+// What is made of a story alone: who looks at runs as they go on makes it again.
+export function parts(story) {
+  const pages = PAGES.filter(([, , , fits]) => fits(story));
+  const nodes = story.runs.length === 1 ? seconds(story.runs[0].seconds) : `${count(story.runs.length, "run")}`;
+  const virtual = story.virtual ? "rehearsed in virtual time" : null;
+  const sub = [nodes, virtual, story.target ? `target ${story.target.text}` : null].filter(Boolean).join(" · ");
+  return {
+    words: el("div", { id: "words" }, el("h1", {}, story.title), el("p", { class: "sub" }, sub)),
+    bar: el(
+      "div",
+      { class: "bar" },
+      el(
+        "div",
+        { class: "wide" },
+        el("nav", { "aria-label": "Pages" }, ...pages.map(([id, name]) => el("a", { href: `#${id}` }, name))),
+        filters(story),
+      ),
+    ),
+    main: el(
+      "main",
+      { class: "wide", id: "main", tabindex: -1 },
+      ...pages.map(([id, name, make]) => el("section", { id, "aria-label": name, hidden: true }, ...make(story))),
+    ),
+  };
+}
+
 function build(story) {
   told.story = story;
   shown.metric = story.metric;
   shown.condition = d3.greatest(story.conditions, (name) => story.runs.filter((run) => run.condition === name).length);
   const telling = [(run) => run.trace, (run) => run.traffic?.flow.length, (run) => run.lanes, () => true];
   shown.run = telling.map((tells) => story.runs.findIndex(tells)).find((i) => i >= 0);
-  const pages = PAGES.filter(([, , , fits]) => fits(story));
-  const nodes = story.runs.length === 1 ? seconds(story.runs[0].seconds) : `${count(story.runs.length, "run")}`;
-  const head = el(
-    "div",
-    { class: "top" },
-    el(
-      "div",
-      {},
-      el("h1", {}, story.title),
-      el(
-        "p",
-        { class: "sub" },
-        [nodes, story.virtual ? "rehearsed in virtual time" : null, story.target ? `target ${story.target.text}` : null]
-          .filter(Boolean)
-          .join(" · "),
-      ),
-    ),
-    themeButton(),
-  );
-  const bar = el(
-    "div",
-    { class: "bar" },
-    el(
-      "div",
-      { class: "wide" },
-      el("nav", { "aria-label": "Pages" }, ...pages.map(([id, name]) => el("a", { href: `#${id}` }, name))),
-      filters(story),
-    ),
-  );
-  const sections = pages.map(([id, name, make]) =>
-    el("section", { id, "aria-label": name, hidden: true }, ...make(story)),
-  );
+  const { words, bar, main } = parts(story);
   document.body.replaceChildren(
     el("a", { class: "skip", href: "#main", onclick: skip }, "To the content"),
-    el("header", { class: "wide" }, head),
+    el("header", { class: "wide" }, el("div", { class: "top" }, words, themeButton())),
     bar,
-    el("main", { class: "wide", id: "main", tabindex: -1 }, ...sections),
+    main,
     el(
       "footer",
       { class: "wide" },

@@ -54,11 +54,12 @@ export function timeline() {
   };
 
   function open() {
+    const kept = run?.name === chosen().name && (from > 0 || to < end); // a run that goes on, looked at closely
     run = chosen();
     lanes = run.lanes ? lanesOf(run) : [];
     end = d3.max(run.nodes, (n) => n.seconds) || 1;
     ops = run.trace && opsOf(run.trace);
-    [from, to] = [0, end];
+    if (!kept) [from, to] = [0, end];
     legend.replaceChildren(
       keys([
         ["compute", "var(--compute)"],

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run goes on, for whoever looks at its folder from outside: while it does, its process holds a lock there.
+
+    the run:      hold `running`, shared;  in the end remove it, or leave in it why there was no end
+    who asks:     no `running`             nothing is known: the run is over, or its file system knows no locks
+                  exclusive lock refused   it goes on
+                  exclusive lock given     it died: without a word if the file is empty
+
+The kernel lets go of a lock however a process ends. An id of a process would not tell: there are others of its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+NAME = "running"
+_LONGEST = 10_000  # characters of what is left behind, or of what is believed
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a folder says of its run."""
+
+    alive: bool | None  # None: nothing is known
+    kind: str = ""  # of the error that ended it
+    why: str = ""
+
+
+@contextlib.contextmanager
+def holding(run: Path) -> Iterator[None]:
+    """Hold the lock of a run folder for as long as the run goes on."""
+    try:
+        file = (run / NAME).open("w", encoding="utf-8")
+        fcntl.flock(file, fcntl.LOCK_SH)
+    except OSError:  # nobody will know from outside, and that is all
+        yield
+        return
+    with file:
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                # The end of it: a traceback of another process comes first, and what to do comes last.
+                json.dump({"kind": type(error).__name__, "why": str(error)[-_LONGEST:]}, file)
+            raise
+        with contextlib.suppress(OSError):
+            (run / NAME).unlink()
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens what is no file, too, without waiting for whoever should be at its other end."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def ask(run: Path) -> Word:
+    """Whether a run goes on; if it does not, what it left."""
+    try:
+        with open(run / NAME, encoding="utf-8", errors="replace", opener=_at_once) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left = file.read(2 * _LONGEST)
+    except BlockingIOError:
+        return Word(alive=True)
+    except OSError:
+        return Word(alive=None)
+    try:
+        found = json.loads(left)
+        return Word(alive=False, kind=str(found["kind"]), why=str(found["why"])[-_LONGEST:])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Word(alive=False)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page on this machine for one reader: loopback only, and only for who has the address that was printed.
+
+    GET /?token=T       the page, once: from then on T is worth nothing, and the browser has a cookie instead
+    GET /               the page, with the cookie
+    GET /since          where the runs are, and the version of their story
+    GET /story          the story, compressed
+
+Anything else is refused, and so is any Host but ours: a name of somebody else's that leads to 127.0.0.1 does not lead
+here. No path is ever looked up in a file system.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.cookies
+import secrets
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from orchestra.live.telling import Telling
+
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_REFUSED = (
+    "Not for you. The address that `orchestra watch` printed opens the page once, in one browser: "
+    "start it again for another.\n"
+)
+
+
+class Server(ThreadingHTTPServer):
+    """Listens on 127.0.0.1. Port 0: any that is free."""
+
+    daemon_threads = True
+
+    def __init__(self, telling: Telling, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.telling = telling
+        self.token: str | None = secrets.token_urlsafe(32)
+        self.session = secrets.token_urlsafe(32)
+        self._spending = threading.Lock()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """What a browser calls us."""
+        return f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}"
+
+    @property
+    def url(self) -> str:
+        """The address for one use."""
+        return f"http://{self.hosts[0]}/?token={self.token}"
+
+    def spend(self, token: str) -> bool:
+        """Whether it is the token, and still good."""
+        with self._spending:
+            if self.token is None or not hmac.compare_digest(self.token.encode(), token.encode()):
+                return False
+            self.token = None
+            return True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader who went away is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    server_version, sys_version = "orchestra", ""
+    timeout = 10  # seconds that a connection may take to say what it wants
+
+    def do_GET(self) -> None:
+        """The only thing there is."""
+        asked = urlsplit(self.path)
+        if self.headers.get_all("Host", []) not in [[host] for host in self.server.hosts] or self._foreign():
+            return self._refuse()
+        if asked.path == "/":
+            return self._page(parse_qs(asked.query).get("token", [""])[0])
+        if not self._known():
+            return self._refuse()
+        now, story, version = self.server.telling.since()
+        if asked.path == "/since":
+            return self._give(now, {"Content-Type": "application/json"})
+        if asked.path == "/story":
+            about = {"Content-Type": "application/json", "Content-Encoding": "gzip", "X-Version": str(version)}
+            return self._give(story, about)
+        return self._refuse()
+
+    def _page(self, token: str) -> None:
+        about = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": "frame-ancestors 'none'"}
+        if not self._known():
+            if not self.server.spend(token):
+                return self._refuse()
+            about["Set-Cookie"] = f"{self._cookie}={self.server.session}; HttpOnly; SameSite=Strict; Path=/"
+        self._give(self.server.telling.page().encode(), about)
+
+    @property
+    def _cookie(self) -> str:
+        return f"orchestra-{self.server.server_port}"  # browsers do not tell ports apart
+
+    def _known(self) -> bool:
+        try:
+            found = http.cookies.SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
+        except http.cookies.CookieError:
+            return False
+        return found is not None and hmac.compare_digest(found.value.encode(), self.server.session.encode())
+
+    def _foreign(self) -> bool:
+        """Whether a browser says that a page of somebody else's asks, other than by leading here."""
+        site, mode = self.headers.get("Sec-Fetch-Site", "none"), self.headers.get("Sec-Fetch-Mode", "navigate")
+        return site not in ("none", "same-origin") and mode != "navigate"
+
+    def _give(self, body: bytes, about: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, **about, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _refuse(self) -> None:
+        self._give(_REFUSED.encode(), {"Content-Type": "text/plain; charset=utf-8"}, 403)
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Whatever it is: no."""
+        self._refuse()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the terminal."""

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page's server: who has no token sees nothing, and nothing but the page is there."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from tests.live.made import whole
+
+from orchestra.live.server import Server
+from orchestra.live.telling import Teller, Telling
+
+HOSTILE = "<script>alert(1)</script>../../etc"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    whole(tmp_path / "run", strategy=HOSTILE)
+    telling = Telling(Teller([tmp_path / "run"]))
+    with Server(telling) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
+        thread.start()
+        yield listening
+        listening.shutdown()
+        thread.join()
+    telling.close()
+
+
+class Answer:
+    def __init__(self, server: Server, path: str, *, method: str = "GET", **headers: str) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection.putrequest(method, path, skip_host="Host" in headers)
+        for name, value in headers.items():
+            connection.putheader(name.replace("_", "-"), value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        self.status, self.headers, self.body = answer.status, answer.headers, answer.read()
+        connection.close()
+
+
+def enter(server: Server) -> str:
+    """Spend the token for a cookie."""
+    address = urlsplit(server.url)
+    answer = Answer(server, f"/?{address.query}")
+    assert answer.status == 200
+    cookie = answer.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    return cookie.partition(";")[0]
+
+
+def test_the_token_opens_once(server: Server) -> None:
+    query = urlsplit(server.url).query
+    assert len(query) >= len("token=") + 43  # 32 bytes
+    cookie = enter(server)
+    assert Answer(server, f"/?{query}").status == 403
+    assert Answer(server, "/", Cookie=cookie).status == 200
+    assert Answer(server, f"/?{query}", Cookie=cookie).status == 200
+
+
+def test_two_who_come_at_once_do_not_both_get_in(server: Server) -> None:
+    assert server.token is not None
+    token, got = server.token, []
+    threads = [threading.Thread(target=lambda: got.append(server.spend(token))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(got) == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/since", "/story", "/?token=", "/?token=wrong", "/?token=%ff%00", "/favicon.ico"]
+)
+def test_without_it_there_is_nothing(path: str, server: Server) -> None:
+    answer = Answer(server, path)
+    assert answer.status == 403
+    assert b"run" not in answer.body.lower().replace(b"orchestra", b"")
+    assert "Set-Cookie" not in answer.headers
+    assert Answer(server, path.partition("?")[0], Cookie=f'orchestra-{server.server_port}=wrong; a="b').status == 403
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "evil.example:{port}", ""])
+def test_another_name_does_not_lead_here(host: str, server: Server) -> None:
+    """DNS rebinding: a page of evil.example whose name now leads to 127.0.0.1."""
+    cookie = enter(server)
+    assert Answer(server, "/story", Cookie=cookie, Host=host.format(port=server.server_port)).status == 403
+    assert Answer(server, "/story", Cookie=cookie, Host=f"localhost:{server.server_port}").status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "CONNECT", "HACK"])
+def test_there_is_only_get(method: str, server: Server) -> None:
+    assert Answer(server, "/since", method=method, Cookie=enter(server)).status == 403
+
+
+PATHS = [
+    "/etc/passwd",
+    "/../config.json",
+    "/config.json",
+    "//etc/passwd",
+    "/%2e%2e/config.json",
+    "/story/..",
+    "/story/",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_path_is_a_file(path: str, server: Server) -> None:
+    answer = Answer(server, path, Cookie=enter(server))
+    assert answer.status == 403
+    assert b"Not for you" in answer.body
+
+
+def test_pages_of_others_get_nothing(server: Server) -> None:
+    cookie = enter(server)
+    asked = {"Cookie": cookie, "Sec_Fetch_Mode": "cors"}
+    assert Answer(server, "/story", Sec_Fetch_Site="cross-site", **asked).status == 403
+    assert Answer(server, "/story", Sec_Fetch_Site="same-site", **asked).status == 403  # another port
+    assert Answer(server, "/story", Sec_Fetch_Site="same-origin", **asked).status == 200
+
+
+def test_answers_say_how_to_take_them(server: Server) -> None:
+    cookie = enter(server)
+    for path in ("/", "/since", "/story", "/nothing"):
+        headers = Answer(server, path, Cookie=cookie).headers
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["X-Frame-Options"] == "DENY"
+        assert "Access-Control-Allow-Origin" not in headers
+    page = Answer(server, "/", Cookie=cookie)
+    assert page.headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+    assert b"default-src 'none'" in page.body
+    assert b"connect-src 'self'" in page.body
+
+
+def test_what_it_tells_is_the_story_and_where_runs_are(server: Server, tmp_path: Path) -> None:
+    cookie = enter(server)
+    now = json.loads(Answer(server, "/since?version=0", Cookie=cookie).body)
+    assert [(run["state"], run["step"], run["strategy"]) for run in now["runs"]] == [("done", 40, HOSTILE)]
+    story = Answer(server, "/story", Cookie=cookie)
+    told = json.loads(gzip.decompress(story.body))
+    assert told["runs"][0]["strategy"] == HOSTILE
+    assert now["version"] >= 1
+
+
+def test_hostile_names_are_text_on_the_page(server: Server) -> None:
+    page = Answer(server, "/", Cookie=enter(server)).body.decode()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_it_listens_on_loopback_alone(server: Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_nonsense_does_not_stop_it(server: Server) -> None:
+    for nonsense in (
+        b"\x16\x03\x01\x02\x00",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 70_000 + b"\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=5) as line:
+            line.sendall(nonsense)
+    assert Answer(server, "/", Cookie=enter(server)).status == 200
+
+
+def test_a_folder_that_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
+    run = whole(tmp_path / "run")
+    telling = Telling(Teller([run]))
+    try:
+        (run / "config.json").unlink()
+        (run / "ending.json").unlink()
+        telling._teller._searched = 0.0
+        telling._news = True
+        for _ in range(100):
+            if "ConfigError" in json.loads(telling.since()[0])["trouble"] or telling._stopped.wait(0.1):
+                break
+        answer = json.loads(telling.since()[0])
+        assert "ConfigError" in answer["trouble"]
+        assert json.loads(gzip.decompress(telling.since()[1]))["runs"][0]["steps"] == 40
+    finally:
+        telling.close()
