@@ -131,7 +131,14 @@ def _example(cls: type[Any]) -> str:
 
 
 def _text(module: Any) -> str:
-    return inspect.cleandoc(module.__doc__ or "")
+    """The text a file opens with; each paper on a line of its own."""
+    title, gap, rest = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
+    papers, more, after = rest.partition("\n\n")
+    lines = papers.split("\n")
+    for number, line in enumerate(lines[1:]):
+        if '"' in line and "\n".join(lines[: number + 1]).count('"') % 2 == 0 and not line.startswith(" "):
+            lines[number] += "<br>"
+    return title + gap + "\n".join(lines) + more + after
 
 
 def fill(markdown: str) -> str:

@@ -22,17 +22,22 @@ HANDFUL = 8
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    session = Session(tmp_path)
+    session, said = Session(tmp_path), ""
     for block in blocks(page):
         session.run(block)
+        if block.language == "text":
+            assert block.text in said, block.where
+        said = "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=lambda page: page.stem)
 def test_no_block_hides_in_another_language(page: Path) -> None:
     assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(blocks(page))
-    assert {block.language for block in blocks(page)} <= {"bash", "python"}
+    assert {block.language for block in blocks(page)} <= {"bash", "python", "text"}
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:

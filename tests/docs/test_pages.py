@@ -25,7 +25,7 @@ READ = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 def test_the_catalogue_has_every_strategy_and_part_whole(cls: type) -> None:
     text = pages.catalogue() if cls in STRATEGIES else pages.parts()
     assert known.name_of(cls) in _anchors(text)
-    assert known.page(cls) in text
+    assert known.page(cls) in text.replace("<br>\n", "\n")
     for knob in known.knobs(cls):
         assert re.search(rf"^\| `{knob.name}` \| `{re.escape(knob.default)}` \|", text, re.MULTILINE), knob
 
@@ -71,7 +71,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert "Slow momentum" in (tmp_path / "catalogue.html").read_text(encoding="utf-8").replace("slow", "Slow")
+    assert "slow momentum" in (tmp_path / "catalogue.html").read_text(encoding="utf-8")
 
 
 def _without_code(text: str) -> str:
