@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import typer
+from scripts import pages
 from tests.docs.blocks import DOCS, ROOT, Block, Session, blocks
 
+from orchestra.cli import invoke
 from orchestra.cli.app import app
 
 PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md"]
@@ -32,6 +34,15 @@ def test_the_blocks_of_a_page_run_in_order(
         if block.language == "text":
             assert block.text in said, block.where
         said = "".join(capfd.readouterr())
+
+
+EXAMPLES = re.findall(r"^orchestra run digits .+$", pages.catalogue() + "\n" + pages.parts(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", EXAMPLES, ids=lambda command: command.partition("--strategy ")[2].strip('"'))
+def test_the_examples_of_the_catalogue_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke([*shlex.split(command)[1:], "--steps", "2"]) == 0  # all of their 20 epochs would take minutes
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=lambda page: page.stem)
