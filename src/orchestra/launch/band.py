@@ -86,13 +86,16 @@ class Pipe:
         for ear in ears:
             ear.start()
         code = self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         for ear in ears:  # one that ssh left in the background may keep a pipe open for ever
             ear.join(_LAST_WORDS)
         self._news.put((self._rank, ("end", code if code >= 0 else 128 - code)))
 
     def _hear(self, kind: Literal["out", "err"], pipe: IO[bytes]) -> None:
-        while said := os.read(pipe.fileno(), 1 << 16):
-            self._news.put((self._rank, (kind, said)))
+        with pipe:
+            while said := os.read(pipe.fileno(), 1 << 16):
+                self._news.put((self._rank, (kind, said)))
 
 
 @dataclass

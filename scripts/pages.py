@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation takes from the code: a hook of mkdocs, named in `mkdocs.yml`.
+
+    <!-- generate: catalogue -->     in a page of docs/ becomes what `catalogue()` returns; likewise the others below
+    [text](../SECURITY.md)           a file of the repository becomes a page of the site
+
+The docstrings are Markdown as they are: paragraphs, and pseudo-code that is indented by four.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from orchestra import collectives, errors, optimizers, schedules
+from orchestra.cli import catalogue as known
+from orchestra.cli.app import top
+from orchestra.collectives import ALGORITHMS
+from orchestra.strategies import PARTS, STRATEGIES
+
+ROOT = Path(__file__).resolve().parents[1]
+# Files beside docs/ that pages refer to, and where they are in the site.
+ELSEWHERE = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "experiments/*/README.md")
+_SITE = "repository"
+_MARK = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
+
+
+def catalogue() -> str:
+    """Every strategy: what it does, its paper and pseudo-code, its bytes and knobs."""
+    rows = [
+        (f"[`{known.short_of(cls) or known.name_of(cls)}`](#{known.name_of(cls)})", known.one_line(cls),
+         known.paper(cls), str(cls().servers or "-"), known.synchronous(cls))
+        for cls in STRATEGIES
+    ]  # fmt: skip
+    head = table(("strategy", "what it does", "paper", "servers", "synchronous"), rows)
+    return "\n\n".join([head, *(_section([cls]) for cls in STRATEGIES)])
+
+
+def parts() -> str:
+    """What strategies are put together from; parts of one file share its page."""
+    return "\n\n".join(_section(list(group)) for _, group in groupby(PARTS, key=lambda cls: cls.__module__))
+
+
+def algorithms() -> str:
+    """The ways to take a mean by messages: what they cost, and the page of each."""
+    pages = [f"### {name}\n\n{_text(sys.modules[add_up.__module__])}" for name, add_up in ALGORITHMS.items()]
+    return "\n\n".join([_text(collectives), *pages])
+
+
+def inner() -> str:
+    """Optimizers for large mini-batches, and schedules."""
+    modules = {name: sys.modules[getattr(optimizers, name).__module__] for name in optimizers.__all__}
+    return "\n\n".join(
+        f"### {name}\n\n{_text(module)}" for name, module in (modules | {"Schedules": schedules}).items()
+    )
+
+
+def exit_codes() -> str:
+    """The numbers a command ends with, in the words of `orchestra --help`, and the errors behind them."""
+    said = " ".join((top.__doc__ or "").split()).partition("Exit codes: ")[2]
+    meanings = {int(code): words for code, words in re.findall(r"(\d+) ([^,.]+)", said)}
+    behind = {code: [link(cls) for cls in error_classes() if cls.exit_code == code] for code in meanings}
+    return table(("code", "meaning", "raised as"), ((str(c), m, ", ".join(behind[c])) for c, m in meanings.items()))
+
+
+def error_classes() -> list[type[errors.OrchestraError]]:
+    """Every error of the package, as its file has them."""
+    found = [cls for cls in vars(errors).values() if inspect.isclass(cls) and issubclass(cls, errors.OrchestraError)]
+    return [cls for cls in found if cls is not errors.OrchestraError]
+
+
+def link(cls: type[Any]) -> str:
+    """A class, and where the page says what to do."""
+    return f"[`{cls.__name__}`](#{cls.__name__.lower()})"
+
+
+def error_tree() -> str:
+    """Which error is a kind of which."""
+    return "```text\n" + inspect.cleandoc(errors.__doc__ or "").partition("\n\n")[2].rstrip() + "\n```"
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "catalogue": catalogue,
+    "parts": parts,
+    "algorithms": algorithms,
+    "inner": inner,
+    "exit-codes": exit_codes,
+    "error-tree": error_tree,
+}
+
+
+def table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of Markdown."""
+    heading = list(heading)
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _section(classes: list[type[Any]]) -> str:
+    """The page of one file: its text, and the knobs of what it defines."""
+    names = [known.name_of(cls) for cls in classes]
+    title = ", ".join(cls.__name__ for cls in classes)
+    short = [f"`{name}`" for cls in classes for name in (known.short_of(cls),) if name]
+    anchors = "".join(f'<a id="{name}"></a>' for name in names[1:])
+    blocks = [
+        f"## {title} {{ #{names[0]} }}",
+        f"{anchors}{', '.join(f'`{name}`' for name in names)}{', for short ' + short[0] if short else ''}",
+        _text(sys.modules[classes[0].__module__]),
+        *(block for cls in classes for block in _knobs(cls, alone=len(classes) == 1)),
+        "```bash\n" + "\n".join(_example(cls) for cls in classes) + "\n```",
+    ]
+    return "\n\n".join(blocks)
+
+
+def _knobs(cls: type[Any], *, alone: bool) -> Iterator[str]:
+    knobs = known.knobs(cls)
+    if knobs:
+        rows = ((f"`{k.name}`", f"`{k.default}`", k.range, k.about) for k in knobs)
+        yield table(("knob" if alone else f"knob of `{known.name_of(cls)}`", "default", "range", "meaning"), rows)
+
+
+def _example(cls: type[Any]) -> str:
+    """The fullest expression that `orchestra explain` would have one try."""
+    example = known.examples(cls)[-1]
+    return f'orchestra run digits --workers {1 if example == "solo" else 4} --strategy "{example}"'
+
+
+def _text(module: Any) -> str:
+    """The text a file opens with; each paper on a line of its own."""
+    title, gap, rest = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
+    papers, more, after = rest.partition("\n\n")
+    lines = papers.split("\n")
+    for number, line in enumerate(lines[1:]):
+        if '"' in line and "\n".join(lines[: number + 1]).count('"') % 2 == 0 and not line.startswith(" "):
+            lines[number] += "<br>"
+    return title + gap + "\n".join(lines) + more + after
+
+
+def fill(markdown: str) -> str:
+    """A page with what is generated put in, and files of the repository found in the site."""
+    made = _MARK.sub(lambda match: GENERATED[match[1]](), markdown)
+    return re.sub(r"\]\(\.\./(?=[\w./-]+\.md)", f"]({_SITE}/", made)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """For mkdocs: a page before it is rendered."""
+    return markdown if page.file.src_uri.startswith(_SITE) else fill(markdown)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """For mkdocs: which files there are."""
+    from mkdocs.structure.files import File
+
+    for path in (path for pattern in ELSEWHERE for path in sorted(ROOT.glob(pattern))):
+        name = f"{_SITE}/{path.relative_to(ROOT).as_posix()}"
+        files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+    return files
