@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestra import collectives, errors, optimizers, schedules
 from orchestra.cli import catalogue as known
-from orchestra.cli.app import top
+from orchestra.cli.app import orchestra as verbs
 from orchestra.collectives import ALGORITHMS
 from orchestra.strategies import PARTS, STRATEGIES
 
@@ -62,7 +62,7 @@ def inner() -> str:
 
 def exit_codes() -> str:
     """The numbers a command ends with, in the words of `orchestra --help`, and the errors behind them."""
-    said = " ".join((top.__doc__ or "").split()).partition("Exit codes: ")[2]
+    said = " ".join((verbs.__doc__ or "").split()).partition("Exit codes: ")[2]
     meanings = {int(code): words for code, words in re.findall(r"(\d+) ([^,.]+)", said)}
     behind = {code: [link(cls) for cls in error_classes() if cls.exit_code == code] for code in meanings}
     return table(("code", "meaning", "raised as"), ((str(c), m, ", ".join(behind[c])) for c, m in meanings.items()))
