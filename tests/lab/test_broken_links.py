@@ -76,6 +76,7 @@ def test_a_host_that_is_cut_off_comes_back(
     assert torch.equal(torch.load(out / "compared.pt"), flat(alike.model))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(60)
 def test_a_host_that_does_not_come_back_is_named(
     name: str, tmp_path: Path, command: list[str], capfdbinary: pytest.CaptureFixture[bytes]

@@ -203,7 +203,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
         train(strategy, out, model=trapped(pressed, *waiting, model=Dicey), checkpoint_every=rhythm, **given)
     assert caught.value.exit_code == 130
     saved, complaints = checkpoint.newest(out / "checkpoints")
-    assert saved.step >= 4
+    assert saved.step >= (4 if strategy.synchronous else 1)  # where each goes its own pace, of the slowest
     assert not complaints
     assert len(saved.manifest["files"]) == workers + strategy.servers
     resumed = train(strategy, out, model=trapped(model=Dicey), resume=True, **given)
