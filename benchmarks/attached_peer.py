@@ -84,7 +84,7 @@ class Host(Cluster):
         )  # fmt: skip
         transport = AttachedTransport(self.rank, self.workers, exchange, traffic)
         if self.kind == "torch":
-            store = tcp_store(exchange, self.rank, self.workers, host)
+            store = tcp_store(exchange, self.rank, self.workers, host, 300)
             transport.means = TorchMeans(store, self.rank, self.workers, torch.device("cpu"), host=host)
         return transport
 
