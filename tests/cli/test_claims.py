@@ -93,6 +93,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
     ):
         assert point in fair
     assert not list(out.glob("tuning/*"))
+    assert "localsgd" in (out / "report.html").read_text()
     # Whoever tampers with a run is found out.
     config = out / "localsgd-tau-4" / "seed1" / "config.json"
     config.write_text(config.read_text().replace('"batch": ', '"batch": 1'))

@@ -28,6 +28,8 @@ def conclude(
 ) -> None:
     """Save the table and the page, print what was learned, and fail if a run failed or a claim does not hold."""
     record = save(table, out, fair)
+    if any(row.done for row in table.rows):
+        _page(table, out)
     record["claims"] = [{"claim": claim.text, "holds": claim.holds(table)} for claim in asserted]
     if as_json:
         summary.print_json(record)
@@ -37,7 +39,7 @@ def conclude(
             print(claim.told(table))
         if not quiet:
             where = summary.nearby(out)
-            summary.say(f"\nsaved: {where}/{_page(table, out)}, table.md and table.json")
+            summary.say(f"\nsaved: {where}/{_PAGE}, table.md and table.json")
             summary.say(f"next: open {where}/{_PAGE} · orchestra explain {table.ranked[0].strategy.split('(')[0]}")
     if any(row.failures for row in table.rows):
         raise typer.Exit(1)
@@ -45,13 +47,12 @@ def conclude(
         raise typer.Exit(_DOES_NOT_HOLD)
 
 
-def _page(table: Table, out: Path) -> str:
+def _page(table: Table, out: Path) -> None:
     """Write the page that answers which to use here, and why."""
     from orchestra import checkpoint
     from orchestra.report import page, story
 
     checkpoint.write_text(out / _PAGE, page.write(story.tell([out], target=table.target)))
-    return _PAGE
 
 
 def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:
