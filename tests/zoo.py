@@ -82,16 +82,25 @@ class Trap:
 
     sample: int
     action: Callable[[], object]
+    first: int | None = None  # what the worker it is set for meets in its first step; without it, set for everybody
     parent: int = field(default_factory=os.getpid)
+    armed: bool | None = None  # in this process; not known before the first step
 
     @classmethod
     def at(cls, rank: int, step: int, action: Callable[[], object], *, size: int, batch: int = BATCH) -> Trap:
-        """Sprung by worker `rank` in its step `step` of the first epoch."""
+        """Sprung by worker `rank` in its step `step` of the first epoch, once, not by others who meet it later."""
         feed = IndexedFeed(make_data(), batch=batch, seed=SEED, rank=rank, size=size)
-        return cls(feed.indices(0, step)[0], action)
+        return cls(feed.indices(0, step)[0], action, feed.indices(0, 0)[0])
 
     def meet(self, x: Tensor) -> bool:
-        return os.getpid() != self.parent and bool((torch.round(x[:, 0] * 100) == self.sample).any())
+        if os.getpid() == self.parent:
+            return False
+        met = {round(index * 100) for index in x[:, 0].tolist()}
+        if self.armed is None:
+            self.armed = self.first is None or self.first in met
+        sprung = self.armed and self.sample in met
+        self.armed = self.armed and (self.first is None or not sprung)
+        return sprung
 
 
 class Watched(nn.Module):

@@ -42,7 +42,7 @@ class Sick(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x)
-        return y * self.value if any(trap.meet(x) for trap in self.traps) else y
+        return y * self.value if any([trap.meet(x) for trap in self.traps]) else y  # each must see every batch
 
 
 def nothing() -> None:

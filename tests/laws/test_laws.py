@@ -178,6 +178,8 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
     # At its own pace, only the one who asks for a checkpoint surely has not gone on before it is written.
     rank = workers - 1 if strategy.synchronous else 0
     death = Trap.at(rank, 4, partial(die_after, out / "checkpoints" / "step-00000003"), size=workers)
+    if getattr(strategy, "promote", False):  # samples are shared anew by then
+        death = dataclasses.replace(death, first=None)
     with pytest.raises(WorkerLost):
         train(strategy, out, model=trapped(death, model=Dicey), **given)
     assert checkpoint.newest(out / "checkpoints")[0].step == 3
@@ -203,7 +205,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
         train(strategy, out, model=trapped(pressed, *waiting, model=Dicey), checkpoint_every=rhythm, **given)
     assert caught.value.exit_code == 130
     saved, complaints = checkpoint.newest(out / "checkpoints")
-    assert saved.step >= (4 if strategy.synchronous else 1)  # where each goes its own pace, of the slowest
+    assert saved.step >= 4
     assert not complaints
     assert len(saved.manifest["files"]) == workers + strategy.servers
     resumed = train(strategy, out, model=trapped(model=Dicey), resume=True, **given)
