@@ -255,11 +255,8 @@ class _Training:
         )
         per_epoch, streamed = feed.steps_per_epoch, isinstance(self.data, IterableDataset)
         return Job(
-            **{name: getattr(given, name) for name in ("model", "data", "loss", "optimizer", "trace")},
-            strategy=self.strategy,
-            workers=cluster.workers,
-            batch=given.batch,
-            seed=given.seed,
+            model=given.model, data=given.data, loss=given.loss, optimizer=given.optimizer, strategy=self.strategy,
+            workers=cluster.workers, batch=given.batch, seed=given.seed, trace=given.trace,
             device=cluster.resolve_device(),
             one_memory=cluster.one_memory,
             torch_means=cluster.means_by_torch(),
@@ -284,7 +281,7 @@ class _Training:
             resume=None if self.saved is None else self.saved.path.absolute(),
             threads=cluster.threads_for(cluster.workers + self.strategy.servers),
             delay=delay.at(given.batch) if (delay := cluster.get_delay()) is not None else None,
-        )
+        )  # fmt: skip
 
     def _scorer(self) -> Scorer:
         given = self.given

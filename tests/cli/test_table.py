@@ -49,14 +49,32 @@ def test_a_clear_winner_is_named_with_its_price() -> None:
     made = table(row("allreduce", 4.0, 4.2), row("localsgd", 2.0, 2.1, sent=1e5))
     words = " ".join(verdict(made, cores=8))
     assert [r.strategy for r in made.ranked] == ["localsgd", "allreduce"]
-    assert "localsgd reached accuracy ≥ 0.9 first, after 2.05 s: 2.00 times as fast as allreduce" in words
+    assert "localsgd reached accuracy ≥ 0.9 in 2.05 s, the median of 2 runs, 2.00 times as fast as allreduce" in words
     assert "10.0 times less" in words
     assert "tie" not in words
 
 
-def test_a_lead_within_the_spread_is_called_a_tie() -> None:
+def test_a_lead_within_the_spread_may_be_chance() -> None:
+    made = table(row("allreduce", 4.0, 6.0, 5.0), row("localsgd", 3.0, 6.5, 4.5), row("slowmo", 3.0, 6.7, 4.6))
+    words = " ".join(verdict(made, cores=8))
+    assert "which may be chance" in words
+    assert "Its lead over slowmo could be chance" in words
+
+
+def test_seeds_that_agree_are_no_spread() -> None:
+    """Both seeds took half as long again: that one of them is harder for both does not matter."""
     words = " ".join(verdict(table(row("allreduce", 4.0, 6.0), row("localsgd", 3.0, 4.5)), cores=8))
-    assert "within the spread" in words
+    assert "1.33 times as fast as allreduce (95 % interval 1.33 to 1.33" in words
+    assert "chance" not in words
+
+
+def test_the_table_says_what_the_sentence_says() -> None:
+    made = table(row("allreduce", 4.0, 6.0), row("localsgd", 3.0, 6.5))
+    said = "1.11"
+    assert f"{said} times as fast" in verdict(made, cores=8)[0]
+    assert made.cells(made.rows[1])[4] == f"{said}x"  # two seeds that disagree have no interval worth the name
+    assert made.cells(made.rows[0])[4] == "1.00x"
+    assert [round(r["speedup"], 2) for r in made.as_record()["rows"]] == [1.11, 1.0]
 
 
 def test_a_lead_within_a_snapshot_is_called_a_tie() -> None:

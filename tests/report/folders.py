@@ -78,5 +78,5 @@ def make_race(out: Path, times: dict[str, list[float]]) -> Path:
 
 def moved(node: int, kind: str, began: float, seconds: float, peer: int | None = None, size: int = 0) -> str:
     """A line of a trace."""
-    what = {"node": node, "kind": kind, "began": began, "seconds": seconds, "peer": peer, "bytes": size}
+    what = {"node": node, "kind": kind, "began": began, "peer": peer, "bytes": size}
     return json.dumps({"event": "moved", "t": began + seconds} | what) + "\n"

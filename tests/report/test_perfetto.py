@@ -16,7 +16,7 @@ from tests.zoo import flat, train
 from orchestra import Local, Simulated, Steps
 from orchestra.cluster import Cluster
 from orchestra.events import Ended, Logged, read
-from orchestra.report import perfetto
+from orchestra.report import perfetto, traces
 
 WORLDS = {"processes": Local(workers=2, threads=1), "rehearsal": Simulated(workers=2)}
 
@@ -29,11 +29,11 @@ def run(strategy: str, out: Path, cluster: Cluster, **more: Any) -> Any:
 def test_what_is_traced_is_what_happened(world: str, tmp_path: Path) -> None:
     """Four pushes and four answers of each worker, as many bytes as were counted, sent before they came."""
     run("ps()", tmp_path / "run", WORLDS[world], trace=True)
-    moved = perfetto.moved_of(tmp_path / "run")
+    moved = sorted(traces.moves(tmp_path / "run"), key=lambda e: e.t)
     counts = Counter((e.node, e.kind) for e in moved)
     assert [counts[worker, kind] for worker in (0, 1) for kind in ("compute", "send", "receive")] == [4] * 6
     assert (counts[2, "send"], counts[2, "receive"]) == (8, 8)
-    pairs = list(perfetto.messages(moved))
+    pairs = list(traces.messages(moved))
     assert len(pairs) == 16
     assert all(sent.began <= got.t and sent.bytes == got.bytes for sent, got in pairs)
     ended = [e for node in range(3) for e in read(tmp_path / f"run/events-{node}.jsonl") if isinstance(e, Ended)]

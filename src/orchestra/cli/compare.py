@@ -185,13 +185,14 @@ class Race:
         """The figures of the runs so far."""
         from orchestra import expression
         from orchestra.cli.table import Row, Table
+        from orchestra.report.verdict import baseline_of
 
         rows = [
             Row(text, options_for(text, self.shared).workers or 1, expression.parse(text).servers, tuple(found))
             for text, found in outcomes.items()
             if found
         ]
-        baseline = "allreduce" if "allreduce" in self.strategies else self.strategies[0]
+        baseline = baseline_of(self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
         return Table(*what, world=self._world())

@@ -59,8 +59,7 @@ def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:
     """Write the table, and what was learned, to the folder of the runs; gives all of it."""
     from orchestra.cli.lessons import verdict
 
-    virtual = any(facts.virtual for row in table.rows for facts in row.done)
-    words = verdict(table, None if virtual else len(os.sched_getaffinity(0)))
+    words = verdict(table, len(os.sched_getaffinity(0)) if table.unit == "s" else None)
     record = table.as_record() | {"learned": words, "fairness": [*fair], "out": str(out)}
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary.finite(record), indent=1, ensure_ascii=False)

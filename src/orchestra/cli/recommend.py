@@ -185,14 +185,16 @@ class Advice:
 
     def _doubt(self, first: Row) -> Iterator[str]:
         """How sure that is."""
+        from orchestra.report.verdict import pairs
+
         if len(self.finalists) > 1:
             second = self.finalists[1]
-            ratios = _paired(first, second)
-            sure = bool(ratios) and min(ratios) > 1
+            mine, other = pairs(self.table.marks, first.strategy, second.strategy, lambda mark: mark.seconds)
+            slower = sum(b > a for a, b in zip(mine, other, strict=True))
             yield (
                 f"{second.strategy} is next: {second.time:.3g} s, {second.time / first.time:.2f} times as long; it was "
-                f"slower in {sum(r > 1 for r in ratios)} of {len(ratios)} pairs of runs with equal seeds"
-                + ("." if sure else ", so the two are as good as equal.")
+                f"slower in {slower} of {len(mine)} pairs of runs with equal seeds"
+                + ("." if mine and slower == len(mine) else ", so the two are as good as equal.")
             )
         for condition, winner in self.elsewhere:
             same = "still first" if winner == first.strategy else f"{winner} would be first"
@@ -224,14 +226,6 @@ def _spread(row: Row) -> str:
         return " (one seed)"
     low, high = row.interval
     return f" ({low:.3g} to {high:.3g} over {len(row.times)} seeds)"
-
-
-def _paired(first: Row, other: Row) -> list[float]:
-    """How many times as long the other took, with the same seed."""
-    mine = {outcome.seed: outcome.seconds for outcome in first.outcomes if outcome.seconds}
-    return [
-        outcome.seconds / mine[outcome.seed] for outcome in other.outcomes if outcome.seconds and outcome.seed in mine
-    ]
 
 
 def _why(first: Row, base: Row | None) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestra.budget import Target, lower_is_better
 from orchestra.report.facts import Facts, facts_of, scores_of
-from orchestra.report.verdict import Against, Mark, against_baseline
+from orchestra.report.verdict import Against, Mark, against_baseline, is_useless
 from orchestra.statistics import Estimate, median_interval
 from orchestra.words import plural
 
@@ -170,16 +170,26 @@ class Table:
         return f"{self.target.metric} {'≤' if lower_is_better(self.target.metric) else '≥'} {self.target.value:g}"
 
     @cached_property
+    def marks(self) -> list[Mark]:
+        """What every run achieved; those of the baseline come first."""
+        rows = sorted(self.rows, key=lambda row: row.strategy != self.baseline)
+        return [
+            Mark(row.strategy, "", o.seed, o.seconds, o.since, o.best, o.final) for row in rows for o in row.outcomes
+        ]
+
+    @property
+    def unit(self) -> str:
+        """Of the times."""
+        return "virtual s" if any(facts.virtual for row in self.rows for facts in row.done) else "s"
+
+    @cached_property
     def against(self) -> dict[str, Against]:
         """Every strategy that always reached the target beside the baseline, seed by seed."""
         rows = [row for row in self.rows if row.always]
         if self.baseline not in {row.strategy for row in rows}:
             return {}
-        rows.sort(key=lambda row: row.strategy != self.baseline)
-        marks = [
-            Mark(row.strategy, "", o.seed, o.seconds, o.since, o.best, o.final) for row in rows for o in row.outcomes
-        ]
-        return {found.strategy: found for found in against_baseline(marks)}
+        reached = {row.strategy for row in rows}
+        return {a.strategy: a for a in against_baseline([m for m in self.marks if m.strategy in reached])}
 
     def speed(self, strategy: str) -> Estimate | None:
         """How many times as fast as the baseline."""
@@ -210,10 +220,12 @@ class Table:
     def cells(self, row: Row, *, narrow: bool = False) -> list[str]:
         """One line of the table."""
         base = self.row(self.baseline)
-        ratio = f"{base.time / row.time:.2f}x" if base is not None and base.always and row.always else "-"
         speed = self.speed(row.strategy)
-        if speed is not None and speed.low is not None and speed.high is not None and not narrow:
-            ratio = f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}]" if speed.high < 100 * speed.low else ratio
+        ratio = "-" if speed is None else f"{speed.value:.2f}x"
+        if row is base and row.always:
+            ratio = "1.00x"
+        if speed is not None and speed.low is not None and not is_useless(speed) and not narrow:
+            ratio += f" [{speed.low:.2f}, {speed.high:.2f}]"
         stale = row.mean("staleness_mean")
         most = max((facts.staleness_max or 0 for facts in row.done), default=0)
         return [
@@ -295,7 +307,7 @@ class Table:
             "interval": list(row.interval) if row.times else None,
             "speedup_interval": None if (e := self.speed(row.strategy)) is None or e.low is None else [e.low, e.high],
             "p": found.p if (found := self.against.get(row.strategy)) is not None else None,
-            "speedup": base.time / row.time if base is not None and base.always and row.always else None,
+            "speedup": e.value if (e := self.speed(row.strategy)) is not None else 1.0 if row is base else None,
             "seconds": row.seconds if row.done else None,
             "bytes_per_worker": row.traffic if row.done else None,
             "wait": row.wait if row.done else None,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from orchestra.board import name_of
-from orchestra.events import Began, Moved, Stepped, read
+from orchestra.events import Began, Stepped, read
+from orchestra.report.traces import messages, moves
 
 _MICRO = 1e6
 _BRIEF = 0.1  # µs that a slice is long at least: arrows begin and end at slices
@@ -25,29 +25,10 @@ _COLOURS = {"compute": "thread_state_running", "send": "rail_response", "receive
 Record = dict[str, Any]
 
 
-def moved_of(run: Path) -> list[Moved]:
-    """Every op of a run that was traced, in order of time; nothing of one that was not."""
-    paths = sorted(run.glob("trace-*.jsonl"))
-    return sorted((e for path in paths for e in read(path) if isinstance(e, Moved)), key=lambda e: e.t)
-
-
-def messages(moved: Iterable[Moved]) -> Iterator[tuple[Moved, Moved]]:
-    """Sends with their receipts: what one node sends another comes in the order in which it was sent."""
-    sent: dict[tuple[int, int], list[Moved]] = defaultdict(list)
-    got: dict[tuple[int, int], list[Moved]] = defaultdict(list)
-    for e in moved:
-        if e.peer is not None and e.kind == "send":
-            sent[e.node, e.peer].append(e)
-        elif e.peer is not None and e.kind == "receive":
-            got[e.peer, e.node].append(e)
-    for way, ones in sent.items():
-        yield from zip(ones, got[way], strict=False)  # the last may never have been read
-
-
 def records(run: Path) -> Iterator[Record]:
     """The entries of a trace, of one run."""
     yield from _names(run)
-    moved = moved_of(run)
+    moved = sorted(moves(run), key=lambda e: e.t)
     if not moved:
         yield from _steps(run)
         return

@@ -195,10 +195,10 @@ def _trace(trace: traces.Trace) -> dict[str, Any]:
         "node": [op.node for op in trace.ops],
         "kind": [traces.KINDS.index(op.kind) for op in trace.ops],
         "began": [round(op.began * 1e6) for op in trace.ops],
-        "took": [round(op.seconds * 1e6) for op in trace.ops],
+        "took": [round((op.t - op.began) * 1e6) for op in trace.ops],
         "peer": [op.peer for op in trace.ops],
         "bytes": [op.bytes for op in trace.ops],
-        "met": [None if op.met is None else round(op.met * 1e6) for op in trace.ops],
+        "met": [None if met is None else round(met * 1e6) for met in trace.met],
         "kinds": [*traces.KINDS],
         "left_out": trace.left_out,
     }

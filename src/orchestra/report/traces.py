@@ -7,16 +7,16 @@ messages it sent to whom; what all do together is not in there, and is shared ou
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from orchestra.events import Ended
+from orchestra import events
+from orchestra.events import Ended, Moved
 from orchestra.report.reading import Run
 from orchestra.strategies import EASGD, AllReduce, Downpour, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD
 from orchestra.strategy import Strategy
@@ -28,17 +28,33 @@ _MOST_SEEN = 2_000_000  # ops of a run that are looked at
 Flow = dict[tuple[int, int], float]  # bytes by sender and receiver
 
 
-@dataclass(slots=True)
-class Moved:
-    """One op of a node."""
+def moves(run: Path) -> Iterator[Moved]:
+    """Every op of a run that was traced, file by file. Lines that make no sense are passed over."""
+    for path in sorted(run.glob("trace-*.jsonl")):
+        yield from (e for e in events.read(path) if isinstance(e, Moved) and _makes_sense(e))
 
-    node: int
-    kind: str
-    began: float
-    seconds: float
-    peer: int | None
-    bytes: int
-    met: float | None = None  # of a send, when it was received; of a receipt, when it was sent
+
+def _makes_sense(e: Moved) -> bool:
+    times, whole = (e.began, e.t), (e.node, e.bytes, 0 if e.peer is None else e.peer)
+    return (
+        all(type(t) in (int, float) and math.isfinite(t) for t in times)
+        and e.began <= e.t
+        and all(type(n) is int and n >= 0 for n in whole)
+        and isinstance(e.kind, str)
+    )
+
+
+def messages(moved: Iterable[Moved]) -> Iterator[tuple[Moved, Moved]]:
+    """Sends with their receipts: what one node sends another comes in the order in which it was sent."""
+    sent: dict[tuple[int, int], list[Moved]] = defaultdict(list)
+    got: dict[tuple[int, int], list[Moved]] = defaultdict(list)
+    for e in moved:
+        if e.peer is not None and e.kind == "send":
+            sent[e.node, e.peer].append(e)
+        elif e.peer is not None and e.kind == "receive":
+            got[e.peer, e.node].append(e)
+    for way, ones in sent.items():
+        yield from zip(ones, got[way], strict=False)  # the last may never have been read
 
 
 @dataclass
@@ -48,6 +64,7 @@ class Trace:
     spent: dict[int, dict[str, float]] = field(default_factory=dict)
     flow: Flow = field(default_factory=dict)
     ops: list[Moved] = field(default_factory=list)
+    met: list[float | None] = field(default_factory=list)  # of each op: when a send was received, a receipt sent
     left_out: int = 0  # ops that there was no room for
 
 
@@ -55,55 +72,27 @@ def read(run: Path, nodes: int, most: int = MOST) -> Trace | None:
     """The trace of a run, if it was traced."""
     trace, flow = Trace(), defaultdict[tuple[int, int], float](float)
     spent: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(KINDS, 0.0))
-    moves = chain.from_iterable(_moves(path, nodes) for path in sorted(run.glob("trace-*.jsonl")))
-    for move in islice(moves, _MOST_SEEN):
-        spent[move.node][move.kind] += move.seconds
-        if move.kind == "send" and move.peer is not None:
-            flow[move.node, move.peer] += move.bytes
-        trace.ops.append(move)
+    for op in islice(moves(run), _MOST_SEEN):
+        op.kind = _TOGETHER.get(op.kind, op.kind)
+        if op.kind not in KINDS or op.node >= nodes:
+            continue
+        spent[op.node][op.kind] += op.t - op.began
+        if op.peer is not None and op.peer >= nodes:
+            op.peer = None
+        if op.kind == "send" and op.peer is not None:
+            flow[op.node, op.peer] += op.bytes
+        trace.ops.append(op)
     if not trace.ops:
         return None
-    trace.ops.sort(key=lambda move: move.began)
-    _pair(trace.ops)
+    trace.ops.sort(key=lambda op: op.began)
+    met: dict[int, float] = {}
+    for sent, got in messages(trace.ops):
+        met[id(sent)], met[id(got)] = got.t, sent.began
     trace.left_out = max(0, len(trace.ops) - most)
     del trace.ops[most:]
+    trace.met = [met.get(id(op)) for op in trace.ops]
     trace.spent, trace.flow = dict(spent), dict(flow)
     return trace
-
-
-def _pair(ops: list[Moved]) -> None:
-    """What one node sends another comes in the order in which it was sent."""
-    ways: dict[tuple[int, int], tuple[list[Moved], list[Moved]]] = defaultdict(lambda: ([], []))
-    for op in ops:
-        if op.peer is not None and op.kind == "send":
-            ways[op.node, op.peer][0].append(op)
-        elif op.peer is not None and op.kind == "receive":
-            ways[op.peer, op.node][1].append(op)
-    for sent, got in ways.values():
-        for one, other in zip(sent, got, strict=False):  # the last may never have been read
-            one.met, other.met = other.began + other.seconds, one.began
-
-
-def _moves(path: Path, nodes: int) -> Iterator[Moved]:
-    """The ops of a file; lines that are cut short or make no sense are passed over."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                found = json.loads(line)
-                if found["event"] == "moved" and (move := _move(found, nodes)) is not None:
-                    yield move
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
-
-
-def _move(found: dict[str, Any], nodes: int) -> Moved | None:
-    node, kind, peer = found["node"], _TOGETHER.get(found["kind"], found["kind"]), found.get("peer")
-    began, size = float(found["began"]), int(found.get("bytes") or 0)
-    seconds = float(found["t"]) - began
-    there = range(nodes)
-    if kind not in KINDS or node not in there or not math.isfinite(began + seconds) or seconds < 0:
-        return None
-    return Moved(node, kind, began, seconds, peer if peer in there else None, size)
 
 
 @dataclass(frozen=True)

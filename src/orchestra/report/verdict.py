@@ -11,7 +11,7 @@ from orchestra.budget import Target, lower_is_better
 from orchestra.statistics import Estimate, difference, holm, ratio
 from orchestra.words import plural
 
-USELESS = 100  # times that the ends of an interval may be apart
+USELESS = 10  # times that the ends of an interval may be apart
 
 
 @dataclass(frozen=True)
@@ -182,16 +182,16 @@ class _Race:
     def doubts(self) -> list[str]:
         """Where a lead is no larger than what chance or the spacing of snapshots explains."""
         ranked, found = self.ranked(), []
-        missed = [name for name in self.names if name not in {name for _, name in ranked}]
-        if len(ranked) > 1:
-            (time, first), (_, second) = ranked[:2]
-            since = statistics.median(m.since for m in self.marks if m.strategy == second)
-            own, other = pairs(self.marks, first, second, _seconds)
+        order = [name for _, name in ranked]
+        missed = [name for name in self.names if name not in order]
+        for rival in [name for i, name in enumerate(order) if i == 1 or (i > 1 and name == self.baseline)]:
+            since = statistics.median(m.since for m in self.marks if m.strategy == rival)
+            own, other = pairs(self.marks, order[0], rival, _seconds)
             lead = ratio(other, own) if own else None
-            if time > since:
-                found.append(f"Its lead over {second} is less than one snapshot of the model: a tie.")
-            elif lead is not None and lead.n > 1 and not lead.excludes(1.0):
-                found.append(f"Its lead over {second} could be chance ({interval(lead)}).")
+            if ranked[0][0] > since:
+                found.append(f"Its lead over {rival} is less than one snapshot of the model: a tie.")
+            elif rival != self.baseline and lead is not None and lead.n > 1 and not lead.excludes(1.0):
+                found.append(f"Its lead over {rival} could be chance ({interval(lead)}).")
         if missed:
             found.append(f"Not reached in every run, if in any: {', '.join(missed)}.")
         if len({m.seed for m in self.marks}) == 1:
