@@ -72,6 +72,17 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Reunited:
+    """A node's connection to another broke, and was made anew after so many seconds; nothing was lost."""
+
+    t: float
+    node: int
+    peer: int
+    seconds: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Snapped:
     """A node set aside its part of snapshot `number`."""
 
@@ -130,9 +141,10 @@ class Moved:
     bytes: int
 
 
-Event = Began | Stepped | Logged | Skipped | Snapped | Scored | Saved | Ended | Moved
+Event = Began | Stepped | Logged | Skipped | Reunited | Snapped | Scored | Saved | Ended | Moved
 _KINDS: dict[str, type[Any]] = {
-    cls.__name__.lower(): cls for cls in (Began, Stepped, Logged, Skipped, Snapped, Scored, Saved, Ended, Moved)
+    cls.__name__.lower(): cls
+    for cls in (Began, Stepped, Logged, Skipped, Reunited, Snapped, Scored, Saved, Ended, Moved)
 }
 # The names of a kind's values, and how to get them.
 _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]]]] = {

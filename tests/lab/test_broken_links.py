@@ -15,7 +15,9 @@ import torch
 from tests.zoo import flat, train
 
 from orchestra import Attached, Simulated, Steps
+from orchestra.events import Reunited
 from orchestra.lab import Lab
+from orchestra.report.facts import events_of
 from orchestra.transports import token
 
 LIVE = """
@@ -69,6 +71,11 @@ def test_a_host_that_is_cut_off_comes_back(
         assert lab.run([*command, strategy, str(out), "20"]) == 0
         cutting.join()
     assert b"is connected again" in b"".join(capfdbinary.readouterr())
+    parted = [e for e in events_of(out) if isinstance(e, Reunited)]
+    assert parted
+    assert all(1 in (e.node, e.peer) and 0 < e.seconds < 25 for e in parted), (
+        "an end is at the host cut off, the second"
+    )
     workers = 3 if strategy != "ps()" else 2
     alike = train(
         strategy, tmp_path / "virtual", cluster=Simulated(workers=workers), budget=Steps(STEPS), progress=False

@@ -35,6 +35,18 @@ def test_a_run_cut_short_tells_what_it_has(tmp_path: Path) -> None:
     assert told["formula"] is None, "how many steps it would have been nobody knows"
 
 
+def test_connections_made_anew_are_told_once_for_both_ends(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", workers=3)
+    with (run / "events-0.jsonl").open("a", encoding="utf-8") as file:
+        for node, peer, seconds in ((0, 2, 1.0), (2, 0, 1.5), (0, 2, 4.04), (2, 1, 0.5)):
+            what = {"event": "reunited", "t": 1.0, "node": node, "peer": peer, "seconds": seconds, "why": "reset"}
+            file.write(json.dumps(what) + "\n")
+    assert reading.load(run).warnings == (
+        "the connection between worker 0 and worker 2 broke 2 times and was made anew within 4.0 s; nothing was lost.",
+        "the connection between worker 2 and worker 1 broke 1 time and was made anew within 0.5 s; nothing was lost.",
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [

@@ -48,18 +48,26 @@ def demo(
     table = race.run(quiet=quiet)
     concluding.conclude(table, out, as_json=json_, quiet=True)
     if not quiet:
-        summary.say(_NEXT.format(out=summary.nearby(out.absolute())))
+        summary.say(_next(summary.nearby(out.absolute())))
 
 
-_NEXT = """
-The runs and the table are in {out}. What to try next:
-  orchestra report {out}                                        all of it, to look at in a browser
-  orchestra explain slowmo                                      how SlowMo works
-  orchestra compare digits --lr 0.01 --workers 4 --seeds 3 \\
-      --strategies "allreduce, ps(consistency=asp())"           stale gradients bear smaller steps
-  orchestra compare digits --workers 4 --partition label-sorted \\
-      --strategies "allreduce, localsgd(tau=8)"                 when every worker sees other digits
-  orchestra run char-gpt --strategy slowmo --workers 2          a small transformer, some minutes"""
+_NEXT = (
+    ("orchestra explain slowmo", "how SlowMo works"),
+    (
+        'orchestra compare digits --lr 0.01 --workers 4 --seeds 3 -s "allreduce, ps(consistency=asp())"',
+        "stale gradients bear smaller steps",
+    ),
+    (
+        'orchestra compare digits --workers 4 --partition label-sorted -s "allreduce, localsgd(tau=8)"',
+        "when every worker sees other digits",
+    ),
+    ("orchestra run char-gpt --strategy slowmo --workers 2", "a small transformer, some minutes"),
+)
+
+
+def _next(out: str) -> str:
+    lines = [f"\nOpen {out}/report.html in a browser: all of it in pictures. What to try next:"]
+    return "\n".join([*lines, *(f"  {command}\n      {why}" for command, why in _NEXT)])
 
 
 def _make_room(out: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from orchestra import run, topology
 from orchestra.board import Report, name_of
 from orchestra.errors import ClusterError, OrchestraError, Stalled, WorkerLost
-from orchestra.events import EventLog
+from orchestra.events import EventLog, Reunited
 from orchestra.job import Job
 from orchestra.launch.joined import JoinedTransport
 from orchestra.launch.living import Tell, live
@@ -92,6 +92,9 @@ class Party:
 
     def _make_node(self, job: Job, comm: Comm, log: EventLog) -> Node:
         """The worker or server that this process is."""
+        self.exchange.when_reunited(
+            lambda peer, seconds, why: log.write(Reunited(comm.transport.now(), self.rank, peer, seconds, why))
+        )
         if self.rank >= job.workers:
             return run.server(job, self.rank, comm, log, self.x0[job.range_of(self.rank)].clone())
         device = torch.device("cpu")

@@ -10,13 +10,16 @@ import json
 import math
 import operator
 import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from orchestra.events import Began, Ended, Event, Logged, Saved, Scored, Skipped, Snapped, Stepped
+from orchestra.board import name_of
+from orchestra.events import Began, Ended, Event, Logged, Reunited, Saved, Scored, Skipped, Snapped, Stepped
 from orchestra.report.facts import Facts, events_of, facts_from, scores_of
+from orchestra.words import plural
 
 _MOST_NODES = 100_000
 _LONGEST = 500  # characters of a text
@@ -72,6 +75,7 @@ def load(path: Path, events: Sequence[Event] | None = None) -> Run:
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"its figures make no sense: {error}") from error
     warnings = ending.get("warnings")
+    said = map(str, warnings) if isinstance(warnings, list) else ()
     return Run(
         path=path,
         name=str(path),
@@ -80,8 +84,22 @@ def load(path: Path, events: Sequence[Event] | None = None) -> Run:
         events=events,
         scores=scores,
         over=bool(ending),
-        warnings=tuple(map(str, warnings)) if isinstance(warnings, list) else (),
+        warnings=(*said, *_reunions(events, facts.workers)),
     )
+
+
+def _reunions(events: Iterable[Event], workers: int) -> Iterator[str]:
+    """Connections that broke and were made anew, as one of their two ends saw it."""
+    breaks = defaultdict[tuple[int, int], list[float]](list)
+    for e in events:
+        if isinstance(e, Reunited):
+            breaks[e.node, e.peer].append(e.seconds)
+    for (node, peer), seconds in breaks.items():
+        if node < peer or (peer, node) not in breaks:
+            yield (
+                f"the connection between {name_of(node, workers)} and {name_of(peer, workers)} broke "
+                f"{plural(len(seconds), 'time')} and was made anew within {max(seconds):.1f} s; nothing was lost."
+            )
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -113,7 +131,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 # Events may be of the right kind and hold anything.
 
-_KINDS: tuple[type[Any], ...] = (Began, Stepped, Logged, Skipped, Snapped, Scored, Saved, Ended)
+_KINDS: tuple[type[Any], ...] = (Began, Stepped, Logged, Skipped, Reunited, Snapped, Scored, Saved, Ended)
 _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
     cls: operator.attrgetter(*(f.name for f in fields(cls) if f.type in ("int", "float"))) for cls in _KINDS
 }

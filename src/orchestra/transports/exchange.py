@@ -67,6 +67,10 @@ class Exchange:
         """Nodes whose connection broke, and how."""
         return self._lines.lost
 
+    def when_reunited(self, act: Callable[[int, float, str], None]) -> None:
+        """Have something done when a broken connection was made anew: told to whom, after how long, what broke it."""
+        self._lines.when_reunited = act
+
     # Sending.
 
     def send(self, op: Send) -> Handle[None]:

@@ -49,6 +49,7 @@ class Lines:
         arranged: Arrangement,
     ) -> None:
         self.lost: dict[int, str] = {}  # nodes whose connection broke, and how
+        self.when_reunited: Callable[[int, float, str], None] = lambda node, seconds, why: None
         self.ahead = AHEAD
         self.patience = patience  # seconds
         self._rank, self._workers, self._run, self._accept = rank, workers, run, accept
@@ -242,6 +243,7 @@ class Lines:
         if peer.parted is None:  # the other end noticed first
             self._part(peer, "it called again")
         peer.calls = max(peer.calls, came.call)
+        parted = peer.parted or 0.0
         try:
             reunion.reply(came, peer.taken)
             peer.resume(came.sock, came.heard)
@@ -258,6 +260,7 @@ class Lines:
         self.watch(peer)
         if peer.parted is None:
             sys.stderr.write(f"warning: {self.names([peer.rank])} is connected again: {peer.why}\n")
+            self.when_reunited(peer.rank, time.perf_counter() - parted, peer.why)
 
     def close(self, until: float) -> None:
         """Hang up; by then even if somebody does not listen."""
