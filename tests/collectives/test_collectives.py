@@ -86,7 +86,7 @@ def messages_sent(algorithm: str, p: int, n: int, group: int | None) -> list[int
     e, lg = p - q, q.bit_length() - 1
     match algorithm:
         case "ring":
-            return [2 * (p - 1)] * p
+            return [2 * (p - 1) * max(1, min(2, n // p // 16384))] * p
         case "halving_doubling" | "butterfly":
             own = 2 * lg if algorithm == "halving_doubling" else max(1, min(8, n // 16384)) * lg
             return [1, 1 + own] * e + [own] * (p - 2 * e)
@@ -127,7 +127,7 @@ def test_the_same_mean_everywhere(algorithm: str, group: int | None, p: int, n: 
 
 @every
 @pytest.mark.parametrize("p", [2, 5, 8])
-def test_real_mailboxes_hold_two_messages_and_give_the_same_bits(algorithm: str, group: int | None, p: int) -> None:
+def test_real_mailboxes_hold_few_messages_and_give_the_same_bits(algorithm: str, group: int | None, p: int) -> None:
     """What is under way between two processes is bounded; in virtual time it is not."""
     n, add_up = 140_000, algorithm_of(algorithm, group)
     world, real, rehearsed = Processes(p, numel=n), vectors(p, n), vectors(p, n)
@@ -191,6 +191,15 @@ def test_chunks_of_a_butterfly_are_added_up_while_others_are_under_way(p: int) -
     assert least < carry_out(butterfly, xs, on=network).seconds < 1.2 * least
 
 
+@pytest.mark.parametrize("p", [2, 3, 8])
+@pytest.mark.parametrize("gamma", [0.0, 0.1 / RATE])
+def test_pieces_of_a_ring_are_added_up_while_others_are_under_way(p: int, gamma: float) -> None:
+    """Of a long vector: links are always busy, so that neither latency nor adding is seen but once, at the end."""
+    n, network = 3 << 20, Network(hosts=(Host(up=8 * RATE, down=8 * RATE, latency=LATENCY / 2, number=4 * gamma),))
+    done = carry_out(ALGORITHMS["ring"], [torch.empty(n, device="meta") for _ in range(p)], on=network)
+    assert done.seconds == pytest.approx(2 * (p - 1) / p * 4 * n / RATE + LATENCY, rel=1e-9)
+
+
 # Racks of 4 hosts, whose links to each other are `times` too small for them.
 
 
@@ -206,8 +215,9 @@ def test_groups_that_are_racks_pay_where_their_page_says(n: int, times: float, w
     ring = seconds_on_racks(ALGORITHMS["ring"], n, times)
     across = 2 * (m - 1) * (LATENCY + moved / m / g * times)
     assert grouped == pytest.approx(2 * (g - 1) * (LATENCY + moved / g) + across, rel=1e-9)
-    # Behind a slow link messages queue up, and their latencies overlap.
-    assert ring == pytest.approx(2 * (p - 1) * (LATENCY + moved / p * times / g), rel=1e-3)
+    # Behind a slow link messages queue up, and their latencies overlap; so do those of the two pieces of a long chunk.
+    latencies = LATENCY if n > 1 << 18 else 2 * (p - 1) * LATENCY
+    assert ring == pytest.approx(2 * (p - 1) * moved / p * times / g + latencies, rel=1e-3)
     assert (grouped < ring) == wins
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -213,19 +214,42 @@ def test_messages_keep_their_order_and_content(dtype: torch.dtype) -> None:
     assert got == [(-i, i / 2, [i, i + 1]) for i in range(50)]
 
 
-def test_two_messages_may_be_under_way_and_not_three() -> None:
-    world = World(1, servers=1, patience=0.3)
-    one = torch.ones(3)
-    sender = world.comms[0]
-    sender.send(1, one)
-    sender.send(1, 2 * one)
+@pytest.mark.parametrize(("numel", "most"), [(3, 4), (250, 4), (4_000, 2), (8_000, 2)])
+def test_so_many_messages_may_be_under_way_and_not_one_more(numel: int, most: int) -> None:
+    """Two that are long, four that are not."""
+    world = World(1, servers=1, patience=0.3, numel=8_000)
+    sender, receiver = world.comms
+    for number in range(most):
+        sender.send(1, torch.full((numel,), float(number)))
     with pytest.raises(Stalled, match=r"worker 0 waited 0\.3 s for server 0 to take a message"):
-        sender.send(1, 3 * one)
-    receiver = world.comms[1]
-    assert receiver.recv(0).x.tolist() == [1, 1, 1]
-    assert receiver.recv(0).x.tolist() == [2, 2, 2]
-    sender.send(1, 3 * one)
-    assert receiver.recv(0).x.tolist() == [3, 3, 3]
+        sender.send(1, torch.full((numel,), -1.0))
+    for number in range(most):
+        assert receiver.recv(0).x.eq(number).all()
+        if number:  # the one before is not looked at any more
+            sender.send(1, torch.full((numel,), 100.0 + number))
+    for number in range(1, most):
+        assert receiver.recv(0).x.eq(100 + number).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_and_short_ones_do_not_get_in_each_others_way(seed: int) -> None:
+    """Whatever is under way stays as it was sent, until the receiver takes the next."""
+    chance, world = random.Random(seed), World(1, servers=1, numel=8_000)
+    sizes = [chance.choice((1, 100, 2_000, 2_001, 5_000, 8_000)) for _ in range(300)]
+
+    def life(rank: int, comm: Comm) -> int:
+        for number, size in enumerate(sizes):
+            if rank == 0:
+                comm.send(1, torch.full((size,), float(number)))
+            else:
+                x = comm.recv(0).x
+                if number % 3 == seed % 3:
+                    time.sleep(1e-4)  # the sender runs ahead
+                assert x.numel() == size
+                assert x.eq(number).all()
+        return len(sizes)
+
+    assert world.run(life) == [300, 300]
 
 
 @pytest.mark.parametrize("numel", [8, 100_000], ids=["small", "large"])

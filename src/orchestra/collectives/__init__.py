@@ -6,7 +6,7 @@
 An algorithm adds up; the weights travel with the messages. The cost of n bytes among p workers with α seconds from one
 to another, β for a byte and γ for adding one, and the bytes and messages that one worker sends at most:
 
-    ring                2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ          2 (p-1)/p n   2 (p-1)
+    ring                2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ          2 (p-1)/p n   2 (p-1) c
     halving_doubling    2 lg p α + 2 (p-1)/p n β + (p-1)/p n γ           2 (p-1)/p n   2 lg p
     butterfly           lg p α + lg p n β + lg p n γ                     lg p n        c lg p
     tree                2 lg p α + lg p (lg p + 3)/2 n β + lg p n γ      lg p n        lg p
@@ -15,7 +15,8 @@ to another, β for a byte and γ for adding one, and the bytes and messages that
     one_device          2 α + 2 (p-1) n β + (p-1) n γ                    (p-1) n       p-1
 
 For p a power of two, m groups of g; c chunks, whose additions overlap with what is under way. The double tree takes
-no longer than this where a chunk takes longer than α and than its addition.
+no longer than this where a chunk takes longer than α and than its addition; a ring's chunks that are long go in c = 2
+pieces, and where one takes longer than α and its addition it takes α + 2 (p-1)/p n β.
 """
 
 from __future__ import annotations

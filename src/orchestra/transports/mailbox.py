@@ -3,9 +3,9 @@
 
 sender                                              receiver
 body: its own vector, if lent, else one of two      sleeps on its bell
-      alternating slots                             reads the body in place
+      alternating slots, or a small one             reads the body in place
 header; posted ← posted + 1; ring the bell          released ← released + 1 when it next receives from the
-at most two messages under way                      sender or sends to it
+at most `UNDER_WAY` messages under way              sender or sends to it
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Stamp, Traffic
-from orchestra.transports.memory import Arena
+from orchestra.transports.memory import UNDER_WAY, Arena
 from orchestra.transports.waiting import Waiter
 
 _HEADER = struct.Struct("=HHIQQqdQQQ")  # kind, dtype, tag, place, numel, version, weight, stamp
@@ -52,23 +52,24 @@ class Mailbox:
         self._posted_by = [plan.word("posted", node, rank) for node in nodes]
         self._released_to = [plan.word("released", rank, node) for node in nodes]
         self._released_by = [plan.word("released", node, rank) for node in nodes]
-        self._headers_to = [[plan.header(rank, node, parity) for parity in (0, 1)] for node in nodes]
-        self._headers_by = [[plan.header(node, rank, parity) for parity in (0, 1)] for node in nodes]
+        self._headers_to = [[plan.header(rank, node, k) for k in range(UNDER_WAY)] for node in nodes]
+        self._headers_by = [[plan.header(node, rank, k) for k in range(UNDER_WAY)] for node in nodes]
+        self._slots_free = [[0, 0] for _ in nodes]  # once so many messages are released, each of the two slots is free
 
     # Sending.
 
     def send(self, op: Send) -> Handle[None]:
-        """Post a message; returns at once unless two are still under way to the same node."""
+        """Post a message; returns at once unless too many are still under way to the same node."""
         arena, to, x = self._arena, op.to, op.x
         self._release(to)
         number = self._sent[to]
-        self.await_release(to, number - 1)
+        self._await_header(to)
         nbytes = x.numel() * x.element_size()
         place = arena.offset(x) if op.lend and nbytes >= _LEND_FROM else None
         lent = place is not None
         if place is None:
             arena.require_room(x)
-            place = self._plan.slot(self._rank, to, number % 2)
+            place = self._place(to, number, nbytes)
             arena.tensor(place, x.numel(), x.dtype).copy_(x.reshape(-1))
         self._post(to, _BODY, _DTYPES.index(x.dtype), op.tag, place, x.numel(), op.version, op.weight, *op.stamp)
         if to not in self._near:
@@ -79,13 +80,27 @@ class Mailbox:
         """Post a farewell to every member of a group."""
         for to in op.group.members:
             self._release(to)
-            self.await_release(to, self._sent[to] - 1)
+            self._await_header(to)
             self._post(to, _FAREWELL, 0, 0, 0, 0, 0, 0.0, 0, 0, 0)
         return Done(None)
 
+    def _await_header(self, to: int) -> None:
+        self.await_release(to, self._sent[to] + 1 - UNDER_WAY)
+
+    def _place(self, to: int, number: int, nbytes: int) -> int:
+        """Where a body goes; long ones wait until the one before the last is released."""
+        plan = self._plan
+        if nbytes <= plan.small:
+            return plan.small_slot(self._rank, to, number)
+        free = self._slots_free[to]
+        parity = free.index(min(free))
+        self.await_release(to, free[parity])
+        free[parity] = number + 1
+        return plan.slot(self._rank, to, parity)
+
     def _post(self, to: int, *header: float) -> None:
         number = self._sent[to]
-        _HEADER.pack_into(self._arena.memory, self._headers_to[to][number % 2], *header)
+        _HEADER.pack_into(self._arena.memory, self._headers_to[to][number % UNDER_WAY], *header)
         self._sent[to] = number + 1
         self._words.set(self._posted_to[to], number + 1)
         self.ring(to)
@@ -168,7 +183,7 @@ class Mailbox:
         self._taken[source] = number + 1
         self._turn = source + 1
         kind, dtype, tag, place, numel, version, weight, *stamp = _HEADER.unpack_from(
-            self._arena.memory, self._headers_by[source][number % 2]
+            self._arena.memory, self._headers_by[source][number % UNDER_WAY]
         )
         if kind == _FAREWELL:
             self._left[source] = True

@@ -3,13 +3,14 @@
 
     words      futex words: go, abort, stop, per node and per pair of nodes
     board      what each node last reported (step, loss, seconds by kind, bytes), for whoever watches
-    headers    two message headers per ordered pair of nodes
+    headers    `UNDER_WAY` message headers per ordered pair of nodes
     start      the initial parameters
     x, g       every node's two flat vectors (one x for all where the replicas are always equal)
     scratch    for vectors that do not live here
     even, odd  every node's copy of a small vector to be averaged; they alternate
     mean       two alternating results of means
     slots      two alternating message bodies per ordered pair of nodes
+    small      as many as headers, of bodies that are no longer than such a part of a vector
 
 The file has no name, so nothing can be left behind in /dev/shm; its pages exist only once they are touched, so the
 room for pairs that never talk costs nothing.
@@ -32,6 +33,7 @@ from orchestra.transports.futex import Words
 _PAGE = 4096
 HEADER = 64  # bytes of a message header
 SLACK = _PAGE  # a message may be a little longer than the model: a vector and its weight travel together
+UNDER_WAY = 4  # messages from one node to another that have not been read
 
 # Words that concern the whole run.
 GO, ABORT, STOP_ASKED, STOP_AT, BARRIER, SAVE_WANTED = range(6)
@@ -89,15 +91,15 @@ class Plan:
         """Offset of the clock, and then of what nodes publish for a collective: a row each of `FACTS`."""
         return self.board + _round(self.nodes * 8 * len(Report._fields))
 
-    def header(self, source: int, to: int, parity: int) -> int:
+    def header(self, source: int, to: int, number: int) -> int:
         """Offset of a message header."""
         pair = source * self.nodes + to
-        return self.facts + _round((self.nodes + 1) * 8 * FACTS) + (2 * pair + parity) * HEADER
+        return self.facts + _round((self.nodes + 1) * 8 * FACTS) + (UNDER_WAY * pair + number % UNDER_WAY) * HEADER
 
     @property
     def start(self) -> int:
         """Offset of the initial parameters."""
-        return _round(self.header(self.nodes - 1, self.nodes - 1, 1) + HEADER)
+        return _round(self.header(self.nodes - 1, self.nodes - 1, UNDER_WAY - 1) + HEADER)
 
     def place(self, kind: str, node: int) -> int:
         """Offset of a node's `x`, `g`, `scratch`, `even` or `odd`, or of the `mean` of parity `node`."""
@@ -110,13 +112,23 @@ class Plan:
         return base + (kinds.index(kind) * self.nodes + node) * self.vector
 
     def slot(self, source: int, to: int, parity: int) -> int:
-        """Offset of a message body."""
+        """Offset of a long message body."""
         return self.place("mean", 2) + (2 * (source * self.nodes + to) + parity) * self.vector
+
+    @property
+    def small(self) -> int:
+        """Bytes of a body that counts as small."""
+        return self.vector // UNDER_WAY
+
+    def small_slot(self, source: int, to: int, number: int) -> int:
+        """Offset of a small message body."""
+        pair = source * self.nodes + to
+        return self.slot(self.nodes, 0, 0) + pair * self.vector + number % UNDER_WAY * self.small
 
     @property
     def nbytes(self) -> int:
         """Length of the whole file; most of it is never touched."""
-        return self.slot(self.nodes - 1, self.nodes - 1, 1) + self.vector
+        return self.small_slot(self.nodes, 0, 0)
 
 
 def _round(nbytes: int) -> int:
