@@ -198,7 +198,8 @@ def test_asynchronous_staleness_is_what_timing_makes_it(tmp_path: Path) -> None:
 @each_of([s for s in EXAMPLES if not s.synchronous])
 def test_asynchronous_runs_end_in_the_same_band(strategy: S, tmp_path: Path) -> None:
     """Which push comes first is chance in a real run; where it leads, over several seeds, is not."""
-    delay, network, seeds = "exponential:0.004,0.004", "100gbit,50us", range(5)
+    delay, network = "exponential:0.004,0.004", "100gbit,50us"
+    seeds = range(5 if cancels(strategy) else 3)  # a mean over them, or one by one
     gentle = partial(torch.optim.SGD, lr=0.02)
     real, virtual = (
         [
