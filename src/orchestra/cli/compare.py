@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from orchestra.recipe import Recipe
 
 _SNAPSHOTS = 40  # of a run: how finely the time to the target is told
-_WIDE = 140  # columns of a terminal that takes the table with its long headings
 DEFAULT = "allreduce,ps,localsgd,slowmo"
 
 
@@ -192,7 +191,7 @@ class Race:
             for text, found in outcomes.items()
             if found
         ]
-        baseline = baseline_of(self.strategies)
+        baseline = baseline_of([row.strategy for row in rows])
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
         return Table(*what, world=self._world())

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 from orchestra.cli.table import Row, Table
-from orchestra.report.verdict import judge
+from orchestra.report.verdict import CHANCE, judge
 from orchestra.words import plural, size
-
-_CHANCE = 0.05  # what is less likely than this counts as a difference
 
 
 def verdict(table: Table, cores: int | None) -> list[str]:
     """What was learned, and how far it can be trusted: one sentence or two each, the first that of the report."""
     if not any(row.done for row in table.rows):
         return ["Every run failed: there is nothing to compare."]
-    judged = judge(table.marks, table.target, table.target.metric, table.unit)
+    judged = judge(table.marks, table.target, table.target.metric, table.unit, table.baseline)
     said, winners = [judged.sentence], [row for row in table.ranked if row.always]
     if not winners:
         said.append("Give more --epochs or a nearer --target.")
@@ -58,8 +56,8 @@ def _told_apart(table: Table) -> list[str]:
     tested = {name: found for name, found in table.against.items() if found.p is not None and found.speed is not None}
     if not tested:
         return []
-    faster = [n for n, a in tested.items() if a.p is not None and a.p < _CHANCE and a.speed and a.speed.value > 1]
-    slower = [n for n, a in tested.items() if a.p is not None and a.p < _CHANCE and a.speed and a.speed.value < 1]
+    faster = [n for n, a in tested.items() if a.p is not None and a.p < CHANCE and a.speed and a.speed.value > 1]
+    slower = [n for n, a in tested.items() if a.p is not None and a.p < CHANCE and a.speed and a.speed.value < 1]
     alike = [name for name in tested if name not in (*faster, *slower)]
     parts = [
         f"{', '.join(names)} {words}"

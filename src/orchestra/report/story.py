@@ -19,8 +19,8 @@ from orchestra.errors import ConfigError, Problem
 from orchestra.events import Ended, Logged, Stepped
 from orchestra.report import curves, formulas, reading, settings, tables, traces, verdict
 from orchestra.report.looks import looks
+from orchestra.report.marks import Mark, achieved
 from orchestra.report.reading import Run, Unreadable
-from orchestra.report.verdict import Mark
 
 BLOCKS = 300_000  # of all timelines together
 MOST_NODES = 128  # in a matrix of who sent to whom
@@ -160,14 +160,8 @@ def _scores(run: Run, target: Target | None) -> dict[str, Any]:
     """When the target was reached, and how good the model was."""
     if target is None:
         return {"reached": None, "since": 0.0, "best": None, "final": None}
-    values = [s.metrics[target.metric] for s in run.scores if target.metric in s.metrics]
-    first = next((i for i, s in enumerate(run.scores) if target.reached(s.metrics)), None)
-    return {
-        "reached": None if first is None else run.scores[first].t,
-        "since": run.scores[first - 1].t if first else 0.0,
-        "best": (min if lower_is_better(target.metric) else max)(values, default=None),
-        "final": values[-1] if values else None,
-    }
+    found = asdict(achieved(run.scores, target))
+    return {"reached": found.pop("seconds"), **found}
 
 
 def _nodes(run: Run, trace: traces.Trace | None) -> list[dict[str, Any]]:
