@@ -17,7 +17,7 @@ def verdict(table: Table, cores: int | None) -> list[str]:
     if not winners:
         said.append("Give more --epochs or a nearer --target.")
     elif winners[0].workers + winners[0].servers == 1 and table.workers > 1:
-        said.append("That is one process alone: here this model is too small for company to pay.")
+        said.append(f"{winners[0].strategy} is one process alone: here this model is too small for company to pay.")
     said += _traffic(table, winners[0]) if winners else []
     said += [*judged.doubts, *_told_apart(table), *_stale(table)]
     crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
@@ -37,7 +37,7 @@ def _traffic(table: Table, first: Row) -> list[str]:
     found = []
     if base is not None and base.done and first is not base and base.total and first.total:
         found.append(
-            f"Between all its nodes {size(first.total)} were sent, with {table.baseline} {size(base.total)}: "
+            f"Between all its nodes {first.strategy} sent {size(first.total)}, {table.baseline} {size(base.total)}: "
             f"{_times(first.total / base.total)}."
         )
     if frugal is not None and frugal is not base and frugal.total < 0.95 * first.total:
@@ -64,9 +64,8 @@ def _told_apart(table: Table) -> list[str]:
         for names, words in ((faster, "faster"), (slower, "slower"), (alike, "not to be told apart"))
         if names
     ]
-    return [
-        f"Beside {table.baseline}, seed by seed: {'; '.join(parts)} (5 % level, corrected for {len(tested)} tests)."
-    ]
+    level = f"5 % level{f', corrected for {len(tested)} tests' if len(tested) > 1 else ''}"
+    return [f"Beside {table.baseline}, seed by seed: {'; '.join(parts)} ({level})."]
 
 
 def _stale(table: Table) -> list[str]:

@@ -115,18 +115,20 @@ def markdown(story: dict[str, Any]) -> str:
         *(_markdown(doubt) for doubt in story["verdict"]["doubts"]),
         _grid([story["table"]["head"], *story["table"]["lines"]]),
         legend(story),
+        *_list("Why", story["why"]),
+        *_list("Fairness", story["fairness"]),
         "## Settings",
         _grid([["setting", "value"], *([name, value] for name, value in equal.items())]),
     ]
     if story["commands"]:
         # Indented, not fenced: a name may hold what ends a fence.
         parts += ["## To have it again", "\n".join(f"    {command}" for command in story["commands"])]
-    if story["refused"]:
-        parts += [
-            "## Not read",
-            "\n".join(f"- {_markdown(r['name'])}: {_markdown(r['why'])}" for r in story["refused"]),
-        ]
+    parts += _list("Not read", [f"{r['name']}: {r['why']}" for r in story["refused"]])
     return "\n\n".join(parts) + "\n"
+
+
+def _list(heading: str, points: Sequence[str]) -> list[str]:
+    return [f"## {heading}", "\n".join(f"- {_markdown(point)}" for point in points)] if points else []
 
 
 def _grid(lines: Sequence[Sequence[str]]) -> str:
