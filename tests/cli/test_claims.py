@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from orchestra.cli.compare import Race
 from orchestra.cli.options import Options
 from orchestra.cli.table import Outcome
 from orchestra.errors import ConfigError
+from orchestra.report import story
 
 NAMES = ("allreduce", "localsgd(tau=4)", "localsgd(tau=16)", "ps(consistency=asp)")
 MADE = table(
@@ -108,6 +110,13 @@ def test_where_every_rate_failed_there_is_none_to_race_with(tmp_path: Path, monk
         tuning.tune(race, (0.1, 0.2), quiet=True)
 
 
+def test_without_the_baseline_another_is_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison that was stopped early has no row of some."""
+    race = replace(tried(tmp_path, "loss", {}, monkeypatch), strategies=("slowmo", "localsgd", "allreduce"))
+    outcomes = {"localsgd": [Outcome(0, Path(), seconds=1.0)], "slowmo": [Outcome(0, Path(), seconds=2.0)]}
+    assert race.table({**outcomes, "allreduce": []}).baseline == "localsgd"
+
+
 @pytest.mark.timeout(180)
 def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
     """A rate far too small loses to a good one, for everybody; the table, the page and the claims are there."""
@@ -135,6 +144,12 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         assert point in fair
     assert not list(out.glob("tuning/*"))
     assert "localsgd" in (out / "report.html").read_text()
+    told = story.tell([out])
+    assert told["fairness"] == record["fairness"]
+    assert [told["verdict"]["sentence"], *told["why"]] == [
+        text for text in record["learned"] if text not in told["verdict"]["doubts"]
+    ]
+    assert told["why"]
     # Whoever tampers with a run is found out.
     config = out / "localsgd-tau-4" / "seed1" / "config.json"
     config.write_text(config.read_text().replace('"batch": ', '"batch": 1'))

@@ -191,7 +191,7 @@ class Race:
             for text, found in outcomes.items()
             if found
         ]
-        baseline = baseline_of([row.strategy for row in rows])
+        baseline = baseline_of([row.strategy for row in rows] or self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
         return Table(*what, world=self._world())
