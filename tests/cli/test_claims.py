@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.cli.test_table import row, table
+from tests.cli.test_table import facts, row, table
 from typer.testing import CliRunner
 
 from orchestra.budget import Target
@@ -115,6 +115,11 @@ def test_without_the_baseline_another_is_it(tmp_path: Path, monkeypatch: pytest.
     race = replace(tried(tmp_path, "loss", {}, monkeypatch), strategies=("slowmo", "localsgd", "allreduce"))
     outcomes = {"localsgd": [Outcome(0, Path(), seconds=1.0)], "slowmo": [Outcome(0, Path(), seconds=2.0)]}
     assert race.table({**outcomes, "allreduce": []}).baseline == "localsgd"
+
+
+def test_a_run_of_which_no_score_is_a_number_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = tried(tmp_path, "loss", {}, monkeypatch)
+    assert "loss 0.9 not reached, no score is a number; " in race.told(Outcome(0, Path(), facts=facts("allreduce")))
 
 
 @pytest.mark.timeout(180)

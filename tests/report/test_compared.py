@@ -75,7 +75,9 @@ def test_the_page_ranks_as_the_terminal_does(tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE | {"allreduce": [0.1, 0.1, 0.1]})
     for folder in ("allreduce/seed0", "allreduce/seed1", "allreduce/seed2", "localsgd/seed1"):
         (race / folder / "scores.jsonl").write_text("", encoding="utf-8")
-    assert list(lines(story.tell([race]))) == ["slowmo", "localsgd", "allreduce"]
+    told = lines(story.tell([race]))
+    assert list(told) == ["slowmo", "localsgd", "allreduce"]
+    assert told["allreduce"][2] == "-", "who never came is no measure for the others"
 
 
 def test_why_and_what_was_fair_are_told_once(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_one_pair_has_no_interval() -> None:
 
 @pytest.mark.parametrize("gap", [0.0, 1.0, 0.1])  # of a tenth not even the computed differences are equal
 def test_pairs_that_are_all_alike_say_nothing_of_chance(gap: float) -> None:
-    a = [1.0, 2.0, 3.3]
+    a = [1.0, 20.0, 300.3]
     e = difference([x + gap for x in a], a)
     assert e.value == pytest.approx(gap)
     assert (e.low, e.high, e.p, e.n) == (None, None, None, 3)
@@ -90,6 +90,7 @@ def test_pairs_are_not_known_better_than_they_were_measured() -> None:
         assert e.blurred
         assert e.low == pytest.approx(2.0 * math.exp(-0.1 * t_quantile(0.95, n - 1)))
         assert e.p == pytest.approx(1 - t_within(math.log(2.0) / 0.1, n - 1))
+    assert ratio([2.0, 2.01, 1.99], [1.0] * 3, blur=0.1).low == pytest.approx(2.0 * math.exp(-0.4303), abs=1e-3)
     spread = ratio([2.0, 1.0, 4.0], [1.0, 1.0, 1.0], blur=0.1)
     assert spread == ratio([2.0, 1.0, 4.0], [1.0, 1.0, 1.0])
     assert not spread.blurred

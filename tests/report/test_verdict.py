@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from orchestra.budget import Target
-from orchestra.report.marks import Mark, standing
+from orchestra.events import Scored
+from orchestra.report.marks import Achieved, Mark, achieved, standing
 from orchestra.report.verdict import against_baseline, judge, pairs
 
 TARGET = Target("accuracy", 0.9)
@@ -43,6 +45,10 @@ def test_a_lead_that_may_be_chance_says_so() -> None:
     b = [mark("slowmo", i, t) for i, t in enumerate((6.0, 5.0, 5.5))]
     found = judge([*a, *b], TARGET, "accuracy")
     assert "may be chance" in found.sentence
+    swapped = judge([*a, *b], TARGET, "accuracy", baseline="slowmo")
+    assert "times as fast as allreduce" in swapped.sentence
+    assert "may be chance" in swapped.sentence
+    assert swapped.doubts == (), "said once"
 
 
 def test_seeds_are_compared_with_themselves() -> None:
@@ -155,11 +161,23 @@ def test_the_baseline_is_who_is_wanted() -> None:
 
 
 def test_the_order_is_that_of_how_often_and_how_near() -> None:
-    always, often, never = (marks_of(x=times) for times in ((9.0, 9.0, 9.0), (1.0, 1.0, None), (None, None, None)))
+    kinds = ((9.0, 9.0, 9.0), (5.0, 5.0, None), (1.0, None, None), (None, None, None))
+    always, often, once, never = (marks_of(x=times) for times in kinds)
     nearer = [replace(found, best=0.89) for found in never]
     failed = [replace(found, failed=True) for found in often]
-    order = [always, often, nearer, never, failed]
+    order = [always, often, once, nearer, never, failed]
     assert sorted(order[::-1], key=lambda found: standing(found, TARGET)) == order
+
+
+def test_a_score_that_is_no_number_is_not_the_best() -> None:
+    values = (math.nan, 0.5, math.inf, 0.8, math.nan)
+    scores = [Scored(float(i), i, i, i, {"loss": value}) for i, value in enumerate(values)]
+    found = achieved(scores, Target("loss", 0.6))
+    assert (found.seconds, found.since, found.best) == (1.0, 0.0, 0.5)
+    assert found.final is not None
+    assert math.isnan(found.final), "nor does what came before stand for the end"
+    assert achieved(scores[:1], Target("loss", 0.6)).best is None
+    assert achieved(scores, Target("accuracy", 0.9)) == Achieved()
 
 
 def test_without_a_target_the_best_is_compared_with_the_next() -> None:
@@ -191,6 +209,8 @@ def test_where_nothing_was_scored_speed_counts() -> None:
     for target in (None, TARGET):
         sentence = judge(marks, target, None).sentence
         assert sentence.startswith("Nothing was scored; ps went through 201 samples a second, 1.99 times as fast as")
+    both = [*marks, *(replace(found, condition="far") for found in marks)]
+    assert judge(both, None, None).sentence.endswith("201 samples a second, on average over 2 conditions.")
     assert judge(marks[:1], None, None).sentence == "Nothing was scored; allreduce went through 100 samples a second."
 
 

@@ -177,7 +177,8 @@ class Race:
         name, total = self.target.metric, f"{outcome.facts.seconds:.2f} {unit} in all"
         total += f"; {outcome.facts.missing}" if outcome.facts.missing else ""
         if outcome.seconds is None:
-            return f"{name} {self.target.value:g} not reached, best {outcome.best:.4g}; {total}"
+            best = "no score is a number" if outcome.best is None else f"best {outcome.best:.4g}"
+            return f"{name} {self.target.value:g} not reached, {best}; {total}"
         return f"{name} {self.target.value:g} after {outcome.seconds:.2f} {unit}; {total}, final {outcome.final:.4g}"
 
     def table(self, outcomes: dict[str, list[Outcome]]) -> Table:

@@ -19,7 +19,7 @@ class Achieved:
     seconds: float | None = None  # to the target
     since: float = 0.0  # the target was missed at this time yet: the truth lies between
     best: float | None = None
-    final: float | None = None
+    final: float | None = None  # also where that is no number: the model is none, then
 
 
 def achieved(scores: Sequence[Scored], target: Target) -> Achieved:
@@ -30,7 +30,7 @@ def achieved(scores: Sequence[Scored], target: Target) -> Achieved:
         seconds=None if first is None else scores[first].t,
         since=scores[first - 1].t if first else 0.0,
         best=(min if lower_is_better(target.metric) else max)(values, default=None),
-        final=values[-1] if values else None,
+        final=scores[-1].metrics.get(target.metric) if scores else None,
     )
 
 
