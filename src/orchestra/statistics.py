@@ -12,44 +12,56 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_ENOUGH = 3  # pairs from which on their spread says how likely chance is
+_ROUNDING = 1e-9  # of a figure: what differs by less is the same
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its interval. Of a single pair, or of none, there is no interval."""
+    """A figure with its interval. There is none of a single pair, nor of pairs that are all alike."""
 
     value: float
     low: float | None
     high: float | None
     p: float | None  # of no difference, two-sided
     n: int  # pairs
+    blurred: bool = False  # the pairs agree more closely than they were measured: the interval is that of measuring
 
-    def excludes(self, nothing: float) -> bool:
-        """Whether the interval leaves out the value that stands for no difference."""
-        return self.low is not None and self.high is not None and not self.low <= nothing <= self.high
+    def includes(self, nothing: float) -> bool:
+        """Whether the interval holds the value that stands for no difference."""
+        return self.low is not None and self.high is not None and self.low <= nothing <= self.high
 
 
-def ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Estimate:
+def ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, blur: float = 0.0) -> Estimate:
     """How many times larger `a` is than `b`, pair by pair: the geometric mean of the ratios, and Student's interval.
+
+    Every ratio is known to no more than a `blur`, as in `difference` of logarithms.
 
     >>> e = ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
     >>> round(e.value, 12), e.n
     (2.0, 3)
     """
-    logs = difference([math.log(x) for x in a], [math.log(y) for y in b], confidence)
-    low, high = (None if x is None else math.exp(x) for x in (logs.low, logs.high))
-    return Estimate(math.exp(logs.value), low, high, logs.p, logs.n)
+    logs = difference([math.log(x) for x in a], [math.log(y) for y in b], confidence, blur)
+    low, high = (None if x is None else math.exp(min(x, 700.0)) for x in (logs.low, logs.high))
+    return Estimate(math.exp(logs.value), low, high, logs.p, logs.n, logs.blurred)
 
 
-def difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """How much larger `a` is than `b`, pair by pair: the mean, and Student's interval."""
+def difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, blur: float = 0.0) -> Estimate:
+    """How much larger `a` is than `b`, pair by pair: the mean, and Student's interval.
+
+    Measuring may err by a standard deviation of `blur`, in all pairs alike: more of them do not make up for it.
+    """
     gaps = [x - y for x, y in zip(a, b, strict=True)]
     n, mean = len(gaps), statistics.fmean(gaps)
     if n < 2:
         return Estimate(mean, None, None, None, n)
-    error = statistics.stdev(gaps) / math.sqrt(n)
+    spread = statistics.stdev(gaps) / math.sqrt(n)
+    error = max(spread, blur)
+    if error <= _ROUNDING * max(map(abs, (*a, *b))):  # all alike: no measure of how far chance may carry them
+        return Estimate(mean, None, None, None, n)
     reach = t_quantile(confidence, n - 1) * error
-    p = 1 - t_within(abs(mean) / error, n - 1) if error else float(mean == 0)
-    return Estimate(mean, mean - reach, mean + reach, p, n)
+    p = 1 - t_within(abs(mean) / error, n - 1) if n >= _ENOUGH else None
+    return Estimate(mean, mean - reach, mean + reach, p, n, blurred=blur > spread)
 
 
 def t_within(t: float, nu: int) -> float:

@@ -37,7 +37,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A race with one more condition, a trace, what a strategy logged, a damaged run, and names that mean harm."""
-    out = make_race(tmp_path_factory.mktemp("runs") / "race", RACE)
+    gone = {"strategy": "slowmo", "outcomes": [{"seed": 0, "run": "out/slowmo/seed0", "failed": HOSTILE}]}
+    words = {"learned": ["It won.", "It sent less.", HOSTILE * 3], "fairness": ["same samples: all", HOSTILE * 3]}
+    out = make_race(tmp_path_factory.mktemp("runs") / "race", RACE, rows=[gone], **words)
     for i, workers in enumerate((4, 8)):
         make_run(out / "more" / f"seed{i}", "allreduce", workers=workers, second=0.08, note={"recipe": HOSTILE})
     traced = out / "allreduce" / "seed0"
@@ -97,6 +99,28 @@ def test_names_are_text_and_nothing_they_say_is_done(opened: Page) -> None:
     assert opened.ask("document.querySelector('h1').textContent").startswith('"><script>')
     assert "\\u202e" in opened.ask("document.querySelector('h1').textContent")
     assert complaints(opened) == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_why_and_what_was_fair_can_be_read(browser: Browser, report: Path, dark: bool) -> None:
+    opened = browser.open(report.as_uri(), dark=dark, width=360, height=740)
+    opened.until(READY)
+    assert "It sent less." in opened.ask("document.querySelector('#overview .why').innerText")
+    assert "same samples: all" in opened.ask("document.querySelector('#overview .box').innerText")
+    words = opened.ask("document.getElementById('overview').innerText")
+    assert "It won." not in words, "that is the verdict's to say"
+    assert "slowmo/seed0 is not in this report: it failed" in words
+    paper, ink = (
+        f"getComputedStyle(document.querySelector('#overview .box')).{c}" for c in ("backgroundColor", "color")
+    )
+    assert [opened.ask(paper), opened.ask(ink)] == [
+        ["rgb(246, 247, 249)", "rgb(27, 31, 36)"],
+        ["rgb(29, 33, 40)", "rgb(232, 235, 238)"],
+    ][dark]
+    for part in (".why", ".box"):
+        assert opened.ask(f"document.querySelector('#overview {part}').scrollWidth") <= 340
+    assert complaints(opened) == []
+    opened.close()
 
 
 def test_no_script_and_no_address_gets_past_the_policy(opened: Page) -> None:

@@ -4,15 +4,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.cli.test_table import row, table
+from tests.cli.test_table import facts, row, table
 from typer.testing import CliRunner
 
-from orchestra.cli import claims, tuning
+from orchestra.budget import Target
+from orchestra.cli import claims, sources, tuning
 from orchestra.cli.app import app
+from orchestra.cli.compare import Race
+from orchestra.cli.options import Options
+from orchestra.cli.table import Outcome
 from orchestra.errors import ConfigError
+from orchestra.report import story
 
 NAMES = ("allreduce", "localsgd(tau=4)", "localsgd(tau=16)", "ps(consistency=asp)")
 MADE = table(
@@ -31,6 +37,10 @@ MADE = table(
         ("ps.staleness > 2", True),
         ("ps.time < 1000", False),  # it never got there
         ("1000 < ps.time", True),
+        ("ps.time <= localsgd(tau=16).time", False),  # nor did the other: nobody knows
+        ("ps.time >= 2 * ps.time", False),
+        ("ps.time == localsgd(tau=16).time", False),
+        ("allr.time < 5", True),
         ("localsgd(tau=16).time < allreduce.time", False),  # not in every run
         ("localsgd(tau=16).reached == 0.5", True),
         ("allreduce.staleness < 1", False),  # it has none: what is not known is not so
@@ -48,6 +58,7 @@ def test_claims(text: str, holds: bool) -> None:
     [
         ("slowmo.time < allreduce.time", "does not take part"),
         ("localsgd.time < 3", "may be localsgd(tau=4) or localsgd(tau=16)"),
+        ("reduce.time < 3", "does not take part"),
         ("allreduce.tme < 3", "did you mean 'time'"),
         ("allreduce < 3", "neither a number nor"),
         ("allreduce.time", "is no claim"),
@@ -65,6 +76,50 @@ def test_what_is_no_claim_is_refused_before_anything_runs(text: str, complaint: 
 def test_rates_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match="lrs"):
         tuning.read(text)
+
+
+def tried(out: Path, metric: str, found: dict[float, Outcome], monkeypatch: pytest.MonkeyPatch) -> Race:
+    """A race of which the outcomes are known beforehand, by rate."""
+    monkeypatch.setattr(Race, "run_one", lambda race, strategy, *_, **__: found[race.rates[strategy]])
+    source = sources.find("digits")
+    return Race(source, sources.load(source), ("allreduce",), Options(workers=2), 1, Target(metric, 0.9), out)
+
+
+FAILED = Outcome(0, Path(), failed="it burst")
+
+
+@pytest.mark.parametrize(
+    ("metric", "found", "best"),
+    [
+        ("accuracy", {0.1: FAILED, 0.2: Outcome(0, Path(), best=0.3), 0.3: Outcome(0, Path(), best=0.4)}, 0.3),
+        ("accuracy", {0.1: Outcome(0, Path(), best=0.0), 0.2: Outcome(0, Path(), best=0.1)}, 0.2),
+        ("loss", {0.1: FAILED, 0.2: Outcome(0, Path(), best=0.5), 0.3: Outcome(0, Path(), best=0.0)}, 0.3),
+        ("loss", {0.1: Outcome(0, Path(), best=0.1), 0.2: Outcome(0, Path(), seconds=9.0, best=0.2)}, 0.2),
+    ],
+)
+def test_a_rate_that_failed_is_not_the_best(
+    metric: str, found: dict[float, Outcome], best: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = tried(tmp_path, metric, found, monkeypatch)
+    assert tuning.tune(race, (*found,), quiet=True).rates == {"allreduce": best}
+
+
+def test_where_every_rate_failed_there_is_none_to_race_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = tried(tmp_path, "loss", {0.1: FAILED, 0.2: FAILED}, monkeypatch)
+    with pytest.raises(ConfigError, match="with none of them does allreduce come to a score: it burst"):
+        tuning.tune(race, (0.1, 0.2), quiet=True)
+
+
+def test_without_the_baseline_another_is_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison that was stopped early has no row of some."""
+    race = replace(tried(tmp_path, "loss", {}, monkeypatch), strategies=("slowmo", "localsgd", "allreduce"))
+    outcomes = {"localsgd": [Outcome(0, Path(), seconds=1.0)], "slowmo": [Outcome(0, Path(), seconds=2.0)]}
+    assert race.table({**outcomes, "allreduce": []}).baseline == "localsgd"
+
+
+def test_a_run_of_which_no_score_is_a_number_can_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = tried(tmp_path, "loss", {}, monkeypatch)
+    assert "loss 0.9 not reached, no score is a number; " in race.told(Outcome(0, Path(), facts=facts("allreduce")))
 
 
 @pytest.mark.timeout(180)
@@ -94,6 +149,12 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         assert point in fair
     assert not list(out.glob("tuning/*"))
     assert "localsgd" in (out / "report.html").read_text()
+    told = story.tell([out])
+    assert told["fairness"] == record["fairness"]
+    assert [told["verdict"]["sentence"], *told["why"]] == [
+        text for text in record["learned"] if text not in told["verdict"]["doubts"]
+    ]
+    assert told["why"]
     # Whoever tampers with a run is found out.
     config = out / "localsgd-tau-4" / "seed1" / "config.json"
     config.write_text(config.read_text().replace('"batch": ', '"batch": 1'))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -145,7 +146,10 @@ def test_compare(orchestra: Orchestra) -> None:
     assert all(row["reached"] == 1 and row["seconds_to_target"] > 0 for row in table["rows"])
     assert {row["strategy"]: row["speedup"] for row in table["rows"]}["allreduce"] == 1
     assert Path("race/localsgd-tau-4/seed0/model.safetensors").is_file()
-    assert "reached accuracy ≥ 0.5 first" in said.out
+    sentence = table["learned"][0]
+    assert " reached accuracy ≥ 0.5 in " in sentence
+    assert sentence in said.out
+    assert f"<p>{html.escape(sentence)}</p>" in Path("race/report.html").read_text()
     assert "| strategy |" in Path("race/table.md").read_text()
     assert "\x1b" not in said.out + said.err
 
@@ -160,7 +164,7 @@ def test_compare_shows_what_missed_the_target_and_who_ran_alone(orchestra: Orche
     rows = {row["strategy"]: row for row in said.json["rows"]}
     assert (rows["solo"]["nodes"], rows["allreduce"]["nodes"]) == (1, 2)
     assert all(row["reached"] == 0 and row["best"] is not None for row in rows.values())
-    assert "Nothing reached accuracy ≥ 1" in said.json["learned"][0]
+    assert "No strategy reached accuracy ≥ 1 in every run" in said.json["learned"][0]
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, tmp_path: Path) -> None:

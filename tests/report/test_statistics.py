@@ -46,9 +46,9 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_twice_as_fast_and_twice_as_slow_cancel() -> None:
-    e = ratio([2.0, 1.0], [1.0, 2.0])
+    e = ratio([2.0, 1.0, 3.0], [1.0, 2.0, 3.0])
     assert e.value == pytest.approx(1.0)
-    assert not e.excludes(1.0)
+    assert e.includes(1.0)
     assert e.p == pytest.approx(1.0)
 
 
@@ -65,12 +65,39 @@ def test_ratios_turned_around_are_one_over() -> None:
 def test_one_pair_has_no_interval() -> None:
     e = ratio([2.0], [1.0])
     assert (e.value, e.low, e.high, e.p, e.n) == (2.0, None, None, None, 1)
-    assert not e.excludes(1.0)
+    assert not e.includes(1.0)
 
 
-def test_equal_pairs_are_no_difference_and_constant_ones_are_certain() -> None:
-    assert difference([1.0, 1.0], [1.0, 1.0]).p == 1.0
-    assert difference([2.0, 2.0], [1.0, 1.0]).p == 0.0
+@pytest.mark.parametrize("gap", [0.0, 1.0, 0.1])  # of a tenth not even the computed differences are equal
+def test_pairs_that_are_all_alike_say_nothing_of_chance(gap: float) -> None:
+    a = [1.0, 20.0, 300.3]
+    e = difference([x + gap for x in a], a)
+    assert e.value == pytest.approx(gap)
+    assert (e.low, e.high, e.p, e.n) == (None, None, None, 3)
+
+
+def test_two_pairs_have_an_interval_and_no_test() -> None:
+    e = difference([2.0, 2.1], [1.0, 1.0])
+    assert e.includes(1.05)
+    assert e.p is None
+    assert difference([2.0, 2.1, 2.2], [1.0, 1.0, 1.0]).p is not None
+
+
+def test_pairs_are_not_known_better_than_they_were_measured() -> None:
+    """However many agree: they may all be wrong by the same."""
+    for n in (3, 30):
+        e = ratio([2.0] * n, [1.0] * n, blur=0.1)
+        assert e.blurred
+        assert e.low == pytest.approx(2.0 * math.exp(-0.1 * t_quantile(0.95, n - 1)))
+        assert e.p == pytest.approx(1 - t_within(math.log(2.0) / 0.1, n - 1))
+    assert ratio([2.0, 2.01, 1.99], [1.0] * 3, blur=0.1).low == pytest.approx(2.0 * math.exp(-0.4303), abs=1e-3)
+    spread = ratio([2.0, 1.0, 4.0], [1.0, 1.0, 1.0], blur=0.1)
+    assert spread == ratio([2.0, 1.0, 4.0], [1.0, 1.0, 1.0])
+    assert not spread.blurred
+
+
+def test_an_interval_wider_than_numbers_reach_is_no_error() -> None:
+    assert ratio([1e300, 1e-300], [1e-300, 1e300]).includes(1.0)
 
 
 def test_holm_by_hand() -> None:

@@ -3,16 +3,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
 from orchestra.budget import Target
-from orchestra.report.verdict import Mark, judge, pairs
+from orchestra.events import Scored
+from orchestra.report.marks import Achieved, Mark, achieved, standing
+from orchestra.report.verdict import against_baseline, judge, pairs
 
 TARGET = Target("accuracy", 0.9)
 
 
-def mark(strategy: str, seed: int, seconds: float | None, *, condition: str = "", since: float = 0.0) -> Mark:
+def mark(strategy: str, seed: int, seconds: float | None, *, condition: str = "", gap: float = 0.1) -> Mark:
+    """A run that was scored every `gap` seconds."""
+    since = max(0.0, seconds - gap) if seconds else 0.0
     return Mark(strategy, condition, seed, seconds, since, 0.95 if seconds else 0.8, 0.95 if seconds else 0.8)
+
+
+def marks_of(gap: float = 0.1, /, **times: Sequence[float | None]) -> list[Mark]:
+    return [mark(name, i, t, gap=gap) for name, found in times.items() for i, t in enumerate(found)]
 
 
 def test_a_clear_lead_has_its_interval() -> None:
@@ -22,7 +34,7 @@ def test_a_clear_lead_has_its_interval() -> None:
     assert found.sentence.startswith("slowmo reached accuracy ≥ 0.9 in 5.6 s, the median of 5 runs, 1.99 times as fast")
     assert "95 % interval 1.9" in found.sentence
     assert "chance" not in found.sentence
-    (base, ahead) = found.against
+    base, ahead = against_baseline([*slow, *fast])
     assert base.speed is None
     assert ahead.p is not None
     assert ahead.p < 0.001
@@ -33,6 +45,10 @@ def test_a_lead_that_may_be_chance_says_so() -> None:
     b = [mark("slowmo", i, t) for i, t in enumerate((6.0, 5.0, 5.5))]
     found = judge([*a, *b], TARGET, "accuracy")
     assert "may be chance" in found.sentence
+    swapped = judge([*a, *b], TARGET, "accuracy", baseline="slowmo")
+    assert "times as fast as allreduce" in swapped.sentence
+    assert "may be chance" in swapped.sentence
+    assert swapped.doubts == (), "said once"
 
 
 def test_seeds_are_compared_with_themselves() -> None:
@@ -52,7 +68,7 @@ def test_two_seeds_that_disagree_have_no_interval_worth_the_name() -> None:
 
 
 def test_less_than_one_snapshot_is_a_tie() -> None:
-    marks = [mark("allreduce", i, 10.0 + i, since=9.0) for i in range(3)]
+    marks = [mark("allreduce", i, 10.0 + i, gap=2.0) for i in range(3)]
     marks += [mark("slowmo", i, 9.5 + i) for i in range(3)]
     assert any("a tie" in doubt for doubt in judge(marks, TARGET, "accuracy").doubts)
 
@@ -79,6 +95,101 @@ def test_several_conditions_are_counted() -> None:
     assert found.sentence.startswith("allreduce reached accuracy ≥ 0.9 first under 2 of 3 conditions, ps under 1")
 
 
+def test_conditions_are_no_seeds() -> None:
+    """Ten conditions with one seed are not ten pairs of equal ones: what is told is how far the ratio ranges."""
+    marks = [mark("allreduce", 0, 10.0, condition=str(i)) for i in range(10)]
+    marks += [mark("ps", 0, 5.0 - 0.3 * i, condition=str(i)) for i in range(10)]
+    found = judge([*marks, mark("slowmo", 0, None, condition="3")], TARGET, "accuracy")
+    assert found.sentence == (
+        "ps reached accuracy ≥ 0.9 first under 10 of 10 conditions; under all of them it was 2.00 to 4.35 times as "
+        "fast as allreduce."
+    )
+    assert [doubt[:12] for doubt in found.doubts] == ["Not reached ", "One seed onl"]
+    assert "slowmo" in found.doubts[0]
+
+
+def test_a_tie_is_nobodys_lead() -> None:
+    marks = [mark(name, 0, 5.0, condition=c) for name in ("allreduce", "ps") for c in ("near", "far")]
+    assert judge(marks, TARGET, "accuracy").sentence.startswith("Nobody was alone in reaching accuracy ≥ 0.9 first")
+    marks += [mark("allreduce", 0, 5.0, condition="slow"), mark("ps", 0, 4.0, condition="slow")]
+    marks += [mark("allreduce", 0, None, condition="lost"), mark("ps", 0, None, condition="lost")]
+    assert judge(marks, TARGET, "accuracy").sentence == (
+        "ps reached accuracy ≥ 0.9 first under 1 of 4 conditions, several at once under 2, nobody in every run under "
+        "1; under the 3 where both always did it was 1.00 to 1.25 times as fast as allreduce."
+    )
+
+
+def test_seeds_that_coincide_are_no_certainty() -> None:
+    """In virtual time every seed may come to the target in the same snapshot."""
+    few = judge(marks_of(allreduce=(1.0, 1.0), ps=(0.95, 0.95)), TARGET, "accuracy").sentence
+    assert "that agree as closely as snapshots tell, which may be chance" in few
+    assert against_baseline(marks_of(allreduce=(1.0, 1.0), ps=(0.2, 0.2)))[1].p is None
+    near, far = (marks_of(allreduce=(1.0,) * 5, ps=(t,) * 5) for t in (0.95, 0.2))
+    for marks, below in ((near, False), (far, True)):
+        p = against_baseline(marks)[1].p
+        assert p is not None
+        assert (p < 0.05) is below
+    assert (
+        "snapshots are too far apart" in judge(marks_of(9.0, allreduce=(9.0, 9.0), ps=(8.0, 8.0)), TARGET, "").sentence
+    )
+
+
+def test_there_is_no_ratio_to_who_came_once() -> None:
+    marks = marks_of(allreduce=(6.0, None, None, None, None), ps=(5.0, 5.1, 5.2, 5.1, 5.3))
+    assert judge(marks, TARGET, "accuracy").sentence.endswith("the median of 5 runs; allreduce did in 1 of 5 runs.")
+    assert [found.speed for found in against_baseline(marks)] == [None, None]
+    marks = marks_of(allreduce=(None, None), ps=(5.0, 5.1))
+    assert judge(marks, TARGET, "accuracy").sentence.endswith("; allreduce did not.")
+
+
+def test_a_lead_is_chance_in_the_sentence_where_it_is_in_the_test() -> None:
+    """Alone it would pass; it is one of six."""
+    times = {"allreduce": (10.0, 11.0, 12.0), "ps": (8.0, 9.5, 9.3)}
+    alone = judge(marks_of(**times), TARGET, "accuracy").sentence
+    assert "chance" not in alone
+    others = {name: (15.0 + i, 9.0, 13.0) for i, name in enumerate("abcde")}
+    among = judge(marks_of(**times, **others), TARGET, "accuracy").sentence
+    assert "ps reached" in among
+    assert among.endswith("which may be chance where so many are compared).")
+
+
+def test_the_baseline_is_who_is_wanted() -> None:
+    marks = marks_of(localsgd=(5.0, 5.5, 6.0), slowmo=(8.0, 9.0, 9.5), allreduce=(7.0, 7.5, 8.0))
+    assert judge(marks, TARGET, "accuracy", baseline="slowmo").baseline == "slowmo"
+    assert "times as fast as slowmo" in judge(marks, TARGET, "accuracy", baseline="slowmo").sentence
+    assert "times as fast as allreduce" in judge(marks, TARGET, "accuracy", baseline="gone").sentence
+
+
+def test_the_order_is_that_of_how_often_and_how_near() -> None:
+    kinds = ((9.0, 9.0, 9.0), (5.0, 5.0, None), (1.0, None, None), (None, None, None))
+    always, often, once, never = (marks_of(x=times) for times in kinds)
+    nearer = [replace(found, best=0.89) for found in never]
+    failed = [replace(found, failed=True) for found in often]
+    order = [always, often, once, nearer, never, failed]
+    assert sorted(order[::-1], key=lambda found: standing(found, TARGET)) == order
+
+
+def test_a_score_that_is_no_number_is_not_the_best() -> None:
+    values = (math.nan, 0.5, math.inf, 0.8, math.nan)
+    scores = [Scored(float(i), i, i, i, {"loss": value}) for i, value in enumerate(values)]
+    found = achieved(scores, Target("loss", 0.6))
+    assert (found.seconds, found.since, found.best) == (1.0, 0.0, 0.5)
+    assert found.final is not None
+    assert math.isnan(found.final), "nor does what came before stand for the end"
+    assert achieved(scores[:1], Target("loss", 0.6)).best is None
+    assert achieved(scores, Target("accuracy", 0.9)) == Achieved()
+
+
+def test_without_a_target_the_best_is_compared_with_the_next() -> None:
+    """Not with whoever was named first."""
+    finals = {"allreduce": 0.9, "ps": 0.5, "slowmo": 0.8}
+    marks = [Mark(name, "", i, None, 0.0, None, f + i / 100) for name, f in finals.items() for i in range(3)]
+    assert "+0.1 beside slowmo" in judge(marks, None, "accuracy").sentence
+    assert "3 pairs of runs with equal seeds, all alike" in judge(marks, None, "accuracy").sentence
+    both = [*marks, *(replace(found, condition="far") for found in marks)]
+    assert judge(both, None, "accuracy").sentence.endswith("0.91, the best on average over 2 conditions.")
+
+
 def test_without_a_target_the_last_score_counts() -> None:
     marks = [Mark("allreduce", "", i, None, 0.0, None, 0.90 + i / 100) for i in range(3)]
     marks += [Mark("ps", "", i, None, 0.0, None, 0.95 + i / 100) for i in range(3)]
@@ -98,6 +209,8 @@ def test_where_nothing_was_scored_speed_counts() -> None:
     for target in (None, TARGET):
         sentence = judge(marks, target, None).sentence
         assert sentence.startswith("Nothing was scored; ps went through 201 samples a second, 1.99 times as fast as")
+    both = [*marks, *(replace(found, condition="far") for found in marks)]
+    assert judge(both, None, None).sentence.endswith("201 samples a second, on average over 2 conditions.")
     assert judge(marks[:1], None, None).sentence == "Nothing was scored; allreduce went through 100 samples a second."
 
 

@@ -66,8 +66,9 @@ class Claim:
     right: Side
 
     def holds(self, table: Table) -> bool:
-        """Whether it is so. What is not known is not so."""
-        return bool(_OPERATORS[self.sign](self.left.value(table), self.right.value(table)))
+        """Whether it is so. What is not known is not so: of two that missed the target nobody knows who is later."""
+        left, right = self.left.value(table), self.right.value(table)
+        return not (math.isinf(left) and math.isinf(right)) and bool(_OPERATORS[self.sign](left, right))
 
     def told(self, table: Table) -> str:
         """The claim with its numbers."""
@@ -108,7 +109,8 @@ def _whom(name: str, text: str, strategies: tuple[str, ...]) -> str:
         return name
     plain = name.replace(" ", "")
     same = [s for s in strategies if s.replace(" ", "") == plain]
-    meant = same or [s for s in strategies if s.partition("(")[0] == plain] or [s for s in strategies if plain in s]
+    meant = same or [s for s in strategies if s.partition("(")[0] == plain]
+    meant = meant or [s for s in strategies if s.replace(" ", "").startswith(plain)]
     if len(meant) == 1:
         return meant[0]
     known = nearest(name, strategies)

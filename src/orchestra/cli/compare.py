@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from orchestra.recipe import Recipe
 
 _SNAPSHOTS = 40  # of a run: how finely the time to the target is told
-_WIDE = 140  # columns of a terminal that takes the table with its long headings
 DEFAULT = "allreduce,ps,localsgd,slowmo"
 
 
@@ -178,7 +177,8 @@ class Race:
         name, total = self.target.metric, f"{outcome.facts.seconds:.2f} {unit} in all"
         total += f"; {outcome.facts.missing}" if outcome.facts.missing else ""
         if outcome.seconds is None:
-            return f"{name} {self.target.value:g} not reached, best {outcome.best:.4g}; {total}"
+            best = "no score is a number" if outcome.best is None else f"best {outcome.best:.4g}"
+            return f"{name} {self.target.value:g} not reached, {best}; {total}"
         return f"{name} {self.target.value:g} after {outcome.seconds:.2f} {unit}; {total}, final {outcome.final:.4g}"
 
     def table(self, outcomes: dict[str, list[Outcome]]) -> Table:
@@ -192,7 +192,7 @@ class Race:
             for text, found in outcomes.items()
             if found
         ]
-        baseline = baseline_of(self.strategies)
+        baseline = baseline_of([row.strategy for row in rows] or self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
         return Table(*what, world=self._world())

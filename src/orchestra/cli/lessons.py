@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 from orchestra.cli.table import Row, Table
-from orchestra.report.verdict import judge
+from orchestra.report.verdict import CHANCE, judge
 from orchestra.words import plural, size
-
-_CHANCE = 0.05  # what is less likely than this counts as a difference
 
 
 def verdict(table: Table, cores: int | None) -> list[str]:
     """What was learned, and how far it can be trusted: one sentence or two each, the first that of the report."""
     if not any(row.done for row in table.rows):
         return ["Every run failed: there is nothing to compare."]
-    judged = judge(table.marks, table.target, table.target.metric, table.unit)
+    judged = judge(table.marks, table.target, table.target.metric, table.unit, table.baseline)
     said, winners = [judged.sentence], [row for row in table.ranked if row.always]
     if not winners:
         said.append("Give more --epochs or a nearer --target.")
     elif winners[0].workers + winners[0].servers == 1 and table.workers > 1:
-        said.append("That is one process alone: here this model is too small for company to pay.")
+        said.append(f"{winners[0].strategy} is one process alone: here this model is too small for company to pay.")
     said += _traffic(table, winners[0]) if winners else []
     said += [*judged.doubts, *_told_apart(table), *_stale(table)]
     crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
@@ -39,7 +37,7 @@ def _traffic(table: Table, first: Row) -> list[str]:
     found = []
     if base is not None and base.done and first is not base and base.total and first.total:
         found.append(
-            f"Between all its nodes {size(first.total)} were sent, with {table.baseline} {size(base.total)}: "
+            f"Between all its nodes {first.strategy} sent {size(first.total)}, {table.baseline} {size(base.total)}: "
             f"{_times(first.total / base.total)}."
         )
     if frugal is not None and frugal is not base and frugal.total < 0.95 * first.total:
@@ -58,17 +56,16 @@ def _told_apart(table: Table) -> list[str]:
     tested = {name: found for name, found in table.against.items() if found.p is not None and found.speed is not None}
     if not tested:
         return []
-    faster = [n for n, a in tested.items() if a.p is not None and a.p < _CHANCE and a.speed and a.speed.value > 1]
-    slower = [n for n, a in tested.items() if a.p is not None and a.p < _CHANCE and a.speed and a.speed.value < 1]
+    faster = [n for n, a in tested.items() if a.p is not None and a.p < CHANCE and a.speed and a.speed.value > 1]
+    slower = [n for n, a in tested.items() if a.p is not None and a.p < CHANCE and a.speed and a.speed.value < 1]
     alike = [name for name in tested if name not in (*faster, *slower)]
     parts = [
         f"{', '.join(names)} {words}"
         for names, words in ((faster, "faster"), (slower, "slower"), (alike, "not to be told apart"))
         if names
     ]
-    return [
-        f"Beside {table.baseline}, seed by seed: {'; '.join(parts)} (5 % level, corrected for {len(tested)} tests)."
-    ]
+    level = f"5 % level{f', corrected for {len(tested)} tests' if len(tested) > 1 else ''}"
+    return [f"Beside {table.baseline}, seed by seed: {'; '.join(parts)} ({level})."]
 
 
 def _stale(table: Table) -> list[str]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from orchestra.budget import Target, lower_is_better
 from orchestra.report.facts import Facts, facts_of, scores_of
-from orchestra.report.verdict import Against, Mark, against_baseline, is_useless
+from orchestra.report.marks import Mark, achieved, standing
+from orchestra.report.verdict import Against, against_baseline, goal, is_useless
 from orchestra.statistics import Estimate, median_interval
 from orchestra.words import plural
 
@@ -33,19 +34,7 @@ class Outcome:
 
 def judge(run: Path, seed: int, target: Target) -> Outcome:
     """Read a run that is over."""
-    scores = scores_of(run)
-    values = [s.metrics[target.metric] for s in scores if s.metrics.get(target.metric) is not None]
-    first = next((i for i, s in enumerate(scores) if target.reached(s.metrics)), None)
-    best = min if lower_is_better(target.metric) else max
-    return Outcome(
-        seed=seed,
-        run=run,
-        seconds=None if first is None else scores[first].t,
-        since=scores[first - 1].t if first else 0.0,
-        best=best(values) if values else None,
-        final=values[-1] if values else None,
-        facts=facts_of(run),
-    )
+    return Outcome(seed, run, facts=facts_of(run), **asdict(achieved(scores_of(run), target)))
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,14 @@ class Row:
     workers: int
     servers: int
     outcomes: tuple[Outcome, ...]
+
+    @property
+    def marks(self) -> list[Mark]:
+        """What its runs achieved."""
+        return [
+            Mark(self.strategy, "", o.seed, o.seconds, o.since, o.best, o.final, failed=o.failed is not None)
+            for o in self.outcomes
+        ]
 
     @property
     def done(self) -> list[Facts]:
@@ -91,11 +88,6 @@ class Row:
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the median by order of size; from less than six runs that is all there is to show."""
         return median_interval(self.times)
-
-    @property
-    def since(self) -> float:
-        """Median time up to which the target was missed yet."""
-        return statistics.median([o.since for o in self.outcomes if o.seconds is not None] or [math.inf])
 
     def mean(self, figure: str) -> float | None:
         """Mean of a figure over the runs."""
@@ -144,15 +136,8 @@ class Table:
 
     @property
     def ranked(self) -> list[Row]:
-        """By time; then those that did not always reach the target, by how near they came; failures last."""
-        sign = 1 if lower_is_better(self.target.metric) else -1
-
-        def key(row: Row) -> tuple[Any, ...]:
-            best = [o.best for o in row.outcomes if o.best is not None]
-            near = min(sign * value for value in best) if best else math.inf
-            return (not row.always, bool(row.failures), -len(row.times), row.time, near)
-
-        return sorted(self.rows, key=key)
+        """By time, in the order that the page has as well."""
+        return sorted(self.rows, key=lambda row: standing(row.marks, self.target))
 
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy."""
@@ -167,15 +152,12 @@ class Table:
     @property
     def goal(self) -> str:
         """The target in words."""
-        return f"{self.target.metric} {'≤' if lower_is_better(self.target.metric) else '≥'} {self.target.value:g}"
+        return goal(self.target)
 
     @cached_property
     def marks(self) -> list[Mark]:
-        """What every run achieved; those of the baseline come first."""
-        rows = sorted(self.rows, key=lambda row: row.strategy != self.baseline)
-        return [
-            Mark(row.strategy, "", o.seed, o.seconds, o.since, o.best, o.final) for row in rows for o in row.outcomes
-        ]
+        """What every run achieved."""
+        return [mark for row in self.rows for mark in row.marks]
 
     @property
     def unit(self) -> str:
@@ -184,12 +166,8 @@ class Table:
 
     @cached_property
     def against(self) -> dict[str, Against]:
-        """Every strategy that always reached the target beside the baseline, seed by seed."""
-        rows = [row for row in self.rows if row.always]
-        if self.baseline not in {row.strategy for row in rows}:
-            return {}
-        reached = {row.strategy for row in rows}
-        return {a.strategy: a for a in against_baseline([m for m in self.marks if m.strategy in reached])}
+        """Every strategy beside the baseline, seed by seed."""
+        return {found.strategy: found for found in against_baseline(self.marks, self.baseline)}
 
     def speed(self, strategy: str) -> Estimate | None:
         """How many times as fast as the baseline."""

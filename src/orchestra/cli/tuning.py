@@ -46,8 +46,13 @@ def tune(race: Race, rates: tuple[float, ...], *, quiet: bool) -> Race:
 
         def key(rate: float, tried: dict[float, Outcome] = tried) -> tuple[float, float]:
             found = tried[rate]
-            return (math.inf if found.seconds is None else found.seconds, sign * (found.best or -sign * math.inf))
+            near = math.inf if found.best is None else sign * found.best
+            return (math.inf if found.seconds is None else found.seconds, near)
 
+        if all(found.best is None for found in tried.values()):
+            why = next((found.failed for found in tried.values() if found.failed), "nothing was scored")
+            given = ",".join(f"{rate:g}" for rate in rates)
+            raise ConfigError([Problem("lrs", given, f"with none of them does {strategy} come to a score: {why}")])
         chosen[strategy] = min(rates, key=key)
         record[strategy] = {f"{rate:g}": tried[rate].seconds for rate in rates}
     shutil.rmtree(folder, ignore_errors=True)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from orchestra.budget import Target
 from orchestra.events import Began, Ended, Event, Logged, Scored, Skipped, Stepped, read
 from orchestra.words import plural
 
@@ -215,11 +214,6 @@ def _losses(events: Sequence[Event], said: Said, servers: Sequence[Ended]) -> di
         "skipped": sum(isinstance(e, Skipped) for e in events),
         "used": max(e.samples for e in servers) if lost and servers else None,
     }
-
-
-def time_to(run: Path, target: Target) -> Scored | None:
-    """The first snapshot that reached a target, or None."""
-    return next((s for s in scores_of(run) if target.reached(s.metrics)), None)
 
 
 def final_loss(stepped: Sequence[Stepped]) -> float | None:

@@ -31,6 +31,7 @@ _MODULES = (
     "consistency",
     "conditions",
     "timeline",
+    "words",
     "main",
 )
 _IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from orchestra.budget import Target, lower_is_better
 from orchestra.errors import ConfigError, Problem
 from orchestra.events import Ended, Logged, Stepped
 from orchestra.report import curves, formulas, reading, settings, tables, traces, verdict
+from orchestra.report.compared import Comparison, Comparisons, Failure
 from orchestra.report.looks import looks
+from orchestra.report.marks import Mark, achieved
 from orchestra.report.reading import Run, Unreadable
-from orchestra.report.verdict import Mark
 
 BLOCKS = 300_000  # of all timelines together
 MOST_NODES = 128  # in a matrix of who sent to whom
@@ -40,7 +41,8 @@ def tell(
     """
     refused: list[dict[str, str]] = []
     folders = _folders(paths)
-    target = target or _target(folders)
+    races = Comparisons(paths, folders)
+    target = target or _target(folders, races)
     first = _Representatives(folders)
     told, about = [], []
     for folder in folders:
@@ -49,12 +51,18 @@ def tell(
         except (Unreadable, OSError) as error:
             refused.append({"name": str(folder), "why": str(error)})
             continue
-        told.append((describe or describe_run)(run, target, first.blocks_for(run)))
+        failed = None if run.over else races.failures.get(folder)
         about.append(without_events(run))
+        told.append((describe or describe_run)(run, target, first.blocks_for(run)) | _end(failed))
     if not about:
         reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
         raise ConfigError([Problem("run", str(paths[0]), f"is no run that can be read ({reasons})")])
-    return reading.harmless(_together(told, about, refused, target, title))  # type: ignore[no-any-return]
+    return reading.harmless(_together(told, about, refused, target, title, races))  # type: ignore[no-any-return]
+
+
+def _end(failed: Failure | None) -> dict[str, Any]:
+    """What reached the target and then failed counts as failed."""
+    return {"failed": None} if failed is None else {"failed": failed.why, "reached": None}
 
 
 def _folders(paths: Sequence[Path]) -> list[Path]:
@@ -67,20 +75,19 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
     return folders
 
 
-def _target(folders: Sequence[Path]) -> Target | None:
+def _target(folders: Sequence[Path], races: Comparisons) -> Target | None:
     """The target of the comparison that made the first run, or that of its budget."""
     for folder in folders:
-        for record in (folder.parent.parent / "table.json", folder / "config.json"):
-            try:
-                found = json.loads(record.read_text(encoding="utf-8"))
-                if record.name == "table.json":
-                    return Target(str(found["target"]["metric"]), float(found["target"]["value"]))
-                ends = [str(part).removeprefix("target=") for part in found["budget"] if "target=" in str(part)]
-                if ends:
-                    metric, _, value = ends[0].rpartition(":")
-                    return Target(metric, float(value))
-            except (OSError, KeyError, TypeError, ValueError, RecursionError):
-                continue
+        if (race := races.by_folder.get(folder.parent.parent)) is not None:
+            return race.target
+        try:
+            found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            ends = [str(part).removeprefix("target=") for part in found["budget"] if "target=" in str(part)]
+            if ends:
+                metric, _, value = ends[0].rpartition(":")
+                return Target(metric, float(value))
+        except (OSError, KeyError, TypeError, ValueError, RecursionError):
+            continue
     return None
 
 
@@ -160,14 +167,8 @@ def _scores(run: Run, target: Target | None) -> dict[str, Any]:
     """When the target was reached, and how good the model was."""
     if target is None:
         return {"reached": None, "since": 0.0, "best": None, "final": None}
-    values = [s.metrics[target.metric] for s in run.scores if target.metric in s.metrics]
-    first = next((i for i, s in enumerate(run.scores) if target.reached(s.metrics)), None)
-    return {
-        "reached": None if first is None else run.scores[first].t,
-        "since": run.scores[first - 1].t if first else 0.0,
-        "best": (min if lower_is_better(target.metric) else max)(values, default=None),
-        "final": values[-1] if values else None,
-    }
+    found = asdict(achieved(run.scores, target))
+    return {"reached": found.pop("seconds"), **found}
 
 
 def _nodes(run: Run, trace: traces.Trace | None) -> list[dict[str, Any]]:
@@ -218,20 +219,22 @@ def _traffic(run: Run, strategy: Any, trace: traces.Trace | None) -> dict[str, A
 
 def _together(
     told: list[dict[str, Any]], about: Sequence[Run], refused: list[dict[str, str]], target: Target | None,
-    title: str | None,
+    title: str | None, races: Comparisons,
 ) -> dict[str, Any]:  # fmt: skip
     import orchestra
 
     all_settings = [settings.settings_of(run) for run in about]
     for run, condition in zip(told, settings.conditions(all_settings), strict=True):
         run["condition"] = condition
-    names = sorted({run["strategy"] for run in told})
     metrics = sorted({name for run in told if run["scores"] for name in run["scores"]["metrics"]})
     metric = target.metric if target is not None else metrics[0] if metrics else None
+    absent = [failure for folder, failure in races.failures.items() if folder not in {run.path for run in about}]
+    marks = [*_marks(told, metric), *_missing(absent, told, about)]
+    names = sorted({mark.strategy for mark in marks})
     equal, different = settings.split(all_settings)
     virtual = all(run["virtual"] for run in told)
-    found = verdict.judge(_marks(told, metric), target, metric, "virtual s" if virtual else "s")
-    if not all(run["over"] for run in told):
+    found = verdict.judge(marks, target, metric, "virtual s" if virtual else "s", races.baseline)
+    if not all(run["over"] or run["failed"] for run in told):
         found = replace(found, sentence=f"So far: {found.sentence}")
     dressed = looks(names, formulas.catalogue())
     return {
@@ -241,11 +244,12 @@ def _together(
         "metric": metric,
         "metrics": {name: lower_is_better(name) for name in metrics},
         "verdict": asdict(found),
+        **_learned(races.whole(target), found.doubts),
         "strategies": [{"name": name, **dressed[name].as_dict()} for name in names],
         "conditions": sorted({run["condition"] for run in told}, key=settings.natural),
-        "table": tables.table(told, _marks(told, metric), target, metric),
+        "table": tables.table(told, marks, target, metric, races.baseline),
         "runs": told,
-        "refused": refused,
+        "refused": _left_out(refused, absent),
         "settings": {"equal": equal, "different": different, "of": [_only(s, different) for s in all_settings]},
         "commands": settings.commands(about, target),
         "virtual": virtual,
@@ -263,9 +267,30 @@ def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
             r["best"],
             r["metrics"].get(metric),
             r["samples_per_second"],
+            r["failed"] is not None,
         )
         for r in told
     ]
+
+
+def _missing(absent: Sequence[Failure], told: Sequence[dict[str, Any]], about: Sequence[Run]) -> Iterator[Mark]:
+    """Runs that failed before there was anything to read count as well, under the condition of those beside them."""
+    for failure in absent:
+        race = [r for r, run in zip(told, about, strict=True) if run.path.parent.parent == failure.folder.parent.parent]
+        beside = next((r for r in race if r["strategy"] == failure.strategy), (race or told)[0])
+        yield Mark(failure.strategy, beside["condition"], failure.seed, None, 0.0, None, None, failed=True)
+
+
+def _left_out(refused: Sequence[dict[str, str]], absent: Sequence[Failure]) -> list[dict[str, str]]:
+    """Why there is nothing of some runs: that they failed says more than that they cannot be read."""
+    found = {r["name"]: r["why"] for r in refused} | {str(f.folder): f"it failed: {f.why}" for f in absent}
+    return [{"name": name, "why": why} for name, why in found.items()]
+
+
+def _learned(race: Comparison | None, doubts: Sequence[str]) -> dict[str, Any]:
+    """What a comparison has to say beyond the verdict and its doubts."""
+    words, fair = ((), ()) if race is None else (race.learned[1:], race.fairness)
+    return {"why": [text for text in words if text not in doubts], "fairness": [*fair]}
 
 
 def _goal(target: Target | None) -> dict[str, Any] | None:

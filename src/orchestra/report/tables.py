@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orchestra.budget import Target
+from orchestra.report.marks import Mark, always, standing, times_of
 from orchestra.report.settings import natural
-from orchestra.report.verdict import Against, Mark, against_baseline, is_useless
+from orchestra.report.verdict import Against, against_baseline, is_useless
 from orchestra.statistics import Estimate, median_interval
 from orchestra.words import size
 
@@ -20,60 +21,57 @@ _RUN = (
     "reached", "best", "final", "loss", "sent_per_worker", "received_per_worker", "sent_total", "staleness_mean",
     "staleness_max", "skipped", "stopped_by", "virtual",
 )  # fmt: skip
+_FIGURES = ("nodes", "in all", "samples/s", "per worker", "waiting", "staleness")
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would carry out what begins so
 
 
 def table(
-    runs: Sequence[dict[str, Any]], marks: Sequence[Mark], target: Target | None, metric: str | None
-) -> dict[str, Any]:
+    runs: Sequence[dict[str, Any]], marks: Sequence[Mark], target: Target | None, metric: str | None,
+    baseline: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Headings and lines of text: a line for each strategy under each condition, the fastest first."""
-    lines = []
-    for condition in sorted({mark.condition for mark in marks}, key=natural):
+    lines: list[list[str]] = []
+    groups = sorted({mark.condition for mark in marks}, key=natural)
+    for condition in groups:
         mine = [mark for mark in marks if mark.condition == condition]
-        for against in against_baseline(mine):
+        by = {a: [mark for mark in mine if mark.strategy == a.strategy] for a in against_baseline(mine, baseline)}
+        for against in sorted(by, key=lambda a: standing(by[a], target)):
             own = [r for r in runs if r["condition"] == condition and r["strategy"] == against.strategy]
-            lines.append((natural(condition), _rank(own), condition, _cells(own, against, target, metric)))
-    lines.sort(key=lambda line: line[:2])
-    several = len({mark.condition for mark in marks}) > 1
-    head = [*(["condition"] if several else []), *_head(target, metric)]
-    return {"head": head, "lines": [[*([line[2]] if several else []), *line[3]] for line in lines]}
-
-
-def _rank(own: Sequence[dict[str, Any]]) -> tuple[bool, float]:
-    times = [run["reached"] for run in own if run["reached"] is not None]
-    return len(times) < len(own), statistics.median(times) if times else 0.0
+            race = _race(by[against], against) if target is not None else []
+            lines.append([condition] * (len(groups) > 1) + [against.strategy, *race, *_figures_of(own, metric)])
+    return {"head": [*["condition"] * (len(groups) > 1), *_head(target, metric)], "lines": lines}
 
 
 def _head(target: Target | None, metric: str | None) -> list[str]:
     to_target = ["time to target", "speed", "p", "reached"] if target is not None else []
-    final = [f"final {metric}"] if metric is not None else []
-    return ["strategy", *to_target, *final, "nodes", "in all", "samples/s", "per worker", "waiting", "staleness"]
+    return ["strategy", *to_target, *([f"final {metric}"] if metric is not None else []), *_FIGURES]
 
 
-def _cells(own: Sequence[dict[str, Any]], against: Against, target: Target | None, metric: str | None) -> list[str]:
-    stale = [run["staleness_mean"] for run in own if run["staleness_mean"] is not None]
+def _figures_of(own: Sequence[dict[str, Any]], metric: str | None) -> list[str]:
+    """Of the runs that there are; every one may have failed before there was anything to tell."""
     final = [run["metrics"][metric] for run in own if metric in run["metrics"]]
-    traffic = statistics.fmean(run["sent_per_worker"] + run["received_per_worker"] for run in own)
-    cells = [against.strategy, *(_race(own, against) if target is not None else [])]
-    cells += [f"{statistics.fmean(final):.4g}" if final else "-"] if metric is not None else []
+    score = [f"{statistics.fmean(final):.4g}" if final else "-"] if metric is not None else []
+    if not own:
+        return [*score, *["-"] * len(_FIGURES)]
+    stale = [run["staleness_mean"] for run in own if run["staleness_mean"] is not None]
     return [
-        *cells,
+        *score,
         "-".join(dict.fromkeys(str(run["workers"] + run["servers"]) for run in own)),
         f"{statistics.median(run['seconds'] for run in own):.3g} s",
         f"{statistics.fmean(run['samples_per_second'] for run in own):,.0f}",
-        size(traffic),
+        size(statistics.fmean(run["sent_per_worker"] + run["received_per_worker"] for run in own)),
         _waiting(own),
         f"{statistics.fmean(stale):.1f} (max {max(run['staleness_max'] or 0 for run in own)})" if stale else "-",
     ]
 
 
-def _race(own: Sequence[dict[str, Any]], against: Against) -> list[str]:
-    times = [run["reached"] for run in own if run["reached"] is not None]
-    time = "not reached"
+def _race(own: Sequence[Mark], against: Against) -> list[str]:
+    times = times_of(own)
+    time = "failed" if all(mark.failed for mark in own) else "not reached"
     if times:
         low, high = median_interval(times)
         time = f"{statistics.median(times):.3g} s" + (f" [{low:.3g}, {high:.3g}]" if len(times) > 1 else "")
-    speed = "1" if against.strategy == against.baseline else "-"
+    speed = "1" if against.strategy == against.baseline and always(own) else "-"
     if against.speed is not None:
         e = against.speed
         speed = f"{e.value:.2f}×" + _between(e)
@@ -105,8 +103,7 @@ _LEGEND = (
 
 def legend(story: dict[str, Any]) -> str:
     """What the columns are."""
-    against = story["verdict"]["against"]
-    return (_RACE_LEGEND.format(baseline=against[0]["baseline"]) if against else "") + _LEGEND
+    return (_RACE_LEGEND.format(baseline=story["verdict"]["baseline"]) if story["target"] else "") + _LEGEND
 
 
 def markdown(story: dict[str, Any]) -> str:
@@ -118,18 +115,20 @@ def markdown(story: dict[str, Any]) -> str:
         *(_markdown(doubt) for doubt in story["verdict"]["doubts"]),
         _grid([story["table"]["head"], *story["table"]["lines"]]),
         legend(story),
+        *_list("Why", story["why"]),
+        *_list("Fairness", story["fairness"]),
         "## Settings",
         _grid([["setting", "value"], *([name, value] for name, value in equal.items())]),
     ]
     if story["commands"]:
         # Indented, not fenced: a name may hold what ends a fence.
         parts += ["## To have it again", "\n".join(f"    {command}" for command in story["commands"])]
-    if story["refused"]:
-        parts += [
-            "## Not read",
-            "\n".join(f"- {_markdown(r['name'])}: {_markdown(r['why'])}" for r in story["refused"]),
-        ]
+    parts += _list("Not read", [f"{r['name']}: {r['why']}" for r in story["refused"]])
     return "\n\n".join(parts) + "\n"
+
+
+def _list(heading: str, points: Sequence[str]) -> list[str]:
+    return [f"## {heading}", "\n".join(f"- {_markdown(point)}" for point in points)] if points else []
 
 
 def _grid(lines: Sequence[Sequence[str]]) -> str:

@@ -3,34 +3,25 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from orchestra.budget import Target, lower_is_better
+from orchestra.report.marks import Mark, always, standing, times_of
 from orchestra.statistics import Estimate, difference, holm, ratio
 from orchestra.words import plural
 
+CHANCE = 0.05  # what is less likely than this counts as a difference
 USELESS = 10  # times that the ends of an interval may be apart
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What one run achieved."""
-
-    strategy: str
-    condition: str
-    seed: int
-    seconds: float | None  # to the target
-    since: float  # the target was missed at this time yet
-    best: float | None
-    final: float | None
-    speed: float | None = None  # samples a second
-
-
-@dataclass(frozen=True)
 class Against:
-    """A strategy beside the baseline, seed by seed under every condition given."""
+    """A strategy beside the baseline, seed by seed under one condition."""
 
     strategy: str
     baseline: str
@@ -44,28 +35,30 @@ class Verdict:
 
     sentence: str
     doubts: tuple[str, ...]
-    against: tuple[Against, ...]
+    baseline: str
 
 
-def judge(marks: Sequence[Mark], target: Target | None, metric: str | None, unit: str = "s") -> Verdict:
+def judge(
+    marks: Sequence[Mark], target: Target | None, metric: str | None, unit: str = "s", baseline: str | None = None
+) -> Verdict:
     """Compare all strategies with the baseline: by time to the target, else by the last score, else by speed."""
     names = list(dict.fromkeys(mark.strategy for mark in marks))
-    baseline = baseline_of(names)
-    if all(mark.final is None and mark.best is None for mark in marks):
-        return Verdict(_by_speed(marks, names, baseline), (), ())
-    if target is None:
-        return Verdict(*_by_score(marks, names, baseline, metric), ())
-    against = against_baseline(marks)
     groups = list(dict.fromkeys(mark.condition for mark in marks))
-    race = _Race(marks, names, baseline, target, unit, {a.strategy: a.speed for a in against})
+    baseline = baseline_of(names, baseline)
+    if all(mark.final is None and mark.best is None for mark in marks):
+        return Verdict(_by_speed(marks, names, baseline, len(groups)), (), baseline)
+    if target is None:
+        advice = "Give --target SCORE=VALUE to compare times."
+        return Verdict(_by_score(marks, names, baseline, metric, len(groups)), (advice,), baseline)
+    race = _Race(marks, names, baseline, target, unit)
     if len(groups) > 1:
-        return Verdict(race.over(groups), (), tuple(against))
-    return Verdict(race.sentence(), tuple(race.doubts()), tuple(against))
+        return Verdict(race.over(groups), tuple(race.caveats()), baseline)
+    return Verdict(race.sentence(), (*race.doubts(), *race.caveats()), baseline)
 
 
-def baseline_of(names: Sequence[str]) -> str:
-    """What the others are compared with: all-reduce, or the first."""
-    return "allreduce" if "allreduce" in names else names[0]
+def baseline_of(names: Sequence[str], wanted: str | None = None) -> str:
+    """What the others are compared with: who is wanted and takes part, or all-reduce, or the first."""
+    return next((name for name in names if name == wanted), "allreduce" if "allreduce" in names else names[0])
 
 
 def goal(target: Target) -> str:
@@ -75,11 +68,16 @@ def goal(target: Target) -> str:
 
 def interval(e: Estimate, digits: str = ".2f") -> str:
     """An interval in words, or why there is none."""
-    if e.low is None:
+    if e.n == 1:
         return "one pair of runs: too little for an interval"
+    pairs = f"{e.n} pairs of runs with equal seeds"
+    if e.low is None:
+        return f"{pairs}, all alike"
     if is_useless(e) and digits == ".2f":
-        return f"{e.n} pairs of runs: too few for an interval that says anything"
-    return f"95 % interval {e.low:{digits}} to {e.high:{digits}}, {e.n} pairs of runs with equal seeds"
+        why = "snapshots are too far apart" if e.blurred else "too few"
+        return f"{e.n} pairs of runs: {why} for an interval that says anything"
+    agree = " that agree as closely as snapshots tell" if e.blurred else ""
+    return f"95 % interval {e.low:{digits}} to {e.high:{digits}}, {pairs}{agree}"
 
 
 def is_useless(speed: Estimate) -> bool:
@@ -100,19 +98,35 @@ def pairs(
 
 
 def _seconds(mark: Mark) -> float | None:
-    return mark.seconds or None  # reached at once: there is no ratio
+    return mark.seconds if mark.seconds and mark.seconds > 0 else None  # reached at once: there is no ratio
 
 
-def against_baseline(marks: Sequence[Mark]) -> list[Against]:
+def _width(mark: Mark) -> float | None:
+    """Of the snapshot in which the target was reached, as a share of the time to it."""
+    seconds = _seconds(mark)
+    return None if seconds is None else min(1.0, max(0.0, 1 - mark.since / seconds))
+
+
+def lead(marks: Sequence[Mark], a: str, b: str) -> Estimate | None:
+    """How many times as fast as `b` strategy `a` reached the target, seed by seed; None unless both always did."""
+    if not always([mark for mark in marks if mark.strategy in (a, b)]):
+        return None
+    own, other = pairs(marks, a, b, _seconds)
+    if not own:
+        return None
+    # A time is that of the snapshot, the truth anywhere since the last one: evenly spread, 1/√12 of the width. Seeds
+    # that share their snapshots share that error as well, so that it does not shrink with their number.
+    widths, others = pairs(marks, a, b, _width)
+    return ratio(other, own, blur=math.hypot(*widths, *others) / math.sqrt(12 * len(own)))
+
+
+def against_baseline(marks: Sequence[Mark], baseline: str | None = None) -> list[Against]:
     """How many times as fast as the baseline each strategy was, with Holm's correction for their number."""
     names = list(dict.fromkeys(mark.strategy for mark in marks))
-    baseline = baseline_of(names)
-    speeds: dict[str, Estimate | None] = {}
-    for name in names:
-        own, base = pairs(marks, name, baseline, _seconds)
-        speeds[name] = ratio(base, own) if own and name != baseline else None
-    tested = [name for name in names if (e := speeds[name]) is not None and e.p is not None]
-    corrected = dict(zip(tested, holm([e.p for n in tested if (e := speeds[n]) and e.p is not None]), strict=True))
+    baseline = baseline_of(names, baseline)
+    speeds = {name: lead(marks, name, baseline) if name != baseline else None for name in names}
+    ps = {name: e.p for name, e in speeds.items() if e is not None and e.p is not None}
+    corrected = dict(zip(ps, holm([*ps.values()]), strict=True))
     return [Against(name, baseline, speeds[name], corrected.get(name)) for name in names]
 
 
@@ -123,17 +137,25 @@ class _Race:
     baseline: str
     target: Target
     unit: str
-    speeds: dict[str, Estimate | None]
+
+    @cached_property
+    def against(self) -> dict[str, Against]:
+        return {found.strategy: found for found in against_baseline(self.marks, self.baseline)}
+
+    def of(self, name: str, condition: str | None = None) -> list[Mark]:
+        """The runs of a strategy."""
+        return [m for m in self.marks if m.strategy == name and condition in (None, m.condition)]
 
     def ranked(self, condition: str | None = None) -> list[tuple[float, str]]:
         """Strategies that always reached the target, by their median time."""
-        found = []
-        for name in self.names:
-            own = [m for m in self.marks if m.strategy == name and condition in (None, m.condition)]
-            times = [m.seconds for m in own if m.seconds is not None]
-            if own and len(times) == len(own):
-                found.append((statistics.median(times), name))
-        return sorted(found)
+        found = [own for name in self.names if (own := self.of(name, condition)) and always(own)]
+        order = sorted(found, key=lambda own: standing(own, self.target))
+        return [(statistics.median(times_of(own)), own[0].strategy) for own in order]
+
+    def tied(self, ranked: Sequence[tuple[float, str]], condition: str | None = None) -> list[str]:
+        """Who may have been there as early as the first, as far as snapshots tell."""
+        since = {name: statistics.median(m.since for m in self.of(name, condition)) for _, name in ranked}
+        return [name for _, name in ranked[1:] if ranked[0][0] > since[name]]
 
     def sentence(self) -> str:
         """Under one condition."""
@@ -141,22 +163,21 @@ class _Race:
         if not ranked:
             return self._nobody()
         time, first = ranked[0]
-        runs = sum(m.strategy == first for m in self.marks)
+        runs = len(self.of(first))
         of = f", the median of {runs} runs" if runs > 1 else ""
         said = f"{first} reached {goal(self.target)} in {time:.3g} {self.unit}{of}"
         if len(self.names) == 1:
             return f"{said}; there is nothing to compare it with."
-        if first != self.baseline:
-            return f"{said}{self._faster(first)}."
-        if len(ranked) == 1:
-            return f"{said}; nobody else did in every run."
-        second = ranked[1][1]
-        own, other = pairs(self.marks, first, second, _seconds)
-        return f"{said}, {_times(ratio(other, own), second) if own else f'before {second}'}."
+        rival = _rival([name for _, name in ranked], self.baseline)
+        return f"{said}{'; nobody else did in every run' if rival is None else self._beside(first, rival)}."
 
-    def _faster(self, first: str) -> str:
-        e = self.speeds[first]
-        return f"; {self.baseline} did not" if e is None else f", {_times(e, self.baseline)}"
+    def _beside(self, first: str, rival: str) -> str:
+        e, hits, runs = lead(self.marks, first, rival), len(times_of(self.of(rival))), len(self.of(rival))
+        if e is not None:
+            return f", {_times(e, rival, self.against[rival if first == self.baseline else first].p)}"
+        if hits == runs:
+            return f", before {rival}"
+        return f"; {rival} did in {hits} of {runs} runs" if hits else f"; {rival} did not"
 
     def _nobody(self) -> str:
         sign = 1 if lower_is_better(self.target.metric) else -1
@@ -167,74 +188,97 @@ class _Race:
         return f"{text}; {near.strategy} came closest with {near.best:.4g}."
 
     def over(self, groups: Sequence[str]) -> str:
-        """Under several conditions."""
-        firsts = [ranked[0][1] for group in groups if (ranked := self.ranked(group))]
-        if not firsts:
+        """Under several conditions: how often who was first, not a mean of what cannot be put together."""
+        ranked = {group: found for group in groups if (found := self.ranked(group))}
+        if not ranked:
             return self._nobody()
-        best = max(dict.fromkeys(firsts), key=firsts.count)
-        others = {name: firsts.count(name) for name in dict.fromkeys(firsts) if name != best}
-        rest = "".join(f", {name} under {count}" for name, count in others.items())
-        e = self.speeds[best]
-        ahead = f"; over all of them it was {_times(e, self.baseline)}" if e is not None else ""
-        text = f"{best} reached {goal(self.target)} first under {firsts.count(best)} of {len(groups)} conditions"
-        return f"{text}{rest}{ahead}."
+        alone = Counter(found[0][1] for group, found in ranked.items() if not self.tied(found, group))
+        ties, nobody = len(ranked) - alone.total(), len(groups) - len(ranked)
+        rest = f", several at once under {ties}" * bool(ties) + f", nobody in every run under {nobody}" * bool(nobody)
+        if not alone:
+            return (
+                f"Nobody was alone in reaching {goal(self.target)} first under any of {len(groups)} conditions{rest}."
+            )
+        (best, count), *others = alone.most_common()
+        rest = "".join(f", {name} under {times}" for name, times in others) + rest
+        text = f"{best} reached {goal(self.target)} first under {count} of {len(groups)} conditions"
+        return f"{text}{rest}{self._range(best, groups)}."
+
+    def _range(self, best: str, groups: Sequence[str]) -> str:
+        """How far ahead of the baseline, from condition to condition."""
+        within = ([m for m in self.marks if m.condition == group] for group in groups)
+        found = [e.value for marks in within if best != self.baseline and (e := lead(marks, best, self.baseline))]
+        if not found:
+            return ""
+        ends = " to ".join(dict.fromkeys((f"{min(found):.2f}", f"{max(found):.2f}")))
+        where = "all of them" if len(found) == len(groups) else f"the {len(found)} where both always did"
+        return f"; under {where} it was {ends} times as fast as {self.baseline}"
 
     def doubts(self) -> list[str]:
         """Where a lead is no larger than what chance or the spacing of snapshots explains."""
         ranked, found = self.ranked(), []
         order = [name for _, name in ranked]
-        missed = [name for name in self.names if name not in order]
         for rival in [name for i, name in enumerate(order) if i == 1 or (i > 1 and name == self.baseline)]:
-            since = statistics.median(m.since for m in self.marks if m.strategy == rival)
-            own, other = pairs(self.marks, order[0], rival, _seconds)
-            lead = ratio(other, own) if own else None
-            if ranked[0][0] > since:
+            e = lead(self.marks, order[0], rival)
+            if rival in self.tied(ranked):
                 found.append(f"Its lead over {rival} is less than one snapshot of the model: a tie.")
-            elif rival != self.baseline and lead is not None and lead.n > 1 and not lead.excludes(1.0):
-                found.append(f"Its lead over {rival} could be chance ({interval(lead)}).")
-        if missed:
-            found.append(f"Not reached in every run, if in any: {', '.join(missed)}.")
+            elif self.baseline not in (order[0], rival) and e is not None and e.includes(1.0):
+                found.append(f"Its lead over {rival} could be chance ({interval(e)}).")
+        return found
+
+    def caveats(self) -> list[str]:
+        """What holds under one condition and under many."""
+        missed = [name for name in self.names if not always(self.of(name))]
+        found = [f"Not reached in every run, if in any: {', '.join(missed)}."] if missed else []
         if len({m.seed for m in self.marks}) == 1:
             found.append("One seed only: small differences may be chance. Three or more would tell.")
         return found
 
 
-def _times(e: Estimate, other: str) -> str:
-    unsure = ", which may be chance" if e.n > 1 and not e.excludes(1.0) and not is_useless(e) else ""
+def _rival(order: Sequence[str], baseline: str) -> str | None:
+    """Whom to compare the first with: the baseline, or if that is itself the first, the second."""
+    return baseline if order[0] != baseline else order[1] if len(order) > 1 else None
+
+
+def _times(e: Estimate, other: str, p: float | None = None) -> str:
+    """A ratio in words; `p`, where there is one, is corrected for the number of strategies, the interval is not."""
+    unsure = ""
+    if not is_useless(e) and (e.includes(1.0) if p is None else p >= CHANCE):
+        unsure = ", which may be chance" + ("" if e.includes(1.0) else " where so many are compared")
     return f"{e.value:.2f} times as fast as {other} ({interval(e)}{unsure})"
 
 
-def _by_speed(marks: Sequence[Mark], names: Sequence[str], baseline: str) -> str:
+def _by_speed(marks: Sequence[Mark], names: Sequence[str], baseline: str, conditions: int) -> str:
     """Where nothing was scored, as in a rehearsal of timing only."""
     ends = {name: [m.speed for m in marks if m.strategy == name and m.speed] for name in names}
     means = {name: statistics.fmean(found) for name, found in ends.items() if found}
     if not means:
         return f"{plural(len(marks), 'run')}; nothing was scored, so there is nothing to compare."
-    best = max(means, key=lambda name: means[name])
-    said = f"Nothing was scored; {best} went through {means[best]:,.0f} samples a second"
-    other = baseline if best != baseline else max((n for n in means if n != best), key=means.__getitem__, default=best)
-    own, others = pairs(marks, best, other, lambda m: m.speed or None)
-    if other == best or not own:
-        return f"{said}."
-    return f"{said}, {_times(ratio(own, others), other)}."
+    order = sorted(means, key=lambda name: -means[name])
+    said = f"Nothing was scored; {order[0]} went through {means[order[0]]:,.0f} samples a second"
+    if conditions > 1:
+        return f"{said}, on average over {conditions} conditions."
+    rival = _rival(order, baseline)
+    own, others = pairs(marks, order[0], rival or "", lambda m: m.speed or None)
+    return f"{said}, {_times(ratio(own, others), rival)}." if rival and own else f"{said}."
 
 
-def _by_score(
-    marks: Sequence[Mark], names: Sequence[str], baseline: str, metric: str | None
-) -> tuple[str, tuple[str, ...]]:
+def _by_score(marks: Sequence[Mark], names: Sequence[str], baseline: str, metric: str | None, conditions: int) -> str:
     """Without a target there is no time to compare, only how good the models were in the end."""
-    advice = ("Give --target SCORE=VALUE to compare times.",)
+    assert metric is not None
+    sign = 1 if lower_is_better(metric) else -1
     ends = {name: [m.final for m in marks if m.strategy == name and m.final is not None] for name in names}
     means = {name: statistics.fmean(found) for name, found in ends.items() if found}
-    assert metric is not None
-    best = (min if lower_is_better(metric) else max)(means, key=lambda name: means[name])
-    said = f"{best} ended with {metric} {means[best]:.4g}"
+    order = sorted(means, key=lambda name: sign * means[name])
+    said = f"{order[0]} ended with {metric} {means[order[0]]:.4g}"
     if len(names) == 1:
-        return f"{said}.", advice
-    other = baseline if best != baseline else next(name for name in means if name != best) if len(means) > 1 else best
-    own, others = pairs(marks, best, other, lambda m: m.final)
-    if not own or other == best:
-        return f"{said}, the best.", advice
+        return f"{said}."
+    if conditions > 1:
+        return f"{said}, the best on average over {conditions} conditions."
+    rival = _rival(order, baseline)
+    own, others = pairs(marks, order[0], rival or "", lambda m: m.final)
+    if not own:
+        return f"{said}, the best."
     e = difference(own, others)
-    unsure = ", which may be chance" if e.n > 1 and not e.excludes(0.0) else ""
-    return f"{said}, the best: {e.value:+.2g} beside {other} ({interval(e, '+.2g')}{unsure}).", advice
+    unsure = ", which may be chance" if e.includes(0.0) else ""
+    return f"{said}, the best: {e.value:+.2g} beside {rival} ({interval(e, '+.2g')}{unsure})."

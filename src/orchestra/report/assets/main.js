@@ -10,32 +10,19 @@ import { AXES, runs, shown, swatch, told, unpack } from "./state.js";
 import { pareto, race } from "./race.js";
 import { timeline } from "./timeline.js";
 import { againstFormula, matrix, network } from "./traffic.js";
+import { fairness, learned, results } from "./words.js";
 import { breakdown, stepTimes, workerTimes } from "./workers.js";
 
 // Pages.
 
 function overview(story) {
-  const doubts = [...story.verdict.doubts, ...warnings(story)];
   return [
-    el("p", { class: "verdict", id: "verdict" }, story.verdict.sentence),
-    doubts.length ? el("ul", { class: "doubts" }, ...doubts.map((text) => el("li", {}, text))) : null,
+    ...learned(story),
     el("div", { class: "controls" }, axisSwitch("overview"), conditionChoice("overview")),
     hero(story),
     results(story),
+    fairness(story),
   ];
-}
-
-function warnings(story) {
-  const found = story.runs.flatMap((run) => [
-    ...(run.missing ? [`${run.name}: ${run.missing}.`] : []),
-    ...(run.over ? [] : [`${run.name} has not ended: figures so far.`]),
-    ...run.warnings.map((text) => `${run.name}: ${text}`),
-    ...(run.skipped ? [`${run.name}: ${count(run.skipped, "gradient")} not finite, not used.`] : []),
-  ]);
-  const refused = story.refused.map((r) => `${r.name} is not in this report: ${r.why}.`);
-  return found.length > 8
-    ? [...found.slice(0, 8), `… and ${found.length - 8} more.`, ...refused]
-    : [...found, ...refused];
 }
 
 function hero(story) {
@@ -71,20 +58,6 @@ function lossFigure() {
     () => `Against ${AXES[shown.axis]}: means over a few steps of all workers, on a logarithmic scale. ${seedsWords()}`,
     trainingLoss,
     { name: "loss", log: true, nothing: "Nothing was trained: only time passed." },
-  );
-}
-
-function results(story) {
-  const column = story.table.head.indexOf("strategy");
-  const lines = story.table.lines.map((line) =>
-    line.map((text, i) => (i === column ? el("span", {}, swatch(text), text) : text)),
-  );
-  return el(
-    "div",
-    {},
-    el("h2", {}, "Results"),
-    grid(story.table.head, lines, { left: column + 1, label: "Results" }),
-    el("p", { class: "note" }, story.legend),
   );
 }
 

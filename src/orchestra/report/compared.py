@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a comparison wrote down in its table.json that the folders of its runs do not tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestra.budget import Target
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not come to its end."""
+
+    folder: Path
+    strategy: str
+    seed: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was raced for, and what was learned."""
+
+    folder: Path
+    target: Target
+    baseline: str | None
+    learned: tuple[str, ...]  # the verdict's sentence first
+    fairness: tuple[str, ...]
+    failures: tuple[Failure, ...]
+
+
+def read(folder: Path) -> Comparison | None:
+    """The comparison in a folder; None if there is none, or none that can be read."""
+    try:
+        found = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+        target = Target(str(found["target"]["metric"]), float(found["target"]["value"]))
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
+        return None
+    baseline = found.get("baseline")
+    return Comparison(
+        folder=folder,
+        target=target,
+        baseline=baseline if isinstance(baseline, str) else None,
+        learned=_texts(found.get("learned")),
+        fairness=_texts(found.get("fairness")),
+        failures=tuple(_failures(folder, found.get("rows"))),
+    )
+
+
+class Comparisons:
+    """Those that the runs at and below some folders are part of."""
+
+    def __init__(self, paths: Sequence[Path], runs: Sequence[Path]) -> None:
+        def inside(folder: Path) -> bool:
+            return any(folder.is_relative_to(path) for path in paths)
+
+        folders = dict.fromkeys(run.parent.parent for run in runs)
+        self.by_folder = {folder: found for folder in folders if (found := read(folder)) is not None}
+        every = [*self.by_folder.values()]
+        self.baseline = next((race.baseline for race in every), None)
+        self.failures = {f.folder: f for race in every for f in race.failures if inside(f.folder)}
+        self._whole = every[0] if every and len(folders) == 1 and inside(every[0].folder) else None
+
+    def whole(self, target: Target | None) -> Comparison | None:
+        """The one comparison that the runs are all of, if they are told to its own target."""
+        return self._whole if self._whole is not None and self._whole.target == target else None
+
+
+def _failures(folder: Path, rows: Any) -> Iterator[Failure]:
+    for row in _objects(rows):
+        for outcome in _objects(row.get("outcomes")):
+            match row.get("strategy"), outcome:
+                case str(strategy), {"seed": int(seed), "run": str(run), "failed": str(why)}:
+                    # Where it is now: comparisons are moved from one machine to another.
+                    yield Failure(folder.joinpath(*Path(run).parts[-2:]), strategy, seed, why)
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list) else ()
