@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.board import name_of
-from orchestra.events import Began, Ended, Event, Logged, Reunited, Saved, Scored, Skipped, Snapped, Stepped
-from orchestra.report.facts import Facts, events_of, facts_from, scores_of
+from orchestra.events import Began, Ended, Event, Logged, Reunited, Saved, Scored, Skipped, Snapped, Stepped, read
+from orchestra.report.facts import Facts, events_of, facts_from
 from orchestra.words import plural
 
+LARGEST = 1e60  # of any number: beyond every loss, and what is reckoned with it, squares too, is a number still
+NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what figures without sense raise
 _MOST_NODES = 100_000
+_RANGES = {
+    "workers": (1, _MOST_NODES),
+    "servers": (0, _MOST_NODES),
+    "seed": (-(2**64), 2**64),
+    "parameters": (0, 2**64),
+}
 _LONGEST = 500  # characters of a text
 
 
@@ -72,7 +80,7 @@ def load(path: Path, events: Sequence[Event] | None = None) -> Run:
     scores = _scores(path)
     try:
         facts = facts_from(config, ending, events, scores)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except NONSENSE as error:
         raise Unreadable(f"its figures make no sense: {error}") from error
     warnings = ending.get("warnings")
     said = map(str, warnings) if isinstance(warnings, list) else ()
@@ -111,9 +119,9 @@ def config_of(path: Path) -> dict[str, Any]:
         raise Unreadable("its config.json is damaged")
     if not isinstance(config.get("strategy"), str):
         raise Unreadable("its config.json names no strategy")
-    for name in ("workers", "servers", "seed", "parameters"):
-        if not isinstance(config.get(name), int):
-            raise Unreadable(f"its config.json has no whole number of {name}")
+    for name, (least, most) in _RANGES.items():
+        if type(number := config.get(name)) is not int or not least <= number <= most:
+            raise Unreadable(f"its config.json has no sensible whole number of {name}")
     return config | {"cluster": _mapping(config.get("cluster")), "note": _mapping(config.get("note"))}
 
 
@@ -138,22 +146,22 @@ _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
 
 
 def sound(event: Event) -> bool:
-    """Whether there are finite numbers wherever numbers should be, and names where names."""
+    """Whether there are numbers within reason wherever numbers should be, and names where names."""
     try:
-        if not math.isfinite(sum(_NUMBERS[type(event)](event))):
+        if not (event.t >= 0 and sum(map(abs, _NUMBERS[type(event)](event))) < LARGEST):
             return False
         if isinstance(event, Stepped):
-            return event.loss is None or math.isfinite(event.loss)
+            return event.loss is None or abs(event.loss) < LARGEST
         if isinstance(event, Logged):
             return isinstance(event.name, str)
-        return not isinstance(event, Ended) or all(int(to) >= 0 and math.isfinite(n) for to, n in event.sent_to.items())
+        return not isinstance(event, Ended) or all(int(to) >= 0 and 0 <= n < LARGEST for to, n in event.sent_to.items())
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return False
 
 
 def sound_ones(events: Iterable[Event], config: dict[str, Any]) -> Iterator[Event]:
     """Those that are sound and of a node of this run."""
-    nodes = range(min(config["workers"] + config["servers"], _MOST_NODES))
+    nodes = range(config["workers"] + config["servers"])
     return (e for e in events if sound(e) and _node(e) in nodes)
 
 
@@ -162,11 +170,8 @@ def _node(event: Event) -> int:
 
 
 def _scores(path: Path) -> list[Scored]:
-    try:
-        found = [score for score in scores_of(path) if sound(score)]
-    except TypeError:  # numbers that cannot be put in order
-        return []
-    return [cleaned(s) for s in found]
+    found = (cleaned(e) for e in read(path / "scores.jsonl") if isinstance(e, Scored) and sound(e))
+    return sorted(found, key=lambda s: s.number)
 
 
 def cleaned(score: Scored) -> Scored:
@@ -175,7 +180,7 @@ def cleaned(score: Scored) -> Scored:
 
 
 def _figures(metrics: Any) -> dict[str, float]:
-    return {str(n): v for n, v in _mapping(metrics).items() if isinstance(v, int | float) and math.isfinite(v)}
+    return {str(n): v for n, v in _mapping(metrics).items() if isinstance(v, int | float) and abs(v) < LARGEST}
 
 
 # Text may hold anything, too.

@@ -46,11 +46,12 @@ def tell(
     for folder in folders:
         try:
             run = load(folder)
+            told.append((describe or describe_run)(run, target, first.blocks_for(run)))
+            about.append(without_events(run))
         except (Unreadable, OSError) as error:
             refused.append({"name": str(folder), "why": str(error)})
-            continue
-        told.append((describe or describe_run)(run, target, first.blocks_for(run)))
-        about.append(without_events(run))
+        except reading.NONSENSE as error:
+            refused.append({"name": str(folder), "why": f"its figures make no sense: {error}"})
     if not about:
         reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
         raise ConfigError([Problem("run", str(paths[0]), f"is no run that can be read ({reasons})")])
@@ -79,7 +80,7 @@ def _target(folders: Sequence[Path]) -> Target | None:
                 if ends:
                     metric, _, value = ends[0].rpartition(":")
                     return Target(metric, float(value))
-            except (OSError, KeyError, TypeError, ValueError, RecursionError):
+            except (OSError, *reading.NONSENSE, RecursionError):
                 continue
     return None
 
@@ -205,9 +206,8 @@ def _trace(trace: traces.Trace) -> dict[str, Any]:
 
 
 def _traffic(run: Run, strategy: Any, trace: traces.Trace | None) -> dict[str, Any] | None:
-    found = traces.traffic(run, strategy, trace)
     nodes = run.facts.workers + run.facts.servers
-    if found is None or nodes > MOST_NODES:
+    if nodes > MOST_NODES or (found := traces.traffic(run, strategy, trace)) is None:
         return None
     flow = [[a, b, round(size)] for (a, b), size in sorted(found.flow.items()) if max(a, b) < nodes]
     return {"flow": flow, "source": found.source}

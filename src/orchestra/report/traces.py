@@ -7,7 +7,6 @@ messages it sent to whom; what all do together is not in there, and is shared ou
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 
 from orchestra import events
 from orchestra.events import Ended, Moved
-from orchestra.report.reading import Run
+from orchestra.report.reading import LARGEST, Run
 from orchestra.strategies import EASGD, AllReduce, Downpour, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD
 from orchestra.strategy import Strategy
 
@@ -37,9 +36,9 @@ def moves(run: Path) -> Iterator[Moved]:
 def _makes_sense(e: Moved) -> bool:
     times, whole = (e.began, e.t), (e.node, e.bytes, 0 if e.peer is None else e.peer)
     return (
-        all(type(t) in (int, float) and math.isfinite(t) for t in times)
+        all(type(t) in (int, float) and 0 <= t < LARGEST for t in times)
         and e.began <= e.t
-        and all(type(n) is int and n >= 0 for n in whole)
+        and all(type(n) is int and 0 <= n < LARGEST for n in whole)
         and isinstance(e.kind, str)
     )
 
