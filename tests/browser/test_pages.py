@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.browser.devtools import CHROMIUM, Browser, Page
 from tests.report.folders import make_race, make_run, moved
 
+from orchestra.budget import Target
 from orchestra.events import Logged, encode
 from orchestra.report import figures, page, story
 
@@ -139,6 +141,26 @@ def test_another_score_is_drawn_and_named(opened: Page) -> None:
     assert "↑ loss" in opened.ask(words)
     assert "target" not in opened.ask(words)
     assert complaints(opened) == []
+
+
+def test_a_model_that_was_lost_is_not_drawn_as_zero(browser: Browser, tmp_path: Path) -> None:
+    out = make_race(tmp_path / "race", {"allreduce": [0.1, 0.1, 0.1]})
+    for seed in (1, 2):
+        path = out / "allreduce" / f"seed{seed}" / "scores.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        lines[5:] = [re.sub(r'"(accuracy|loss)":[^,}]*', r'"\1":null', line) for line in lines[5:]]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    told = story.tell([out], target=Target("loss", 0.5))
+    assert [run["final"] for run in told["runs"]] == [1.0, "not finite", "not finite"]
+    path = tmp_path / "report.html"
+    path.write_text(page.write(told), encoding="utf-8")
+    opened = browser.open(path.as_uri() + "#compare")
+    opened.until(READY)
+    opened.ask("document.querySelector('#compare details').open = true")
+    opened.until("document.querySelectorAll('#compare details tbody tr').length === 6")
+    cells = opened.ask("[...document.querySelectorAll('#compare details tbody tr')].map((r) => r.cells[2].textContent)")
+    assert min(map(float, cells)) == 1.6, "the last that all of them have"
+    opened.close()
 
 
 def test_filters_take_strategies_out_of_every_figure(opened: Page) -> None:

@@ -167,7 +167,7 @@ def _scores(run: Run, target: Target | None) -> dict[str, Any]:
         "reached": None if first is None else run.scores[first].t,
         "since": run.scores[first - 1].t if first else 0.0,
         "best": (min if lower_is_better(target.metric) else max)(values, default=None),
-        "final": values[-1] if values else None,
+        "final": run.scores[-1].metrics.get(target.metric, "not finite") if values else None,
     }
 
 
