@@ -13,6 +13,7 @@ import pytest
 from tests.browser.devtools import CHROMIUM, Browser, Page
 from tests.report.folders import make_race, make_run, moved
 
+from orchestra import alive
 from orchestra.budget import Target
 from orchestra.events import Logged, encode
 from orchestra.report import figures, page, story
@@ -322,6 +323,18 @@ def test_a_run_with_nothing_in_it_is_a_page_as_well(browser: Browser, tmp_path: 
         opened.go(name)
     assert browser.complaints == []
     assert "has not ended" in opened.ask("document.querySelector('.doubts').textContent")
+    opened.close()
+
+
+def test_a_run_that_died_is_not_said_to_go_on(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", over=False)
+    (run / alive.NAME).touch()  # what a process that was killed leaves
+    path = tmp_path / "report.html"
+    path.write_text(page.write(story.tell([run])), encoding="utf-8")
+    opened = browser.open(path.as_uri())
+    opened.until(READY)
+    assert opened.ask("document.querySelector('.doubts').textContent").endswith("run died: figures until then.")
+    assert not opened.ask("document.getElementById('verdict').textContent").startswith("So far")
     opened.close()
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from orchestra import alive
 from orchestra.board import name_of
 from orchestra.events import Began, Ended, Event, Logged, Reunited, Saved, Scored, Skipped, Snapped, Stepped, read
 from orchestra.report.facts import Facts, events_of, facts_from
@@ -44,6 +45,7 @@ class Run:
     events: Sequence[Event]
     scores: Sequence[Scored]
     over: bool  # it came to its end
+    fate: str  # what became of it if it will never come to its end
     warnings: tuple[str, ...]
 
     @property
@@ -92,6 +94,7 @@ def load(path: Path, events: Sequence[Event] | None = None) -> Run:
         events=events,
         scores=scores,
         over=bool(ending),
+        fate="" if ending else alive.ask(path).fate,
         warnings=(*said, *_reunions(events, facts.workers)),
     )
 

@@ -104,7 +104,7 @@ class _Representatives:
 
 def without_events(run: Run) -> Run:
     """What is still needed of a run when its figures are taken; a long one fills the memory."""
-    return Run(run.path, run.name, run.config, run.facts, (), (), run.over, run.warnings)
+    return replace(run, events=(), scores=())
 
 
 # One run.
@@ -123,6 +123,7 @@ def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[st
         "name": run.name,
         **{name: getattr(facts, name) for name in _AS_THEY_ARE},
         "over": run.over,
+        "fate": run.fate,
         "warnings": [*run.warnings],
         "missing": facts.missing,
         **_scores(run, target),
@@ -231,7 +232,7 @@ def _together(
     equal, different = settings.split(all_settings)
     virtual = all(run["virtual"] for run in told)
     found = verdict.judge(_marks(told, metric), target, metric, "virtual s" if virtual else "s")
-    if not all(run["over"] for run in told):
+    if not all(run["over"] or run["fate"] for run in told):
         found = replace(found, sentence=f"So far: {found.sentence}")
     dressed = looks(names, formulas.catalogue())
     return {

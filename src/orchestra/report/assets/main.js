@@ -28,7 +28,7 @@ function overview(story) {
 function warnings(story) {
   const found = story.runs.flatMap((run) => [
     ...(run.missing ? [`${run.name}: ${run.missing}.`] : []),
-    ...(run.over ? [] : [`${run.name} has not ended: figures so far.`]),
+    ...(run.over ? [] : [`${run.name} ${run.fate ? `${run.fate}: figures until then` : "has not ended: figures so far"}.`]),
     ...run.warnings.map((text) => `${run.name}: ${text}`),
     ...(run.skipped ? [`${run.name}: ${count(run.skipped, "gradient")} not finite, not used.`] : []),
   ]);
