@@ -146,6 +146,19 @@ def test_a_reader_without_the_token_sees_nothing(browser: Browser, tmp_path: Pat
         page.until("document.body?.textContent.includes('Not for you')")
 
 
+def test_it_may_be_reached_by_way_of_a_file_and_loaded_again(browser: Browser, tmp_path: Path) -> None:
+    door = tmp_path / "door.html"
+    with serving(begun(tmp_path / "run")) as url:
+        door.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
+        page = browser.open(door.as_uri())
+        ready(page)
+        page.call("Page.reload")
+        page.until("document.readyState === 'complete' && window.stayed === undefined")
+        ready(page)
+        page.close()
+    assert browser.complaints == []
+
+
 def start(*arguments: str, cwd: Path, out: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "orchestra", *arguments]
     return subprocess.Popen(command, cwd=cwd, text=True, env=ENVIRON, stdout=out, stderr=out)

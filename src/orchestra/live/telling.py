@@ -38,13 +38,14 @@ Ending = tuple[str, float]  # how, and when
 class Teller:
     """Some runs, and what there is to say of them."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], target: Target | None = None) -> None:
         self._paths = [*paths]
+        self._target = target
         self._runs: dict[Path, Follower] = {}
         self._over: dict[Path, _Over] = {}
         self._searched = -math.inf
-        self.told = story.tell(self._paths, load=self._load, describe=self._describe)
-        self.version = 1
+        self.version = 0
+        self.tell()
 
     def look(self, now: float) -> bool:
         """See what is new, at `now`, in seconds since the epoch; whether there was anything."""
@@ -58,7 +59,7 @@ class Teller:
 
     def tell(self) -> None:
         """The story anew."""
-        self.told = story.tell(self._paths, load=self._load, describe=self._describe)
+        self.told = story.tell(self._paths, target=self._target, load=self._load, describe=self._describe)
         self.version += 1
 
     def moments(self, now: float) -> list[dict[str, Any]]:
