@@ -7,9 +7,10 @@ timelines put steps together, and of many seeds only the first one has a timelin
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -68,21 +69,29 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
     return folders
 
 
+def _races(folders: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Where the target and the baseline of a run may be written: in a table, in its note, in its budget."""
+    for folder in folders:
+        config = reading.object_in(folder / "config.json")
+        note, budget = config.get("note"), config.get("budget")
+        yield reading.object_in(folder.parent.parent / "table.json")
+        yield note["race"] if isinstance(note, dict) and isinstance(note.get("race"), dict) else {}
+        for part in map(str, budget if isinstance(budget, list) else ()):
+            metric, _, value = part.removeprefix("target=").rpartition(":")
+            yield {"target": {"metric": metric, "value": value}} if part.startswith("target=") else {}
+
+
 def _target(folders: Sequence[Path]) -> Target | None:
     """The target of the comparison that made the first run, or that of its budget."""
-    for folder in folders:
-        for record in (folder.parent.parent / "table.json", folder / "config.json"):
-            try:
-                found = json.loads(record.read_text(encoding="utf-8"))
-                if record.name == "table.json":
-                    return Target(str(found["target"]["metric"]), float(found["target"]["value"]))
-                ends = [str(part).removeprefix("target=") for part in found["budget"] if "target=" in str(part)]
-                if ends:
-                    metric, _, value = ends[0].rpartition(":")
-                    return Target(metric, float(value))
-            except (OSError, *reading.NONSENSE, RecursionError):
-                continue
+    for race in _races(folders):
+        with contextlib.suppress(*reading.NONSENSE):
+            return Target(str(race["target"]["metric"]), float(race["target"]["value"]))
     return None
+
+
+def _baseline(folders: Iterable[Path]) -> str | None:
+    """What a comparison had the others compared with."""
+    return next((race["baseline"] for race in _races(folders) if isinstance(race.get("baseline"), str)), None)
 
 
 class _Representatives:
@@ -231,7 +240,9 @@ def _together(
     metric = target.metric if target is not None else metrics[0] if metrics else None
     equal, different = settings.split(all_settings)
     virtual = all(run["virtual"] for run in told)
-    found = verdict.judge(_marks(told, metric), target, metric, "virtual s" if virtual else "s")
+    baseline = _baseline(run.path for run in about)
+    marks = sorted(_marks(told, metric), key=lambda mark: mark.strategy != baseline)  # in doubt, the first one is it
+    found = verdict.judge(marks, target, metric, "virtual s" if virtual else "s")
     if not all(run["over"] or run["fate"] for run in told):
         found = replace(found, sentence=f"So far: {found.sentence}")
     dressed = looks(names, formulas.catalogue())
@@ -244,7 +255,7 @@ def _together(
         "verdict": asdict(found),
         "strategies": [{"name": name, **dressed[name].as_dict()} for name in names],
         "conditions": sorted({run["condition"] for run in told}, key=settings.natural),
-        "table": tables.table(told, _marks(told, metric), target, metric),
+        "table": tables.table(told, marks, target, metric),
         "runs": told,
         "refused": refused,
         "settings": {"equal": equal, "different": different, "of": [_only(s, different) for s in all_settings]},
