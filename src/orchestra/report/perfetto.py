@@ -34,10 +34,16 @@ def records(run: Path) -> Iterator[Record]:
     if not moved:
         yield from _steps(run, config)
         return
+    pairs = [*messages(moved)]
+    began = {id(got): sent.began for sent, got in pairs}
     for e in moved:
         about = {"bytes": e.bytes} | ({} if e.peer is None else {"with": e.peer})
-        yield _slice(e.kind, e.node, e.began, e.t, about)
-    for number, (sent, got) in enumerate(messages(moved)):
+        # Before a message was sent there was nothing to do but wait for it.
+        sent_at = min(max(e.began, began.get(id(e), e.began)), e.t)
+        if sent_at > e.began:
+            yield _slice("wait", e.node, e.began, sent_at, about)
+        yield _slice(e.kind, e.node, sent_at, e.t, about)
+    for number, (sent, got) in enumerate(pairs):
         end = {"name": "message", "cat": "message", "id": number, "pid": 0}
         yield {**end, "ph": "s", "tid": sent.node, "ts": sent.began * _MICRO}
         yield {**end, "ph": "f", "bp": "e", "tid": got.node, "ts": max(got.t, sent.began) * _MICRO}
