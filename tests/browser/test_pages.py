@@ -15,7 +15,7 @@ from tests.report.folders import make_race, make_run, moved
 
 from orchestra import alive
 from orchestra.budget import Target
-from orchestra.events import Logged, encode
+from orchestra.events import Logged, Stepped, encode
 from orchestra.report import figures, page, story
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
@@ -212,6 +212,54 @@ def test_the_timeline_moves_by_keys_and_buttons(opened: Page) -> None:
     )
     assert opened.ask(drawn) > 5
     assert complaints(opened) == []
+
+
+def test_where_no_op_is_recorded_the_timeline_shows_steps(browser: Browser, report: Path, tmp_path: Path) -> None:
+    told = story.tell([report.parent / "allreduce" / "seed0"])
+    trace = told["runs"][0]["trace"]
+    kept = 8  # until 0.7 of 2 seconds
+    trace |= {name: column[:kept] for name, column in trace.items() if name not in ("kinds", "left_out")}
+    trace["left_out"] = 12
+    path = tmp_path / "report.html"
+    path.write_text(page.write(told), encoding="utf-8")
+    opened = browser.open(path.as_uri() + "#timeline")
+    opened.until(READY)
+
+    def painted(share: float) -> int:
+        """Of twenty pixels of the first lane, at a share of its width."""
+        where = f"74 + {share} * (c.clientWidth - 82)"
+        return int(
+            opened.ask(
+                f"(() => {{ const c = document.querySelector('#timeline canvas'); const s = devicePixelRatio; "
+                f"const d = c.getContext('2d').getImageData(s * ({where}), s * 50, 20 * s, 1).data; "
+                "return d.filter((x, i) => i % 4 === 3 && x > 0).length / s; })()"
+            )
+        )
+
+    assert painted(0.02) == 20
+    assert painted(0.16) < 20, "between an op and the next there is nothing"
+    assert painted(0.6) == 20, "beyond them: steps"
+    opened.ask("document.querySelector('#timeline canvas').focus()")
+    opened.key("+")
+    opened.key("End")
+    assert [painted(share) for share in (0.1, 0.5, 0.9)] == [20, 20, 20]
+    opened.close()
+
+
+def test_steps_count_alike_whoever_took_them(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", workers=2, steps=990, second=0.01)
+    lines = [Stepped(1.0 * k, 1, k, 1.0, 8 * k, 1.0, 0.1, 1.0 * k, 0.0, 0.0, 0, 0) for k in range(1, 11)]
+    (run / "events-1.jsonl").write_text("".join(map(encode, lines)), encoding="utf-8")
+    path = tmp_path / "report.html"
+    path.write_text(page.write(story.tell([run])), encoding="utf-8")
+    opened = browser.open(path.as_uri() + "#workers")
+    opened.until(READY)
+    card = "[...document.querySelectorAll('#workers figure')].find((f) => f.textContent.startsWith('How long steps'))"
+    opened.ask(f"{card}.querySelector('details').open = true")
+    opened.until(f"{card}.querySelectorAll('tbody td').length === 4")
+    cells = opened.ask(f"[...{card}.querySelectorAll('tbody td')].map((c) => c.textContent)")
+    assert cells == ["allreduce", "10 ms", "10 ms", "1 s"], "one step of a hundred was slow"
+    opened.close()
 
 
 def test_another_run_can_be_chosen_everywhere(opened: Page) -> None:

@@ -125,6 +125,24 @@ def test_it_follows_the_run_and_keeps_what_was_chosen(browser: Browser, tmp_path
     assert browser.complaints == []
 
 
+def test_a_strategy_that_comes_later_has_its_marks(browser: Browser, tmp_path: Path) -> None:
+    whole(tmp_path / "runs" / "a")
+    marks = (
+        "[...document.querySelectorAll('#workers figure')].find((f) => f.textContent.startsWith('How long steps'))"
+        ".querySelectorAll('g[aria-label=dot] path').length"
+    )
+    with serving(tmp_path / "runs") as url:
+        page = browser.open(url)
+        ready(page)
+        page.go("workers")
+        page.until(f"{marks} === 3")
+        whole(tmp_path / "runs" / "b", strategy="allreduce", servers=0)
+        page.until("document.querySelectorAll('.chips input').length === 2")
+        page.until(f"{marks} === 6")
+        page.close()
+    assert browser.complaints == []
+
+
 def test_it_says_that_nobody_answers_and_keeps_what_it_has(browser: Browser, tmp_path: Path) -> None:
     with serving(begun(tmp_path / "run")) as url:
         page = browser.open(url)
