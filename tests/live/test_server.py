@@ -209,7 +209,7 @@ def test_answers_say_how_to_take_them(server: Server) -> None:
 
 def test_what_it_tells_is_the_story_and_where_runs_are(server: Server, tmp_path: Path) -> None:
     cookie = enter(server)
-    now = json.loads(Answer(server, "/since?version=0", Cookie=cookie).body)
+    now = json.loads(Answer(server, "/since", Cookie=cookie).body)
     assert [(run["state"], run["step"], run["strategy"]) for run in now["runs"]] == [("done", 40, HOSTILE)]
     story = Answer(server, "/story", Cookie=cookie)
     told = json.loads(gzip.decompress(story.body))
