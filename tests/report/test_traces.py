@@ -60,7 +60,7 @@ def test_of_what_cannot_be_read_whole_every_node_has_its_share(tmp_path: Path, m
     assert trace is not None
     assert [sum(op.node == node for op in trace.ops) for node in (0, 1)] == [20, 40]
     assert trace.left_out == 200 - 60
-    assert trace.spent == trace.flow == {}, "of a part of the run, which totals tell the whole of"
+    assert (trace.spent, trace.flow) == ({}, {}), "of a part of the run, which totals tell the whole of"
     assert story.tell([run])["runs"][0]["nodes"][0]["spent"].keys() == {"compute", "communicate", "wait"}
 
 
