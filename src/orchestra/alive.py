@@ -31,6 +31,15 @@ class Word:
     kind: str = ""  # of the error that ended it
     why: str = ""
 
+    @property
+    def fate(self) -> str:
+        """What became of a run that goes on no more and never came to its end: stopped, failed or died."""
+        if self.alive is not False:
+            return ""
+        if not self.kind:
+            return "died"
+        return "stopped" if self.kind in ("Interrupted", "KeyboardInterrupt") else "failed"
+
 
 @contextlib.contextmanager
 def holding(run: Path) -> Iterator[None]:

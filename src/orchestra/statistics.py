@@ -42,8 +42,12 @@ def ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, blur
     (2.0, 3)
     """
     logs = difference([math.log(x) for x in a], [math.log(y) for y in b], confidence, blur)
-    low, high = (None if x is None else math.exp(min(x, 700.0)) for x in (logs.low, logs.high))
-    return Estimate(math.exp(logs.value), low, high, logs.p, logs.n, logs.blurred)
+    low, high = (None if x is None else _exp(x) for x in (logs.low, logs.high))
+    return Estimate(_exp(logs.value), low, high, logs.p, logs.n, logs.blurred)
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))  # of a ratio that nobody measured: large, but still a number
 
 
 def difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, blur: float = 0.0) -> Estimate:

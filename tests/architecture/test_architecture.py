@@ -169,6 +169,7 @@ MAY_KNOW = {
         "words",
     },
     "report": {
+        "alive",
         "board",
         "budget",
         "consistency",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from tests.browser.devtools import CHROMIUM, Browser, Page
 from tests.report.folders import make_race, make_run, moved
 
-from orchestra.events import Logged, encode
+from orchestra import alive
+from orchestra.budget import Target
+from orchestra.events import Logged, Stepped, encode
 from orchestra.report import figures, page, story
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
@@ -165,6 +168,26 @@ def test_another_score_is_drawn_and_named(opened: Page) -> None:
     assert complaints(opened) == []
 
 
+def test_a_model_that_was_lost_is_not_drawn_as_zero(browser: Browser, tmp_path: Path) -> None:
+    out = make_race(tmp_path / "race", {"allreduce": [0.1, 0.1, 0.1]})
+    for seed in (1, 2):
+        path = out / "allreduce" / f"seed{seed}" / "scores.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        lines[5:] = [re.sub(r'"(accuracy|loss)":[^,}]*', r'"\1":null', line) for line in lines[5:]]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    told = story.tell([out], target=Target("loss", 0.5))
+    assert [run["final"] for run in told["runs"]] == [1.0, "not finite", "not finite"]
+    path = tmp_path / "report.html"
+    path.write_text(page.write(told), encoding="utf-8")
+    opened = browser.open(path.as_uri() + "#compare")
+    opened.until(READY)
+    opened.ask("document.querySelector('#compare details').open = true")
+    opened.until("document.querySelectorAll('#compare details tbody tr').length === 6")
+    cells = opened.ask("[...document.querySelectorAll('#compare details tbody tr')].map((r) => r.cells[2].textContent)")
+    assert min(map(float, cells)) == 1.6, "the last that all of them have"
+    opened.close()
+
+
 def test_filters_take_strategies_out_of_every_figure(opened: Page) -> None:
     opened.go("compare")
     assert "localsgd" in opened.ask("document.querySelectorAll('#compare figure')[2].textContent")
@@ -213,6 +236,54 @@ def test_the_timeline_moves_by_keys_and_buttons(opened: Page) -> None:
     )
     assert opened.ask(drawn) > 5
     assert complaints(opened) == []
+
+
+def test_where_no_op_is_recorded_the_timeline_shows_steps(browser: Browser, report: Path, tmp_path: Path) -> None:
+    told = story.tell([report.parent / "allreduce" / "seed0"])
+    trace = told["runs"][0]["trace"]
+    kept = 8  # until 0.7 of 2 seconds
+    trace |= {name: column[:kept] for name, column in trace.items() if name not in ("kinds", "left_out")}
+    trace["left_out"] = 12
+    path = tmp_path / "report.html"
+    path.write_text(page.write(told), encoding="utf-8")
+    opened = browser.open(path.as_uri() + "#timeline")
+    opened.until(READY)
+
+    def painted(share: float) -> int:
+        """Of twenty pixels of the first lane, at a share of its width."""
+        where = f"74 + {share} * (c.clientWidth - 82)"
+        return int(
+            opened.ask(
+                f"(() => {{ const c = document.querySelector('#timeline canvas'); const s = devicePixelRatio; "
+                f"const d = c.getContext('2d').getImageData(s * ({where}), s * 50, 20 * s, 1).data; "
+                "return d.filter((x, i) => i % 4 === 3 && x > 0).length / s; })()"
+            )
+        )
+
+    assert painted(0.02) == 20
+    assert painted(0.16) < 20, "between an op and the next there is nothing"
+    assert painted(0.6) == 20, "beyond them: steps"
+    opened.ask("document.querySelector('#timeline canvas').focus()")
+    opened.key("+")
+    opened.key("End")
+    assert [painted(share) for share in (0.1, 0.5, 0.9)] == [20, 20, 20]
+    opened.close()
+
+
+def test_steps_count_alike_whoever_took_them(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", workers=2, steps=990, second=0.01)
+    lines = [Stepped(1.0 * k, 1, k, 1.0, 8 * k, 1.0, 0.1, 1.0 * k, 0.0, 0.0, 0, 0) for k in range(1, 11)]
+    (run / "events-1.jsonl").write_text("".join(map(encode, lines)), encoding="utf-8")
+    path = tmp_path / "report.html"
+    path.write_text(page.write(story.tell([run])), encoding="utf-8")
+    opened = browser.open(path.as_uri() + "#workers")
+    opened.until(READY)
+    card = "[...document.querySelectorAll('#workers figure')].find((f) => f.textContent.startsWith('How long steps'))"
+    opened.ask(f"{card}.querySelector('details').open = true")
+    opened.until(f"{card}.querySelectorAll('tbody td').length === 4")
+    cells = opened.ask(f"[...{card}.querySelectorAll('tbody td')].map((c) => c.textContent)")
+    assert cells == ["allreduce", "10 ms", "10 ms", "1 s"], "one step of a hundred was slow"
+    opened.close()
 
 
 def test_another_run_can_be_chosen_everywhere(opened: Page) -> None:
@@ -324,6 +395,18 @@ def test_a_run_with_nothing_in_it_is_a_page_as_well(browser: Browser, tmp_path: 
         opened.go(name)
     assert browser.complaints == []
     assert "has not ended" in opened.ask("document.querySelector('.doubts').textContent")
+    opened.close()
+
+
+def test_a_run_that_died_is_not_said_to_go_on(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", over=False)
+    (run / alive.NAME).touch()  # what a process that was killed leaves
+    path = tmp_path / "report.html"
+    path.write_text(page.write(story.tell([run])), encoding="utf-8")
+    opened = browser.open(path.as_uri())
+    opened.until(READY)
+    assert opened.ask("document.querySelector('.doubts').textContent").endswith("run died: figures until then.")
+    assert not opened.ask("document.getElementById('verdict').textContent").startswith("So far")
     opened.close()
 
 

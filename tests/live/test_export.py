@@ -77,6 +77,16 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert wandb.finished
 
 
+def test_runs_of_two_comparisons_keep_their_names_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for name in ("one", "two"):
+        whole(tmp_path / name / "runs" / "ps" / "seed0")
+    words = [f"{tmp_path}/one/../one/runs", f"{tmp_path}/two/runs", f"{tmp_path}/two/runs/ps"]
+    assert invoke(["export", *words, "--wandb", "mine"]) == 0
+    assert [run["name"] for run in wandb.begun] == ["one/runs/ps/seed0", "two/runs/ps/seed0"]
+
+
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
     said: list[Any] = []

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ from tests.live.made import ENVIRON, append, began, ended, make, scored, stale, 
 
 from orchestra import alive
 from orchestra.errors import Interrupted, WorkerFailed
-from orchestra.events import encode
+from orchestra.events import Event, encode
 from orchestra.live import words
 from orchestra.live.following import Follower, Latest
 from orchestra.live.growing import Growing
 from orchestra.live.now import RunNow, moment
 from orchestra.live.telling import Teller
-from orchestra.report import story
+from orchestra.report import reading, story
+from orchestra.report.reading import Run
 
 
 def look(run: Follower, later: float = 0.0) -> RunNow:
@@ -176,7 +178,7 @@ def test_what_makes_no_sense_is_passed_over(keep: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"workers": -3}, {"workers": 10**9}, {"budget": "all of it"}, {"budget": ["steps=nan", 7, "seconds=0"]}]
+    "changes", [{"workers": 99_999}, {"budget": "all of it"}, {"budget": ["steps=nan", 7, "seconds=0"]}]
 )
 def test_a_strange_configuration_does_no_harm(changes: dict[str, object], tmp_path: Path) -> None:
     run = make(tmp_path, **changes)
@@ -185,6 +187,13 @@ def test_a_strange_configuration_does_no_harm(changes: dict[str, object], tmp_pa
     assert now.fraction in (None, 0.125)
     assert words.plain(now)
     assert len(words.topology(now, 78)) == 3
+
+
+@pytest.mark.parametrize("workers", [-3, 0, 10**9, 10**400])
+def test_a_number_of_workers_that_cannot_be_is_no_run(workers: int, tmp_path: Path) -> None:
+    follower = Follower(make(tmp_path, workers=workers))
+    assert not follower.look()
+    assert moment(follower, time.time()) is None
 
 
 def test_names_cannot_reach_the_terminal(tmp_path: Path) -> None:
@@ -304,6 +313,52 @@ def test_a_story_told_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
     teller.tell()
     assert teller.told == story.tell([tmp_path / "runs"])
     assert teller.told["runs"][1]["steps"] == 50
+
+
+def count_readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Which folders are read from the beginning to the end, from now on."""
+    read: list[Path] = []
+    load = reading.load
+
+    def counted(path: Path, events: Sequence[Event] | None = None) -> Run:
+        read.extend([path] if events is None else [])
+        return load(path, events)
+
+    monkeypatch.setattr(reading, "load", counted)
+    return read
+
+
+def test_what_is_over_is_read_once_however_many_runs_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a run that died: it leaves no ending, and will never have one."""
+    dead = going_on(tmp_path / "0")
+    with pytest.raises(WorkerFailed), alive.holding(tmp_path / "0"):
+        raise WorkerFailed("worker 1", "ValueError")
+    monkeypatch.setattr(story, "BLOCKS", 1200)
+    read = count_readings(monkeypatch)
+    teller = Teller([tmp_path])
+    assert teller.told["runs"][0]["fate"] == "failed"
+    assert not teller.told["verdict"]["sentence"].startswith("So far")
+    for i in range(1, 9):
+        run = make(tmp_path / str(i), batch=100 + i)
+        append(run, 0, [began(0), *steps(0, 1, 401), ended(0, 400)])
+        (run / "ending.json").write_text('{"stopped_by": "budget"}')
+        teller.look(100.0 * i)
+        teller.tell()
+        blocks = [len(lane["t"]) for run in teller.told["runs"] for lane in run["lanes"]]
+        assert sum(blocks) <= max(1200, 50 * len(blocks))
+    assert sorted(read) == [tmp_path / str(i) for i in range(9)]
+    assert len(teller._over) == 9
+    lane = teller.told["runs"][1]["lanes"][0]
+    assert sum(lane["t"]) == 40_000_000, "microseconds, however many steps are put together"
+    assert lane["together"] * len(lane["t"]) >= 400
+    with alive.holding(tmp_path / "0"):  # resumed
+        append(dead.folder, 0, steps(0, 6, 9))
+        for _ in range(2):
+            teller.look(1e6)
+            teller.tell()
+        assert [node["steps"] for node in teller.told["runs"][0]["nodes"]] == [8, 5]
+        assert teller.told["verdict"]["sentence"].startswith("So far")
+    assert len(read) == 9, "from then on it is followed again"
 
 
 def test_a_new_run_of_a_comparison_appears(tmp_path: Path) -> None:

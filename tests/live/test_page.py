@@ -125,6 +125,24 @@ def test_it_follows_the_run_and_keeps_what_was_chosen(browser: Browser, tmp_path
     assert browser.complaints == []
 
 
+def test_a_strategy_that_comes_later_has_its_marks(browser: Browser, tmp_path: Path) -> None:
+    whole(tmp_path / "runs" / "a")
+    marks = (
+        "[...document.querySelectorAll('#workers figure')].find((f) => f.textContent.startsWith('How long steps'))"
+        ".querySelectorAll('g[aria-label=dot] path').length"
+    )
+    with serving(tmp_path / "runs") as url:
+        page = browser.open(url)
+        ready(page)
+        page.go("workers")
+        page.until(f"{marks} === 3")
+        whole(tmp_path / "runs" / "b", strategy="allreduce", servers=0)
+        page.until("document.querySelectorAll('.chips input').length === 2")
+        page.until(f"{marks} === 6")
+        page.close()
+    assert browser.complaints == []
+
+
 def test_it_says_that_nobody_answers_and_keeps_what_it_has(browser: Browser, tmp_path: Path) -> None:
     with serving(begun(tmp_path / "run")) as url:
         page = browser.open(url)
@@ -144,6 +162,19 @@ def test_a_reader_without_the_token_sees_nothing(browser: Browser, tmp_path: Pat
         page = Page(browser, session, target)
         page.call("Page.navigate", url=url)
         page.until("document.body?.textContent.includes('Not for you')")
+
+
+def test_it_may_be_reached_by_way_of_a_file_and_loaded_again(browser: Browser, tmp_path: Path) -> None:
+    door = tmp_path / "door.html"
+    with serving(begun(tmp_path / "run")) as url:
+        door.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')
+        page = browser.open(door.as_uri())
+        ready(page)
+        page.call("Page.reload")
+        page.until("document.readyState === 'complete' && window.stayed === undefined")
+        ready(page)
+        page.close()
+    assert browser.complaints == []
 
 
 def start(*arguments: str, cwd: Path, out: int) -> subprocess.Popen[str]:

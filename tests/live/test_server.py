@@ -6,15 +6,24 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.live.made import whole
+from tests.live.made import ENVIRON, whole
 
+from orchestra.budget import Target
+from orchestra.cli import invoke
 from orchestra.live.server import Server
 from orchestra.live.telling import Teller, Telling
 
@@ -119,6 +128,62 @@ def test_no_path_is_a_file(path: str, server: Server) -> None:
     assert b"Not for you" in answer.body
 
 
+@pytest.mark.parametrize("others", ["a b=1", "a,b=[1]", 'theme={"dark":true}', "=", "a=b=c", "name", "é=ü"])
+def test_cookies_of_others_keep_nobody_out(others: str, server: Server) -> None:
+    """Whatever else is served on this machine shares them: browsers do not tell ports apart."""
+    cookie = enter(server)
+    for all_of_them in (f"{others}; {cookie}", f"{cookie}; {others}", f"{others};{cookie};{others}"):
+        assert Answer(server, "/since", Cookie=all_of_them).status == 200
+    assert Answer(server, "/since", Cookie=f"{others}; x{cookie}; {cookie}x").status == 403
+
+
+BROWSER = """
+import json, os, sys, time
+from pathlib import Path
+from urllib.parse import urlsplit
+file = Path(urlsplit(sys.argv[1]).path)
+seen = {"pid": os.getpid(), "words": sys.argv, "text": file.read_text(), "mode": file.stat().st_mode & 0o777}
+Path("draft").write_text(json.dumps(seen | {"file": str(file)}))
+Path("draft").rename("seen")
+time.sleep(60)
+"""
+
+
+def test_a_browser_that_stays_keeps_nobody_waiting_and_is_told_no_secret_aloud(tmp_path: Path) -> None:
+    """One of the terminal's ends when it is closed; and what a process was told to do, all users of a machine see."""
+    whole(tmp_path / "run")
+    (tmp_path / "browser.py").write_text(BROWSER)
+    environ = {**ENVIRON, "HOME": str(tmp_path), "BROWSER": f"{sys.executable} {tmp_path}/browser.py %s"}
+    command = [sys.executable, "-m", "orchestra", "watch", "run"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        seen: dict[str, Any] = {}
+        try:
+            until((tmp_path / "seen").exists)
+            seen |= json.loads((tmp_path / "seen").read_text())
+            assert url.partition("token=")[2] not in " ".join(seen["words"])
+            assert url in seen["text"]
+            assert seen["mode"] == 0o600
+            with urllib.request.urlopen(url, timeout=20) as answer:
+                assert answer.status == 200
+            until(lambda: not Path(seen["file"]).exists())
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            if seen:
+                os.kill(seen["pid"], signal.SIGKILL)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if holds():
+            return
+        time.sleep(0.1)
+    pytest.fail("it never came to hold")
+
+
 def test_pages_of_others_get_nothing(server: Server) -> None:
     cookie = enter(server)
     asked = {"Cookie": cookie, "Sec_Fetch_Mode": "cors"}
@@ -144,7 +209,7 @@ def test_answers_say_how_to_take_them(server: Server) -> None:
 
 def test_what_it_tells_is_the_story_and_where_runs_are(server: Server, tmp_path: Path) -> None:
     cookie = enter(server)
-    now = json.loads(Answer(server, "/since?version=0", Cookie=cookie).body)
+    now = json.loads(Answer(server, "/since", Cookie=cookie).body)
     assert [(run["state"], run["step"], run["strategy"]) for run in now["runs"]] == [("done", 40, HOSTILE)]
     story = Answer(server, "/story", Cookie=cookie)
     told = json.loads(gzip.decompress(story.body))
@@ -172,6 +237,13 @@ def test_nonsense_does_not_stop_it(server: Server) -> None:
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=5) as line:
             line.sendall(nonsense)
     assert Answer(server, "/", Cookie=enter(server)).status == 200
+
+
+def test_a_target_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = whole(tmp_path / "run")
+    assert Teller([run], Target("accuracy", 0.3)).told["target"]["value"] == 0.3
+    assert invoke(["watch", str(run), "--target", "much"]) == 2
+    assert "must be a score and a number" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:

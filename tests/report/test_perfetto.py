@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.report.folders import make_run, moved
 from tests.zoo import flat, train
 
 from orchestra import Local, Simulated, Steps
+from orchestra.cli import invoke
 from orchestra.cluster import Cluster
-from orchestra.events import Ended, Logged, read
+from orchestra.events import Ended, Logged, Stepped, encode, read
 from orchestra.report import perfetto, traces
 
 WORLDS = {"processes": Local(workers=2, threads=1), "rehearsal": Simulated(workers=2)}
@@ -85,6 +87,43 @@ def test_the_file_is_what_viewers_read(traced: bool, tmp_path: Path) -> None:
     assert all(r["dur"] > 0 for r in slices)
     arrows = Counter(r["ph"] for r in records if r["name"] == "message")
     assert arrows == ({"s": 16, "f": 16} if traced else {})
+
+
+@pytest.mark.parametrize("config", ['{"strategy": "ps", "wor', '{"strategy": "ps"}', None])
+def test_what_is_no_run_is_said_and_nothing_is_left_behind(
+    config: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = make_run(tmp_path / "bad")
+    before = {*bad.iterdir()}
+    (bad / "config.json").unlink()
+    if config is not None:
+        (bad / "config.json").write_text(config, encoding="utf-8")
+    assert invoke(["trace", str(bad)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    assert {*bad.iterdir()} <= before
+
+
+def test_events_that_make_no_sense_are_left_out(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "run", workers=2)
+    count = perfetto.write(made, tmp_path / "before.json")
+    with (made / "events-0.jsonl").open("a", encoding="utf-8") as file:
+        file.write(encode(Stepped("soon", 0, 21, 1.0, 8, 1.0, 0.1, 9.0, None, [], 1, 1)))  # type: ignore[arg-type]
+        file.write(encode(Stepped(1e305, 0, 21, 1.0, 8, 1.0, 0.1, 9.0, 1.0, 1.0, 1, 1)))
+    assert perfetto.write(made, tmp_path / "after.json") == count
+
+
+def test_before_a_message_was_sent_its_receiver_waited(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "run")
+    (made / "trace-0.jsonl").write_text(moved(0, "send", 2.0, 0.5, 1, 8) + moved(0, "send", 5.0, 0.5, 1, 8))
+    received = moved(1, "receive", 1.0, 2.0, 0, 8) + moved(1, "receive", 5.5, 0.5, 0, 8) + moved(1, "receive", 7.0, 1.0)
+    (made / "trace-1.jsonl").write_text(received)
+    found = [(r["name"], r["ts"], r["dur"]) for r in perfetto.records(made) if r["ph"] == "X" and r["tid"] == 1]
+    assert found == [
+        ("wait", 1e6, 1e6),
+        ("receive", 2e6, 1e6),
+        ("receive", 5.5e6, 0.5e6),
+        ("receive", 7e6, 1e6),
+    ]
 
 
 def test_lines_cut_short_do_no_harm(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ import contextlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.report.folders import make_race, make_run
+from tests.report.folders import make_race, make_run, moved
 
+from orchestra.budget import Target
 from orchestra.errors import ConfigError
 from orchestra.events import Stepped
-from orchestra.report import reading, story
+from orchestra.report import page, perfetto, reading, story
+from orchestra.report.reading import Run
 
 
 def test_runs_are_found_below_and_each_once(tmp_path: Path) -> None:
@@ -56,6 +59,9 @@ def test_connections_made_anew_are_told_once_for_both_ends(tmp_path: Path) -> No
         ("[" * 100_000, "damaged"),
         ('{"workers": 2}', "no strategy"),
         ('{"strategy": "ps", "workers": "many"}', "workers"),
+        ('{"strategy": "ps", "workers": 0, "servers": 1, "seed": 0, "parameters": 1}', "workers"),
+        ('{"strategy": "ps", "workers": 2, "servers": -1, "seed": 0, "parameters": 1}', "servers"),
+        (f'{{"strategy": "ps", "workers": 2, "servers": 1, "seed": 0, "parameters": 1{"0" * 400}}}', "parameters"),
     ],
 )
 def test_what_is_no_run_is_named_with_the_reason(config: str | None, why: str, tmp_path: Path) -> None:
@@ -68,6 +74,17 @@ def test_what_is_no_run_is_named_with_the_reason(config: str | None, why: str, t
     (refused,) = told["refused"]
     assert refused["name"] == str(run)
     assert why in refused["why"]
+
+
+def test_a_run_whose_figures_make_no_sense_takes_no_other_with_it(tmp_path: Path) -> None:
+    good, bad = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+
+    def describe(run: Run, target: Target | None, blocks: int | None) -> dict[str, Any]:
+        return story.describe_run(run, target, blocks) if run.path == good else {"half": 1 // 0}
+
+    told = story.tell([tmp_path], describe=describe)
+    assert [run["name"] for run in told["runs"]] == [str(good)]
+    assert [(r["name"], r["why"][:27]) for r in told["refused"]] == [(str(bad), "its figures make no sense: ")]
 
 
 def test_nothing_to_read_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -88,6 +105,12 @@ GARBAGE = [
     '"compute": 1, "communicate": 1, "wait": 1, "sent": 1, "received": 1}',
     '{"event": "ended", "t": 1e400, "node": 0, "step": 1, "samples": 1, "compute": 1, "communicate": 1, "wait": 1, '
     '"sent": 1, "received": 1}',
+    '{"event": "ended", "t": 1e304, "node": 0, "step": 1, "samples": 1, "compute": 1, "communicate": 1, "wait": 1, '
+    '"sent": 1, "received": 1}',
+    '{"event": "ended", "t": 1, "node": 0, "step": 1, "samples": 1, "compute": 1e304, "communicate": 1, "wait": 1, '
+    '"sent": 1, "received": 1}',
+    '{"event": "stepped", "t": -1, "node": 0, "step": 1, "epoch": 0, "samples": 1, "loss": 1, "lr": 1, "compute": 1, '
+    '"communicate": 1, "wait": 1, "sent": 1, "received": 1}',
     '{"event": "logged", "t": 1, "node": 999999999, "step": 1, "name": "staleness", "value": 3}',
     '{"event": "logged", "t": 1, "node": -1, "step": 1, "name": "staleness", "value": 3}',
     '{"event": ["stepped"]}',
@@ -110,11 +133,43 @@ def test_garbage_among_events_changes_nothing(tmp_path: Path) -> None:
     scores = run / "scores.jsonl"
     bad = '{"event": "scored", "t": 0.1, "step": 1, "samples": 1, "number": "x", "metrics": {}}\n'
     worse = '{"event": "scored", "t": 0.1, "step": 1, "samples": 1, "number": 1, "metrics": [1]}\n'
+    early = '{"event": "scored", "t": -0.1, "step": 1, "samples": 1, "number": 0, "metrics": {"accuracy": 1}}\n'
     assert story.tell([run]) == before
+    goal = Target("accuracy", 0.5)
+    assert (when := story.tell([run], target=goal)["runs"][0]["reached"]) > 0
     scores.write_text(scores.read_text(encoding="utf-8") + worse, encoding="utf-8")
     assert story.tell([run])["runs"][0]["metrics"] == before["runs"][0]["metrics"]
-    scores.write_text(scores.read_text(encoding="utf-8") + bad, encoding="utf-8")
-    assert story.tell([run])["runs"][0]["reached"] is None
+    text = scores.read_text(encoding="utf-8")
+    for line in (bad, early):
+        scores.write_text(line + text, encoding="utf-8")
+        assert story.tell([run], target=goal)["runs"][0]["reached"] == when
+
+
+HOSTILE = [0, -1, 1.5, 1e304, -1e304, 1e-320, 10**400, float("nan"), float("inf"), "x", "", None, True, [], [1], {}]
+
+
+def twisted(value: Any, dice: random.Random) -> Any:
+    """The same with something else somewhere in it."""
+    if not isinstance(value, dict) or not value or dice.random() < 0.1:
+        return dice.choice(HOSTILE)
+    name = dice.choice([key for key in value if key != "event"])
+    return {**value, name: twisted(value[name], dice)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_values_of_any_kind_anywhere_do_no_harm(seed: int, tmp_path: Path) -> None:
+    race, dice = make_race(tmp_path / "race", {"allreduce": [0.1, 0.2], "ps": [0.1, 0.1]}), random.Random(seed)
+    (race / "ps" / "seed0" / "trace-0.jsonl").write_text(moved(0, "send", 0.1, 0.1, 1, 9) * 3, encoding="utf-8")
+    for path in sorted(path for path in race.rglob("*.json*") if dice.random() < 0.5):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for i in dice.sample(range(len(lines)), min(3, len(lines))):
+            lines[i] = json.dumps(twisted(json.loads(lines[i]), dice))
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with contextlib.suppress(ConfigError):  # if it hit what nothing can be told without
+        page.write(story.tell([race]))
+    for run in reading.find([race]):
+        with contextlib.suppress(reading.Unreadable):
+            perfetto.write(run, tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -278,3 +278,5 @@ def test_a_real_rehearsal_by_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert ssp["bound"] == ["gap", 3]
     assert max(value for value, _ in ssp["counts"]["gap"]) <= 3
     assert told["commands"][0].startswith("orchestra compare digits --strategies 'allreduce, ps(consistency=ssp)'")
+    (out / "table.json").unlink()  # as it is for who looks at it while it goes on
+    assert story.tell([out])["target"]["value"] == 0.2

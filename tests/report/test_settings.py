@@ -71,3 +71,13 @@ def test_a_target_is_found_in_the_comparison_or_in_the_budget(tmp_path: Path) ->
     assert story.tell([run])["target"] == {"metric": "accuracy", "value": 0.7, "lower": False, "text": "accuracy ≥ 0.7"}
     (race / "table.json").write_text(json.dumps({"target": 3}), encoding="utf-8")
     assert story.tell([race])["target"] is None
+
+
+def test_before_there_is_a_table_runs_know_what_they_race_to(tmp_path: Path) -> None:
+    """And whom the others are compared with, whatever their folders are called."""
+    note = {"recipe": "digits", "race": {"target": {"metric": "accuracy", "value": 0.4}, "baseline": "ps"}}
+    for strategy in ("localsgd", "ps"):
+        make_run(tmp_path / strategy / "seed0", strategy, servers=int(strategy == "ps"), note=note)
+    told = story.tell([tmp_path])
+    assert told["target"]["value"] == 0.4
+    assert told["verdict"]["baseline"] == "ps"

@@ -111,3 +111,9 @@ def test_the_median_of_few_runs_is_told_with_least_and_most() -> None:
     assert median_interval([float(i) for i in range(6)]) == (0.0, 5.0)
     # Of nine values the second and the eighth: 2 (1 + 9) / 2**9 is less than 5 %.
     assert median_interval([float(i) for i in range(9)]) == (1.0, 7.0)
+
+
+def test_ratios_beyond_all_reason_are_numbers_still() -> None:
+    e = ratio([1e60, 1.0], [1e-300, 1.0])
+    assert e.high is not None
+    assert math.isfinite(e.high)

@@ -49,6 +49,21 @@ def test_too_many_ops_are_cut_and_counted(tmp_path: Path) -> None:
     assert trace.flow == {(0, 1): 200.0}, "bytes are counted over all"
 
 
+def test_of_what_cannot_be_read_whole_every_node_has_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as all of them go: the room of node 1, which is twice as fast, is full in half the time."""
+    monkeypatch.setattr(traces, "_MOST_SEEN", 80)
+    run = make_run(tmp_path / "run")
+    for node, second in ((0, 1.0), (1, 0.5)):
+        text = "".join(moved(node, "send", k * second, 0.1, 1 - node, 2) for k in range(100))
+        (run / f"trace-{node}.jsonl").write_text(text, encoding="utf-8")
+    trace = traces.read(run, 2)
+    assert trace is not None
+    assert [sum(op.node == node for op in trace.ops) for node in (0, 1)] == [20, 40]
+    assert trace.left_out == 200 - 60
+    assert (trace.spent, trace.flow) == ({}, {}), "of a part of the run, which totals tell the whole of"
+    assert story.tell([run])["runs"][0]["nodes"][0]["spent"].keys() == {"compute", "communicate", "wait"}
+
+
 def test_no_trace_is_none(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert traces.read(run, 2) is None
@@ -63,6 +78,11 @@ def test_bytes_by_peer_are_taken_where_they_were_counted(tmp_path: Path) -> None
     found = traces.traffic(replace(run, events=events), formulas.parsed("allreduce"), None)
     assert found is not None
     assert found.flow == {(a, b): 10.0 if b == (a + 1) % 3 else 2.0 for a in range(3) for b in range(3) if a != b}
+    assert found.source == "messages measured, means shared out evenly"
+    alone = [replace(e, sent=8) for e in events]
+    found = traces.traffic(replace(run, events=alone), formulas.parsed("allreduce"), None)
+    assert found is not None
+    assert found.flow == {(a, (a + 1) % 3): 8.0 for a in range(3)}
     assert found.source == "measured"
 
 

@@ -146,7 +146,7 @@ class Race:
         folder = self.out / _slug(strategy) / f"seed{seed}"
         rate = {"lr": self.rates[strategy]} if strategy in self.rates else {}
         chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate)
-        note = {"recipe": self.source.name, "args": [], "options": chosen.given()}
+        note = {"recipe": self.source.name, "args": [], "options": chosen.given(), "race": self.about()}
         try:
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).servers
@@ -168,6 +168,13 @@ class Race:
                 raise  # nothing has run: better to say so than to fail as often as there are runs
             return Outcome(seed, folder, failed=_reason(error))
         return judge(folder, seed, self.target)
+
+    def about(self) -> dict[str, Any]:
+        """What is noted of it with each run, for whoever looks before there is a table."""
+        from orchestra.report.verdict import baseline_of
+
+        target = {"metric": self.target.metric, "value": self.target.value}
+        return {"target": target, "baseline": baseline_of(self.strategies)}
 
     def told(self, outcome: Outcome) -> str:
         """How a run went, in a line."""

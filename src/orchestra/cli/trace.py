@@ -29,14 +29,18 @@ def trace(run: Run, out: Out = None) -> None:
       orchestra trace runs/traced                          and open trace.json.gz on ui.perfetto.dev
     """
     from orchestra.report import perfetto  # not needed for --help
+    from orchestra.report.reading import Unreadable
 
-    if not (run / "config.json").exists():
-        raise ConfigError([Problem("RUN", str(run), "is no run folder: there is no config.json in it")])
     path = out or run / "trace.json.gz"
     if not path.parent.is_dir():
         raise ConfigError([Problem("out", str(path), f"there is no folder {path.parent}")])
     traced = any(run.glob("trace-*.jsonl"))
-    count = perfetto.write(run, path)
+    try:
+        count = perfetto.write(run, path)
+    except Unreadable as error:
+        raise ConfigError([Problem("RUN", str(run), f"is no run that can be read: {error}")]) from None
+    except OSError as error:
+        raise ConfigError([Problem("out", str(path), f"cannot be written: {error.strerror}")]) from None
     what = "every op and every message" if traced else "steps only: run with --trace for every message"
     typer.echo(f"{path}: {count:,} entries, {what}")
     typer.echo("open it on https://ui.perfetto.dev or in chrome://tracing", err=True)

@@ -4,15 +4,22 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
+import threading
+import time
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestra.cli import options as o
 from orchestra.cli import summary
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.words import size
+
+if TYPE_CHECKING:
+    from orchestra.live.server import Server
 
 _LARGE = 20_000_000  # bytes that take a while to read
 
@@ -22,11 +29,15 @@ Runs = Annotated[
         metavar="RUN", help="Run folders, or folders of runs. Default: the newest below runs/.", show_default=False
     ),
 ]
+Goal = Annotated[
+    str | None,
+    typer.Option(metavar="SCORE=VALUE", help="The test score to measure times to. Default: that of the comparison."),
+]
 Port = Annotated[int, typer.Option(metavar="N", help="Of 127.0.0.1; 0: any that is free.", min=0, max=65535)]
 NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
 
 
-def watch(runs: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> None:
+def watch(runs: Runs = None, target: Goal = None, port: Port = 0, no_browser: NoBrowser = False) -> None:
     """See runs in a browser as they go: the pages of the report, kept up to date until Ctrl-C.
 
     Runs may be real or rehearsed, under way, over or dead, one or a whole comparison. The page is served on this
@@ -37,18 +48,20 @@ def watch(runs: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> N
       orchestra watch
       orchestra watch runs/mine
       orchestra watch runs/comparison --no-browser --port 8123
+      orchestra watch runs/a runs/b --target accuracy=0.95
       ssh -L 8123:127.0.0.1:8123 there        then open the address here
     """
     from orchestra.live.following import newest
     from orchestra.live.server import Server
     from orchestra.live.telling import Teller, Telling
 
+    goal = o.read_target(target) if target is not None else None
     paths = runs or [found for found in [newest(Path("runs"))] if found is not None]
     if not paths:
         raise ConfigError([Problem("RUN", "runs", "holds no run: name a folder of one")])
     if (bulk := sum(file.stat().st_size for path in paths for file in path.rglob("events-*.jsonl"))) > _LARGE:
         summary.say(f"reading {size(bulk)} of events ...")
-    telling = Telling(Teller(paths))
+    telling = Telling(Teller(paths, goal))
     try:
         server = Server(telling, port)
     except OSError as error:
@@ -57,8 +70,26 @@ def watch(runs: Runs = None, port: Port = 0, no_browser: NoBrowser = False) -> N
         ) from None
     print(server.url, flush=True)
     summary.say("open it in a browser; Ctrl-C ends it")
-    if not no_browser:
-        webbrowser.open(server.url)
-    with contextlib.suppress(KeyboardInterrupt), server:
-        server.serve_forever(poll_interval=0.2)
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.2,), daemon=True).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            if not no_browser:
+                with contextlib.suppress(OSError):  # no home to write to: there still is the address
+                    _open(server)
+            threading.Event().wait()
+        server.shutdown()
     telling.close()
+
+
+def _open(server: Server) -> None:
+    """Lead a browser to the page by way of a file of the user's own: in its command line, anybody would see the token.
+
+    In the home folder, because browsers that come in a sandbox see neither /tmp nor hidden folders.
+    """
+    with tempfile.NamedTemporaryFile("w", dir=Path.home(), prefix="orchestra-", suffix=".html") as file:
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={server.url}">\n')
+        file.flush()
+        # A browser of the terminal keeps whoever opened it until it is closed.
+        threading.Thread(target=webbrowser.open, args=(Path(file.name).as_uri(),), daemon=True).start()
+        while server.token is not None:
+            time.sleep(0.1)

@@ -7,7 +7,6 @@ forgets what came after its checkpoint, and so does whoever follows it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -124,7 +123,7 @@ class Follower:
 
     def _about(self) -> None:
         self.word = alive.ask(self.folder)
-        self.ending = _object(self.folder / "ending.json")
+        self.ending = reading.object_in(self.folder / "ending.json") or None
         try:
             changed = (self.folder / "config.json").stat().st_mtime
             if changed != self._config_changed:
@@ -175,14 +174,6 @@ class Follower:
                     self.news.append(News(event.t, None, f"scored after {event.samples:,} samples: {figures}"))
                     new = True
         return new
-
-
-def _object(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        return found if isinstance(found, dict) else None
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 class Latest:

@@ -89,7 +89,7 @@ def moment(run: Follower, now: float) -> RunNow | None:
     config = run.config
     if config is None:
         return None
-    workers, servers = max(0, config["workers"]), max(0, config["servers"])
+    workers, servers = config["workers"], config["servers"]
     virtual = config["cluster"].get("kind") == "simulated"
     state, why = _state(run, now)
     working = [pulse for node, pulse in run.nodes.items() if node < workers]
@@ -137,11 +137,8 @@ def _state(run: Follower, now: float) -> tuple[str, str]:
     ended = len(run.nodes) >= everybody and all(pulse.ended for pulse in run.nodes.values())
     if run.ending is not None:
         return "done", {"target": "the target was reached", "seconds": "the time was up"}.get(_stopped_by(run), "")
-    if run.word.alive is False:
-        if not run.word.kind:
-            return "died", "its processes are gone and left no word"
-        asked = run.word.kind in ("Interrupted", "KeyboardInterrupt")
-        return "stopped" if asked else "failed", _last_words(run.word.why)
+    if fate := run.word.fate:
+        return fate, "its processes are gone and left no word" if fate == "died" else _last_words(run.word.why)
     if ended:
         return ("scoring", "") if run.word.alive else ("stopped", "it left no ending")
     if run.word.alive is None and now - run.changed > _LONG:

@@ -13,7 +13,6 @@ here. No path is ever looked up in a file system.
 from __future__ import annotations
 
 import hmac
-import http.cookies
 import secrets
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,11 +104,10 @@ class _Handler(BaseHTTPRequestHandler):
         return f"orchestra-{self.server.server_port}"  # browsers do not tell ports apart
 
     def _known(self) -> bool:
-        try:
-            found = http.cookies.SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
-        except http.cookies.CookieError:
-            return False
-        return found is not None and hmac.compare_digest(found.value.encode(), self.server.session.encode())
+        """Whether our cookie is among all those of this address: others may have left any, in whatever form."""
+        ours = f"{self._cookie}={self.server.session}".encode()
+        sent = self.headers.get("Cookie", "").split(";")
+        return any(hmac.compare_digest(cookie.strip().encode(), ours) for cookie in sent)
 
     def _foreign(self) -> bool:
         """Whether a browser says that a page of somebody else's asks, other than by leading here."""

@@ -15,13 +15,15 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestra import alive
 from orchestra.budget import Target
 from orchestra.live.following import Follower
 from orchestra.live.now import RunNow, moment
-from orchestra.report import page, reading, story
+from orchestra.report import curves, page, reading, story
 from orchestra.report.reading import Run
 
 _EVERY = 0.5  # seconds between two looks
@@ -30,17 +32,20 @@ _ALONE = 15.0  # seconds without a question after which nobody is there
 _MOST_NODES = 256  # in a table
 _SEARCH = 2.0  # seconds between two looks for new runs
 
+Ending = tuple[str, float]  # how, and when
+
 
 class Teller:
     """Some runs, and what there is to say of them."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], target: Target | None = None) -> None:
         self._paths = [*paths]
+        self._target = target
         self._runs: dict[Path, Follower] = {}
-        self._over: dict[tuple[Any, ...], Any] = {}  # what is known of runs that are over
+        self._over: dict[Path, _Over] = {}
         self._searched = -math.inf
-        self.told = story.tell(self._paths, load=self._load, describe=self._describe)
-        self.version = 1
+        self.version = 0
+        self.tell()
 
     def look(self, now: float) -> bool:
         """See what is new, at `now`, in seconds since the epoch; whether there was anything."""
@@ -54,7 +59,7 @@ class Teller:
 
     def tell(self) -> None:
         """The story anew."""
-        self.told = story.tell(self._paths, load=self._load, describe=self._describe)
+        self.told = story.tell(self._paths, target=self._target, load=self._load, describe=self._describe)
         self.version += 1
 
     def moments(self, now: float) -> list[dict[str, Any]]:
@@ -65,38 +70,52 @@ class Teller:
     # Of a run that goes on, events are kept as they come; one that is over is read once.
 
     def _follow(self, folder: Path) -> Follower:
-        if folder not in self._runs:
-            self._runs[folder] = Follower(folder, keep=_ended(folder) is None)
-            self._runs[folder].look()
-        return self._runs[folder]
+        run = self._runs.get(folder, Follower(folder))
+        is_over = _ended(run) is not None
+        if folder not in self._runs or not (is_over or run.keep):  # new, or resumed
+            run = self._runs[folder] = Follower(folder, keep=not is_over)
+            run.look()
+        return run
 
     def _load(self, folder: Path) -> Run:
-        run, ended = self._follow(folder), _ended(folder)
-        if ended is None and run.keep:
+        run = self._follow(folder)
+        if (ended := _ended(run)) is None and run.keep:
             return reading.load(folder, run.events)
-        if (folder, ended) not in self._over:
-            return reading.load(folder)
-        return self._over[folder, ended]  # type: ignore[no-any-return]
+        known = self._over.get(folder)
+        return known.run if known is not None and known.ended == ended else reading.load(folder)
 
     def _describe(self, run: Run, target: Target | None, blocks: int | None) -> dict[str, Any]:
-        ended = _ended(run.path)
-        if ended is None or not run.over:
+        ended = _ended(self._runs[run.path])
+        if ended is None or not (run.over or run.fate):
             return story.describe_run(run, target, blocks)
-        key = (run.path, ended, target, blocks)
-        if key not in self._over:
+        known, asked = self._over.get(run.path), (target, blocks is None)
+        if known is None or (known.ended, known.asked) != (ended, asked):
             whole = run if run.events else reading.load(run.path)
-            self._over[key] = story.describe_run(whole, target, blocks)
-            self._over[run.path, ended] = story.without_events(whole)
+            known = _Over(ended, asked, story.without_events(whole), story.describe_run(whole, target, blocks))
+            self._over[run.path] = known
             self._runs[run.path].forget()
-        return {**self._over[key]}
+        if blocks is not None:  # the more runs there are, the less room has each
+            known.told["lanes"] = curves.coarser(known.told["lanes"], blocks)
+        return {**known.told}
 
 
-def _ended(folder: Path) -> int | None:
-    """Which ending a run has: one that is resumed gets another."""
+@dataclass(frozen=True)
+class _Over:
+    """What is told of a run that is over, and was read for the last time."""
+
+    ended: Ending
+    asked: tuple[Target | None, bool]  # to which target, and whether without a timeline
+    run: Run  # without its events
+    told: dict[str, Any]
+
+
+def _ended(run: Follower) -> Ending | None:
+    """Which ending a run has, or which end it found: one that is resumed gets another."""
     try:
-        return (folder / "ending.json").stat().st_mtime_ns
+        return "ended", (run.folder / "ending.json").stat().st_mtime_ns
     except OSError:
-        return None
+        fate = alive.ask(run.folder).fate
+    return (fate, run.changed) if fate else None
 
 
 def _brief(at: RunNow) -> dict[str, Any]:

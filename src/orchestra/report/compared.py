@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestra.budget import Target
+from orchestra.report.reading import NONSENSE, object_in
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,6 @@ class Comparison:
 
     folder: Path
     target: Target
-    baseline: str | None
     learned: tuple[str, ...]  # the verdict's sentence first
     fairness: tuple[str, ...]
     failures: tuple[Failure, ...]
@@ -36,20 +36,33 @@ class Comparison:
 
 def read(folder: Path) -> Comparison | None:
     """The comparison in a folder; None if there is none, or none that can be read."""
-    try:
-        found = json.loads((folder / "table.json").read_text(encoding="utf-8"))
-        target = Target(str(found["target"]["metric"]), float(found["target"]["value"]))
-    except (OSError, KeyError, TypeError, ValueError, RecursionError):
+    found = object_in(folder / "table.json")
+    if (target := _target(found)) is None:
         return None
-    baseline = found.get("baseline")
     return Comparison(
         folder=folder,
         target=target,
-        baseline=baseline if isinstance(baseline, str) else None,
         learned=_texts(found.get("learned")),
         fairness=_texts(found.get("fairness")),
         failures=tuple(_failures(folder, found.get("rows"))),
     )
+
+
+def _target(found: dict[str, Any]) -> Target | None:
+    with contextlib.suppress(*NONSENSE):
+        return Target(str(found["target"]["metric"]), float(found["target"]["value"]))
+    return None
+
+
+def _notes(run: Path) -> Iterator[dict[str, Any]]:
+    """Where the target and the baseline of a run may be written: in a table, in its note, in its budget."""
+    yield object_in(run.parent.parent / "table.json")
+    config = object_in(run / "config.json")
+    note, budget = config.get("note"), config.get("budget")
+    yield note["race"] if isinstance(note, dict) and isinstance(note.get("race"), dict) else {}
+    for part in map(str, budget if isinstance(budget, list) else ()):
+        metric, _, value = part.removeprefix("target=").rpartition(":")
+        yield {"target": {"metric": metric, "value": value}} if part.startswith("target=") else {}
 
 
 class Comparisons:
@@ -60,9 +73,10 @@ class Comparisons:
             return any(folder.is_relative_to(path) for path in paths)
 
         folders = dict.fromkeys(run.parent.parent for run in runs)
-        self.by_folder = {folder: found for folder in folders if (found := read(folder)) is not None}
-        every = [*self.by_folder.values()]
-        self.baseline = next((race.baseline for race in every), None)
+        every = [found for folder in folders if (found := read(folder)) is not None]
+        notes = [note for run in runs for note in _notes(run)]
+        self.target = next((target for note in notes if (target := _target(note)) is not None), None)
+        self.baseline = next((name for note in notes if isinstance(name := note.get("baseline"), str)), None)
         self.failures = {f.folder: f for race in every for f in race.failures if inside(f.folder)}
         self._whole = every[0] if every and len(folders) == 1 and inside(every[0].folder) else None
 

@@ -132,6 +132,22 @@ def lanes(steps: Steps, most: int) -> list[dict[str, Any]]:
     return found
 
 
+def coarser(lanes: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The same timeline with no more than so many blocks in a lane."""
+    return [_coarser(lane, -(-len(lane["t"]) // most)) for lane in lanes]
+
+
+def _coarser(lane: dict[str, Any], together: int) -> dict[str, Any]:
+    if together <= 1:
+        return lane
+    gains = {
+        name: [sum(column[i : i + together]) for i in range(0, len(column), together)]
+        for name, column in lane.items()
+        if name not in ("node", "together")
+    }
+    return {**lane, **gains, "together": lane["together"] * together}
+
+
 def _micro(totals: Column) -> list[int]:
     """How much totals grew, in whole microseconds that add up."""
     whole = np.maximum.accumulate(np.rint(totals * 1e6))

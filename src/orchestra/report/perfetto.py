@@ -16,6 +16,7 @@ from typing import Any
 
 from orchestra.board import name_of
 from orchestra.events import Began, Stepped, read
+from orchestra.report.reading import config_of, sound_ones
 from orchestra.report.traces import messages, moves
 
 _MICRO = 1e6
@@ -26,16 +27,23 @@ Record = dict[str, Any]
 
 
 def records(run: Path) -> Iterator[Record]:
-    """The entries of a trace, of one run."""
-    yield from _names(run)
+    """The entries of a trace, of one run; raises `Unreadable` if it is none."""
+    config = config_of(run)
+    yield from _names(run, config)
     moved = sorted(moves(run), key=lambda e: e.t)
     if not moved:
-        yield from _steps(run)
+        yield from _steps(run, config)
         return
+    pairs = [*messages(moved)]
+    began = {id(got): sent.began for sent, got in pairs}
     for e in moved:
         about = {"bytes": e.bytes} | ({} if e.peer is None else {"with": e.peer})
-        yield _slice(e.kind, e.node, e.began, e.t, about)
-    for number, (sent, got) in enumerate(messages(moved)):
+        # Before a message was sent there was nothing to do but wait for it.
+        sent_at = min(max(e.began, began.get(id(e), e.began)), e.t)
+        if sent_at > e.began:
+            yield _slice("wait", e.node, e.began, sent_at, about)
+        yield _slice(e.kind, e.node, sent_at, e.t, about)
+    for number, (sent, got) in enumerate(pairs):
         end = {"name": "message", "cat": "message", "id": number, "pid": 0}
         yield {**end, "ph": "s", "tid": sent.node, "ts": sent.began * _MICRO}
         yield {**end, "ph": "f", "bp": "e", "tid": got.node, "ts": max(got.t, sent.began) * _MICRO}
@@ -47,11 +55,10 @@ def _slice(kind: str, node: int, began: float, ended: float, about: Record) -> R
     return {"name": kind, "ph": "X", "pid": 0, "tid": node, "ts": began * _MICRO, "dur": lasts, "args": about, **colour}
 
 
-def _names(run: Path) -> Iterator[Record]:
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+def _names(run: Path, config: dict[str, Any]) -> Iterator[Record]:
     yield {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": run.name}}
     for path in sorted(run.glob("events-*.jsonl")):
-        for e in read(path):
+        for e in sound_ones(read(path), config):
             if isinstance(e, Began):
                 about: Record = {"ph": "M", "pid": 0, "tid": e.node}
                 yield {"name": "thread_name", **about, "args": {"name": name_of(e.node, config["workers"])}}
@@ -59,11 +66,11 @@ def _names(run: Path) -> Iterator[Record]:
                 break
 
 
-def _steps(run: Path) -> Iterator[Record]:
+def _steps(run: Path, config: dict[str, Any]) -> Iterator[Record]:
     """Of a run that was not traced: where the time of each step went, one share after the other."""
     for path in sorted(run.glob("events-*.jsonl")):
         before = (0.0, 0.0, 0.0, 0.0)
-        for e in read(path):
+        for e in sound_ones(read(path), config):
             if isinstance(e, Stepped):
                 at, now = before[0], (e.t, e.compute, e.communicate, e.wait)
                 for kind, earlier, later in zip(("compute", "communicate", "wait"), before[1:], now[1:], strict=True):
@@ -76,12 +83,15 @@ def _steps(run: Path) -> Iterator[Record]:
 def write(run: Path, path: Path) -> int:
     """Write the trace, compressed if the name ends in .gz, whole or not at all; gives the number of entries."""
     draft, count = path.with_name(path.name + ".tmp"), 0
-    with (gzip.open if path.suffix == ".gz" else open)(draft, "wt", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for count, record in enumerate(chain(records(run), _about(run)), 1):
-            file.write((",\n" if count > 1 else "") + json.dumps(record, separators=(",", ":")))
-        file.write("\n]}\n")
-    os.replace(draft, path)
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(draft, "wt", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            for count, record in enumerate(chain(records(run), _about(run)), 1):
+                file.write((",\n" if count > 1 else "") + json.dumps(record, separators=(",", ":")))
+            file.write("\n]}\n")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
     return count
 
 

@@ -16,12 +16,21 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from orchestra import alive
 from orchestra.board import name_of
-from orchestra.events import Began, Ended, Event, Logged, Reunited, Saved, Scored, Skipped, Snapped, Stepped
-from orchestra.report.facts import Facts, events_of, facts_from, scores_of
+from orchestra.events import Began, Ended, Event, Logged, Reunited, Saved, Scored, Skipped, Snapped, Stepped, read
+from orchestra.report.facts import Facts, events_of, facts_from
 from orchestra.words import plural
 
+LARGEST = 1e60  # of any number: beyond every loss, and what is reckoned with it, squares too, is a number still
+NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what figures without sense raise
 _MOST_NODES = 100_000
+_RANGES = {
+    "workers": (1, _MOST_NODES),
+    "servers": (0, _MOST_NODES),
+    "seed": (-(2**64), 2**64),
+    "parameters": (0, 2**64),
+}
 _LONGEST = 500  # characters of a text
 
 
@@ -36,6 +45,7 @@ class Run:
     events: Sequence[Event]
     scores: Sequence[Scored]
     over: bool  # it came to its end
+    fate: str  # what became of it if it will never come to its end
     warnings: tuple[str, ...]
 
     @property
@@ -66,13 +76,13 @@ def find(paths: Iterable[Path]) -> list[Path]:
 def load(path: Path, events: Sequence[Event] | None = None) -> Run:
     """Read a run folder, but for its events if they are given and sound; raises `Unreadable` with the reason."""
     config = config_of(path)
-    ending = _object(path / "ending.json") if (path / "ending.json").exists() else {}
+    ending = object_in(path / "ending.json") if (path / "ending.json").exists() else {}
     if events is None:
         events = [*sound_ones(events_of(path), config)]
     scores = _scores(path)
     try:
         facts = facts_from(config, ending, events, scores)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except NONSENSE as error:
         raise Unreadable(f"its figures make no sense: {error}") from error
     warnings = ending.get("warnings")
     said = map(str, warnings) if isinstance(warnings, list) else ()
@@ -84,6 +94,7 @@ def load(path: Path, events: Sequence[Event] | None = None) -> Run:
         events=events,
         scores=scores,
         over=bool(ending),
+        fate="" if ending else alive.ask(path).fate,
         warnings=(*said, *_reunions(events, facts.workers)),
     )
 
@@ -106,18 +117,18 @@ def config_of(path: Path) -> dict[str, Any]:
     """The configuration of a run; raises `Unreadable` with the reason."""
     if not (path / "config.json").exists():
         raise Unreadable("it has no config.json")
-    config = _object(path / "config.json")
+    config = object_in(path / "config.json")
     if not config:
         raise Unreadable("its config.json is damaged")
     if not isinstance(config.get("strategy"), str):
         raise Unreadable("its config.json names no strategy")
-    for name in ("workers", "servers", "seed", "parameters"):
-        if not isinstance(config.get(name), int):
-            raise Unreadable(f"its config.json has no whole number of {name}")
+    for name, (least, most) in _RANGES.items():
+        if type(number := config.get(name)) is not int or not least <= number <= most:
+            raise Unreadable(f"its config.json has no sensible whole number of {name}")
     return config | {"cluster": _mapping(config.get("cluster")), "note": _mapping(config.get("note"))}
 
 
-def _object(path: Path) -> dict[str, Any]:
+def object_in(path: Path) -> dict[str, Any]:
     """A JSON object, empty if the file holds none."""
     try:
         return _mapping(json.loads(path.read_text(encoding="utf-8", errors="replace")))
@@ -138,22 +149,22 @@ _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
 
 
 def sound(event: Event) -> bool:
-    """Whether there are finite numbers wherever numbers should be, and names where names."""
+    """Whether there are numbers within reason wherever numbers should be, and names where names."""
     try:
-        if not math.isfinite(sum(_NUMBERS[type(event)](event))):
+        if not (event.t >= 0 and sum(map(abs, _NUMBERS[type(event)](event))) < LARGEST):
             return False
         if isinstance(event, Stepped):
-            return event.loss is None or math.isfinite(event.loss)
+            return event.loss is None or abs(event.loss) < LARGEST
         if isinstance(event, Logged):
             return isinstance(event.name, str)
-        return not isinstance(event, Ended) or all(int(to) >= 0 and math.isfinite(n) for to, n in event.sent_to.items())
+        return not isinstance(event, Ended) or all(int(to) >= 0 and 0 <= n < LARGEST for to, n in event.sent_to.items())
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return False
 
 
 def sound_ones(events: Iterable[Event], config: dict[str, Any]) -> Iterator[Event]:
     """Those that are sound and of a node of this run."""
-    nodes = range(min(config["workers"] + config["servers"], _MOST_NODES))
+    nodes = range(config["workers"] + config["servers"])
     return (e for e in events if sound(e) and _node(e) in nodes)
 
 
@@ -162,11 +173,8 @@ def _node(event: Event) -> int:
 
 
 def _scores(path: Path) -> list[Scored]:
-    try:
-        found = [score for score in scores_of(path) if sound(score)]
-    except TypeError:  # numbers that cannot be put in order
-        return []
-    return [cleaned(s) for s in found]
+    found = (cleaned(e) for e in read(path / "scores.jsonl") if isinstance(e, Scored) and sound(e))
+    return sorted(found, key=lambda s: s.number)
 
 
 def cleaned(score: Scored) -> Scored:
@@ -175,7 +183,7 @@ def cleaned(score: Scored) -> Scored:
 
 
 def _figures(metrics: Any) -> dict[str, float]:
-    return {str(n): v for n, v in _mapping(metrics).items() if isinstance(v, int | float) and math.isfinite(v)}
+    return {str(n): v for n, v in _mapping(metrics).items() if isinstance(v, int | float) and abs(v) < LARGEST}
 
 
 # Text may hold anything, too.

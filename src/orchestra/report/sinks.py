@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -172,15 +173,15 @@ def needed(module: str, extra: str) -> Any:
 def export(paths: Sequence[Path], sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
     """Give all runs at and below these folders to the sinks; what they were called, and which could not be read."""
     done, refused = [], []
-    for path in paths:
-        for folder in reading.find([path]):
-            try:
-                run = reading.load(folder)
-            except (reading.Unreadable, OSError) as error:
-                refused.append(f"{folder}: {error}")
-                continue
-            name = str(folder.relative_to(path)) if folder != path else folder.resolve().name
-            for sink in sinks:
-                sink(run, name, (folder / "config.json").stat().st_mtime)
-            done.append(name)
+    above = Path(os.path.commonpath([path.resolve() for path in paths]))  # what names begin below: no two are alike
+    for folder in reading.find(paths):
+        try:
+            run = reading.load(folder)
+        except (reading.Unreadable, OSError) as error:
+            refused.append(f"{folder}: {error}")
+            continue
+        name = str(folder.resolve().relative_to(above)) if folder.resolve() != above else above.name
+        for sink in sinks:
+            sink(run, name, (folder / "config.json").stat().st_mtime)
+        done.append(name)
     return done, refused

@@ -42,18 +42,19 @@ def tell(
     refused: list[dict[str, str]] = []
     folders = _folders(paths)
     races = Comparisons(paths, folders)
-    target = target or _target(folders, races)
+    target = target or races.target
     first = _Representatives(folders)
     told, about = [], []
     for folder in folders:
         try:
             run = load(folder)
+            failed = None if run.over else races.failures.get(folder)
+            told.append((describe or describe_run)(run, target, first.blocks_for(run)) | _end(failed))
+            about.append(without_events(run))
         except (Unreadable, OSError) as error:
             refused.append({"name": str(folder), "why": str(error)})
-            continue
-        failed = None if run.over else races.failures.get(folder)
-        about.append(without_events(run))
-        told.append((describe or describe_run)(run, target, first.blocks_for(run)) | _end(failed))
+        except reading.NONSENSE as error:
+            refused.append({"name": str(folder), "why": f"its figures make no sense: {error}"})
     if not about:
         reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
         raise ConfigError([Problem("run", str(paths[0]), f"is no run that can be read ({reasons})")])
@@ -75,22 +76,6 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
     return folders
 
 
-def _target(folders: Sequence[Path], races: Comparisons) -> Target | None:
-    """The target of the comparison that made the first run, or that of its budget."""
-    for folder in folders:
-        if (race := races.by_folder.get(folder.parent.parent)) is not None:
-            return race.target
-        try:
-            found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            ends = [str(part).removeprefix("target=") for part in found["budget"] if "target=" in str(part)]
-            if ends:
-                metric, _, value = ends[0].rpartition(":")
-                return Target(metric, float(value))
-        except (OSError, KeyError, TypeError, ValueError, RecursionError):
-            continue
-    return None
-
-
 class _Representatives:
     """The first run of each strategy under each condition has a timeline; together they share the room there is."""
 
@@ -110,7 +95,7 @@ class _Representatives:
 
 def without_events(run: Run) -> Run:
     """What is still needed of a run when its figures are taken; a long one fills the memory."""
-    return Run(run.path, run.name, run.config, run.facts, (), (), run.over, run.warnings)
+    return replace(run, events=(), scores=())
 
 
 # One run.
@@ -129,6 +114,7 @@ def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[st
         "name": run.name,
         **{name: getattr(facts, name) for name in _AS_THEY_ARE},
         "over": run.over,
+        "fate": run.fate,
         "warnings": [*run.warnings],
         "missing": facts.missing,
         **_scores(run, target),
@@ -168,7 +154,8 @@ def _scores(run: Run, target: Target | None) -> dict[str, Any]:
     if target is None:
         return {"reached": None, "since": 0.0, "best": None, "final": None}
     found = asdict(achieved(run.scores, target))
-    return {"reached": found.pop("seconds"), **found}
+    lost = found["best"] is not None and found["final"] is None  # a model that was lost has no score
+    return {"reached": found.pop("seconds"), **found} | ({"final": "not finite"} if lost else {})
 
 
 def _nodes(run: Run, trace: traces.Trace | None) -> list[dict[str, Any]]:
@@ -206,9 +193,8 @@ def _trace(trace: traces.Trace) -> dict[str, Any]:
 
 
 def _traffic(run: Run, strategy: Any, trace: traces.Trace | None) -> dict[str, Any] | None:
-    found = traces.traffic(run, strategy, trace)
     nodes = run.facts.workers + run.facts.servers
-    if found is None or nodes > MOST_NODES:
+    if nodes > MOST_NODES or (found := traces.traffic(run, strategy, trace)) is None:
         return None
     flow = [[a, b, round(size)] for (a, b), size in sorted(found.flow.items()) if max(a, b) < nodes]
     return {"flow": flow, "source": found.source}
@@ -234,7 +220,7 @@ def _together(
     equal, different = settings.split(all_settings)
     virtual = all(run["virtual"] for run in told)
     found = verdict.judge(marks, target, metric, "virtual s" if virtual else "s", races.baseline)
-    if not all(run["over"] or run["failed"] for run in told):
+    if not all(run["over"] or run["failed"] or run["fate"] for run in told):
         found = replace(found, sentence=f"So far: {found.sentence}")
     dressed = looks(names, formulas.catalogue())
     return {

@@ -8,6 +8,7 @@ messages it sent to whom; what all do together is not in there, and is shared ou
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 from orchestra import events
 from orchestra.events import Ended, Moved
-from orchestra.report.reading import Run
+from orchestra.report.reading import LARGEST, Run
 from orchestra.strategies import EASGD, AllReduce, Downpour, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD
 from orchestra.strategy import Strategy
 
@@ -30,16 +31,24 @@ Flow = dict[tuple[int, int], float]  # bytes by sender and receiver
 
 def moves(run: Path) -> Iterator[Moved]:
     """Every op of a run that was traced, file by file. Lines that make no sense are passed over."""
-    for path in sorted(run.glob("trace-*.jsonl")):
-        yield from (e for e in events.read(path) if isinstance(e, Moved) and _makes_sense(e))
+    for path in _files(run):
+        yield from _moves(path)
+
+
+def _files(run: Path) -> list[Path]:
+    return sorted(run.glob("trace-*.jsonl"))
+
+
+def _moves(path: Path) -> Iterator[Moved]:
+    return (e for e in events.read(path) if isinstance(e, Moved) and _makes_sense(e))
 
 
 def _makes_sense(e: Moved) -> bool:
     times, whole = (e.began, e.t), (e.node, e.bytes, 0 if e.peer is None else e.peer)
     return (
-        all(type(t) in (int, float) and math.isfinite(t) for t in times)
+        all(type(t) in (int, float) and 0 <= t < LARGEST for t in times)
         and e.began <= e.t
-        and all(type(n) is int and n >= 0 for n in whole)
+        and all(type(n) is int and 0 <= n < LARGEST for n in whole)
         and isinstance(e.kind, str)
     )
 
@@ -59,7 +68,7 @@ def messages(moved: Iterable[Moved]) -> Iterator[tuple[Moved, Moved]]:
 
 @dataclass
 class Trace:
-    """What a trace tells: seconds of each node by kind, bytes between nodes, and the first ops themselves."""
+    """What a trace tells: the first ops, and if all were read, seconds of each node by kind and bytes between nodes."""
 
     spent: dict[int, dict[str, float]] = field(default_factory=dict)
     flow: Flow = field(default_factory=dict)
@@ -70,29 +79,51 @@ class Trace:
 
 def read(run: Path, nodes: int, most: int = MOST) -> Trace | None:
     """The trace of a run, if it was traced."""
-    trace, flow = Trace(), defaultdict[tuple[int, int], float](float)
-    spent: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(KINDS, 0.0))
-    for op in islice(moves(run), _MOST_SEEN):
-        op.kind = _TOGETHER.get(op.kind, op.kind)
-        if op.kind not in KINDS or op.node >= nodes:
-            continue
-        spent[op.node][op.kind] += op.t - op.began
-        if op.peer is not None and op.peer >= nodes:
-            op.peer = None
-        if op.kind == "send" and op.peer is not None:
-            flow[op.node, op.peer] += op.bytes
-        trace.ops.append(op)
+    trace, unread, until, paths = Trace(), 0, math.inf, _files(run)
+    room = _MOST_SEEN // max(1, len(paths))
+    for path in paths:
+        some = [*islice(_moves(path), room)]
+        if len(some) == room and (more := _lines(path) - room) > 0:  # of later ones, other nodes' would be missing
+            unread, until = unread + more, min(until, max(op.began for op in some))
+        trace.ops += _ours(some, nodes)
     if not trace.ops:
         return None
     trace.ops.sort(key=lambda op: op.began)
     met: dict[int, float] = {}
     for sent, got in messages(trace.ops):
         met[id(sent)], met[id(got)] = got.t, sent.began
-    trace.left_out = max(0, len(trace.ops) - most)
-    del trace.ops[most:]
+    if not unread:  # else totals of nodes tell more
+        trace.spent, trace.flow = _totals(trace.ops)
+    kept = min(most, bisect_right(trace.ops, until, key=lambda op: op.began))
+    trace.left_out = unread + len(trace.ops) - kept
+    del trace.ops[kept:]
     trace.met = [met.get(id(op)) for op in trace.ops]
-    trace.spent, trace.flow = dict(spent), dict(flow)
     return trace
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def _ours(ops: Iterable[Moved], nodes: int) -> Iterator[Moved]:
+    """Those of nodes and kinds that there are."""
+    for op in ops:
+        op.kind = _TOGETHER.get(op.kind, op.kind)
+        if op.peer is not None and op.peer >= nodes:
+            op.peer = None
+        if op.kind in KINDS and op.node < nodes:
+            yield op
+
+
+def _totals(ops: Iterable[Moved]) -> tuple[dict[int, dict[str, float]], Flow]:
+    spent: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(KINDS, 0.0))
+    flow: Flow = defaultdict(float)
+    for op in ops:
+        spent[op.node][op.kind] += op.t - op.began
+        if op.kind == "send" and op.peer is not None:
+            flow[op.node, op.peer] += op.bytes
+    return dict(spent), dict(flow)
 
 
 @dataclass(frozen=True)
@@ -108,7 +139,8 @@ def traffic(run: Run, strategy: Strategy[Any] | None, trace: Trace | None) -> Tr
     ended = [e for e in run.events if isinstance(e, Ended)]
     measured = {(e.node, int(peer)): float(size) for e in ended for peer, size in e.sent_to.items()}
     if measured:
-        return Traffic(_with_means(measured, ended, run.facts.workers), "measured")
+        flow = _with_means(measured, ended, run.facts.workers)
+        return Traffic(flow, "measured" if flow == measured else "messages measured, means shared out evenly")
     if trace is not None and trace.flow:
         return Traffic(trace.flow, "measured")
     workers = {e.node: e for e in ended if e.node < run.facts.workers}

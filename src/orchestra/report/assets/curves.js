@@ -12,17 +12,28 @@ export function ticks(axis) {
   return axis === "bytes" ? (x) => bytes(x) : (x) => number(x);
 }
 
-// The curves of every strategy: those of single seeds, and their median.
+// Without what was not finite: a model that was lost has no score, least of all zero.
+function finite({ x, y }) {
+  const known = (_, i) => y[i] != null;
+  return { x: x.filter(known), y: y.filter(known) };
+}
+
+// The curves of every strategy: those of single seeds, and their median as far as all of them go.
 function collect(pick) {
   const found = [];
   for (const [strategy, members] of byStrategy(runs())) {
-    const drawn = (some) => some.map(pick).filter((curve) => curve && curve.x.length);
+    const drawn = (some) =>
+      some
+        .map(pick)
+        .filter(Boolean)
+        .map(finite)
+        .filter((curve) => curve.x.length);
     const curves = drawn(members);
     if (!curves.length) continue;
     const over = drawn(members.filter((run) => run.over));
     const settled = over.length ? over : curves; // one that has just begun must not cut the median of the others short
-    const end = Math.min(...settled.map((curve) => curve.x.at(-1)));
     const start = Math.max(...settled.map((curve) => curve.x[0]));
+    const end = Math.max(start, Math.min(...settled.map((curve) => curve.x.at(-1))));
     let middle = settled[0];
     if (settled.length > 1) {
       const x = d3.range(GRID).map((i) => start + ((end - start) * i) / (GRID - 1));
@@ -33,7 +44,7 @@ function collect(pick) {
   return found;
 }
 
-const points = (curve, more) => curve.x.map((x, i) => ({ x, y: curve.y[i], ...more })).filter((p) => p.y != null);
+const points = (curve, more) => curve.x.map((x, i) => ({ x, y: curve.y[i], ...more }));
 
 // A few marks along a line, so that it is known by more than its colour.
 function along(curve, strategy, order) {

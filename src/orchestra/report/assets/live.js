@@ -138,7 +138,7 @@ function place() {
 // Asking.
 
 async function ask() {
-  const { runs, version: newest, trouble } = await get(`/since?version=${version}`);
+  const { runs, version: newest, trouble } = await get("/since");
   heard = new Date();
   if (newest !== version) {
     update(await get("/story"));

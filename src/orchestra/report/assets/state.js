@@ -4,7 +4,7 @@
 import { svg } from "./dom.js";
 
 export const told = { story: null };
-export const shown = { axis: "t", metric: null, off: new Set(), condition: null, run: 0, changed: () => {} };
+export const shown = { axis: "t", metric: null, off: new Set(), condition: null, run: 0 };
 
 export const AXES = { t: "time", samples: "samples", bytes: "bytes" };
 

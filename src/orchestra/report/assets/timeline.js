@@ -41,7 +41,7 @@ function totalAt({ t, totals }, kind, x) {
 }
 
 export function timeline() {
-  let [run, lanes, from, to, end, ops] = [null, [], 0, 1, 1, null];
+  let [run, lanes, from, to, end, ops, traced] = [null, [], 0, 1, 1, null, 0];
   const canvas = el("canvas", { tabindex: 0, role: "img" });
   const mini = el("canvas", { class: "mini", "aria-hidden": "true" });
   const status = el("p", { class: "caption", role: "status", "aria-live": "polite" });
@@ -59,6 +59,7 @@ export function timeline() {
     lanes = run.lanes ? lanesOf(run) : [];
     end = d3.max(run.nodes, (n) => n.seconds) || 1;
     ops = run.trace && opsOf(run.trace);
+    traced = run.trace?.left_out ? ops.at(-1).began : Infinity; // until when every op is known
     if (!kept) [from, to] = [0, end];
     legend.replaceChildren(
       keys([
@@ -173,8 +174,13 @@ export function timeline() {
     );
   }
 
+  // In place of what lanes show, as far as ops are known.
   function paintOps(pen, visible, x, width) {
     const row = new Map(lanes.map((lane, i) => [lane.node, TOP + GAP + i * (LANE + GAP)]));
+    pen.save();
+    pen.beginPath();
+    pen.rect(LEFT, 0, Math.max(0, Math.min(width, x(traced)) - LEFT), pen.canvas.height);
+    pen.clip();
     for (const i of row.values()) pen.clearRect(LEFT, i, width - LEFT, LANE);
     for (const op of visible) {
       if (!row.has(op.node)) continue;
@@ -183,6 +189,7 @@ export function timeline() {
       bar(pen, "wait", x(op.began), x(sent), row.get(op.node), LANE);
       bar(pen, op.kind, x(sent), x(op.began + op.took), row.get(op.node), LANE);
     }
+    pen.restore();
     const messages = visible.filter((op) => op.kind === "send" && row.has(op.peer));
     if (messages.length < 1500)
       for (const op of messages) arrow(pen, x(op.began), row.get(op.node), x(op.met ?? op.began + op.took), row.get(op.peer));

@@ -20,7 +20,7 @@ function warnings(story) {
   const found = story.runs.flatMap((run) => [
     ...(run.missing ? [`${run.name}: ${run.missing}.`] : []),
     ...(run.failed ? [`${run.name} failed: ${run.failed}`] : []),
-    ...(run.over || run.failed ? [] : [`${run.name} has not ended: figures so far.`]),
+    ...(run.over || run.failed ? [] : [`${run.name} ${run.fate ? `${run.fate}: figures until then` : "has not ended: figures so far"}.`]),
     ...run.warnings.map((text) => `${run.name}: ${text}`),
     ...(run.skipped ? [`${run.name}: ${count(run.skipped, "gradient")} not finite, not used.`] : []),
   ]);

@@ -102,8 +102,14 @@ export function breakdown() {
 export function stepTimes() {
   const measure = () =>
     [...byStrategy(runs())].flatMap(([strategy, members]) => {
-      const found = members.flatMap((run) => run.step_times.flatMap((w) => w.seconds)).sort((a, b) => a - b);
-      const at = (share) => found[Math.min(found.length - 1, Math.floor(share * found.length))];
+      // Of every worker there are as many quantiles, each of which stands for as many steps as it did.
+      const each = (w) => w.seconds.map((x) => ({ x, steps: w.count / w.seconds.length }));
+      const found = d3.sort(
+        members.flatMap((run) => run.step_times.flatMap(each)),
+        (q) => q.x,
+      );
+      const until = d3.cumsum(found, (q) => q.steps);
+      const at = (share) => found[Math.min(found.length - 1, d3.bisectRight(until, share * until.at(-1)))].x;
       return found.length
         ? [{ strategy, at, all: d3.range(0, 1.001, 0.01).map((share) => ({ strategy, share, x: at(share) })) }]
         : [];
@@ -113,7 +119,7 @@ export function stepTimes() {
     () => `Share of steps that took no longer, all workers of ${count(runs().length, "run")} together.`,
     measure,
     colours,
-    symbols(),
+    symbols,
   );
 }
 
@@ -145,7 +151,7 @@ export function workerTimes() {
   );
 }
 
-function distribution(title, caption, measure, colour, symbol = null) {
+function distribution(title, caption, measure, colour, symbols = null) {
   const draw = (width) => {
     const groups = measure();
     const all = groups.flatMap((g) => g.all).filter((p) => p.x > 0);
@@ -172,10 +178,10 @@ function distribution(title, caption, measure, colour, symbol = null) {
       },
       y: { label: "↑ share of steps", labelArrow: "none", grid: true, percent: true, tickFormat: (x) => `${x} %` },
       color: { domain, range },
-      ...(symbol ? { symbol } : {}),
+      ...(symbols ? { symbol: symbols() } : {}),
       marks: [
         Plot.lineY(all, { x: "x", y: "share", z: "strategy", stroke: "strategy", strokeWidth: 2, curve: "step-after" }),
-        symbol &&
+        symbols &&
           Plot.dot(
             all.filter((p) => [0.2, 0.5, 0.8].some((share) => Math.abs(p.share - share) < 1e-9)),
             { x: "x", y: "share", fill: "strategy", symbol: (p) => p.strategy, r: 4, stroke: "var(--paper)" },
