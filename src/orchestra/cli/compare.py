@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import progress
-from orchestra.cli import claims, fairness, in_lab, sources, summary, tuning
+from orchestra.cli import again, claims, fairness, in_lab, sources, summary, tuning
 from orchestra.cli import options as o
 from orchestra.cli.concluding import conclude
 from orchestra.cli.options import Options
@@ -63,7 +63,7 @@ Goal = Annotated[
 
 
 def compare(
-    recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
+    context: typer.Context, recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
@@ -94,6 +94,7 @@ def compare(
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
     said = [claims.parse(text, race.strategies) for text in asserted or []]
+    again.keep(context.obj, race.out)
     if lrs is not None:
         race = tuning.tune(race, tuning.read(lrs), quiet=quiet)
     table = race.run(quiet=quiet)
@@ -250,7 +251,7 @@ def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -
         yield Problem("strategies", "", f"name at least one, e.g. {DEFAULT}")
     if seeds < 1:
         yield Problem("seeds", seeds, "must be at least 1")
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is not None and again.is_taken(out):
         yield Problem("out", str(out), "is not an empty folder: choose a new one")
     seen: set[str] = set()
     for text in texts:

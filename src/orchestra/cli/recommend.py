@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestra.cli import again, concluding, sources, summary
 from orchestra.cli import compare as racing
-from orchestra.cli import concluding, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.errors import ConfigError, Problem
@@ -41,9 +41,9 @@ Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each candidate in
 
 
 def recommend(
-    recipe: racing.Name, network: Network, workers: o.Workers = None, straggler: Straggler = None,
-    delay: o.Delay = None, target: racing.Goal = None, strategies: Candidates = None, seeds: Seeds = 4,
-    epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
+    context: typer.Context, recipe: racing.Name, network: Network, workers: o.Workers = None,
+    straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None, strategies: Candidates = None,
+    seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Say which strategy to take on a cluster you describe, and why: all are rehearsed there, in virtual time.
@@ -71,6 +71,7 @@ def recommend(
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = racing.prepare(source, texts, shared, seeds, target, out)
     race = dataclasses.replace(race, shared=dataclasses.replace(shared, target=_text(race.target)))
+    again.keep(context.obj, race.out)
     ladder = Ladder(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)

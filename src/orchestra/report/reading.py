@@ -66,7 +66,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
 def load(path: Path, events: Sequence[Event] | None = None) -> Run:
     """Read a run folder, but for its events if they are given and sound; raises `Unreadable` with the reason."""
     config = config_of(path)
-    ending = _object(path / "ending.json") if (path / "ending.json").exists() else {}
+    ending = object_in(path / "ending.json") if (path / "ending.json").exists() else {}
     if events is None:
         events = [*sound_ones(events_of(path), config)]
     scores = _scores(path)
@@ -106,7 +106,7 @@ def config_of(path: Path) -> dict[str, Any]:
     """The configuration of a run; raises `Unreadable` with the reason."""
     if not (path / "config.json").exists():
         raise Unreadable("it has no config.json")
-    config = _object(path / "config.json")
+    config = object_in(path / "config.json")
     if not config:
         raise Unreadable("its config.json is damaged")
     if not isinstance(config.get("strategy"), str):
@@ -117,7 +117,7 @@ def config_of(path: Path) -> dict[str, Any]:
     return config | {"cluster": _mapping(config.get("cluster")), "note": _mapping(config.get("note"))}
 
 
-def _object(path: Path) -> dict[str, Any]:
+def object_in(path: Path) -> dict[str, Any]:
     """A JSON object, empty if the file holds none."""
     try:
         return _mapping(json.loads(path.read_text(encoding="utf-8", errors="replace")))
