@@ -29,6 +29,17 @@ def test_what_varies_within_a_strategy_is_a_condition() -> None:
     assert settings.conditions([four, eight]) == ["workers 4", "workers 8"]
 
 
+def test_how_long_a_slow_run_was_waited_for_is_no_condition(tmp_path: Path) -> None:
+    def settings_of(seconds: float, **note: object) -> dict[str, str]:
+        run = make_run(tmp_path / f"run{seconds}", budget=["epochs=3", f"seconds={seconds}"], note=note)
+        return settings.settings_of(reading.load(run))
+
+    assert settings_of(1.5, patience=1.5)["budget"] == "epochs=3"
+    assert settings.conditions([settings_of(2.5, patience=2.5), settings_of(3.5, patience=3.5)]) == ["", ""]
+    asked = settings.conditions([settings_of(4.5, patience=None), settings_of(5.5, patience=None)])
+    assert asked == ["budget seconds=4.5", "budget seconds=5.5"]
+
+
 def test_conditions_are_in_order_of_size() -> None:
     texts = ["network 1gbit · delay slow:1x5", "network 100mbit · delay slow:1x1", "network 10mbit · delay slow:1x1"]
     assert sorted([*texts, "network 10mbit"], key=settings.natural) == ["network 10mbit", texts[2], texts[1], texts[0]]

@@ -115,6 +115,7 @@ class Race:
     lab: str | None = None  # the network that each runs in
     rates: Mapping[str, float] = field(default_factory=dict)  # learning rates of their own
     tries: int = 0  # after so many
+    patience: float | None = None  # seconds after which a run is given up
 
     @property
     def epochs(self) -> float:
@@ -147,8 +148,9 @@ class Race:
 
         folder = self.out / _slug(strategy) / f"seed{seed}"
         rate = {"lr": self.rates[strategy]} if strategy in self.rates else {}
-        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate)
-        note = {"recipe": self.source.name, "args": [], "options": chosen.given()}
+        limit = {} if self.patience is None else {"seconds": self.patience}
+        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate, **limit)
+        about = {"recipe": self.source.name, "options": chosen.given(), "patience": self.patience}
         try:
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).servers
@@ -161,7 +163,7 @@ class Race:
                     chosen.changes(),
                     evaluate_every=Epochs(self.epochs / _SNAPSHOTS),
                     progress=display,
-                    note=note,
+                    note=about | {"args": []},
                 )
         except Interrupted:
             raise

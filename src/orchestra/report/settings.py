@@ -27,7 +27,8 @@ def settings_of(run: Run) -> dict[str, str]:
     chosen: dict[str, Any] = {
         "strategy": config["strategy"],
         "recipe": run.note.get("recipe"),
-        **{name: config.get(name) for name in ("workers", "servers", "seed", "batch", "budget")},
+        **{name: config.get(name) for name in ("workers", "servers", "seed", "batch")},
+        "budget": _budget(run),
         "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
         "network": told.get("network") or cluster.get("network"),
         "delay": told.get("delay") or cluster.get("delay"),
@@ -37,6 +38,14 @@ def settings_of(run: Run) -> dict[str, str]:
         **{f"version of {name}": version for name, version in sorted(versions.items())},
     }
     return {name: _text(value) for name, value in chosen.items() if value is not None}
+
+
+def _budget(run: Run) -> Any:
+    """Without the time after which a run is given up: that says how fast others were, not what was asked for."""
+    budget = run.config.get("budget")
+    if run.note.get("patience") is None or not isinstance(budget, list):
+        return budget
+    return [part for part in budget if not str(part).startswith("seconds=")]
 
 
 def _text(value: Any) -> str:
