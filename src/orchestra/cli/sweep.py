@@ -40,8 +40,7 @@ def sweep(
     workers: o.Workers = None, seeds: racing.Seeds = 1, epochs: o.Epochs = None, target: racing.Goal = None,
     batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
     clip: o.Clip = None, partition: o.Spread = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False,
-    quiet: o.Quiet = False,
+    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies under every condition of a grid, and print who was first in each.
 

@@ -14,7 +14,8 @@ from typing import Any
 from orchestra.report import reading
 from orchestra.report.reading import Run
 
-_WHO = ("strategy", "servers", "seed")  # not a condition: what is compared, and chance
+# Not a condition: what is compared, chance, and where one stood.
+_WHO = ("strategy", "servers", "seed", "version of the working directory")
 _NOT_TYPED = ("out", "sim", "token_file", "trusted", "order")
 
 
