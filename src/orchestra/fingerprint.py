@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -27,12 +29,19 @@ from orchestra.strategy import Strategy
 
 _LOOKED_AT = 16  # samples
 _MOST_SAID = 20_000  # bytes about a model or an optimizer
+_SOON = 2.0  # seconds
 _PACKAGE = Path(__file__).resolve().parent
 
 
 def initial(x: Tensor) -> str:
     """A sum of the parameters in the beginning."""
     return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()[:16]
+
+
+def samples(data: Any) -> str | None:
+    """A sum of some samples, if there are tensors in them; None of a stream."""
+    some = [*_some(data)]
+    return _sum(some) if some else None
 
 
 def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) -> dict[str, Any]:
@@ -87,6 +96,28 @@ def code(version: str, given: Iterable[Any]) -> dict[str, Any]:
     }
 
 
+def versions(version: str) -> dict[str, str]:
+    """What is run, for people: versions, and the commit of the repository that it was started in, if it was in one."""
+    found = {"orchestra": version, "torch": torch.__version__, "python": platform.python_version()}
+    commit = _commit()
+    return found if commit is None else found | {"the working directory": commit}
+
+
+@lru_cache  # what is imported stays as it was in the beginning
+def _commit() -> str | None:
+    """Of the working directory, and whether files differ from it; None where git is missing or does not say it soon."""
+    how = ("--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no", "--ignore-submodules=dirty")
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status", *how]
+    try:
+        said = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SOON, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = said.decode(errors="replace").splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)")
+    changed = any(not line.startswith("#") for line in lines)
+    return None if commit == "(initial)" else commit[:12] + (" with changes" if changed else "")
+
+
 @lru_cache
 def _sources(folder: Path) -> dict[str, str]:
     """A sum for every file, so that the first that differs can be named."""
@@ -131,11 +162,11 @@ def _some(data: Any) -> Iterable[Tensor]:
     """Samples from all over the data; none of a stream, which may be read only once."""
     if isinstance(data, IterableDataset):
         return
-    samples = Samples(data)
-    step = max(1, len(samples) // _LOOKED_AT)
-    for field in samples.take(list(range(0, len(samples), step))[:_LOOKED_AT]):
-        if isinstance(field, Tensor):
-            yield field
+    whole = Samples(data)
+    step = max(1, len(whole) // _LOOKED_AT)
+    for index in range(0, len(whole), step)[:_LOOKED_AT]:
+        # One by one: they need not fit into a batch together.
+        yield from (field for field in whole.take([index]) if isinstance(field, Tensor))
 
 
 def _sum(tensors: Iterable[Tensor]) -> str:

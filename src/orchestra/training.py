@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import platform
 import shutil
 import time
 import uuid
@@ -15,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -309,16 +307,18 @@ class _Training:
 
     def _open_folder(self, job: Job) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        seed_everything(self.given.seed)  # samples may be drawn
         config = self._about(job) | {
             "defining": self.strategy.defining,
             "parameters": job.parameters,
             "initial": fingerprint.initial(flatten(self.module)),
+            "samples": fingerprint.samples(self.data) if self.given.cluster.trains else None,
             "budget": fingerprint.budget_of(self.given),
             "threads": job.threads,
             "cluster": self.given.cluster.about(),
             "snapshot_every": job.snapshot_every,
             "checkpoint_every": job.checkpoint_every,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "versions": fingerprint.versions(orchestra.__version__),
             "note": self.given.note,
         }
         checkpoint.write_text(self.folder / "config.json", json.dumps(config, indent=1))

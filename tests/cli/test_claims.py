@@ -12,11 +12,11 @@ from tests.cli.test_table import facts, row, table
 from typer.testing import CliRunner
 
 from orchestra.budget import Target
-from orchestra.cli import claims, sources, tuning
+from orchestra.cli import claims, fairness, sources, tuning
 from orchestra.cli.app import app
 from orchestra.cli.compare import Race
 from orchestra.cli.options import Options
-from orchestra.cli.table import Outcome
+from orchestra.cli.table import Outcome, Row, judge
 from orchestra.errors import ConfigError
 from orchestra.report import story
 
@@ -157,13 +157,46 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
     assert told["why"]
     # Whoever tampers with a run is found out.
     config = out / "localsgd-tau-4" / "seed1" / "config.json"
-    config.write_text(config.read_text().replace('"batch": ', '"batch": 1'))
-    from orchestra.cli import fairness
-    from orchestra.cli.table import Row, Table, judge
-
-    assert isinstance(MADE, Table)
+    noted = json.loads(config.read_text())
+    assert len(noted["samples"]) == 16
+    config.write_text(json.dumps(noted | {"samples": "0123456789abcdef"}))
     rows = [
         Row(name, 2, 0, tuple(judge(out / slug / f"seed{k}", k, MADE.target) for k in range(2)))
         for name, slug in (("allreduce", "allreduce"), ("localsgd(tau=4)", "localsgd-tau-4"))
     ]
     assert "NOT THE SAME samples" in " ".join(fairness.examine(table(*rows), {}, 0))
+
+
+def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
+    def points(**of_the_second: object) -> str:
+        """A first run with everything, and a second in which some of it is otherwise, or missing."""
+        whole = {
+            "initial": "a1", "samples": "b2", "data": "9 samples", "partition": "IID()", "seed": 0, "batch": 8,
+            "budget": ["epochs=1"], "optimizer": "SGD [{}]",
+        }  # fmt: skip
+        second = {name: value for name, value in (whole | of_the_second).items() if value is not None}
+        for name, config in (("one", whole), ("two", second)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        outcomes = [replace(row(name, 1.0).outcomes[0], run=tmp_path / name) for name in ("one", "two")]
+        rows = [Row(name, 2, 0, (o,)) for name, o in zip(("one", "two"), outcomes, strict=True)]
+        return "; ".join(fairness.examine(table(*rows), {}, 0))
+
+    assert "same initial parameters: equal sums" in points()
+    assert "same samples: a sum of some" in points()
+    assert "not checked" not in points()
+    assert "initial parameters not checked" in points(initial=None)
+    assert "samples not checked" in points(samples=None)
+    assert "NOT THE SAME samples" in points(samples="c3")
+    assert "NOT THE SAME samples" in points(samples=None, batch=9), "one difference is enough"
+    assert "budget not checked" in points(budget=None)
+    assert "NOT THE SAME optimizer: Adam, SGD" in points(optimizer="Adam [{}]")
+    failed = replace(row("one", 1.0).outcomes[0], facts=None, failed="it broke")
+    assert "initial parameters not checked" in "; ".join(fairness.examine(table(Row("one", 2, 0, (failed,))), {}, 0))
+    points()
+    (tmp_path / "two" / "config.json").write_text("[]", encoding="utf-8")
+    (tmp_path / "one" / "config.json").unlink()
+    outcomes = [replace(row(name, 1.0).outcomes[0], run=tmp_path / name) for name in ("one", "two")]
+    said = "; ".join(fairness.examine(table(Row("one", 2, 0, tuple(outcomes))), {}, 0))
+    assert "same samples" not in said
+    assert "samples not checked" in said

@@ -4,16 +4,24 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Orchestra
+from tests.cli.test_table import row
 from typer.testing import CliRunner
 
 from orchestra import expression
+from orchestra.cli import compare, recommend, sources
 from orchestra.cli.app import app
-from orchestra.cli.recommend import Ladder, _scaled
+from orchestra.cli.options import Options
+from orchestra.cli.recommend import Advice, Ladder, _scaled
+from orchestra.cli.table import Row
 from orchestra.errors import ConfigError
+from orchestra.report import story
 from orchestra.strategies import STRATEGIES, Hogwild
 
 
@@ -53,8 +61,118 @@ def test_with_a_slow_network_and_a_straggler(tmp_path: Path, monkeypatch: pytest
     advice = " ".join(record["advice"])
     assert f"Take {record['recommended']}" in advice
     assert "fewer bytes a step" in advice
-    assert "half the bandwidth" in advice
-    assert json.loads((tmp_path / "out/table.json").read_text())["rows"]
+    assert "With half the bandwidth, it is still first: localsgd" in advice
+    saved = json.loads((tmp_path / "out/table.json").read_text())
+    assert saved == record
+    assert saved["rows"][0]["strategy"] == record["recommended"]
+    assert [entry["runs"] for entry in saved["rows"]] == [2, 2, 2, 1, 1]
+
+
+@pytest.mark.timeout(120)
+def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra) -> None:
+    """Who comes after the first success may take three times as long, and no more epochs than those before."""
+    said = orchestra(
+        "recommend", "digits", "--network", "2mbit", "-n", "2", "-s", "localsgd(tau=64),localsgd(tau=16),allreduce",
+        "--seeds", "1", "--target", "accuracy=0.6", "--out", "out",
+    )  # fmt: skip
+    assert said.code == 0
+    budgets = {path.parts[1]: json.loads(path.read_text())["budget"] for path in Path("out").rglob("config.json")}
+    assert {name: budget[0] for name, budget in budgets.items()} == dict.fromkeys(budgets, "epochs=20")
+    assert "seconds=" not in str(budgets["localsgd-tau-64"])
+    assert "allreduce · seed 0: given up after 3 x the best; accuracy 0.6 not reached" in said.err
+    assert "allreduce was given up after 3 x the best, accuracy 0." in said.out
+    assert json.loads(Path("out/table.json").read_text())["given_up"] == {"allreduce": [0]}
+    assert "(one pair of runs: too little for an interval)" in " ".join(said.out.split())
+    # How long others were waited for is no condition, and what was run on another network is not there.
+    told = story.tell([Path("out")])
+    assert told["conditions"] == [""]
+    assert {run["strategy"] for run in told["runs"]} == {"localsgd(tau=64)", "localsgd(tau=16)", "allreduce"}
+    follow = next(line.removeprefix("next: ") for line in said.err.splitlines() if line.startswith("next: "))
+    assert orchestra(*shlex.split(follow)[1:]).out.startswith("localsgd(tau=64) reached accuracy ≥ 0.6 in")
+    assert Path("out/report.html").exists()
+
+
+def advised(out: Path, monkeypatch: pytest.MonkeyPatch, left: list[str], *rows: Row) -> Advice:
+    """What would be said after such runs, with so many left in the end."""
+    monkeypatch.setattr(recommend, "_elsewhere", lambda ladder, rows: [])
+    names = [entry.strategy for entry in rows]
+    race = compare.prepare(sources.find("digits"), names, Options(workers=2, sim=True), 4, "accuracy=0.9", out)
+    ladder = Ladder(race, 4, quiet=True)
+    ladder.outcomes = {entry.strategy: [*entry.outcomes] for entry in rows}
+    ladder.left = left
+    return Advice(ladder, {})
+
+
+def test_who_left_with_one_good_seed_is_not_ranked_before_those_who_stayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = (
+        row("allreduce", 2.5),
+        row("slowmo", 4.0, None, 4.2, 4.3),
+        row("ps", None),
+        row("localsgd", 2.0, 3.0, 3.1, 3.2),
+    )
+    advice = advised(tmp_path, monkeypatch, ["slowmo", "localsgd"], *rows)
+    advice.save()
+    record = json.loads((tmp_path / "table.json").read_text())
+    assert record["recommended"] == "localsgd"
+    assert [entry["strategy"] for entry in record["rows"]] == ["localsgd", "slowmo", "allreduce", "ps"]
+    table = (tmp_path / "table.md").read_text()
+    assert [line.split()[1] for line in table.splitlines() if line.startswith("| ")][2:] == ["localsgd", "slowmo"]
+    assert " ".join(record["advice"]) in table
+    assert "allreduce reached" not in table
+    assert "- allreduce: 2.5 s (1 seed)\n- ps: did not reach the target, accuracy 0.8 (1 seed)" in table
+    assert "allreduce took 1.25 times as long (one pair of runs: too little for an interval)" in table
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (
+            (4.0, 4.2, 4.0, 4.04),
+            "slowmo is next: it took 2.00 times as long (95 % interval 1.90 to 2.10, 4 pairs of runs",
+        ),
+        ((2.6, 1.8, 2.5, 2.2), "4 pairs of runs with equal seeds, which may be chance)."),
+        ((2.6, 1.8, 2.1, 2.1), "That is less than one snapshot of the model: a tie."),
+        ((2.6, 1.8, None, 2.1), "slowmo did not reach the target in 1 of 4 runs, accuracy 0.8."),
+    ],
+)
+def test_how_sure_it_is(
+    second: tuple[float | None, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = (row("localsgd", 2.0, 2.1, 2.0, 2.02), row("slowmo", *second))
+    words = " ".join(advised(tmp_path, monkeypatch, ["localsgd", "slowmo"], *rows).words())
+    assert words.startswith("Take localsgd:")
+    assert said in words
+    assert ("a tie" in words) == ("a tie" in said)
+
+
+def test_who_is_given_up_in_the_last_rung_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = row("slowmo", 2.6, None)
+    cut = slow.outcomes[1]
+    assert cut.facts is not None
+    cut = replace(cut, facts=replace(cut.facts, stopped_by="seconds"))
+    slow = replace(slow, outcomes=(slow.outcomes[0], cut))
+    advice = advised(tmp_path, monkeypatch, ["localsgd", "slowmo"], row("localsgd", 2.0, 2.1), slow)
+    assert "slowmo was given up after 3 x the best in 1 of 2 runs, accuracy 0.8." in advice.words()
+    assert advice.record()["given_up"] == {"slowmo": [1]}
+
+
+def test_where_nothing_is_reached_the_nearest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (row("localsgd", None, None), row("slowmo", 2.0, None))
+    advice = advised(tmp_path, monkeypatch, ["localsgd", "slowmo"], *rows)
+    assert not advice.reached
+    assert "Nothing reached accuracy ≥ 0.9 in every run; slowmo did in 1 of 2." in advice.words()[0]
+
+
+def test_the_error_of_rehearsals_is_the_one_that_was_measured() -> None:
+    results = (Path(__file__).parents[2] / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    section = results.partition("## Prediction in the laboratory")[2]
+    (line,) = [line for line in section.splitlines() if line.startswith("| the rehearsal: and costs")]
+    assert [cell.strip() for cell in line.split("|")[2:4]] == [
+        f"{recommend._ERROR:.1%}",
+        f"{recommend._ERROR_OF_A_TENTH:.1%}",
+    ]
 
 
 @pytest.mark.parametrize(

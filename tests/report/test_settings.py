@@ -29,6 +29,17 @@ def test_what_varies_within_a_strategy_is_a_condition() -> None:
     assert settings.conditions([four, eight]) == ["workers 4", "workers 8"]
 
 
+def test_how_long_a_slow_run_was_waited_for_is_no_condition(tmp_path: Path) -> None:
+    def settings_of(seconds: float, **note: object) -> dict[str, str]:
+        run = make_run(tmp_path / f"run{seconds}", budget=["epochs=3", f"seconds={seconds}"], note=note)
+        return settings.settings_of(reading.load(run))
+
+    assert settings_of(1.5, patience=1.5)["budget"] == "epochs=3"
+    assert settings.conditions([settings_of(2.5, patience=2.5), settings_of(3.5, patience=3.5)]) == ["", ""]
+    asked = settings.conditions([settings_of(4.5, patience=None), settings_of(5.5, patience=None)])
+    assert asked == ["budget seconds=4.5", "budget seconds=5.5"]
+
+
 def test_conditions_are_in_order_of_size() -> None:
     texts = ["network 1gbit · delay slow:1x5", "network 100mbit · delay slow:1x1", "network 10mbit · delay slow:1x1"]
     assert sorted([*texts, "network 10mbit"], key=settings.natural) == ["network 10mbit", texts[2], texts[1], texts[0]]
@@ -39,28 +50,31 @@ def test_texts_are_told_by_the_words_in_which_they_differ() -> None:
     assert settings.shortened(["a", "a b"]) == ["a", "b"]
 
 
-def test_the_command_of_a_comparison(tmp_path: Path) -> None:
-    told = story.tell([make_race(tmp_path / "race", {"allreduce": [0.1, 0.1], "ps(servers=1)": [0.2, 0.2]})])
-    (command,) = told["commands"]
-    assert shlex.split(command) == [
-        "orchestra", "compare", "digits", "--strategies", "allreduce, ps(servers=1)", "--seeds", "2", "--sim",
-        "--workers", "2", "--target", "accuracy=0.5",
-    ]  # fmt: skip
+def test_the_command_of_a_comparison_is_what_its_folder_says(tmp_path: Path) -> None:
+    race = make_race(tmp_path / "sweep" / "workers-2", {"allreduce": [0.1, 0.1], "ps(servers=1)": [0.2, 0.2]})
+    assert len(story.tell([race])["commands"]) == 4, "run by run"
+    typed = ["orchestra", "sweep", "digits", "--grid", "workers=2,4", "-s", "allreduce, ps(servers=1)"]
+    (tmp_path / "sweep" / "command.json").write_text(json.dumps({"command": typed}), encoding="utf-8")
+    (command,) = story.tell([race])["commands"]
+    assert shlex.split(command) == typed
+    (race / "command.json").write_text("half of it", encoding="utf-8")
+    assert story.tell([race])["commands"] == [command]
 
 
 def test_the_command_of_a_run_is_safe_to_paste(tmp_path: Path) -> None:
-    options = {"strategy": "slowmo(tau=4)", "epochs": 3.0, "out": "gone", "delay": "x; rm -rf $HOME"}
+    figures = {"epochs": 3.25, "lr": 0.012345678, "trace": True}
+    options = {"strategy": "slowmo(tau=4)", **figures, "out": "gone", "delay": "x; rm -rf $HOME"}
     note = {"recipe": "my recipe.py", "args": ["--fast"], "options": options}
     run = reading.load(make_run(tmp_path / "run", note=note))
-    (command,) = settings.commands([run], None)
+    (command,) = settings.commands([run])
     assert shlex.split(command) == [
-        "orchestra", "run", "my recipe.py", "--strategy", "slowmo(tau=4)", "--epochs", "3",
-        "--delay", "x; rm -rf $HOME", "--", "--fast",
+        "orchestra", "run", "my recipe.py", "--strategy", "slowmo(tau=4)", "--epochs", "3.25",
+        "--lr", "0.012345678", "--trace", "--delay", "x; rm -rf $HOME", "--", "--fast",
     ]  # fmt: skip
 
 
 def test_a_run_of_a_script_has_no_command(tmp_path: Path) -> None:
-    assert settings.commands([reading.load(make_run(tmp_path / "run", note={}))], Target("accuracy", 1.0)) == []
+    assert settings.commands([reading.load(make_run(tmp_path / "run", note={}))]) == []
 
 
 def test_a_target_is_found_in_the_comparison_or_in_the_budget(tmp_path: Path) -> None:

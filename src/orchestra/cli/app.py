@@ -33,7 +33,11 @@ from orchestra.errors import Interrupted
 
 
 class _Verbs(TyperGroup):
-    """Leaves Ctrl-C to `orchestra.cli.invoke`, which has more to say of it than typer."""
+    """Leaves Ctrl-C to `orchestra.cli.invoke`, which has more to say of it than typer; keeps what was typed."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Every verb finds the words in the `obj` of its context."""
+        return super().make_context(info_name, args, parent, **{"obj": [*args]} | extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Carry out a verb."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import progress
-from orchestra.cli import claims, fairness, in_lab, sources, summary, tuning
+from orchestra.cli import again, claims, fairness, in_lab, sources, summary, tuning
 from orchestra.cli import options as o
 from orchestra.cli.concluding import conclude
 from orchestra.cli.options import Options
@@ -62,7 +62,7 @@ Goal = Annotated[
 
 
 def compare(
-    recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
+    context: typer.Context, recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
@@ -93,6 +93,7 @@ def compare(
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
     said = [claims.parse(text, race.strategies) for text in asserted or []]
+    again.keep(context.obj, race.out)
     if lrs is not None:
         race = tuning.tune(race, tuning.read(lrs), quiet=quiet)
     table = race.run(quiet=quiet)
@@ -113,6 +114,7 @@ class Race:
     lab: str | None = None  # the network that each runs in
     rates: Mapping[str, float] = field(default_factory=dict)  # learning rates of their own
     tries: int = 0  # after so many
+    patience: float | None = None  # seconds after which a run is given up
 
     @property
     def epochs(self) -> float:
@@ -145,8 +147,9 @@ class Race:
 
         folder = self.out / _slug(strategy) / f"seed{seed}"
         rate = {"lr": self.rates[strategy]} if strategy in self.rates else {}
-        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate)
-        note = {"recipe": self.source.name, "args": [], "options": chosen.given(), "race": self.about()}
+        limit = {} if self.patience is None else {"seconds": self.patience}
+        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate, **limit)
+        about = {"recipe": self.source.name, "options": chosen.given(), "patience": self.patience, "race": self.about()}
         try:
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).servers
@@ -159,7 +162,7 @@ class Race:
                     chosen.changes(),
                     evaluate_every=Epochs(self.epochs / _SNAPSHOTS),
                     progress=display,
-                    note=note,
+                    note=about | {"args": []},
                 )
         except Interrupted:
             raise
@@ -257,7 +260,7 @@ def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -
         yield Problem("strategies", "", f"name at least one, e.g. {DEFAULT}")
     if seeds < 1:
         yield Problem("seeds", seeds, "must be at least 1")
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is not None and again.is_taken(out):
         yield Problem("out", str(out), "is not an empty folder: choose a new one")
     seen: set[str] = set()
     for text in texts:

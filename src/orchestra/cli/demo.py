@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from orchestra.cli import again, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources, summary
 from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem
 
@@ -19,6 +19,7 @@ _MARK = ".orchestra-demo"
 
 
 def demo(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where; an earlier demo there is replaced.")] = Path(
         "runs/demo"
     ),
@@ -45,6 +46,7 @@ def demo(
     race = compare.Race(race.source, race.recipe, race.strategies, shared, race.seeds, race.target, out)
     out.mkdir(parents=True)
     (out / _MARK).write_text("made by `orchestra demo`, which replaces it when it is run again\n", encoding="utf-8")
+    again.keep(context.obj, out)
     table = race.run(quiet=quiet)
     concluding.conclude(table, out, as_json=json_, quiet=True)
     if not quiet:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,12 @@ class Point:
     """One condition of fairness."""
 
     what: str
-    fair: bool
+    fair: bool | None  # None: not every run says
     how: str
 
     def __str__(self) -> str:
+        if self.fair is None:
+            return f"{self.what} not checked: not every run says, or none came to its end"
         return f"{'same' if self.fair else 'NOT THE SAME'} {self.what}: {self.how}"
 
 
@@ -37,29 +39,42 @@ def examine(table: Table, rates: Mapping[str, float | None], tries: int) -> list
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        return found
+        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _points(configs: list[tuple[int, dict[str, Any]]]) -> Iterator[Point]:
-    def by_seed(key: str) -> bool:
-        return all(len(_values((c for s, c in configs if s == seed), key)) == 1 for seed in {s for s, _ in configs})
+    def by_seed(*keys: str) -> bool | None:
+        seeds = {seed for seed, _ in configs}
+        return _all([_equal([c.get(key) for s, c in configs if s == seed]) for seed in seeds for key in keys])
 
     yield Point("initial parameters", by_seed("initial"), "equal sums for equal seeds")
+    samples = by_seed("samples", "data", "partition", "seed", "batch")
+    how = "a sum of some, their number, partition, batch of a worker and seed of the order, for equal seeds"
+    yield Point("samples", samples, how)
     everyone = [config for _, config in configs]
-    samples = ("data", "partition", "seed", "batch")
-    equal = all(by_seed(key) for key in samples)
-    yield Point("samples", equal, "data, partition, batch of a worker and order, for equal seeds")
-    budgets = _values(everyone, "budget", " or ".join)
-    yield Point("budget", len(budgets) == 1, "; ".join(sorted(budgets)))
-    families = _values(everyone, "optimizer", _family)
-    yield Point("optimizer", len(families) == 1, ", ".join(sorted(families)))
+    budgets = [_text(config.get("budget"), " or ".join) for config in everyone]
+    yield Point("budget", _equal(budgets), "; ".join(sorted({*filter(None, budgets)})))
+    families = [_text(config.get("optimizer"), _family) for config in everyone]
+    yield Point("optimizer", _equal(families), ", ".join(sorted({*filter(None, families)})))
 
 
-def _values(configs: Iterable[dict[str, Any]], key: str, of: Callable[[Any], Any] = lambda value: value) -> set[str]:
-    return {json.dumps(of(config.get(key) or "")).strip('"') for config in configs}
+def _text(value: Any, of: Callable[[Any], str]) -> str | None:
+    return None if value is None else of(value)
+
+
+def _equal(values: list[Any]) -> bool | None:
+    """Whether they are all the same; what differs is told also where others are missing."""
+    known = [value for value in values if value is not None]
+    if any(value != known[0] for value in known):
+        return False
+    return True if known and len(known) == len(values) else None
+
+
+def _all(answers: list[bool | None]) -> bool | None:
+    return False if False in answers else None if None in answers or not answers else True
 
 
 def _family(optimizer: Any) -> str:

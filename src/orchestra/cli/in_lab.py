@@ -71,7 +71,8 @@ def flags(chosen: Options, without: Sequence[str] = ("workers",)) -> Iterator[st
     """Options as they were given, but for the workers: how many there are, every node is told."""
     for name, value in chosen.given().items():
         if name not in without:
-            yield from (f"--{name.replace('_', '-')}", str(value))
+            yield f"--{name.replace('_', '-')}"
+            yield from () if value is True else (str(value),)
 
 
 def _name() -> str:

@@ -1,32 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """`orchestra recommend`: rehearse the catalogue on a cluster one describes, and say which strategy to take, and why.
 
-rung 0          every candidate of the catalogue, one seed; a run may take `_PATIENCE` times the best so far
+rung 0          every candidate of the catalogue, one seed; given up after `_PATIENCE` times the best so far
 rung 1, 2, ...  the faster half of them, twice as many seeds, until few are left
-last            the first two again, on half and on twice the bandwidth: is it still the same one?
+last            the first two again with all seeds, on half and on twice the bandwidth: is it still the same one?
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
+import shlex
+import shutil
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestra.cli import again, concluding, sources, summary
 from orchestra.cli import compare as racing
-from orchestra.cli import concluding, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.errors import ConfigError, Problem
+from orchestra.words import plural
 
 if TYPE_CHECKING:
     from orchestra.cli.table import Outcome, Row, Table
 
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates that are not halved any more
+_GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
+_ERROR, _ERROR_OF_A_TENTH = 0.06, 0.258  # of a step's time: "Prediction in the laboratory" in benchmarks/RESULTS.md
 
 Network = Annotated[
     str, typer.Option(metavar="RATE[,LATENCY]", help="The network between the machines, such as 50mbit or 1gbit,0.5ms.")
@@ -41,9 +49,9 @@ Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each candidate in
 
 
 def recommend(
-    recipe: racing.Name, network: Network, workers: o.Workers = None, straggler: Straggler = None,
-    delay: o.Delay = None, target: racing.Goal = None, strategies: Candidates = None, seeds: Seeds = 4,
-    epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
+    context: typer.Context, recipe: racing.Name, network: Network, workers: o.Workers = None,
+    straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None, strategies: Candidates = None,
+    seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Say which strategy to take on a cluster you describe, and why: all are rehearsed there, in virtual time.
@@ -70,11 +78,13 @@ def recommend(
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = racing.prepare(source, texts, shared, seeds, target, out)
-    race = dataclasses.replace(race, shared=dataclasses.replace(shared, target=_text(race.target)))
-    ladder = Ladder(race, seeds, quiet=quiet)
+    # The same ends for all; that a slow one is given up comes on top.
+    shared = dataclasses.replace(shared, epochs=race.epochs, target=_text(race.target))
+    ladder = Ladder(dataclasses.replace(race, shared=shared), seeds, quiet=quiet)
+    again.keep(context.obj, race.out)
     ladder.climb()
     advice = Advice(ladder, unfit)
-    concluding.save(advice.table, race.out)
+    advice.save()
     advice.tell(as_json=json_, quiet=quiet)
     if not advice.reached:
         raise typer.Exit(1)
@@ -141,12 +151,21 @@ class Ladder:
         best = min((row.time for row in self.table().rows if row.always), default=math.inf)
         race = self.race
         if math.isfinite(best):
-            race = dataclasses.replace(race, shared=dataclasses.replace(race.shared, seconds=_PATIENCE * best))
+            race = dataclasses.replace(race, patience=_PATIENCE * best)
+        self.outcomes[strategy].append(self.run_one(race, strategy, seed, place))
+
+    def run_one(self, race: racing.Race, strategy: str, seed: int, place: str) -> Outcome:
+        """One run, and a line that tells of it."""
         mark = f"[{place}] {strategy} · seed {seed}"
         outcome = race.run_one(strategy, seed, mark, quiet=self.quiet, first=False)
-        self.outcomes[strategy].append(outcome)
         if not self.quiet:
-            summary.say(f"{mark}: {race.told(outcome)}")
+            given_up = f"{_GIVEN_UP}; " if _is_given_up(outcome) else ""
+            summary.say(f"{mark}: {given_up}{race.told(outcome)}")
+        return outcome
+
+
+def _is_given_up(outcome: Outcome) -> bool:
+    return outcome.seconds is None and outcome.facts is not None and outcome.facts.stopped_by == "seconds"
 
 
 @dataclass
@@ -157,9 +176,15 @@ class Advice:
     unfit: dict[str, str]
 
     def __post_init__(self) -> None:
-        self.table = self.ladder.table()
-        self.finalists = [row for row in self.ladder.table(self.ladder.left).ranked if row.always]
-        self.elsewhere = list(_elsewhere(self.ladder, self.finalists[:2])) if len(self.finalists) > 1 else []
+        ladder, self.all = self.ladder, self.ladder.table()
+        table = ladder.table(ladder.left)
+        # Those who ran with few seeds and left are not ranked among those who ran with all.
+        baseline = table.baseline if table.baseline in ladder.left else table.ranked[0].strategy
+        self.table = dataclasses.replace(table, baseline=baseline)
+        others = [row for row in self.all.ranked if row.strategy not in ladder.left]
+        self.others = sorted(others, key=lambda row: -len(row.outcomes))
+        self.finalists = [row for row in self.table.ranked if row.always]
+        self.elsewhere = [*_elsewhere(ladder, self.finalists[:2])] if len(self.finalists) > 1 else []
 
     @property
     def reached(self) -> bool:
@@ -171,54 +196,111 @@ class Advice:
         table = self.table
         if not self.finalists:
             near = table.ranked[0]
+            how = f"came closest with {table.best(near):.4g}"
+            if near.times:
+                how = f"did in {len(near.times)} of {len(near.outcomes)}"
             return [
-                f"Nothing reached {table.goal}; {near.strategy} came closest with {table.best(near):.4g}. "
+                f"Nothing reached {table.goal} in every run; {near.strategy} {how}. "
                 "Give more --epochs, a nearer --target or another --lr."
             ]
         first = self.finalists[0]
-        base = table.row("allreduce")
+        base = self.all.row("allreduce") if first.strategy != "allreduce" else None
         said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} virtual s{_spread(first)}."]
-        if base is not None and base is not first and base.always:
-            said.append(f"allreduce took {base.time:.3g} s, {base.time / first.time:.2f} times as long.")
-        said += [*_why(first, base), *self._doubt(first)]
-        return said
+        if base is not None and base.strategy not in self.ladder.left:
+            lead = _lead(self.all, first.strategy, base.strategy) if base.always else None
+            said.append(f"allreduce took {lead}." if lead else f"allreduce {_missed(self.all, base)}.")
+        return [*said, *_why(first, base), *self._doubt(first)]
 
     def _doubt(self, first: Row) -> Iterator[str]:
         """How sure that is."""
-        from orchestra.report.verdict import pairs
-
         if len(self.finalists) > 1:
             second = self.finalists[1]
-            mine, other = pairs(self.table.marks, first.strategy, second.strategy, lambda mark: mark.seconds)
-            slower = sum(b > a for a, b in zip(mine, other, strict=True))
-            yield (
-                f"{second.strategy} is next: {second.time:.3g} s, {second.time / first.time:.2f} times as long; it was "
-                f"slower in {slower} of {len(mine)} pairs of runs with equal seeds"
-                + ("." if mine and slower == len(mine) else ", so the two are as good as equal.")
-            )
-        for condition, winner in self.elsewhere:
-            same = "still first" if winner == first.strategy else f"{winner} would be first"
-            yield f"With {condition}, {same}."
+            lead = _lead(self.table, first.strategy, second.strategy)
+            yield f"{second.strategy} is next: it took {lead or 'as long'}."
+            if first.time > statistics.median(outcome.since for outcome in second.outcomes):
+                yield "That is less than one snapshot of the model: a tie."
+        yield from (f"{row.strategy} {_missed(self.table, row)}." for row in self.table.ranked if not row.always)
+        yield from self.elsewhere
         yield (
-            "Rehearsed, not measured: the order of strategies that are far apart can be relied on, a few per cent "
-            "between two cannot. Check with `orchestra compare` on the machines themselves."
+            "Rehearsed, not measured: between hosts of a laboratory the time of a step was foretold with a median "
+            f"error of {_ERROR:.0%}, one in ten with more than {_ERROR_OF_A_TENTH:.0%}. What is nearer together is "
+            "undecided: check with `orchestra compare` on the machines themselves."
         )
+
+    def left_out(self) -> list[str]:
+        """Those who left before the last rung, and what was last seen of them."""
+        return [
+            f"{row.strategy}: "
+            + (f"{row.time:.3g} s" if row.always else _missed(self.all, row))
+            + f" ({plural(len(row.outcomes), 'seed')})"
+            for row in self.others
+        ]
+
+    def record(self) -> dict[str, Any]:
+        """Everything, down to the single runs; those who came furthest come first."""
+        found = self.all.as_record()
+        place = {row.strategy: i for i, row in enumerate([*self.table.ranked, *self.others])}
+        found["rows"].sort(key=lambda row: place[row["strategy"]])
+        return found | {
+            "recommended": self.finalists[0].strategy if self.finalists else None,
+            "advice": self.words(),
+            "given_up": {
+                row.strategy: seeds
+                for row in self.all.rows
+                if (seeds := [outcome.seed for outcome in row.outcomes if _is_given_up(outcome)])
+            },
+            "unfit": self.unfit,
+            "out": str(self.ladder.race.out),
+        }
+
+    def save(self) -> None:
+        """Write all of it to the folder of the runs."""
+        from orchestra import checkpoint
+
+        out, left_out = self.ladder.race.out, "".join(f"\n- {line}" for line in self.left_out())
+        record = json.dumps(summary.finite(self.record()), indent=1, ensure_ascii=False)
+        checkpoint.write_text(out / "table.json", record + "\n")
+        text = f"{self.table.markdown()}\n{' '.join(self.words())}\n"
+        checkpoint.write_text(out / "table.md", text + (f"\nLeft out earlier:\n{left_out}\n" if left_out else ""))
 
     def tell(self, *, as_json: bool, quiet: bool) -> None:
         """Print it."""
-        words = self.words()
         if as_json:
-            record = self.table.as_record() | {"advice": words, "unfit": self.unfit, "out": str(self.ladder.race.out)}
-            summary.print_json(record | {"recommended": self.finalists[0].strategy if self.finalists else None})
+            summary.print_json(self.record())
             return
         concluding.show(self.table, [])
         console = summary.console_for(100)
-        for sentence in words:
+        if self.others:
+            console.print("left out earlier: " + "; ".join(self.left_out()) + "\n", style="dim")
+        for sentence in self.words():
             console.print(sentence)
         if not quiet:
-            left_out = "; ".join(f"{text} ({why})" for text, why in self.unfit.items())
-            summary.say(f"\nnot tried: {left_out}" if left_out else "")
-            summary.say(f"next: orchestra report {summary.nearby(self.ladder.race.out)}")
+            unfit = "; ".join(f"{text} ({why})" for text, why in self.unfit.items())
+            summary.say(f"\nnot tried: {unfit}" if unfit else "")
+            runs = [summary.nearby(row.outcomes[0].run.parent) for row in self.table.ranked]
+            out = summary.nearby(self.ladder.race.out)
+            summary.say(f"next: {shlex.join(['orchestra', 'report', *runs, '-o', out])}")
+
+
+def _lead(table: Table, first: str, other: str) -> str | None:
+    """How many times as long another took, seed by seed; None unless both always came."""
+    from orchestra.report.verdict import interval, is_useless, lead
+
+    e = lead(table.marks, first, other)
+    if e is None:
+        return None
+    unsure = ", which may be chance" if e.includes(1.0) and not is_useless(e) else ""
+    return f"{e.value:.2f} times as long ({interval(e)}{unsure})"
+
+
+def _missed(table: Table, row: Row) -> str:
+    """What became of who did not always reach the target."""
+    if not row.done:
+        return "failed"
+    runs, missed = len(row.outcomes), len(row.outcomes) - len(row.times)
+    how = f"was {_GIVEN_UP}" if any(map(_is_given_up, row.outcomes)) else "did not reach the target"
+    often = f" in {missed} of {runs} runs" if runs > 1 else ""
+    return f"{how}{often}, {table.target.metric} {table.best(row):.4g}"
 
 
 def _spread(row: Row) -> str:
@@ -235,7 +317,7 @@ def _why(first: Row, base: Row | None) -> Iterator[str]:
         f"Its workers compute {shares['compute']:.0%} of the time, send and receive {shares['communicate']:.0%} and "
         f"wait for others {shares['wait']:.0%}."
     )
-    if base is None or base is first or not base.done:
+    if base is None or not base.done:
         return
     theirs = _shares(base)
     steps = [(row, row.mean("steps") or 1) for row in (first, base)]
@@ -256,18 +338,32 @@ def _shares(row: Row) -> dict[str, float]:
     return {kind: sum(facts.share(kind) for facts in row.done) / max(1, len(row.done)) for kind in kinds}
 
 
-def _elsewhere(ladder: Ladder, rows: list[Row]) -> Iterator[tuple[str, str]]:
-    """Who would be first if the network were not as it is said to be."""
+def _elsewhere(ladder: Ladder, rows: list[Row]) -> Iterator[str]:
+    """Who would be first if the network were not as it is said to be. These runs are not kept: they are of another."""
     from orchestra.cli.sweep import under
 
     race, rate = ladder.race, (ladder.race.shared.network or o.NETWORK).split(",")[0]
-    for factor, words in ((0.5, "half the bandwidth"), (2.0, "twice the bandwidth")):
-        shared = under(race.shared, (("bandwidth", _scaled(rate, factor)),))
-        there = dataclasses.replace(race, shared=shared, out=race.out / words.replace(" ", "-"))
-        found = {row.strategy: [there.run_one(row.strategy, 0, words, quiet=True, first=False)] for row in rows}
-        ranked = there.table(found).ranked
-        if ranked[0].always:
-            yield words, ranked[0].strategy
+    aside = race.out / "elsewhere"
+    try:
+        for factor, words in ((0.5, "half the bandwidth"), (2.0, "twice the bandwidth")):
+            shared = under(race.shared, (("bandwidth", _scaled(rate, factor)),))
+            there = dataclasses.replace(race, shared=shared, out=aside / words.replace(" ", "-"))
+            found: dict[str, list[Outcome]] = {row.strategy: [] for row in rows}
+            for seed, row in itertools.product(range(ladder.seeds), rows):
+                found[row.strategy].append(ladder.run_one(there, row.strategy, seed, words))
+            yield f"With {words}, {_first(there.table(found), rows[0].strategy)}."
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _first(table: Table, here: str) -> str:
+    """Which of two comes first there, and by how much."""
+    first, second = table.ranked
+    if not first.always:
+        return "neither reaches the target in every run"
+    same = "it is still first" if first.strategy == here else f"{first.strategy} would be first"
+    lead = _lead(table, first.strategy, second.strategy)
+    return f"{same}: {second.strategy} " + (f"took {lead}" if lead else _missed(table, second))
 
 
 def _scaled(rate: str, factor: float) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from orchestra.cli import again, concluding, sources, summary
 from orchestra.cli import compare as racing
-from orchestra.cli import concluding, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.cli.worlds import refuse_under_launcher
@@ -36,12 +36,11 @@ Grid = Annotated[
 
 
 def sweep(
-    recipe: racing.Name, grid: Grid, strategies: racing.Strategies = racing.DEFAULT, workers: o.Workers = None,
-    seeds: racing.Seeds = 1, epochs: o.Epochs = None, target: racing.Goal = None, batch: o.Batch = None,
-    lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
-    partition: o.Spread = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False,
-    quiet: o.Quiet = False,
+    context: typer.Context, recipe: racing.Name, grid: Grid, strategies: racing.Strategies = racing.DEFAULT,
+    workers: o.Workers = None, seeds: racing.Seeds = 1, epochs: o.Epochs = None, target: racing.Goal = None,
+    batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
+    clip: o.Clip = None, partition: o.Spread = None, device: o.Device = None, sim: o.Sim = False,
+    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies under every condition of a grid, and print who was first in each.
 
@@ -61,7 +60,7 @@ def sweep(
         sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
     problems = [*_problems(axes, sim, network)]
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is not None and again.is_taken(out):
         problems.append(Problem("out", str(out), "is not empty: choose a new folder"))
     if problems:
         raise ConfigError(problems)
@@ -71,6 +70,7 @@ def sweep(
         (values, racing.prepare(source, texts, under(base, values), seeds, target, folder / _slug(values)))
         for values in _conditions(axes)
     ]
+    again.keep(context.obj, folder)
     found = []
     try:
         for i, (values, race) in enumerate(races):

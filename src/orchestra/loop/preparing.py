@@ -16,7 +16,6 @@ process is a worker, or one of the strategy's servers.
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +27,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
-from orchestra import checkpoint, expression, overrides, run
+import orchestra
+from orchestra import checkpoint, expression, fingerprint, overrides, run
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
 from orchestra.environment import is_member
@@ -257,7 +257,7 @@ def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
             "budget": [] if job.last_step is None else [f"steps={job.last_step}"],
             "threads": job.threads,
             "cluster": asked.cluster.about() if asked.together else {"kind": "alone"},
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "versions": fingerprint.versions(orchestra.__version__),
             "note": asked.note,
         }
         checkpoint.write_text(folder / "config.json", json.dumps(config, indent=1))

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from orchestra.budget import Target
+from orchestra.report import reading
 from orchestra.report.reading import Run
 
-_WHO = ("strategy", "servers", "seed")  # not a condition: what is compared, and chance
+# Not a condition: what is compared, chance, and where one stood.
+_WHO = ("strategy", "servers", "seed", "version of the working directory")
 _NOT_TYPED = ("out", "sim", "token_file", "trusted", "order")
 
 
@@ -27,7 +28,8 @@ def settings_of(run: Run) -> dict[str, str]:
     chosen: dict[str, Any] = {
         "strategy": config["strategy"],
         "recipe": run.note.get("recipe"),
-        **{name: config.get(name) for name in ("workers", "servers", "seed", "batch", "budget")},
+        **{name: config.get(name) for name in ("workers", "servers", "seed", "batch")},
+        "budget": _budget(run),
         "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
         "network": told.get("network") or cluster.get("network"),
         "delay": told.get("delay") or cluster.get("delay"),
@@ -37,6 +39,14 @@ def settings_of(run: Run) -> dict[str, str]:
         **{f"version of {name}": version for name, version in sorted(versions.items())},
     }
     return {name: _text(value) for name, value in chosen.items() if value is not None}
+
+
+def _budget(run: Run) -> Any:
+    """Without the time after which a run is given up: that says how fast others were, not what was asked for."""
+    budget = run.config.get("budget")
+    if run.note.get("patience") is None or not isinstance(budget, list):
+        return budget
+    return [part for part in budget if not str(part).startswith("seconds=")]
 
 
 def _text(value: Any) -> str:
@@ -106,36 +116,19 @@ def natural(text: str) -> list[Any]:
 # Commands.
 
 
-def commands(runs: Sequence[Run], target: Target | None) -> list[str]:
-    """What to type to have all of it again: a comparison where there was one, else run by run."""
-    found: dict[str, None] = {}
-    races = defaultdict[str, list[Run]](list)
-    for run in runs:
-        if _raced(run):
-            races[str(run.path.parent.parent)].append(run)
-        elif (command := _one(run)) is not None:
-            found[command] = None
-    return [*(_race(members, target) for members in races.values()), *found]
+def commands(runs: Sequence[Run]) -> list[str]:
+    """What to type to have all of it again: the command that made many, else run by run."""
+    found = (_command_above(run) or _one(run) for run in runs)
+    return [*dict.fromkeys(command for command in found if command is not None)]
 
 
-def _raced(run: Run) -> bool:
-    return (run.path.parent.parent / "table.json").exists() and "recipe" in run.note and _seed(run) is not None
-
-
-def _seed(run: Run) -> int | None:
-    seed = run.options.get("seed")
-    return seed if isinstance(seed, int) and "means" not in run.config else None  # hosts of a laboratory: not told
-
-
-def _race(members: Sequence[Run], target: Target | None) -> str:
-    strategies = ", ".join(dict.fromkeys(run.config["strategy"] for run in members))
-    seeds = max(_seed(run) or 0 for run in members) + 1
-    most = max(members, key=lambda run: run.facts.workers)  # of a strategy that runs alone there is one
-    words = ["orchestra", "compare", str(most.note["recipe"]), "--strategies", strategies, "--seeds", str(seeds)]
-    words += ["--sim"] if most.options.get("sim") else []
-    words += _flags(most.options, without=("strategy", "seed", "target"))
-    words += ["--target", f"{target.metric}={target.value:g}"] if target is not None else []
-    return shlex.join(words)
+def _command_above(run: Run) -> str | None:
+    """Of a comparison, two folders above its runs; of a sweep, three."""
+    for folder in run.path.resolve().parents[1:3]:
+        words = reading.object_in(folder / "command.json").get("command")
+        if isinstance(words, list):
+            return shlex.join(map(str, words))
+    return None
 
 
 def _one(run: Run) -> str | None:
@@ -147,7 +140,8 @@ def _one(run: Run) -> str | None:
     return shlex.join([*words, "--", *map(str, args)] if isinstance(args, list) and args else words)
 
 
-def _flags(options: Mapping[str, Any], without: Sequence[str] = ()) -> Iterator[str]:
+def _flags(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
-        if name not in (*_NOT_TYPED, *without):
-            yield from (f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value))
+        if name not in _NOT_TYPED:
+            yield f"--{name.replace('_', '-')}"
+            yield from () if value is True else (str(value),)

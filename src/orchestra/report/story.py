@@ -237,7 +237,7 @@ def _together(
         "runs": told,
         "refused": _left_out(refused, absent),
         "settings": {"equal": equal, "different": different, "of": [_only(s, different) for s in all_settings]},
-        "commands": settings.commands(about, target),
+        "commands": settings.commands(about),
         "virtual": virtual,
     }
 
