@@ -14,6 +14,7 @@ from tests.report.folders import make_race, make_run, moved
 
 from orchestra.events import Logged, encode
 from orchestra.report import figures, page, story
+from orchestra.statistics import median_interval
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
 
@@ -163,6 +164,23 @@ def test_the_same_as_a_table(opened: Page) -> None:
     opened.ask("document.querySelectorAll('#compare details')[2].open = true")
     opened.until("document.querySelectorAll('#compare details')[2].querySelectorAll('tbody tr').length === 4")
     assert "600 ms" in opened.ask("document.querySelectorAll('#compare details')[2].innerText")
+
+
+@pytest.mark.parametrize("runs", [5, 6, 12, 40])
+def test_the_line_beside_a_median_is_that_of_the_tables(browser: Browser, tmp_path: Path, runs: int) -> None:
+    told = story.tell([make_race(tmp_path / "race", {"allreduce": [0.1 * k for k in range(1, runs + 1)]})])
+    path = tmp_path / "report.html"
+    path.write_text(page.write(told), encoding="utf-8")
+    opened = browser.open(path.as_uri() + "#compare")
+    opened.until(READY)
+    opened.ask("document.querySelectorAll('#compare details')[2].open = true")
+    opened.until("document.querySelectorAll('#compare details')[2].querySelectorAll('tbody tr').length === 1")
+    cells = "[...document.querySelectorAll('#compare details')[2].querySelectorAll('td')].map((td) => td.textContent)"
+    low, high = median_interval([run["reached"] for run in told["runs"]])
+    assert opened.ask(cells)[4:6] == ["600 ms" if low < 1 else f"{low:.4g} s", f"{high:.4g} s"]
+    caption = opened.ask("document.querySelectorAll('#compare figure .caption')[2].textContent")
+    assert ("95 % interval" in caption, "least" in caption) == (runs >= 6, runs < 6)
+    opened.close()
 
 
 def test_the_timeline_moves_by_keys_and_buttons(opened: Page) -> None:

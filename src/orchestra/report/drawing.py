@@ -131,10 +131,10 @@ class Drawing:
             f'stroke-width="{1.75 if hollow else 0.75}"/>'
         )
 
-    def x_axis(self, x: Scale, label: str, *, grid: bool = False) -> None:
+    def x_axis(self, x: Scale, label: str, *, grid: bool = False, ticks: Sequence[float] | None = None) -> None:
         """Along the bottom."""
         bottom, top = self.upwards
-        for tick in x.ticks():
+        for tick in x.ticks() if ticks is None else ticks:
             self.line([(x(tick), top if grid else bottom), (x(tick), bottom + 5)], LINE)
             self.text(x(tick), bottom + 18, number(tick), anchor="middle", size=11, colour=SOFT)
         self.text(self.across[1], bottom + 38, f"{label} →", anchor="end", colour=SOFT)
