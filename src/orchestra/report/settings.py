@@ -58,6 +58,8 @@ def split(all_settings: Sequence[dict[str, str]]) -> tuple[dict[str, str], list[
 
 def conditions(all_settings: Sequence[dict[str, str]]) -> list[str]:
     """The condition of every run, in a few words; empty where there is only one."""
+    # Gradients taken together are those taken alone but for rounding, and which it is depends on what pays.
+    all_settings = [s | {"numerics": "real"} if s.get("numerics") == "batched" else s for s in all_settings]
     varied = [name for name in split(all_settings)[1] if name not in _WHO and _is_varied(name, all_settings)]
     short = {name: shortened([settings.get(name, "-") for settings in all_settings]) for name in varied}
     return [" · ".join(f"{name} {short[name][i]}" for name in varied) for i in range(len(all_settings))]
