@@ -55,13 +55,13 @@ def test_the_command_of_a_comparison(tmp_path: Path) -> None:
 
 
 def test_the_command_of_a_run_is_safe_to_paste(tmp_path: Path) -> None:
-    options = {"strategy": "slowmo(tau=4)", "epochs": 3.0, "out": "gone", "delay": "x; rm -rf $HOME"}
+    options = {"strategy": "slowmo(tau=4)", "epochs": 3.0, "out": "gone", "delay": "x; rm -rf $HOME", "trace": True}
     note = {"recipe": "my recipe.py", "args": ["--fast"], "options": options}
     run = reading.load(make_run(tmp_path / "run", note=note))
     (command,) = settings.commands([run], None)
     assert shlex.split(command) == [
         "orchestra", "run", "my recipe.py", "--strategy", "slowmo(tau=4)", "--epochs", "3",
-        "--delay", "x; rm -rf $HOME", "--", "--fast",
+        "--delay", "x; rm -rf $HOME", "--trace", "--", "--fast",
     ]  # fmt: skip
 
 

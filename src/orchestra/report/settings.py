@@ -151,5 +151,8 @@ def _one(run: Run) -> str | None:
 
 def _flags(options: Mapping[str, Any], without: Sequence[str] = ()) -> Iterator[str]:
     for name, value in options.items():
-        if name not in (*_NOT_TYPED, *without):
-            yield from (f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value))
+        if name in (*_NOT_TYPED, *without) or value is False:
+            continue
+        yield f"--{name.replace('_', '-')}"
+        if value is not True:  # a switch takes no value
+            yield f"{value:g}" if isinstance(value, float) else str(value)
