@@ -149,7 +149,10 @@ class Drawing:
 
     def svg(self) -> str:
         """The file."""
-        heading = f'<text x="6" y="18" font-size="14" font-weight="600" fill="{INK}">{html.escape(self.title)}</text>'
+        fits = max(7, min(14, 1.65 * self.width / len(self.title)))  # a title may hold a condition, which may be long
+        heading = (
+            f'<text x="6" y="18" font-size="{fits:.3g}" font-weight="600" fill="{INK}">{html.escape(self.title)}</text>'
+        )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
             f'width="{self.width:g}" height="{self.height:g}" role="img" font-family="system-ui, sans-serif">'

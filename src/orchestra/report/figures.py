@@ -93,11 +93,19 @@ def _against_nodes(story: Story, condition: str, runs: Runs) -> Drawing | None:
     )
     x = scale([fewest, most], *d.across, log=True)
     y = scale([each * fewest, each * most, *(speed for _, speed in points)], *d.upwards, log=True)
-    d.x_axis(x, "nodes, servers counted", ticks=sorted({n for n, _ in points}))
+    d.x_axis(x, "nodes, servers counted", ticks=_apart(sorted({n for n, _ in points})))
     d.y_axis(y, "samples a second")
     d.line([(x(n), y(each * n)) for n in (fewest, most)], INK, dashes="5 4")
     lines(story, d, x, y, speeds)
     return d
+
+
+def _apart(ticks: Sequence[float]) -> list[float]:
+    """Not so many that they touch."""
+    kept: list[float] = []
+    for tick in ticks:
+        kept += [tick] if not kept or tick / kept[-1] > 1.2 else []
+    return kept
 
 
 def _conditions(story: Story) -> Drawing:

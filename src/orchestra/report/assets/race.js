@@ -170,7 +170,7 @@ export function pareto() {
         {
           strategy,
           x: mean(xs),
-          y: mean(ys),
+          y: +mean(ys).toPrecision(6), // what differs by rounding is equal
           x1: Math.min(...xs),
           x2: Math.max(...xs),
           y1: Math.min(...ys),
