@@ -160,3 +160,8 @@ def on_files(files: Any, config: Any) -> Any:
         name = f"{_SITE}/{path.relative_to(ROOT).as_posix()}"
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     return files
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """For mkdocs: a page when it is rendered. The dashes of an option are no place to break a command."""
+    return re.sub(r'(?<=<span class="w"> </span>)-[\w-]+', r'<span class="option">\g<0></span>', html)

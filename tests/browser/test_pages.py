@@ -17,6 +17,7 @@ from orchestra import alive
 from orchestra.budget import Target
 from orchestra.events import Logged, Stepped, encode
 from orchestra.report import figures, page, story
+from orchestra.statistics import median_interval
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
 
@@ -50,7 +51,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (traced / "trace-0.jsonl").write_text("".join(lines), encoding="utf-8")
     with (traced / "events-0.jsonl").open("a", encoding="utf-8") as file:
         for k in range(10):
-            file.write(encode(Logged(0.1 * k, 0, k, "consensus distance", 1.0 / (k + 1))))
+            file.write(encode(Logged(0.1 * k, 0, k, "consensus", 1.0 / (k + 1))))
             file.write(encode(Logged(0.1 * k, 0, k, "gap", k % 4)))
     cut = out / "localsgd" / "seed2" / "events-0.jsonl"
     cut.write_bytes(cut.read_bytes()[:777])
@@ -210,6 +211,40 @@ def test_the_same_as_a_table(opened: Page) -> None:
     opened.ask("document.querySelectorAll('#compare details')[2].open = true")
     opened.until("document.querySelectorAll('#compare details')[2].querySelectorAll('tbody tr').length === 4")
     assert "600 ms" in opened.ask("document.querySelectorAll('#compare details')[2].innerText")
+
+
+@pytest.mark.parametrize("runs", [5, 6, 12, 40])
+def test_the_line_beside_a_median_is_that_of_the_tables(browser: Browser, tmp_path: Path, runs: int) -> None:
+    told = story.tell([make_race(tmp_path / "race", {"allreduce": [0.1 * k for k in range(1, runs + 1)]})])
+    path = tmp_path / "report.html"
+    path.write_text(page.write(told), encoding="utf-8")
+    opened = browser.open(path.as_uri() + "#compare")
+    opened.until(READY)
+    opened.ask("document.querySelectorAll('#compare details')[2].open = true")
+    opened.until("document.querySelectorAll('#compare details')[2].querySelectorAll('tbody tr').length === 1")
+    cells = "[...document.querySelectorAll('#compare details')[2].querySelectorAll('td')].map((td) => td.textContent)"
+    low, high = median_interval([run["reached"] for run in told["runs"]])
+    assert opened.ask(cells)[4:6] == ["600 ms" if low < 1 else f"{low:.4g} s", f"{high:.4g} s"]
+    caption = opened.ask("document.querySelectorAll('#compare figure .caption')[2].textContent")
+    assert ("95 % interval" in caption, "least" in caption) == (runs >= 6, runs < 6)
+    opened.close()
+
+
+def test_who_did_not_trace_is_told_what_would_show_how_far_apart_replicas_were(
+    browser: Browser, opened: Page, tmp_path: Path
+) -> None:
+    words = "document.querySelectorAll('#consistency figure')[2].textContent"
+    opened.go("consistency")
+    assert "consensus distance" in opened.ask(words)
+    assert "--trace" not in opened.ask(words)
+    path = tmp_path / "report.html"
+    path.write_text(page.write(story.tell([make_run(tmp_path / "run", "localsgd")])), encoding="utf-8")
+    without = browser.open(path.as_uri() + "#consistency")
+    without.until(READY)
+    without.settle()
+    assert "consensus distance" in without.ask(words)
+    assert "--trace" in without.ask(words)
+    without.close()
 
 
 def test_the_timeline_moves_by_keys_and_buttons(opened: Page) -> None:

@@ -65,6 +65,21 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
             assert anchor in _anchors(pages.fill(file.read_text(encoding="utf-8"))), f"{page.name}: {target}"
 
 
+def test_both_front_pages_quote_the_same_verdict() -> None:
+    first, second = (
+        re.findall(r"^> .*", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for page in (ROOT / "README.md", DOCS / "index.md")
+    )
+    assert first == second != []
+
+
+def test_every_picture_is_shown_and_small() -> None:
+    shown = "".join(page.read_text(encoding="utf-8") for page in READ)
+    for picture in (DOCS / "screenshots").iterdir():
+        assert f"screenshots/{picture.name})" in shown, picture.name
+        assert picture.stat().st_size < 300e3, picture.name
+
+
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="`make docs` installs it")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]

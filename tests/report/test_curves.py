@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.report.folders import SIZE, make_run
 
-from orchestra.events import Ended, Scored
+from orchestra.events import Ended, Logged, Scored
 from orchestra.report import curves, reading
 
 
@@ -44,6 +44,13 @@ def test_a_score_knows_how_many_bytes_had_been_sent(run: reading.Run) -> None:
     assert told["bytes"] == [pytest.approx(2 * 250 * SIZE, rel=0.01)]
     after = curves.scored([Scored(60.0, 500, 1, 1, {"accuracy": 0.5})], steps)
     assert after["bytes"] == [2 * 500 * SIZE]
+
+
+def test_what_nodes_say_of_one_step_is_one_point() -> None:
+    said = [
+        Logged(step + 0.1 * node, node, step, "consensus", 10.0 * step + node) for node in (0, 2) for step in (2, 1)
+    ]
+    assert curves.logged(said, ["consensus"]) == {"consensus": {"t": [1.1, 2.1], "value": [11.0, 21.0]}}
 
 
 def test_thinning_keeps_ends_and_extremes() -> None:

@@ -22,8 +22,10 @@ from tests.report.folders import make_race, make_run
 
 from orchestra.cli import invoke
 from orchestra.errors import EnvironmentProblem
+from orchestra.events import Logged, encode
 from orchestra.report import figures, formulas, page, story, tables
 from orchestra.report.looks import COLOURS, MARKERS, looks
+from orchestra.report.plots import FIGURES
 
 RACE = {"allreduce": [0.1, 0.11, 0.12], "ps(consistency=asp)": [0.06, 0.05, 0.07], "localsgd": [0.05, 0.06, 0.05]}
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
@@ -206,14 +208,63 @@ def test_curves_for_a_spreadsheet(race: Path) -> None:
 def test_every_figure_is_sound_svg(race: Path, tmp_path: Path) -> None:
     for i, batch in enumerate((8, 16)):
         make_run(race / "more" / f"seed{i}", HOSTILE[:20], batch=batch)
+    make_run(race / "more" / "seed2", HOSTILE[:20], batch=16, workers=4)
+    with (race / "allreduce" / "seed0" / "events-0.jsonl").open("a", encoding="utf-8") as file:
+        for k in range(10):
+            file.write(encode(Logged(0.1 * k, 0, k, "consensus", 1.0 / (k + 1))))
+            file.write(encode(Logged(0.1 * k, 0, k, "gap", k % 4)))
     drawn = figures.draw(story.tell([race]))
-    assert {name.split("-batch")[0] for name in drawn} == {
-        "score", "training-loss", "time-to-target", "bytes", "waiting", "conditions",
-    }  # fmt: skip
+    assert {name.split("-workers")[0].split("-batch")[0] for name in drawn} == {*FIGURES, "scaling", "conditions"}
     for text in drawn.values():
         root = ElementTree.fromstring(text)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert not [e for e in root.iter() if "script" in e.tag or "nan" in str(e.attrib).lower()]
+
+
+def lines_in(text: str, width: str) -> list[list[tuple[float, ...]]]:
+    """The lines of a drawing that are so wide, as points."""
+    found = [e for e in ElementTree.fromstring(text).findall(".//{*}polyline") if e.get("stroke-width") == width]
+    return [[tuple(map(float, p.split(","))) for p in e.attrib["points"].split()] for e in found]
+
+
+def test_the_thick_line_is_the_median_over_seeds(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.1, 0.8, 0.9)):
+        make_run(tmp_path / f"seed{seed}", seed=seed, accuracy=accuracy)
+    text = figures.draw(story.tell([tmp_path]))["score"]
+    (thick,), thin = lines_in(text, "2"), lines_in(text, "0.8")
+    assert len(thin) == 3
+    assert thick[-1] == thin[1][-1], "neither the first nor the last"
+
+
+def test_a_median_has_its_interval_from_six_runs_on(tmp_path: Path) -> None:
+    times = [0.1 * k for k in range(1, 13)]
+    few = story.tell([make_race(tmp_path / "few", {"allreduce": times[:5]})])
+    many = story.tell([make_race(tmp_path / "many", {"allreduce": times})])
+    drawn = {
+        "least to most": figures.draw(few)["time-to-target"],
+        "95 % interval": figures.draw(many)["time-to-target"],
+    }
+    for words, text in drawn.items():
+        assert words in text.partition("</title>")[0]
+    ((a, _), (b, _)), _ = lines_in(drawn["95 % interval"], "2.5")
+    marks = sorted(
+        float(x) for x in re.findall(r'<circle r="5" transform="translate\(([\d.]+)', drawn["95 % interval"])
+    )
+    assert (a, b) == (marks[2], marks[-3]), "of 12 the third and the tenth"
+
+
+def test_long_conditions_have_figures_of_their_own_and_too_many_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for k in range(14):
+        note = {"recipe": "digits", "options": {"network": f"{'x' * 80}{k:02}"}}
+        make_run(tmp_path / f"run{k}", note=note)
+    told = story.tell([tmp_path])
+    assert len([name for name in figures.draw(told) if name.startswith("waiting")]) == 12
+    assert invoke(["report", str(tmp_path), "--format", "svg", "-o", str(tmp_path / "out")]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "no figures of 2 conditions" in err
+    assert all(condition in err for condition in told["conditions"][12:])
 
 
 def test_png_without_a_browser_says_what_to_do(race: Path, monkeypatch: pytest.MonkeyPatch) -> None:

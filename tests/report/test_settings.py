@@ -40,6 +40,12 @@ def test_how_long_a_slow_run_was_waited_for_is_no_condition(tmp_path: Path) -> N
     assert asked == ["budget seconds=4.5", "budget seconds=5.5"]
 
 
+def test_how_gradients_were_computed_is_no_condition_but_that_they_were_is() -> None:
+    two, eight = ({"strategy": "ps", "workers": "2", "numerics": n} for n in ("real", "batched"))
+    assert settings.conditions([two, eight]) == ["", ""]
+    assert settings.conditions([two, two | {"numerics": "off"}]) == ["numerics real", "numerics off"]
+
+
 def test_conditions_are_in_order_of_size() -> None:
     texts = ["network 1gbit · delay slow:1x5", "network 100mbit · delay slow:1x1", "network 10mbit · delay slow:1x1"]
     assert sorted([*texts, "network 10mbit"], key=settings.natural) == ["network 10mbit", texts[2], texts[1], texts[0]]

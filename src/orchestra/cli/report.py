@@ -11,6 +11,7 @@ import typer
 from orchestra.cli import options as o
 from orchestra.cli import summary
 from orchestra.errors import ConfigError, Problem, nearest
+from orchestra.words import plural
 
 if TYPE_CHECKING:
     from orchestra.budget import Target
@@ -124,10 +125,17 @@ def _write(files: dict[str, str | bytes], runs: list[Path], out: Path | None) ->
 
 
 def _say(told: dict[str, Any], written: list[Path]) -> None:
+    from orchestra.report import figures
+
     for doubt in told["verdict"]["doubts"]:
         summary.say(doubt)
     for refused in told["refused"]:
         summary.say(f"left out: {refused['name']}: {refused['why']}")
+    dropped = figures.left_out(told) if any(path.suffix in (".svg", ".png") for path in written) else []
+    if dropped:
+        summary.say(
+            f"no figures of {plural(len(dropped), 'condition')}, give their folders alone: {'; '.join(dropped)}"
+        )
     summary.say("")
     for path in written:
         summary.say(f"wrote {summary.nearby(path.absolute())} ({path.stat().st_size / 1e3:,.0f} kB)")

@@ -97,12 +97,15 @@ def scored(scores: Sequence[Scored], steps: Steps) -> dict[str, Any]:
 
 
 def logged(events: Sequence[Event], names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """What strategies had to say, by time."""
+    """What strategies had to say, by time: the mean of what nodes said of one step."""
     found = {}
     for name in names:
-        said = sorted((e.t, e.value) for e in events if isinstance(e, Logged) and e.name == name)
-        if said:
-            t, value = np.array(said).T
+        said = np.array([(e.step, e.t, e.value) for e in events if isinstance(e, Logged) and e.name == name])
+        if len(said):
+            _, of = np.unique(said[:, 0], return_inverse=True)
+            t, value = (np.bincount(of, column) / np.bincount(of) for column in said.T[1:])
+            order = np.argsort(t, kind="stable")
+            t, value = t[order], value[order]
             kept = thinned(t, value, SAID)
             found[name] = {"t": rounded(t[kept]), "value": rounded(value[kept])}
     return found

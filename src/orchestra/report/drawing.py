@@ -131,10 +131,10 @@ class Drawing:
             f'stroke-width="{1.75 if hollow else 0.75}"/>'
         )
 
-    def x_axis(self, x: Scale, label: str, *, grid: bool = False) -> None:
+    def x_axis(self, x: Scale, label: str, *, grid: bool = False, ticks: Sequence[float] | None = None) -> None:
         """Along the bottom."""
         bottom, top = self.upwards
-        for tick in x.ticks():
+        for tick in x.ticks() if ticks is None else ticks:
             self.line([(x(tick), top if grid else bottom), (x(tick), bottom + 5)], LINE)
             self.text(x(tick), bottom + 18, number(tick), anchor="middle", size=11, colour=SOFT)
         self.text(self.across[1], bottom + 38, f"{label} →", anchor="end", colour=SOFT)
@@ -149,7 +149,10 @@ class Drawing:
 
     def svg(self) -> str:
         """The file."""
-        heading = f'<text x="6" y="18" font-size="14" font-weight="600" fill="{INK}">{html.escape(self.title)}</text>'
+        fits = max(7, min(14, 1.65 * self.width / len(self.title)))  # a title may hold a condition, which may be long
+        heading = (
+            f'<text x="6" y="18" font-size="{fits:.3g}" font-weight="600" fill="{INK}">{html.escape(self.title)}</text>'
+        )
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
             f'width="{self.width:g}" height="{self.height:g}" role="img" font-family="system-ui, sans-serif">'

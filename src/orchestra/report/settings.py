@@ -68,6 +68,8 @@ def split(all_settings: Sequence[dict[str, str]]) -> tuple[dict[str, str], list[
 
 def conditions(all_settings: Sequence[dict[str, str]]) -> list[str]:
     """The condition of every run, in a few words; empty where there is only one."""
+    # Gradients taken together are those taken alone but for rounding, and which it is depends on what pays.
+    all_settings = [s | {"numerics": "real"} if s.get("numerics") == "batched" else s for s in all_settings]
     varied = [name for name in split(all_settings)[1] if name not in _WHO and _is_varied(name, all_settings)]
     short = {name: shortened([settings.get(name, "-") for settings in all_settings]) for name in varied}
     return [" · ".join(f"{name} {short[name][i]}" for name in varied) for i in range(len(all_settings))]
@@ -142,6 +144,7 @@ def _one(run: Run) -> str | None:
 
 def _flags(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
-        if name not in _NOT_TYPED:
-            yield f"--{name.replace('_', '-')}"
-            yield from () if value is True else (str(value),)
+        if name in _NOT_TYPED or value is False:
+            continue
+        yield f"--{name.replace('_', '-')}"
+        yield from () if value is True else (str(value),)  # a switch takes no value

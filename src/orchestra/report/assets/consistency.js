@@ -167,14 +167,15 @@ export function said(name) {
       number(m.points.at(-1).y),
     ]),
   ];
-  return figure(title(name), "Of the first seed of each strategy.", draw, rows);
+  const nothing = "This is measured in runs with --trace, of strategies that average models: orchestra sim ... --trace.";
+  return figure(title(name), "Of the first seed of each strategy: the mean over its nodes.", draw, rows, nothing);
 }
 
 const title = (name) =>
   /consensus/.test(name) ? "How far apart the replicas were (consensus distance)" : `Logged: ${name}`;
 
 export function names() {
-  return [...new Set(runs({ anyCondition: true }).flatMap((run) => Object.keys(run.logged)))]
+  return [...new Set(["consensus", ...runs({ anyCondition: true }).flatMap((run) => Object.keys(run.logged))])]
     .sort((a, b) => /consensus/.test(b) - /consensus/.test(a) || a.localeCompare(b))
     .slice(0, 8);
 }

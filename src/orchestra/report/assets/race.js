@@ -6,6 +6,20 @@ import { figure } from "./dom.js";
 import { count, mean, median, number, seconds } from "./format.js";
 import { axisLabel, brief, byStrategy, colours, runs, shown, symbols, told } from "./state.js";
 
+const ENOUGH = 6; // times, for a 95 % interval of their median
+
+// That interval by order of size, as the tables have it; of fewer times least and most.
+function interval(times) {
+  const [sorted, n] = [d3.sort(times), times.length];
+  let [cut, ways, below] = [0, n, 1 + n]; // below: ways to have at most cut + 1 of n on one side
+  while (n >= ENOUGH && (2 * below) / 2 ** n <= 0.05) {
+    cut += 1;
+    ways *= (n - cut) / (cut + 1);
+    below += ways;
+  }
+  return [sorted[cut], sorted[n - 1 - cut]];
+}
+
 // Time to the target: a dot for each run, the median with its interval, hollow at the cap where it was not reached.
 export function race() {
   const measure = () =>
@@ -19,6 +33,7 @@ export function race() {
         cap,
         always: times.length === members.length,
         middle: times.length ? median(times) : null,
+        reach: times.length > 1 ? interval(times) : null,
       };
     });
   const order = (a, b) => b.always - a.always || (a.middle ?? Infinity) - (b.middle ?? Infinity);
@@ -56,11 +71,11 @@ export function race() {
       symbol: symbols(),
       marks: [
         Plot.ruleY(
-          rows.filter((r) => r.times.length > 1),
+          rows.filter((r) => r.reach),
           {
             y: "strategy",
-            x1: (r) => Math.min(...r.times),
-            x2: (r) => Math.max(...r.times),
+            x1: (r) => r.reach[0],
+            x2: (r) => r.reach[1],
             stroke: "strategy",
             strokeWidth: 2.5,
           },
@@ -116,7 +131,7 @@ export function race() {
     });
   };
   const rows = () => [
-    ["strategy", "runs", "reached", "median", "all"],
+    ["strategy", "runs", "reached", "median", "from", "to", "all"],
     measure()
       .sort(order)
       .map((r) => [
@@ -124,11 +139,19 @@ export function race() {
         `${r.members.length}`,
         `${r.times.length}`,
         seconds(r.middle),
+        seconds(r.reach?.[0]),
+        seconds(r.reach?.[1]),
         r.times.map((t) => seconds(t)).join(", "),
       ]),
   ];
-  const caption =
-    "A mark for each run, a bar at the median, a line from the least to the most. Hollow at the end of its time: not reached.";
+  const caption = () => {
+    const counts = measure().map((r) => r.times.length);
+    const many = counts.some((n) => n >= ENOUGH);
+    const few = counts.some((n) => n > 1 && n < ENOUGH);
+    const least = "from the least to the most";
+    const what = many ? `over its 95 % interval${few ? `, of less than ${ENOUGH} ${least}` : ""}` : least;
+    return `A mark for each run, a bar at the median, a line ${what}. Hollow at the end of its time: not reached.`;
+  };
   return figure("Time to the target", caption, draw, rows, "No target is known: give --target SCORE=VALUE.");
 }
 
@@ -147,7 +170,7 @@ export function pareto() {
         {
           strategy,
           x: mean(xs),
-          y: mean(ys),
+          y: +mean(ys).toPrecision(6), // what differs by rounding is equal
           x1: Math.min(...xs),
           x2: Math.max(...xs),
           y1: Math.min(...ys),

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of docs/screenshots, from runs to pixels.
+
+    python -m scripts.pictures runs
+
+Runs that the folder has are taken as they are, others are made, which takes minutes. Chromium draws. `top.svg` is not
+among them: a terminal draws that one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.browser.devtools import Browser, Page
+
+SHOTS = Path(__file__).resolve().parents[1] / "docs" / "screenshots"
+WORLD = ["--workers", "4", "--network", "20mbit,1ms", "--delay", "lognormal:0.02,0.3 slow:1x3", "--lr", "0.01"]
+FIVE = "allreduce,localsgd,ps(consistency=asp),ps(consistency=ssp),slowmo(tau=8)"
+RUNS = {
+    "comparison": ["compare", "digits", "--sim", *WORLD, "-s", FIVE, "--seeds", "5", "--target", "accuracy=0.9"],
+    "traced": ["sim", "digits", *WORLD, "-s", "ps(consistency=ssp)", "--trace"],
+    "sweep": [
+        "sweep", "digits", "--sim", "-n", "4", "--grid", "bandwidth=10mbit,100mbit,1gbit", "--grid", "straggler=1,5",
+        "-s", "allreduce,localsgd,ps(consistency=asp),slowmo(tau=8)", "--lr", "0.02", "--target", "accuracy=0.9",
+    ],
+}  # fmt: skip
+LIVE = ["run", "digits", "-n", "4", "-s", "ps(consistency=ssp)", "--delay", "lognormal:0.05,0.3 slow:1x2"]
+UNDER_WAY = 45.0  # seconds into a run that is looked at
+READY = "document.documentElement?.dataset.ready === 'yes'"
+A_FEW = "[...document.querySelectorAll('#timeline button')].find((b) => b.textContent === 'A few steps').click()"
+
+
+def orchestra(*words: str) -> list[str]:
+    """The command."""
+    return [sys.executable, "-m", "orchestra", *words]
+
+
+def shown(browser: Browser, url: str, page: str, *, width: int = 1280, dark: bool = False) -> Page:
+    """A page of a report, drawn."""
+    found = browser.open(url, width, 740, dark=dark)
+    found.until(READY)
+    found.go(page)
+    return found
+
+
+def reports(browser: Browser, folder: Path) -> None:
+    """Pages of runs that are over."""
+    urls = {}
+    for name, words in RUNS.items():
+        out = folder / name
+        if not out.exists():
+            subprocess.run(orchestra(*words, "--out", str(out), "--quiet"), check=True)
+        subprocess.run(orchestra("report", str(out), "--quiet"), check=True)
+        urls[name] = (out / "report.html").absolute().as_uri()
+    shown(browser, urls["comparison"], "overview").picture(SHOTS / "report-overview.png")
+    shown(browser, urls["comparison"], "compare", dark=True).picture(SHOTS / "report-compare-dark.png")
+    shown(browser, urls["comparison"], "overview", width=360, dark=True).picture(SHOTS / "report-phone-dark.png")
+    shown(browser, urls["sweep"], "conditions").picture(SHOTS / "report-conditions.png")
+    timeline = shown(browser, urls["traced"], "timeline")
+    timeline.ask(A_FEW)
+    timeline.settle()
+    timeline.picture(SHOTS / "report-timeline.png")
+
+
+def live(browser: Browser, folder: Path) -> None:
+    """The workers of a real run that goes on."""
+    out = str(folder / "live")
+    run = subprocess.Popen(orchestra(*LIVE, "--lr", "0.01", "--epochs", "60", "--out", out, "--quiet"))
+    time.sleep(UNDER_WAY)
+    watch = subprocess.Popen(orchestra("watch", out, "--no-browser"), stdout=subprocess.PIPE, text=True)
+    assert watch.stdout is not None
+    page = shown(browser, watch.stdout.readline().strip(), "workers")
+    page.until("document.querySelector('#now td') !== null")
+    page.picture(SHOTS / "watch.png")
+    for process in (watch, run):
+        process.terminate()
+        process.wait(60)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as chromium:
+        reports(chromium, Path(sys.argv[1]))
+        live(chromium, Path(sys.argv[1]))
