@@ -194,7 +194,7 @@ def test_without_a_target_the_last_score_counts() -> None:
     marks = [Mark("allreduce", "", i, None, 0.0, None, 0.90 + i / 100) for i in range(3)]
     marks += [Mark("ps", "", i, None, 0.0, None, 0.95 + i / 100) for i in range(3)]
     found = judge(marks, None, "accuracy")
-    assert found.sentence.startswith("ps ended with accuracy 0.96, the best: +0.05 beside allreduce")
+    assert found.sentence.startswith("ps came to accuracy 0.96, the best: +0.05 beside allreduce")
     assert any("--target" in doubt for doubt in found.doubts)
 
 
@@ -217,7 +217,7 @@ def test_where_nothing_was_scored_speed_counts() -> None:
 def test_of_losses_lower_is_better() -> None:
     marks = [Mark("allreduce", "", 0, None, 0.0, 0.4, 0.4), Mark("ps", "", 0, None, 0.0, 0.3, 0.3)]
     assert "ps came closest with 0.3" in judge(marks, Target("loss", 0.1), "loss").sentence
-    assert judge(marks, None, "loss").sentence.startswith("ps ended")
+    assert judge(marks, None, "loss").sentence.startswith("ps came to loss 0.3")
 
 
 @pytest.mark.parametrize("seconds", [0.0])

@@ -67,7 +67,7 @@ def compare(
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
     network: o.Network = None, delay: o.Delay = None, lab: Lab = None, lrs: Rates = None, asserted: Claims = None,
-    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    trace: o.Trace = False, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies to a target on the same model, samples and seeds, and print who won and what it cost.
 
@@ -89,7 +89,7 @@ def compare(
     shared = Options(
         workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr,
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, precision=precision,
-        device=device, sim=sim or None, network=network, delay=delay,
+        device=device, sim=sim or None, network=network, delay=delay, trace=trace or None,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
     said = [claims.parse(text, race.strategies) for text in asserted or []]

@@ -270,13 +270,11 @@ def _learned(found: list[Condition]) -> list[str]:
 
 
 def _verdict(found: list[Condition]) -> list[str]:
-    winners = [c.winner for c in found if c.winner is not None]
-    if not winners:
-        advice = "Give more --epochs or a nearer --target."
-        return ["", f"Nobody reached the target in every run under any condition. {advice}"]
-    best = max(dict.fromkeys(winners), key=winners.count)
-    if len(set(winners)) == 1 and len(winners) == len(found):
-        return ["", f"{best} was first under every condition."]
-    others = [f"{c.winner} with {_words(c.values)}" for c in found if c.winner not in (None, best)]
-    rest = f"; {', '.join(others)}" if others else ""
-    return ["", f"{best} was first under {winners.count(best)} of {len(found)} conditions{rest}."]
+    """What the report says of the same runs."""
+    from orchestra.report.verdict import judge
+
+    table = found[0].table
+    marks = [replace(mark, condition=_words(c.values)) for c in found for mark in c.table.marks]
+    judged = judge(marks, table.target, table.target.metric, table.unit, table.baseline)
+    nobody = not any(c.winner for c in found)
+    return ["", judged.sentence, *judged.doubts, *(["Give more --epochs or a nearer --target."] if nobody else [])]

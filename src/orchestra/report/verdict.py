@@ -48,8 +48,8 @@ def judge(
     if all(mark.final is None and mark.best is None for mark in marks):
         return Verdict(_by_speed(marks, names, baseline, len(groups)), (), baseline)
     if target is None:
-        advice = "Give --target SCORE=VALUE to compare times."
-        return Verdict(_by_score(marks, names, baseline, metric, len(groups)), (advice,), baseline)
+        advice = ("Give --target SCORE=VALUE to compare times.",) if len(names) > 1 else ()
+        return Verdict(_by_score(marks, names, baseline, metric, len(groups)), advice, baseline)
     race = _Race(marks, names, baseline, target, unit)
     if len(groups) > 1:
         return Verdict(race.over(groups), tuple(race.caveats()), baseline)
@@ -199,7 +199,8 @@ class _Race:
             return (
                 f"Nobody was alone in reaching {goal(self.target)} first under any of {len(groups)} conditions{rest}."
             )
-        (best, count), *others = alone.most_common()
+        order = sorted(alone.items(), key=lambda item: (-item[1], item[0] == self.baseline, item[0]))
+        (best, count), *others = order
         rest = "".join(f", {name} under {times}" for name, times in others) + rest
         text = f"{best} reached {goal(self.target)} first under {count} of {len(groups)} conditions"
         return f"{text}{rest}{self._range(best, groups)}."
@@ -229,7 +230,8 @@ class _Race:
     def caveats(self) -> list[str]:
         """What holds under one condition and under many."""
         missed = [name for name in self.names if not always(self.of(name))]
-        found = [f"Not reached in every run, if in any: {', '.join(missed)}."] if missed else []
+        told = 0 < len(missed) < len(self.names)  # that nobody did is the sentence
+        found = [f"Not reached in every run, if in any: {', '.join(missed)}."] if told else []
         if len({m.seed for m in self.marks}) == 1:
             found.append("One seed only: small differences may be chance. Three or more would tell.")
         return found
@@ -270,7 +272,7 @@ def _by_score(marks: Sequence[Mark], names: Sequence[str], baseline: str, metric
     ends = {name: [m.final for m in marks if m.strategy == name and m.final is not None] for name in names}
     means = {name: statistics.fmean(found) for name, found in ends.items() if found}
     order = sorted(means, key=lambda name: sign * means[name])
-    said = f"{order[0]} ended with {metric} {means[order[0]]:.4g}"
+    said = f"{order[0]} came to {metric} {means[order[0]]:.4g}"
     if len(names) == 1:
         return f"{said}."
     if conditions > 1:

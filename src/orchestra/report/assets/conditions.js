@@ -4,7 +4,7 @@
 import { figure } from "./dom.js";
 import { mean, median, number, percent, seconds } from "./format.js";
 import { roundTicks } from "./curves.js";
-import { brief, colours, runs, symbols, told } from "./state.js";
+import { brief, colours, runs, shown, symbols, told } from "./state.js";
 
 const INK = "#1b1f24"; // cells are light in both themes
 
@@ -149,9 +149,17 @@ export function heat() {
 }
 
 // Samples a second against nodes. The ideal is as many times the best that the fewest nodes did.
+// What is left of a condition when only the number of workers may differ.
+const beside = (condition) =>
+  condition
+    .split(" · ")
+    .filter((part) => !part.startsWith("workers "))
+    .join(" · ");
+
 function scales() {
+  const alike = (run) => beside(run.condition) === beside(shown.condition ?? run.condition);
   const found = d3
-    .groups(runs({ anyCondition: true }), (run) => run.strategy)
+    .groups(runs({ anyCondition: true }).filter(alike), (run) => run.strategy)
     .flatMap(([strategy, own]) => {
       const points = d3
         .groups(own, (run) => run.workers + run.servers)
@@ -265,6 +273,7 @@ export function efficiency() {
     return Plot.plot({
       width,
       height: 320,
+      marginTop: 28,
       marginLeft: 50,
       marginBottom: 42,
       marginRight: 20,

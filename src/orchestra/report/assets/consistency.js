@@ -2,6 +2,7 @@
 // How old gradients were, how far apart replicas, and whatever else strategies had to say.
 
 import { el, figure } from "./dom.js";
+import { roundTicks } from "./curves.js";
 import { count, mean, number } from "./format.js";
 import { axisLabel, byStrategy, colourOf, colours, runs } from "./state.js";
 
@@ -89,9 +90,12 @@ export function histogram(name) {
               ? null
               : Plot.text([`bound ${g.bound}`], {
                   x: g.bound + 0.5,
-                  frameAnchor: "top-left",
-                  dx: 5,
+                  frameAnchor: "top",
+                  textAnchor: g.bound > most / 2 ? "end" : "start",
+                  dx: g.bound > most / 2 ? -5 : 5,
                   fill: "currentColor",
+                  stroke: "var(--paper)",
+                  strokeWidth: 5,
                 }),
             Plot.text([`${g.strategy}: mean ${number(average(g))}, at most ${d3.max(g.bars, (b) => b.value)}`], {
               frameAnchor: "top-left",
@@ -135,6 +139,7 @@ export function said(name) {
   const draw = (width) => {
     const all = measure().flatMap((m) => m.points);
     if (!all.length) return null;
+    const log = logarithmic && all.every((p) => p.y > 0);
     return Plot.plot({
       width,
       height: 240,
@@ -151,8 +156,9 @@ export function said(name) {
         label: `↑ ${name}`,
         labelArrow: "none",
         grid: true,
-        type: logarithmic && all.every((p) => p.y > 0) ? "log" : "linear",
+        type: log ? "log" : "linear",
         tickFormat: (x) => number(x),
+        ...(log ? { ticks: roundTicks(d3.extent(all, (p) => p.y)) } : {}),
       },
       color: colours(),
       marks: [Plot.lineY(all, { x: "x", y: "y", z: "strategy", stroke: "strategy", strokeWidth: 1.5 })],

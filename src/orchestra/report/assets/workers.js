@@ -160,6 +160,7 @@ function distribution(title, caption, measure, colour, symbols = null) {
     const { domain, range } = colour();
     const chart = Plot.plot({
       width,
+      marginTop: 28,
       height: 280,
       marginLeft: 50,
       marginBottom: 42,
