@@ -189,8 +189,10 @@ class Attached(Cluster):
         return self.resolve_device() == "cpu" or torch.cuda.device_count() >= self.place.local_size
 
     def threads_for(self, nodes: int) -> int:
-        """As given, or the cores of this machine shared out among its processes."""
-        return self.threads or super().threads_for(self.place.local_size)
+        """As given, or as OMP_NUM_THREADS says, or the cores of this machine shared out among its processes."""
+        # torchrun says 1 to everybody, however many cores there are.
+        said = "" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS", "")
+        return self.threads or (int(said) if said.isdigit() else 0) or super().threads_for(self.place.local_size)
 
     def carry_out(self, order: Order) -> Ending:
         """As process 0: run the job to its end, together with the others."""

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from orchestra import expression
 from orchestra.cli import compare, recommend, sources
 from orchestra.cli.app import app
+from orchestra.cli.compare import options_for
 from orchestra.cli.options import Options
 from orchestra.cli.recommend import Advice, Ladder, _scaled
 from orchestra.cli.table import Row
@@ -177,7 +178,14 @@ def test_the_error_of_rehearsals_is_the_one_that_was_measured() -> None:
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
-    [(("1gbit", "-s", "localsgd(tau=0)"), "tau"), (("1parsec",), "parsec"), (("1gbit", "--seeds", "0"), "seeds")],
+    [
+        (("1gbit", "-s", "localsgd(tau=0)"), "tau"),
+        (("1parsec",), "parsec"),
+        (("1gbit", "--seeds", "0"), "seeds"),
+        (("1gbit", "--straggler", "5"), "such as 1x5"),
+        (("1gbit", "--straggler", "9x5"), "there are 4 workers"),
+        (("1gbit", "--target", "accuracy=95"), "they go from 0 to 1"),
+    ],
 )
 def test_what_cannot_be_run_is_said(words: tuple[str, ...], complaint: str) -> None:
     found = CliRunner().invoke(app, ["recommend", "digits", "--network", *words])
@@ -188,3 +196,11 @@ def test_what_cannot_be_run_is_said(words: tuple[str, ...], complaint: str) -> N
 @pytest.mark.parametrize(("rate", "half"), [("50mbit", "25mbit"), ("1.5gbit", "0.75gbit")])
 def test_rates_are_scaled(rate: str, half: str) -> None:
     assert _scaled(rate, 0.5) == half
+
+
+def test_who_runs_alone_does_so_on_a_machine_that_is_not_slow() -> None:
+    shared = Options(workers=4, delay="constant:0.05 slow:1x5")
+    assert options_for("solo", shared).delay == "constant:0.05"
+    assert options_for("allreduce", shared).delay == shared.delay
+    all_slow = Options(workers=4, delay="slow:4x5 constant:0.05")
+    assert options_for("solo", all_slow).delay == all_slow.delay

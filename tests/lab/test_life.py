@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -198,6 +199,27 @@ def test_a_run_that_is_stopped_leaves_nothing(hosts: tuple[str, ...], number: in
         assert run.returncode == code, err
         assert "Traceback" not in err
         assert soon(lambda: lab.look().processes == 0)
+
+
+def test_what_is_stopped_may_save_first(name: str) -> None:
+    with Lab(hosts=2, name=name):
+        saving = "trap 'echo saved; exit 0' INT; echo begun; while :; do sleep 0.05; done"
+        run = orchestra("lab", "run", "--name", name, "--", "sh", "-c", saving)
+        assert run.stdout is not None
+        for _ in range(2):
+            assert run.stdout.readline().endswith("begun\n")
+        run.send_signal(signal.SIGTERM)
+        out, _ = run.communicate(timeout=40)
+        assert run.returncode == 143
+        assert out.count("saved") == 2
+
+
+def test_hosts_share_the_cores_and_have_a_token(name: str) -> None:
+    with Lab(hosts=2, name=name):
+        tell = 'echo "$OMP_NUM_THREADS $(stat -c %a "$ORCHESTRA_TOKEN_FILE") $(wc -c < "$ORCHESTRA_TOKEN_FILE")"'
+        out, _ = orchestra("lab", "run", "--name", name, "--", "sh", "-c", tell).communicate(timeout=40)
+        threads = max(1, len(os.sched_getaffinity(0)) // 2)
+        assert re.fullmatch(rf"(host-\d \| {threads} 600 \d\d+\n){{2}}", out), out
 
 
 # Where there can be none.

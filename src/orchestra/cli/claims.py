@@ -74,6 +74,8 @@ class Claim:
         """The claim with its numbers."""
         left, right = self.left.value(table), self.right.value(table)
         verdict = "holds" if self.holds(table) else "DOES NOT HOLD"
+        if math.isinf(left) and math.isinf(right):
+            return f"{self.text}: {verdict} (neither reached the target in every run)"
         return f"{self.text}: {verdict} ({left:.4g} {self.sign} {right:.4g})"
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -245,6 +246,8 @@ def prepare(
     try:
         goal = o.read_target(target or recipe.target)
         problems += _unknown_score(recipe, goal)
+        if goal.metric == "accuracy" and goal.value > 1:
+            problems.append(Problem("target", f"{goal.value:g}", "is no accuracy: they go from 0 to 1, such as 0.95"))
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -304,8 +307,11 @@ def _unknown_score(recipe: Recipe, goal: Target) -> list[Problem]:
 
 
 def options_for(strategy: str, shared: Options, **more: Any) -> Options:
-    """The options of one run. A strategy that runs alone has one worker."""
-    alone = {"workers": 1} if is_solo(strategy) else {}
+    """The options of one run. A strategy that runs alone has one worker, and a machine that is not slow."""
+    alone: dict[str, Any] = {"workers": 1} if is_solo(strategy) else {}
+    slow = re.search(r"\s*\bslow:(\d+)x\S+", shared.delay or "")
+    if alone and slow is not None and int(slow[1]) < (shared.workers or 1):
+        alone["delay"] = (shared.delay or "").replace(slow[0], "")
     return Options(**shared.given() | {"strategy": strategy} | alone | more)
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +48,36 @@ def problems_of(text: str, nodes: int) -> Iterator[Problem]:
 def run(recipe: str, chosen: Options, nodes: int, lab: str) -> None:
     """Have every host of a lab run the same command. Raises what its first host, which speaks for the run, said."""
     from orchestra.lab import Lab
-    from orchestra.transports import token
 
     command = [sys.executable, "-m", "orchestra", "run", recipe, *flags(chosen), "--quiet"]
     said = io.BytesIO()
-    with tempfile.TemporaryDirectory() as scratch, Lab(name=_name(), hosts=nodes, **read(lab)) as hosts:
+    with with_token(), Lab(name=_name(), hosts=nodes, **read(lab)) as hosts:
+        try:
+            code = hosts.run(command, out=io.BytesIO(), err=said)
+        except KeyboardInterrupt:
+            raise Interrupted("stopped by SIGINT while a strategy ran in the laboratory.") from None
+    if code:
+        lines = said.getvalue().decode(errors="replace").strip().splitlines()
+        raise ClusterError(lines[-1].partition(" | ")[2] if lines else f"exit status {code}")
+
+
+@contextmanager
+def with_token() -> Iterator[None]:
+    """Give what is run inside a token, unless there is one."""
+    from orchestra.transports import token
+
+    if "ORCHESTRA_TOKEN" in os.environ or "ORCHESTRA_TOKEN_FILE" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as scratch:
         secret = Path(scratch) / "token"
         secret.touch(mode=0o600)
         secret.write_text(token.new(), encoding="ascii")
         os.environ["ORCHESTRA_TOKEN_FILE"] = str(secret)
         try:
-            code = hosts.run(command, out=io.BytesIO(), err=said)
-        except KeyboardInterrupt:
-            raise Interrupted("stopped by SIGINT while a strategy ran in the laboratory.") from None
+            yield
         finally:
             del os.environ["ORCHESTRA_TOKEN_FILE"]
-    if code:
-        lines = said.getvalue().decode(errors="replace").strip().splitlines()
-        raise ClusterError(lines[-1].partition(" | ")[2] if lines else f"exit status {code}")
 
 
 def flags(chosen: Options, without: Sequence[str] = ("workers",)) -> Iterator[str]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from orchestra.cli import summary
+from orchestra.cli import in_lab, summary
 from orchestra.cli.flowing import flowing
 from orchestra.cli.options import Json, Quiet
-from orchestra.errors import ConfigError, Problem
+from orchestra.errors import ConfigError, Interrupted, Problem
 from orchestra.words import plural
 
 if TYPE_CHECKING:
@@ -103,7 +102,8 @@ def run(
 
     The exit code is that of the first that failed. It ends the others, as Ctrl-C does, and nothing that was started
     stays. Each host finds in its environment ORCHESTRA_LAB_RANK (from 0), _SIZE, _ADDRESS (its own), _FIRST (the first
-    host's) and _ADDRESSES; for torch RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME.
+    host's) and _ADDRESSES; for torch RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME; unless you set
+    them, OMP_NUM_THREADS (its share of the cores) and a token for this one run.
 
     For example:
 
@@ -116,9 +116,22 @@ def run(
     from orchestra.lab.look import look
 
     found = look(name)
-    for end in (signal.SIGTERM, signal.SIGHUP):  # so that what runs is ended with us
-        signal.signal(end, lambda number, _: sys.exit(128 + number))
-    raise typer.Exit(running.run(found, command, host=host))
+    ended_by: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        """What runs is asked to end with us, as by Ctrl-C, and may save before it does."""
+        ended_by.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    try:
+        with in_lab.with_token():
+            raise typer.Exit(running.run(found, command, host=host))
+    except Interrupted as error:
+        if ended_by:
+            error.exit_code = 128 + ended_by[0]  # type: ignore[misc]
+        raise
 
 
 def down(

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shlex
 import shutil
 import statistics
@@ -66,6 +67,7 @@ def recommend(
       orchestra recommend digits --network 1gbit,0.5ms -n 8 --delay "lognormal:0.02,0.3" --target accuracy=0.9
     """
     if straggler is not None:
+        _check_stragglers(straggler, workers if workers is not None else 4)
         delay = f"{delay or o.DELAY} slow:{straggler}"
     shared = Options(
         workers=workers if workers is not None else 4, epochs=epochs, batch=batch, lr=lr, optimizer=optimizer,
@@ -88,6 +90,15 @@ def recommend(
     advice.tell(as_json=json_, quiet=quiet)
     if not advice.reached:
         raise typer.Exit(1)
+
+
+def _check_stragglers(text: str, workers: int) -> None:
+    """Refuse what is no number of slow workers and how slow they are."""
+    found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
+    if found is None:
+        raise ConfigError([Problem("straggler", text, "say how many workers are how many times slower, such as 1x5")])
+    if int(found[1]) > workers:
+        raise ConfigError([Problem("straggler", text, f"there are {workers} workers: at most so many can be slow")])
 
 
 def _text(target: Any) -> str:

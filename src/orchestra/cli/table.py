@@ -179,10 +179,9 @@ class Table:
     @property
     def heading(self) -> str:
         """What was done."""
-        spread = "" if self.seeds == 1 else ", median [95 % interval]" if self.seeds > 5 else ", median [least, most]"
         return (
             f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
-            f"{plural(self.seeds, 'seed')}{spread} · {plural(self.epochs, 'epoch')}"
+            f"{plural(self.seeds, 'seed')} · {plural(self.epochs, 'epoch')}"
             + (f" · {self.world}" if self.world else "")
         )
 
@@ -233,8 +232,11 @@ class Table:
     @property
     def legend(self) -> str:
         """What the columns count."""
+        spread = "" if self.seeds == 1 else " [95 % interval]" if self.seeds > 5 else " [least, most]"
+        ratio = "" if self.seeds == 1 else f"vs {self.baseline}: geometric mean over seeds [95 % interval]. "
         return (
-            "nodes: workers and servers. total time: of a whole run, past the target. MB/worker: sent and received. "
+            f"time to target: median{spread}. {ratio}Other columns: means. nodes: workers and servers. "
+            "total time: of a whole run, past the target. MB/worker: sent and received. "
             "wait: share of the workers' time spent waiting for others. staleness: updates made between a worker's "
             "pull and its push."
         )

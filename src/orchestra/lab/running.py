@@ -46,7 +46,9 @@ def environment_in(lab: Found, host: int) -> dict[str, str]:
     """What a host is told of itself and the others, beside the variables there are."""
     ours = told(lab.name, host - 1, [address or "" for address in lab.addresses])
     port = os.environ.get("MASTER_PORT", ours["MASTER_PORT"])
-    return dict(os.environ) | ours | {"MASTER_PORT": port}
+    # They share this machine's cores: threads that wait for each other spin, and a host that has all of them has none.
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // lab.size))}
+    return threads | dict(os.environ) | ours | {"MASTER_PORT": port}
 
 
 def run(

@@ -90,6 +90,7 @@ _KUBERNETES = """\
 #   kubectl apply -f FILE
 #   kubectl logs -f -l job-name={name},batch.kubernetes.io/job-completion-index=0      what rank 0 says
 #   kubectl delete -f FILE && kubectl delete secret {name}-token
+# The last line deletes {name}-runs as well: copy the model out of it before.
 #
 # The token lets a process take part: it is made once, by the first command, and is in no file.
 apiVersion: v1
@@ -149,7 +150,7 @@ spec:
             #   nvidia.com/gpu: 1
           volumeMounts:
             - name: runs
-              mountPath: /work
+              mountPath: /work/runs    # what is written to runs/, beside your script in /work
       volumes:
         - name: runs
           persistentVolumeClaim:

@@ -138,6 +138,9 @@ def _one(run: Run) -> str | None:
         return None
     verb = "sim" if run.options.get("sim") else "run"
     words = ["orchestra", verb, str(run.note["recipe"]), *_flags(run.options)]
+    if run.config["cluster"].get("kind") == "attached":
+        nodes = run.facts.workers + run.facts.servers
+        words = ["torchrun", "--standalone", "--nproc-per-node", str(nodes), "-m", *words]
     args = run.note.get("args")
     return shlex.join([*words, "--", *map(str, args)] if isinstance(args, list) and args else words)
 

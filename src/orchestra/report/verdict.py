@@ -184,7 +184,11 @@ class _Race:
         near = min((m for m in self.marks if m.best is not None), key=lambda m: sign * (m.best or 0), default=None)
         if near is None:
             return f"No run was scored for {self.target.metric}: there is nothing to compare."
+        hits = {name: len(times_of(self.of(name))) for name in self.names}
+        most = max(self.names, key=lambda name: hits[name] / len(self.of(name)))
         text = f"No strategy reached {goal(self.target)} in every run"
+        if hits[most]:
+            return f"{text}; {most} did in {hits[most]} of {len(self.of(most))}."
         return f"{text}; {near.strategy} came closest with {near.best:.4g}."
 
     def over(self, groups: Sequence[str]) -> str:
@@ -233,7 +237,7 @@ class _Race:
         told = 0 < len(missed) < len(self.names)  # that nobody did is the sentence
         found = [f"Not reached in every run, if in any: {', '.join(missed)}."] if told else []
         if len({m.seed for m in self.marks}) == 1:
-            found.append("One seed only: small differences may be chance. Three or more would tell.")
+            found.append("One seed only: small differences may be chance. More of them would tell.")
         return found
 
 
