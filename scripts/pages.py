@@ -2,6 +2,7 @@
 """What the documentation takes from the code: a hook of mkdocs, named in `mkdocs.yml`.
 
     <!-- generate: catalogue -->     in a page of docs/ becomes what `catalogue()` returns; likewise the others below
+    ... <!-- made -->                for readers of the file itself; `python -m scripts.pages` renews it
     [text](../SECURITY.md)           a file of the repository becomes a page of the site
 
 The docstrings are Markdown as they are: paragraphs, and pseudo-code that is indented by four.
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Files beside docs/ that pages refer to, and where they are in the site.
 ELSEWHERE = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "experiments/*/README.md")
 _SITE = "repository"
-_MARK = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- generate: ([\w-]+) -->$(?:\n\n(?:(?!<!-- ).*\n)*<!-- made -->$)?", re.MULTILINE)
 
 
 def catalogue() -> str:
@@ -147,6 +148,16 @@ def fill(markdown: str) -> str:
     return re.sub(r"\]\(\.\./(?=[\w./-]+\.md)", f"]({_SITE}/", made)
 
 
+def renewed(markdown: str) -> str:
+    """A page as it lies in the repository, with what stands there for readers made anew."""
+
+    def anew(match: re.Match[str]) -> str:
+        made = match[0].endswith("<!-- made -->")
+        return f"<!-- generate: {match[1]} -->\n\n{GENERATED[match[1]]()}\n\n<!-- made -->" if made else match[0]
+
+    return _MARK.sub(anew, markdown)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """For mkdocs: a page before it is rendered."""
     return markdown if page.file.src_uri.startswith(_SITE) else fill(markdown)
@@ -165,3 +176,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_content(html: str, **_: Any) -> str:
     """For mkdocs: a page when it is rendered. The dashes of an option are no place to break a command."""
     return re.sub(r'(?<=<span class="w"> </span>)-[\w-]+', r'<span class="option">\g<0></span>', html)
+
+
+if __name__ == "__main__":
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        path.write_text(renewed(path.read_text(encoding="utf-8")), encoding="utf-8")

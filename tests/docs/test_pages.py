@@ -99,3 +99,10 @@ def _anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.+?)(?: \{.*\})?$", text, re.MULTILINE)
     slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
     return slugs | {name for pair in named for name in pair if name}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_what_stands_in_a_file_is_what_would_be_made(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert pages.renewed(text) == text, "python -m scripts.pages renews it"
+    assert "<!-- made -->" not in pages.fill(text)

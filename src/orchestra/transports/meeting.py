@@ -307,9 +307,12 @@ class Meeting:
         difference = first_difference(self._about, about if isinstance(about, dict) else {})
         if difference is not None:
             key, mine, other = difference
+            what = f"{key} is {mine!r} here and {other!r} there"
+            if mine is None or other is None:
+                what = f"{key} is {'there' if mine is None else 'here'} only"
             raise ClusterError(
-                f"node {self._rank} and node {theirs.get('rank')} do not do the same: {key} is {mine!r} here and "
-                f"{other!r} there. Start all of them with the same command, code and data."
+                f"node {self._rank} and node {theirs.get('rank')} do not do the same: {what}. Start all of them with "
+                "the same command, code and data."
             )
 
 
