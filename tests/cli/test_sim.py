@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -133,7 +134,9 @@ def test_delays_go_on_where_they_were(tmp_path: Path) -> None:
     totals = [0.0, *(e.compute for e in events(tmp_path, 0) if isinstance(e, Stepped))]
     delay = parse("exponential:0.01,0.1")
     expected = [sampler(delay, SEED, 0)(step) for step in range(8)]
-    assert [b - a for a, b in pairwise(totals)] == pytest.approx(expected, abs=0.03)
+    longer = [b - a - wanted for (a, b), wanted in zip(pairwise(totals), expected, strict=True)]
+    assert min(longer) > -0.001, "nobody sleeps less than he should"
+    assert statistics.median(longer) < 0.02, "a busy machine lets some sleep longer, not most"
 
 
 @pytest.mark.parametrize(
