@@ -47,7 +47,7 @@ from orchestra.schedules import CURVES, Constant, settle
         (Warmup(factor=2, epochs=1, then=lambda epochs: 10.0), {0: 10, 1: 20}),
         (Warmup(epochs=1, factor=2, then=Warmup(epochs=2, factor=3)), {0: 1, 0.5: 2.25, 1: 4, 2: 6}),
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" at 0x")[0],  # functions lie elsewhere in every process
 )
 def test_values(schedule: Any, values: dict[float, float]) -> None:
     assert {epochs: schedule(epochs) for epochs in values} == pytest.approx(values)
