@@ -23,7 +23,7 @@ check: setup
 	$(BIN)/python -m pytest tests/architecture
 
 test: check
-	$(BIN)/python -m pytest src tests -n 2 --dist loadgroup
+	$(BIN)/python -m pytest src tests
 
 exhaustive: setup
 	$(BIN)/python -m pytest tests -m exhaustive --timeout 1200

@@ -9,14 +9,6 @@ import torch
 from orchestra.launch import forkserver
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In several processes (`-n 2`) the tests of a file stay together, and so do laboratories: they are one network."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            group = "lab" if "lab" in item.path.parts else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)

@@ -79,6 +79,7 @@ LAYERS = [p.numel() for p in make_model().parameters()]
 PARAMETERS = sum(LAYERS)
 every = each_of(EXAMPLES)
 certain = each_of(CERTAIN)  # to compute every mini-batch
+stopped = each_of(CERTAIN, slow=True)
 synchronous = each_of(SYNCHRONOUS)
 
 
@@ -171,7 +172,7 @@ def _keep_the_parts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 # Save, stop, go on.
 
 
-@certain
+@stopped
 def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     workers, out = workers_for(strategy), tmp_path / "run"
     given: dict[str, Any] = {"workers": workers, "budget": Steps(9), "checkpoint_every": Steps(3)}
@@ -192,7 +193,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
         assert resumed.summary.samples == never.summary.samples
 
 
-@certain
+@stopped
 def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     workers, out = workers_for(strategy), tmp_path / "run"
     # For every other one a checkpoint is due at the very step at which the run is stopped.
@@ -214,7 +215,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
         assert_same(resumed.model, train(strategy, tmp_path / "never", model=trapped(model=Dicey), **given).model)
 
 
-@certain
+@stopped
 def test_ctrl_c_in_the_last_step_loses_nothing(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     pressed = Trap.at(0, 3, partial(press_ctrl_c, os.getpid()), size=workers)

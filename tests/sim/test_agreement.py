@@ -195,7 +195,7 @@ def test_asynchronous_staleness_is_what_timing_makes_it(tmp_path: Path) -> None:
     assert result.summary.staleness_mean == pytest.approx(2, abs=0.2)
 
 
-@each_of([s for s in EXAMPLES if not s.synchronous])
+@each_of([s for s in EXAMPLES if not s.synchronous], slow=True)
 def test_asynchronous_runs_end_in_the_same_band(strategy: S, tmp_path: Path) -> None:
     """Which push comes first is chance in a real run; where it leads, over several seeds, is not."""
     delay, network = "exponential:0.004,0.004", "100gbit,50us"
