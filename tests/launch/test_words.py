@@ -27,11 +27,11 @@ fe80::1%eth0
 
 def test_a_file_of_hosts(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(FILE)
-    hosts = read_hosts(tmp_path / "hosts", per_host=3, python="python", cwd="/work")
+    hosts = read_hosts(tmp_path / "hosts", per_host=3, python="python", cwd="/srv/training")
     assert hosts == [
-        Host("ada@10.0.0.1", 2, "python", "/work"),
+        Host("ada@10.0.0.1", 2, "python", "/srv/training"),
         Host("10.0.0.2", 3, "/opt/py/bin/python", "/data/my runs"),
-        Host("fe80::1%eth0", 3, "python", "/work"),
+        Host("fe80::1%eth0", 3, "python", "/srv/training"),
     ]
     assert hosts[0].address == "10.0.0.1"
     assert [(seat.rank, seat.local_rank) for seat in seats(hosts)] == list(enumerate([0, 1, 0, 1, 2, 0, 1, 2]))

@@ -130,7 +130,7 @@ spec:
       containers:
         - name: node
           image: {image}   # Change: one that the cluster can pull, with orchestra and your script in it
-          workingDir: /work
+          workingDir: /app
           command: ["sh", "-c", 'export RANK=$JOB_COMPLETION_INDEX; exec "$@"', "sh"]
           args: {args}
           env:
@@ -150,7 +150,7 @@ spec:
             #   nvidia.com/gpu: 1
           volumeMounts:
             - name: runs
-              mountPath: /work/runs    # what is written to runs/, beside your script in /work
+              mountPath: /app/runs    # what is written to runs/, beside your script in /app
       volumes:
         - name: runs
           persistentVolumeClaim:
@@ -186,13 +186,13 @@ name: {name}
 
 x-node: &node
   image: {image}   # Change: one with orchestra in it
-  working_dir: /work
+  working_dir: /app
   init: true
   stop_grace_period: 2m     # to save
   command: {args}
   secrets: [token]
   volumes:
-    - .:/work               # your scripts, and what the run leaves in runs/
+    - .:/app               # your scripts, and what the run leaves in runs/
   # Change: cores and memory of each process (take the # away)
   # cpus: 2
   # mem_limit: 4g
