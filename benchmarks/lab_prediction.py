@@ -28,9 +28,9 @@ import torch
 
 from benchmarks.common import Outcome, busy_seconds, main
 from benchmarks.lab_cells import LATENCY, Cell, Model, Seen, play, rehearse
-from benchmarks.links import secret
 from benchmarks.prediction import DECIDED, HEAD, errors_of, not_negative, row, taus
 from orchestra import delays
+from orchestra.cli.in_lab import with_token
 
 PREDICTIONS = Path(__file__).with_name("lab_predictions.json")
 STRATEGIES = (
@@ -67,7 +67,7 @@ CELLS = [cell for hosts in (3, 4) for cell in cells_of(hosts, STRATEGIES, (CONST
 
 def measure(rounds: int) -> Outcome:
     """Predictions first, then the truth."""
-    with secret():
+    with with_token():
         known = list(cells_of(2, CALIBRATION, (CONSTANT,)))
         begun = time.monotonic()
         model = fit(known, play_all(known, 2))

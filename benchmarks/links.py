@@ -10,16 +10,15 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise, product
 from pathlib import Path
 
 from benchmarks.common import Outcome, Rounds, main, scratch
+from orchestra.cli.in_lab import with_token
 from orchestra.events import Stepped, read
 from orchestra.lab import Lab
-from orchestra.transports import token
 
 STRATEGIES = ("allreduce(algorithm='ring')", "allreduce", "ps(consistency=asp())")
 WAYS = ("TLS", "trusted")
@@ -51,18 +50,6 @@ while True:
     print(time.monotonic(), link[0], link[8], flush=True)
     time.sleep(0.2)
 """
-
-
-@contextmanager
-def secret() -> Iterator[None]:
-    """A token for the runs inside."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "token"
-        path.touch(mode=0o600)
-        path.write_text(token.new(), encoding="ascii")
-        os.environ["ORCHESTRA_TOKEN_FILE"] = str(path)
-        yield
-        del os.environ["ORCHESTRA_TOKEN_FILE"]
 
 
 def train(lab: Lab, strategy: str, way: str, run: Path) -> None:
@@ -115,7 +102,7 @@ def measure(rounds: int) -> Outcome:
         "Headers take 4 % of the ideal step of a ring, which does not count them.",
     )
     found = Rounds()
-    with secret(), scratch() as folder:
+    with with_token(), scratch() as folder:
         for number in range(rounds):
             for hosts in (*HOSTS, MANY):
                 with Lab(name=f"links{os.getpid()}", hosts=hosts, rate=f"{MEGABITS}mbit", latency=LATENCY) as lab:

@@ -25,8 +25,8 @@ from pathlib import Path
 import orchestra
 from benchmarks.common import DISTURBED, Figure, Outcome, Rounds, machine, quiet_parent, scratch, watched
 from benchmarks.lab_prediction import await_quiet
-from benchmarks.links import secret
 from benchmarks.race_peer import BATCH, MOMENTUM, RESULT, Score, train
+from orchestra.cli.in_lab import with_token
 from orchestra.errors import Diverged
 from orchestra.lab import Lab
 
@@ -180,7 +180,7 @@ def race(contestants: Sequence[Contestant], rounds: int) -> dict[str, list[Seen]
     """Everyone once a round, each round with a seed of its own, every other one backwards."""
     tuned = read_tuned()
     found: dict[str, list[Seen]] = {who.name: [] for who in contestants}
-    with secret(), Lab(name=f"race{os.getpid()}", hosts=HOSTS, rate=RATE, latency=LATENCY) as lab:
+    with with_token(), Lab(name=f"race{os.getpid()}", hosts=HOSTS, rate=RATE, latency=LATENCY) as lab:
         for number in range(1, rounds + 1):
             for who in contestants if number % 2 else reversed(contestants):
                 rate, samples = best(tuned[who.tuned])

@@ -70,6 +70,15 @@ def opened(browser: Browser, report: Path) -> Iterator[Page]:
     found.close()
 
 
+def show(browser: Browser, told: dict[str, Any], folder: Path, at: str = "") -> Page:
+    """The page of a story, at one of its tabs."""
+    path = folder / "report.html"
+    path.write_text(page.write(told), encoding="utf-8")
+    opened = browser.open(path.as_uri() + at)
+    opened.until(READY)
+    return opened
+
+
 def complaints(opened: Page) -> list[str]:
     opened.settle()
     return opened.browser.complaints
@@ -178,10 +187,7 @@ def test_a_model_that_was_lost_is_not_drawn_as_zero(browser: Browser, tmp_path: 
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     told = story.tell([out], target=Target("loss", 0.5))
     assert [run["final"] for run in told["runs"]] == [1.0, "not finite", "not finite"]
-    path = tmp_path / "report.html"
-    path.write_text(page.write(told), encoding="utf-8")
-    opened = browser.open(path.as_uri() + "#compare")
-    opened.until(READY)
+    opened = show(browser, told, tmp_path, "#compare")
     opened.ask("document.querySelector('#compare details').open = true")
     opened.until("document.querySelectorAll('#compare details tbody tr').length === 6")
     cells = opened.ask("[...document.querySelectorAll('#compare details tbody tr')].map((r) => r.cells[2].textContent)")
@@ -216,10 +222,7 @@ def test_the_same_as_a_table(opened: Page) -> None:
 @pytest.mark.parametrize("runs", [5, 6, 12, 40])
 def test_the_line_beside_a_median_is_that_of_the_tables(browser: Browser, tmp_path: Path, runs: int) -> None:
     told = story.tell([make_race(tmp_path / "race", {"allreduce": [0.1 * k for k in range(1, runs + 1)]})])
-    path = tmp_path / "report.html"
-    path.write_text(page.write(told), encoding="utf-8")
-    opened = browser.open(path.as_uri() + "#compare")
-    opened.until(READY)
+    opened = show(browser, told, tmp_path, "#compare")
     opened.ask("document.querySelectorAll('#compare details')[2].open = true")
     opened.until("document.querySelectorAll('#compare details')[2].querySelectorAll('tbody tr').length === 1")
     cells = "[...document.querySelectorAll('#compare details')[2].querySelectorAll('td')].map((td) => td.textContent)"
@@ -237,10 +240,7 @@ def test_who_did_not_trace_is_told_what_would_show_how_far_apart_replicas_were(
     opened.go("consistency")
     assert "consensus distance" in opened.ask(words)
     assert "--trace" not in opened.ask(words)
-    path = tmp_path / "report.html"
-    path.write_text(page.write(story.tell([make_run(tmp_path / "run", "localsgd")])), encoding="utf-8")
-    without = browser.open(path.as_uri() + "#consistency")
-    without.until(READY)
+    without = show(browser, story.tell([make_run(tmp_path / "run", "localsgd")]), tmp_path, "#consistency")
     without.settle()
     assert "consensus distance" in without.ask(words)
     assert "--trace" in without.ask(words)
@@ -279,10 +279,7 @@ def test_where_no_op_is_recorded_the_timeline_shows_steps(browser: Browser, repo
     kept = 8  # until 0.7 of 2 seconds
     trace |= {name: column[:kept] for name, column in trace.items() if name not in ("kinds", "left_out")}
     trace["left_out"] = 12
-    path = tmp_path / "report.html"
-    path.write_text(page.write(told), encoding="utf-8")
-    opened = browser.open(path.as_uri() + "#timeline")
-    opened.until(READY)
+    opened = show(browser, told, tmp_path, "#timeline")
 
     def painted(share: float) -> int:
         """Of twenty pixels of the first lane, at a share of its width."""
@@ -309,10 +306,7 @@ def test_steps_count_alike_whoever_took_them(browser: Browser, tmp_path: Path) -
     run = make_run(tmp_path / "run", workers=2, steps=990, second=0.01)
     lines = [Stepped(1.0 * k, 1, k, 1.0, 8 * k, 1.0, 0.1, 1.0 * k, 0.0, 0.0, 0, 0) for k in range(1, 11)]
     (run / "events-1.jsonl").write_text("".join(map(encode, lines)), encoding="utf-8")
-    path = tmp_path / "report.html"
-    path.write_text(page.write(story.tell([run])), encoding="utf-8")
-    opened = browser.open(path.as_uri() + "#workers")
-    opened.until(READY)
+    opened = show(browser, story.tell([run]), tmp_path, "#workers")
     card = "[...document.querySelectorAll('#workers figure')].find((f) => f.textContent.startsWith('How long steps'))"
     opened.ask(f"{card}.querySelector('details').open = true")
     opened.until(f"{card}.querySelectorAll('tbody td').length === 4")
@@ -421,11 +415,8 @@ def test_a_run_with_nothing_in_it_is_a_page_as_well(browser: Browser, tmp_path: 
     run = make_run(tmp_path / "run", over=False)
     for path in run.glob("*.jsonl"):
         path.write_text("", encoding="utf-8")
-    path = tmp_path / "report.html"
-    path.write_text(page.write(story.tell([run])), encoding="utf-8")
     browser.complaints.clear()
-    opened = browser.open(path.as_uri())
-    opened.until(READY)
+    opened = show(browser, story.tell([run]), tmp_path)
     for name in opened.ask("[...document.querySelectorAll('nav a')].map((a) => a.hash.slice(1))"):
         opened.go(name)
     assert browser.complaints == []
@@ -436,10 +427,7 @@ def test_a_run_with_nothing_in_it_is_a_page_as_well(browser: Browser, tmp_path: 
 def test_a_run_that_died_is_not_said_to_go_on(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", over=False)
     (run / alive.NAME).touch()  # what a process that was killed leaves
-    path = tmp_path / "report.html"
-    path.write_text(page.write(story.tell([run])), encoding="utf-8")
-    opened = browser.open(path.as_uri())
-    opened.until(READY)
+    opened = show(browser, story.tell([run]), tmp_path)
     assert opened.ask("document.querySelector('.doubts').textContent").endswith("run died: figures until then.")
     assert not opened.ask("document.getElementById('verdict').textContent").startswith("So far")
     opened.close()

@@ -106,8 +106,9 @@ def test_why_and_what_was_fair_are_told_once(tmp_path: Path) -> None:
 )
 def test_a_table_may_hold_anything(record: dict[str, Any], tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE, **record)
-    found = compared.read(race)
+    races = compared.Comparisons([race], [race / "allreduce" / "seed0"])
+    found = races.whole(races.target)
     assert found is not None
     assert (found.learned, found.fairness, found.failures) == ((), (), ())
-    assert compared.Comparisons([race], [race / "allreduce" / "seed0"]).baseline is None
+    assert races.baseline is None
     assert story.tell([race])["refused"] == []

@@ -22,8 +22,8 @@ from tests.report.folders import make_race, make_run
 
 from orchestra.cli import invoke
 from orchestra.errors import EnvironmentProblem
-from orchestra.events import Logged, encode
-from orchestra.report import figures, formulas, page, story, tables
+from orchestra.events import Logged, Stepped, encode
+from orchestra.report import figures, formulas, page, plots, story, tables
 from orchestra.report.looks import COLOURS, MARKERS, looks
 from orchestra.report.plots import FIGURES
 
@@ -333,3 +333,16 @@ def test_a_real_rehearsal_by_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert told["commands"] == [shlex.join(["orchestra", *typed])]
     (out / "table.json").unlink()  # as it is for who looks at it while it goes on
     assert story.tell([out])["target"]["value"] == 0.2
+
+
+def test_steps_count_alike_whoever_took_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the figure of a paper: 10 of 1,000 steps took a second, and are one in a hundred, not one in two."""
+    run = make_run(tmp_path / "run", workers=2, steps=990, second=0.01)
+    slow = [Stepped(1.0 * k, 1, k, 1.0, 8 * k, 1.0, 0.1, 1.0 * k, 0.0, 0.0, 0, 0) for k in range(1, 11)]
+    (run / "events-1.jsonl").write_text("".join(map(encode, slow)), encoding="utf-8")
+    drawn: list[dict[str, list[tuple[float, float]]]] = []
+    monkeypatch.setattr(plots, "lines", lambda *given: drawn.append(given[-1]))
+    told = story.tell([run])
+    FIGURES["step-times"](told, told["runs"])
+    ((curve,),) = (found.values() for found in drawn)
+    assert max(share for seconds, share in curve if seconds < 0.5) == pytest.approx(99, abs=0.3)

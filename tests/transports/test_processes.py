@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.zoo import INPUTS, Trap, assert_close, make_data, make_model, plain, sgd, train, trapped
 
-from orchestra import AllReduce, Local, ParameterServer, SlowMo, Steps, Strategy
+from orchestra import AllReduce, Attached, Local, ParameterServer, SlowMo, Steps, Strategy
 from orchestra.errors import Stalled
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -199,6 +199,20 @@ def test_from_another_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert_close(found[0].model, plain(optimizer=sgd, size=2))
+
+
+def test_between_machines_threads_are_as_the_user_says_not_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert Attached().threads_for(4) == cores
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 2))
+    assert Attached().threads_for(4) == cores + 2
+    assert Attached(threads=3).threads_for(4) == 3
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # which says 1 to everybody
+    assert Attached().threads_for(4) == cores
 
 
 def test_threads_are_shared_out(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from orchestra.report.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.table import Table
@@ -30,19 +30,11 @@ class Point:
 def examine(table: Table, rates: Mapping[str, float | None], tries: int) -> list[str]:
     """The points, in words; those that do not hold say where."""
     runs = [outcome for row in table.rows for outcome in row.outcomes if outcome.facts is not None]
-    found = [str(point) for point in _points([(run.seed, _config(run.run)) for run in runs])]
+    found = [str(point) for point in _points([(run.seed, object_in(run.run / "config.json")) for run in runs])]
     nodes = sorted({row.workers + row.servers for row in table.rows})
     counted = str(nodes[0]) if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
     found.append(f"all nodes counted: {counted}, servers included; see the column")
     return [*found, _rates(rates, tries)]
-
-
-def _config(run: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _points(configs: list[tuple[int, dict[str, Any]]]) -> Iterator[Point]:

@@ -92,8 +92,8 @@ class Party:
 
     def _make_node(self, job: Job, comm: Comm, log: EventLog) -> Node:
         """The worker or server that this process is."""
-        self.exchange.when_reunited(
-            lambda peer, seconds, why: log.write(Reunited(comm.transport.now(), self.rank, peer, seconds, why))
+        self.exchange.when_reunited = lambda peer, seconds, why: log.write(
+            Reunited(comm.transport.now(), self.rank, peer, seconds, why)
         )
         if self.rank >= job.workers:
             return run.server(job, self.rank, comm, log, self.x0[job.range_of(self.rank)].clone())

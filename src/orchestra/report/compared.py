@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,8 @@ class Comparison:
     failures: tuple[Failure, ...]
 
 
-def read(folder: Path) -> Comparison | None:
-    """The comparison in a folder; None if there is none, or none that can be read."""
-    found = object_in(folder / "table.json")
+def _comparison(folder: Path, found: dict[str, Any]) -> Comparison | None:
+    """What the table of a folder tells; None if there is none, or none that can be read."""
     if (target := _target(found)) is None:
         return None
     return Comparison(
@@ -55,8 +55,7 @@ def _target(found: dict[str, Any]) -> Target | None:
 
 
 def _notes(run: Path) -> Iterator[dict[str, Any]]:
-    """Where the target and the baseline of a run may be written: in a table, in its note, in its budget."""
-    yield object_in(run.parent.parent / "table.json")
+    """Where else than in a table the target and the baseline of a run may be written: in its note, in its budget."""
     config = object_in(run / "config.json")
     note, budget = config.get("note"), config.get("budget")
     yield note["race"] if isinstance(note, dict) and isinstance(note.get("race"), dict) else {}
@@ -72,13 +71,18 @@ class Comparisons:
         def inside(folder: Path) -> bool:
             return any(folder.is_relative_to(path) for path in paths)
 
-        folders = dict.fromkeys(run.parent.parent for run in runs)
-        every = [found for folder in folders if (found := read(folder)) is not None]
-        notes = [note for run in runs for note in _notes(run)]
-        self.target = next((target for note in notes if (target := _target(note)) is not None), None)
-        self.baseline = next((name for note in notes if isinstance(name := note.get("baseline"), str)), None)
+        written = {folder: object_in(folder / "table.json") for folder in dict.fromkeys(r.parent.parent for r in runs)}
+        every = [found for folder, table in written.items() if (found := _comparison(folder, table)) is not None]
+        self.target: Target | None = None
+        self.baseline: str | None = None
+        for note in chain(written.values(), (note for run in runs for note in _notes(run))):
+            self.target = self.target or _target(note)
+            if self.baseline is None and isinstance(name := note.get("baseline"), str):
+                self.baseline = name
+            if self.target is not None and self.baseline is not None:
+                break
         self.failures = {f.folder: f for race in every for f in race.failures if inside(f.folder)}
-        self._whole = every[0] if every and len(folders) == 1 and inside(every[0].folder) else None
+        self._whole = every[0] if every and len(written) == 1 and inside(every[0].folder) else None
 
     def whole(self, target: Target | None) -> Comparison | None:
         """The one comparison that the runs are all of, if they are told to its own target."""

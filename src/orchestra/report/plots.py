@@ -151,20 +151,30 @@ def _consensus(story: Story, runs: Runs) -> Drawing | None:
 
 def _step_times(story: Story, runs: Runs) -> Drawing | None:
     """How many of the steps took no longer: workers and seeds taken together."""
-    times = {name: [t for run in own for worker in run["step_times"] for t in worker["seconds"] if t > 0]
+    # Of every worker there are as many quantiles, each of which stands for as many steps as it did.
+    times = {name: [(t, worker["count"] / len(worker["seconds"]))
+                    for run in own for worker in run["step_times"] for t in worker["seconds"] if t > 0]
              for name, own in by_strategy(runs).items()}  # fmt: skip
-    times = {name: found for name, found in times.items() if found}
+    times = {name: sorted(found) for name, found in times.items() if found}
     if not times:
         return None
     d = with_names("How long steps took, those of all workers together", [*times])
-    x = scale([t for found in times.values() for t in found], *d.across, log=True)
+    x = scale([t for found in times.values() for t, _ in found], *d.across, log=True)
     y = scale([0.0, 100.0], *d.upwards)
     d.x_axis(x, f"{_seconds(story)} of a step")
     d.y_axis(y, "% of the steps took no longer")
-    shares = range(101)
-    curves = {name: np.percentile(found, shares).tolist() for name, found in times.items()}
-    lines(story, d, x, y, {name: [*zip(curve, shares, strict=True)] for name, curve in curves.items()})
+    lines(story, d, x, y, {name: shares(found) for name, found in times.items()})
     return d
+
+
+def shares(weighted: Sequence[tuple[float, float]]) -> Curve:
+    """Values in order of size, and how many per cent of the weights lie there or below.
+
+    >>> shares([(0.1, 9.0), (0.5, 1.0)])
+    [(0.1, 90.0), (0.5, 100.0)]
+    """
+    values, weights = np.transpose(weighted)
+    return [*zip(values.tolist(), (100 * np.cumsum(weights) / np.sum(weights)).tolist(), strict=True)]
 
 
 # Points.

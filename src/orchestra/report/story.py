@@ -20,8 +20,10 @@ from orchestra.events import Ended, Logged, Stepped
 from orchestra.report import curves, formulas, reading, settings, tables, traces, verdict
 from orchestra.report.compared import Comparison, Comparisons, Failure
 from orchestra.report.looks import looks
-from orchestra.report.marks import Mark, achieved
+from orchestra.report.marks import Mark, achieved, times_of
 from orchestra.report.reading import Run, Unreadable
+from orchestra.statistics import median_interval
+from orchestra.words import plural
 
 BLOCKS = 300_000  # of all timelines together
 MOST_NODES = 128  # in a matrix of who sent to whom
@@ -233,9 +235,11 @@ def _together(
         **_learned(races.whole(target), found.doubts),
         "strategies": [{"name": name, **dressed[name].as_dict()} for name in names],
         "conditions": sorted({run["condition"] for run in told}, key=settings.natural),
+        "intervals": [*_intervals(marks)],
         "table": tables.table(told, marks, target, metric, races.baseline),
         "runs": told,
         "refused": _left_out(refused, absent),
+        "happened": [text for run in told for text in _happened(run)],
         "settings": {"equal": equal, "different": different, "of": [_only(s, different) for s in all_settings]},
         "commands": settings.commands(about),
         "virtual": virtual,
@@ -259,12 +263,34 @@ def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
     ]
 
 
+def _intervals(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
+    """Of the median time to the target of each strategy under each condition."""
+    for condition, strategy in dict.fromkeys((mark.condition, mark.strategy) for mark in marks):
+        times = times_of([mark for mark in marks if (mark.condition, mark.strategy) == (condition, strategy)])
+        if len(times) > 1:
+            yield {"condition": condition, "strategy": strategy, "ends": median_interval(times)}
+
+
 def _missing(absent: Sequence[Failure], told: Sequence[dict[str, Any]], about: Sequence[Run]) -> Iterator[Mark]:
     """Runs that failed before there was anything to read count as well, under the condition of those beside them."""
     for failure in absent:
         race = [r for r, run in zip(told, about, strict=True) if run.path.parent.parent == failure.folder.parent.parent]
         beside = next((r for r in race if r["strategy"] == failure.strategy), (race or told)[0])
         yield Mark(failure.strategy, beside["condition"], failure.seed, None, 0.0, None, None, failed=True)
+
+
+def _happened(run: dict[str, Any]) -> Iterator[str]:
+    """What a run has to say beside its figures."""
+    name = run["name"]
+    if run["missing"]:
+        yield f"{name}: {run['missing']}."
+    if run["failed"]:
+        yield f"{name} failed: {run['failed']}"
+    elif not run["over"]:
+        yield f"{name} {run['fate']}: figures until then." if run["fate"] else f"{name} has not ended: figures so far."
+    yield from (f"{name}: {text}" for text in run["warnings"])
+    if run["skipped"]:
+        yield f"{name}: {plural(run['skipped'], 'gradient')} not finite, not used."
 
 
 def _left_out(refused: Sequence[dict[str, str]], absent: Sequence[Failure]) -> list[dict[str, str]]:

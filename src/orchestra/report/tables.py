@@ -117,7 +117,7 @@ def markdown(story: dict[str, Any]) -> str:
         legend(story),
         *_list("Why", story["why"]),
         *_list("Fairness", story["fairness"]),
-        *_list("What happened", [f"{run['name']}: {text}" for run in story["runs"] for text in _happened(run)]),
+        *_list("What happened", story["happened"]),
         "## Settings",
         _grid([["setting", "value"], *([name, value] for name, value in equal.items())]),
     ]
@@ -126,12 +126,6 @@ def markdown(story: dict[str, Any]) -> str:
         parts += ["## To have it again", "\n".join(f"    {command}" for command in story["commands"])]
     parts += _list("Not read", [f"{r['name']}: {r['why']}" for r in story["refused"]])
     return "\n\n".join(parts) + "\n"
-
-
-def _happened(run: dict[str, Any]) -> list[str]:
-    """What a run has to say beside its figures."""
-    ended = [] if run["over"] or run["failed"] else [f"{run['fate'] or 'still running'}: figures until then."]
-    return [*ended, *run["warnings"]]
 
 
 def _list(heading: str, points: Sequence[str]) -> list[str]:

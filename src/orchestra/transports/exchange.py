@@ -52,6 +52,8 @@ class Exchange:
         self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
         self.when_at_rest: Callable[[], None] = lambda: None  # likewise, if it is as it was after its last step
         self.when_waiting: Callable[[], None] = lambda: None  # now and then, for as long as it waits
+        # A broken connection was made anew: to whom, after how many seconds, and what broke it.
+        self.when_reunited: Callable[[int, float, str], None] = lambda node, seconds, why: None
         self.hear: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a word on the run as a whole
         self.take_in: Callable[[int, bytes], None] = lambda source, piece: None  # of a file that was announced
         self._rank, self._traffic, self._near = rank, traffic, near
@@ -59,6 +61,7 @@ class Exchange:
             rank, workers, run, connections, self._accept,
             largest=largest, patience=patience, summed=summed, arranged=arranged or Arrangement(),
         )  # fmt: skip
+        self._lines.when_reunited = lambda *told: self.when_reunited(*told)
         self._peers = self._lines.peers
         self._turn = 0
 
@@ -66,10 +69,6 @@ class Exchange:
     def lost(self) -> dict[int, str]:
         """Nodes whose connection broke, and how."""
         return self._lines.lost
-
-    def when_reunited(self, act: Callable[[int, float, str], None]) -> None:
-        """Have something done when a broken connection was made anew: told to whom, after how long, what broke it."""
-        self._lines.when_reunited = act
 
     # Sending.
 

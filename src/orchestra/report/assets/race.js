@@ -8,18 +8,6 @@ import { axisLabel, brief, byStrategy, colours, runs, shown, symbols, told } fro
 
 const ENOUGH = 6; // times, for a 95 % interval of their median
 
-// That interval by order of size, as the tables have it; of fewer times least and most.
-function interval(times) {
-  const [sorted, n] = [d3.sort(times), times.length];
-  let [cut, ways, below] = [0, n, 1 + n]; // below: ways to have at most cut + 1 of n on one side
-  while (n >= ENOUGH && (2 * below) / 2 ** n <= 0.05) {
-    cut += 1;
-    ways *= (n - cut) / (cut + 1);
-    below += ways;
-  }
-  return [sorted[cut], sorted[n - 1 - cut]];
-}
-
 // Time to the target: a dot for each run, the median with its interval, hollow at the cap where it was not reached.
 export function race() {
   const measure = () =>
@@ -33,7 +21,7 @@ export function race() {
         cap,
         always: times.length === members.length,
         middle: times.length ? median(times) : null,
-        reach: times.length > 1 ? interval(times) : null,
+        reach: told.story.intervals.find((i) => i.strategy === strategy && i.condition === shown.condition)?.ends,
       };
     });
   const order = (a, b) => b.always - a.always || (a.middle ?? Infinity) - (b.middle ?? Infinity);

@@ -2,7 +2,6 @@
 // What the first page says in words: who won, how far to trust that, why, and what was the same for all.
 
 import { el, grid } from "./dom.js";
-import { count } from "./format.js";
 import { swatch } from "./state.js";
 
 const list = (attributes, texts) => el("ul", attributes, ...texts.map((text) => el("li", {}, text)));
@@ -16,18 +15,9 @@ export function learned(story) {
   ];
 }
 
-function warnings(story) {
-  const found = story.runs.flatMap((run) => [
-    ...(run.missing ? [`${run.name}: ${run.missing}.`] : []),
-    ...(run.failed ? [`${run.name} failed: ${run.failed}`] : []),
-    ...(run.over || run.failed ? [] : [`${run.name} ${run.fate ? `${run.fate}: figures until then` : "has not ended: figures so far"}.`]),
-    ...run.warnings.map((text) => `${run.name}: ${text}`),
-    ...(run.skipped ? [`${run.name}: ${count(run.skipped, "gradient")} not finite, not used.`] : []),
-  ]);
-  const refused = story.refused.map((r) => `${r.name} is not in this report: ${r.why}.`);
-  return found.length > 8
-    ? [...found.slice(0, 8), `… and ${found.length - 8} more.`, ...refused]
-    : [...found, ...refused];
+function warnings({ happened, refused }) {
+  const more = happened.length > 8 ? [`… and ${happened.length - 8} more.`] : [];
+  return [...happened.slice(0, 8), ...more, ...refused.map((r) => `${r.name} is not in this report: ${r.why}.`)];
 }
 
 export function results(story) {
