@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thread for the reference computations, as in the workers."""
+"""What all tests share: one thread for the reference computations, as in the workers; Ctrl-C is heard."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,12 @@ from orchestra.launch import forkserver
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_is_heard() -> None:
+    """Shells start what runs in the background deaf to Ctrl-C, and so would be all that the tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
