@@ -15,8 +15,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from benchmarks.common import busy_seconds, scratch
 from benchmarks.prediction import per_step, train
 from orchestra import delays, expression
 from orchestra.delays import Delay
-from orchestra.events import Ended, Event, Logged, Stepped, read
+from orchestra.events import Ended, Event, Logged, Moved, Stepped, read
 from orchestra.lab import Lab
 from orchestra.networks import Host, Network
 
 LATENCY = 1e-3  # seconds from host to host
+CALIBRATED = 2  # hosts in a lab from which the others are foretold
 _TRIES = 3  # of a lab, if a run in it fails
 
 
@@ -63,6 +64,7 @@ class Seen:
     sent: int  # bytes, by all nodes
     staleness: dict[int, int]  # how many pushes were how stale
     compute: float  # seconds a step, the mean of the workers
+    held: float | None = None  # seconds until a send of a server's vector returns; None: it was not looked at
     share: float = 0.0  # of the cores that were busy meanwhile, whoever it was that used them
 
 
@@ -71,7 +73,7 @@ def look(run: Path) -> Seen:
     events = [event for path in run.glob("events-*.jsonl") for event in read(path)]
     sent = sum(event.sent for event in events if isinstance(event, Ended))
     stale = Counter(int(e.value) for e in events if isinstance(e, Logged) and e.name == "staleness")
-    return Seen(per_step(run), sent, dict(stale), _computing(events))
+    return Seen(per_step(run), sent, dict(stale), _computing(events), _holding(events))
 
 
 def _computing(events: Sequence[Event]) -> float:
@@ -80,6 +82,13 @@ def _computing(events: Sequence[Event]) -> float:
         if isinstance(event, Stepped):
             steps.setdefault(event.node, []).append(event.compute)
     return statistics.fmean((mine[-1] - mine[0]) / (len(mine) - 1) for mine in steps.values())
+
+
+def _holding(events: Sequence[Event]) -> float | None:
+    """Answers of a server are sent one after the other, so that for as long it does nothing else."""
+    workers = {event.node for event in events if isinstance(event, Stepped)}
+    answers = [e for e in events if isinstance(e, Moved) and e.kind == "send" and e.node not in workers and e.bytes]
+    return statistics.median(e.t - e.began for e in answers) if answers else None
 
 
 # Real.
@@ -114,7 +123,7 @@ def _obey(orders: Path) -> None:
         cell, run = Cell(**order), orders.with_name(str(i))
         cluster = orchestra.Attached(order="given", threads=1, delay=cell.delay, patience=60)
         began, busy = time.monotonic(), busy_seconds()
-        train(cell.parameters, cell.strategy, cluster, run, cell.steps)
+        train(cell.parameters, cell.strategy, cluster, run, cell.steps, trace=cell.hosts == CALIBRATED)
         share = (busy_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
         if cluster.is_home:
             (run / "share").write_text(str(share), encoding="utf-8")
@@ -132,12 +141,19 @@ class Model:
     message: float = 0.0  # seconds of work for each
     number: float = 0.0  # seconds of work for every number averaged or updated
     late: float = 0.0  # seconds that a worker oversleeps in the mean
+    keeps: Mapping[int, float] = field(default_factory=dict)  # bytes that kernels hold of a connection, by Mbit/s
 
-    def network(self, megabits: float) -> Network:
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Model:
+        """As JSON has it, whose keys are text."""
+        return cls(**{**told, "keeps": {int(rate): size for rate, size in told["keeps"].items()}})
+
+    def network(self, megabits: int) -> Network:
         """Hosts like those of such a laboratory."""
         bits = megabits * 1e6 / (1 + self.headers)
-        latency = (LATENCY + self.latency) / 2
-        return Network(hosts=(Host(up=bits, down=bits, latency=latency, message=self.message, number=self.number),))
+        latency, keeps = (LATENCY + self.latency) / 2, self.keeps.get(megabits)
+        host = Host(up=bits, down=bits, latency=latency, message=self.message, number=self.number, keeps=keeps)
+        return Network(hosts=(host,))
 
 
 @dataclass(frozen=True)

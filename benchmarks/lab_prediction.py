@@ -7,11 +7,15 @@
 
 Needs root: the hosts are namespaces of this machine (`orchestra lab`). Workers take the gradient of a module with next
 to nothing to compute, then sleep until their delay is over, so two cores suffice; run and rehearsal draw the same
-delays. The file with the predictions stays beside the results.
+delays. The files with the predictions and with all that was measured stay beside the results.
+
+    python -m benchmarks.lab_prediction --only foretell      so that the predictions can be committed before
+    python -m benchmarks.lab_prediction --only verify        anything is measured
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import json
@@ -26,13 +30,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import Outcome, busy_seconds, main
-from benchmarks.lab_cells import LATENCY, Cell, Model, Seen, play, rehearse
+from benchmarks.common import Outcome, busy_seconds, machine, quiet_parent
+from benchmarks.lab_cells import CALIBRATED, LATENCY, Cell, Model, Seen, play, rehearse
+from benchmarks.lab_flows import HEADERS
 from benchmarks.prediction import DECIDED, HEAD, errors_of, not_negative, row, taus
 from orchestra import delays
 from orchestra.cli.in_lab import with_token
 
 PREDICTIONS = Path(__file__).with_name("lab_predictions.json")
+SEEN = Path(__file__).with_name("lab_seen.jsonl")
 STRATEGIES = (
     "allreduce",
     "allreduce(algorithm='ring')",
@@ -43,7 +49,8 @@ STRATEGIES = (
     "localsgd(tau=4)",
     "slowmo(tau=4)",
 )
-CALIBRATION = ("allreduce", "allreduce(algorithm='ring')", "ps", "ps(pieces=4)", "localsgd(tau=4)")
+ASYNCHRONOUS = "ps(consistency=asp())"
+CALIBRATION = ("allreduce", "allreduce(algorithm='ring')", "ps", "ps(pieces=4)", ASYNCHRONOUS, "localsgd(tau=4)")
 SMALL, LARGE = 25_000, 250_000  # parameters
 CONSTANT, VARYING = "constant:0.1", "lognormal:0.1,0.3"
 QUIET = 0.15  # share of the cores that strangers may use when a lab begins
@@ -68,13 +75,30 @@ CELLS = [cell for hosts in (3, 4) for cell in cells_of(hosts, STRATEGIES, (CONST
 def measure(rounds: int) -> Outcome:
     """Predictions first, then the truth."""
     with with_token():
-        known = list(cells_of(2, CALIBRATION, (CONSTANT,)))
-        begun = time.monotonic()
-        model = fit(known, play_all(known, 2))
-        say(f"calibrated after {time.monotonic() - begun:.0f} s: {model}")
-        foretold = {name: {cell: rehearse(cell, each) for cell in CELLS} for name, each in ladder(model).items()}
-        digest = write(foretold[REHEARSAL], model)
-        return Report(model, foretold, play_all(CELLS, rounds), digest).told()
+        foretell()
+        return verify(rounds)
+
+
+def foretell() -> None:
+    """Calibrate, and write down what every cell will take."""
+    known = list(cells_of(CALIBRATED, CALIBRATION, (CONSTANT,)))
+    begun = time.monotonic()
+    model = fit(known, play_all(known, 2))
+    say(f"calibrated after {time.monotonic() - begun:.0f} s: {model}")
+    write({cell: rehearse(cell, model) for cell in CELLS}, model)
+
+
+def verify(rounds: int) -> Outcome:
+    """Measure what was foretold. Rehearsals are the same every time, so only the model needs to be read again."""
+    written = PREDICTIONS.read_bytes()
+    model = Model.read(json.loads(written)["model"])
+    foretold = {name: {cell: rehearse(cell, each) for cell in CELLS} for name, each in ladder(model).items()}
+    if [seen.seconds for seen in foretold[REHEARSAL].values()] != [s["seconds"] for s in json.loads(written)["steps"]]:
+        raise SystemExit(f"{PREDICTIONS.name} was written by another simulator: foretell anew.")
+    real = play_all(CELLS, rounds)
+    lines = (json.dumps({**asdict(cell), "seen": [asdict(one) for one in seen]}) for cell, seen in real.items())
+    SEEN.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return Report(model, foretold, real, hashlib.sha256(written).hexdigest()).told()
 
 
 def say(text: str) -> None:
@@ -84,7 +108,7 @@ def say(text: str) -> None:
 
 # Before.
 
-REHEARSAL = "the rehearsal: and costs of messages and numbers, lateness"
+REHEARSAL = "the rehearsal: and costs of messages and numbers, lateness, senders that wait for their kernels"
 
 
 def ladder(model: Model) -> dict[str, Model | None]:
@@ -93,6 +117,7 @@ def ladder(model: Model) -> dict[str, Model | None]:
         "the delays alone, nothing else takes time": None,
         "besides, links of the nominal rate and latency": Model(),
         "besides, headers": Model(headers=model.headers),
+        "besides, costs of messages and numbers, lateness": replace(model, keeps={}),
         REHEARSAL: model,
     }
 
@@ -108,7 +133,8 @@ def fit(cells: Sequence[Cell], seen: Mapping[Cell, list[Seen]]) -> Model:
     truth = {cell: middle(seen[cell]) for cell in cells if cell in seen}
     # Workers of a server compute nothing but gradients.
     took = [each.compute for cell in truth if cell.strategy.startswith("ps") for each in seen[cell]]
-    known = Model(late=max(0.0, statistics.median(took) - delays.parse(CONSTANT).mean()))
+    late = max(0.0, statistics.median(took) - delays.parse(CONSTANT).mean())
+    known = Model(late=late, keeps=dict(kept(seen)))
     free = {cell: rehearse(cell, known).seconds for cell in truth}
     columns = [replace(known, **{name: unit}) for name, unit in UNITS.items()]
     slopes = [[(rehearse(cell, column).seconds - free[cell]) / truth[cell] for column in columns] for cell in truth]
@@ -117,13 +143,21 @@ def fit(cells: Sequence[Cell], seen: Mapping[Cell, list[Seen]]) -> Model:
     return replace(known, **{name: float(x) * UNITS[name] for name, x in zip(UNITS, least, strict=True)})
 
 
+def kept(seen: Mapping[Cell, list[Seen]]) -> Iterator[tuple[int, float]]:
+    """By rate, bytes that a kernel holds of a connection: what was still there when a server's send returned."""
+    for cell, each in seen.items():
+        if cell.strategy == ASYNCHRONOUS and cell.parameters == LARGE:
+            passed = statistics.median(one.held or 0.0 for one in each) * cell.megabits * 1e6 / 8 / (1 + HEADERS)
+            yield cell.megabits, max(1.0, 4 * cell.parameters - passed)
+
+
 def middle(seen: Sequence[Seen]) -> float:
     """Seconds of a step."""
     return statistics.median(each.seconds for each in seen)
 
 
-def write(foretold: Mapping[Cell, Seen], model: Model) -> str:
-    """Leave the predictions for everybody to see; gives what they can be recognised by."""
+def write(foretold: Mapping[Cell, Seen], model: Model) -> None:
+    """Leave the predictions for everybody to see."""
     text = json.dumps(
         {
             "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -133,7 +167,6 @@ def write(foretold: Mapping[Cell, Seen], model: Model) -> str:
         indent=1,
     )
     PREDICTIONS.write_text(text + "\n", encoding="utf-8")
-    return hashlib.sha256(PREDICTIONS.read_bytes()).hexdigest()
 
 
 # The truth.
@@ -175,12 +208,6 @@ def await_quiet() -> float:
 
 # After.
 
-DIFFERENCE = (
-    "A difference that may explain the largest errors: a real server hands its kernel one answer after the other and "
-    "waits for each, but for what the kernel keeps; a rehearsed one sends all at once: they share its link, and "
-    "asynchronous workers stay in step."
-)
-
 
 @dataclass(frozen=True)
 class Report:
@@ -200,7 +227,9 @@ class Report:
             "on 2 hosts, the rest calibrated there by least squares: "
             f"{m.headers:.1%} of headers, {(LATENCY + m.latency) * 1e3:.2f} ms from program to program on links of "
             f"{LATENCY * 1e3:g} ms, {m.message * 1e6:.0f} µs for a message, {m.number * 1e9:.2f} ms for a million "
-            f"numbers; workers wake up {m.late * 1e3:.2f} ms late in the mean. {len(CELLS)} cells foretold: "
+            f"numbers; workers wake up {m.late * 1e3:.2f} ms late in the mean; kernels hold "
+            f"{', '.join(f'{size / 1e3:.0f} kB of a connection at {rate} Mbit/s' for rate, size in m.keeps.items())} "
+            f"(by when sends returned). {len(CELLS)} cells foretold: "
             f"{len(STRATEGIES)} strategies, 3 and 4 hosts (workers and servers), 10 and 100 Mbit/s, {SMALL:,} and "
             f"{LARGE:,} parameters, computing "
             f"emulated by sleeping {CONSTANT} or {VARYING} s, 8 to 20 steps; messages encrypted. The predictions were "
@@ -209,7 +238,6 @@ class Report:
         self._errors(outcome)
         self._cells(outcome)
         self._traffic(outcome)
-        outcome.say(DIFFERENCE)
         self._goals(outcome)
         return outcome
 
@@ -305,4 +333,17 @@ def total_variation(a: Mapping[int, int], b: Mapping[int, int]) -> float:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main(measure, rounds=2)
+    parser = argparse.ArgumentParser(description=measure.__doc__)
+    parser.add_argument("--rounds", type=int, default=2, help="how often everyone takes a turn")
+    parser.add_argument("--only", choices=("foretell", "verify"), help="one half of it")
+    asked = parser.parse_args()
+    quiet_parent()
+    print(machine(), end="\n\n")
+    if asked.only == "foretell":
+        with with_token():
+            foretell()
+    elif asked.only == "verify":
+        with with_token():
+            print(verify(asked.rounds))
+    else:
+        print(measure(asked.rounds))

@@ -5,7 +5,7 @@
     10gbit,50us,5us           besides, 5 µs of work for every message
     100mbit,1ms racks:4x8     hosts in racks of 4; a rack's link to the core is 8 times too small for them
     hosts.yaml                a list, one entry per host:  - {rate: 1gbit, latency: 0.2ms}
-                                                           - {up: 20mbit, down: 100mbit, latency: 10ms}
+                                                           - {up: 20mbit, down: 100mbit, latency: 10ms, keeps: 128kB}
     probe.json [loopback]     hosts like the processes of a machine that `orchestra probe` measured: through shared
                               memory, or through its sockets
 
@@ -28,6 +28,7 @@ from orchestra.probe import Exchange
 _LARGEST = 1 << 20  # bytes of a file of hosts
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _UNITS = {prefix + unit: factor for prefix, factor in _PREFIXES.items() for unit in ("bit", "bps", "bit/s")}
+_SIZES = {prefix + "b": factor for prefix, factor in _PREFIXES.items()}
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
@@ -40,6 +41,7 @@ class Host:
     latency: float = 0.0  # seconds from here to the middle of the network
     message: float = 0.0  # seconds of work for every message sent
     number: float = 0.0  # seconds of work for every number that is averaged or updated
+    keeps: float | None = None  # bytes of a connection that its kernel holds before a sender must wait; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class Network:
             yield Problem("cluster.network", self.hosts, "needs at least one host")
         for i, host in enumerate(self.hosts):
             for name, value in vars(host).items():
+                if name == "keeps" and value is None:
+                    continue
                 least = 0.0 if name in ("latency", "message", "number") else math.ulp(0.0)
                 if not (isinstance(value, int | float) and least <= value < math.inf):
                     kind = "at least 0" if least == 0 else "above 0"
@@ -88,7 +92,7 @@ def parse(text: str) -> Network:
     """Read a network as the command line takes it, or the name of a file of hosts or of a probe.
 
     >>> parse("100mbit,1ms").host(3)
-    Host(up=100000000.0, down=100000000.0, latency=0.0005, message=0.0, number=0.0)
+    Host(up=100000000.0, down=100000000.0, latency=0.0005, message=0.0, number=0.0, keeps=None)
     """
     first, *more = re.sub(r",\s+", ",", text).split() or [""]
     if first.endswith((".yaml", ".yml")):
@@ -154,7 +158,10 @@ def _entry(path: Path, i: int, entry: Mapping[str, Any]) -> Host:
     if up is None or down is None:
         raise ValueError(f"{path}, host {i}: needs rate, or up and down")
     latency, message, number = (read_time(entry.get(name, "0s")) for name in ("latency", "message", "number"))
-    return Host(up=read_rate(up), down=read_rate(down), latency=latency / 2, message=message, number=number)
+    keeps = _quantity(entry["keeps"], _SIZES, "a size such as 128kB") if "keeps" in entry else None
+    return Host(
+        up=read_rate(up), down=read_rate(down), latency=latency / 2, message=message, number=number, keeps=keeps
+    )
 
 
 def read_rate(text: object) -> float:

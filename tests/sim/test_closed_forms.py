@@ -19,6 +19,8 @@ from orchestra.delays import Constant, Exponential
 from orchestra.events import Logged
 from orchestra.networks import Host, Network
 from orchestra.node import Node
+from orchestra.sim.kernel import Kernel, Promise
+from orchestra.sim.world import World
 
 S = 4 * sum(p.numel() for p in make_model().parameters())  # bytes
 BITS, LATENCY, MESSAGE = 8e6, 3e-3, 2e-4
@@ -52,6 +54,55 @@ def test_one_server(n: int, tmp_path: Path) -> None:
     network = Network(hosts=(Host(up=BITS, down=BITS, latency=LATENCY / 2),))
     expected = COMPUTE + 2 * n * S / RATE + 2 * LATENCY
     assert seconds(ParameterServer(), n, tmp_path, network=network) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n", "keeps", "vectors"), [(2, 1e-9, 3), (5, 1e-9, 5), (2, 2 * S, 5), (5, 2 * S, 11)])
+def test_a_server_whose_kernel_keeps_little_answers_one_after_the_other(
+    n: int, keeps: float, vectors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then asynchronous workers do not stay in step: computing takes S/R, a step 3 S/R, or n S/R if the link is full.
+
+    Where all answers leave together, as they do if the kernel has room for them, they share the link for ever: S/R to
+    compute, n S/R to push, n S/R to be answered.
+    """
+    network = Network(hosts=(Host(up=BITS, down=BITS, keeps=keeps),))
+    took = []
+    for steps in (6, 10):
+        monkeypatch.setattr(f"{__name__}.STEPS", steps)
+        strategy = ParameterServer(consistency=ASP())
+        took.append(steps * seconds(strategy, n, tmp_path / str(steps), network=network, delay=Constant(S / RATE)))
+    assert (took[1] - took[0]) / 4 == pytest.approx(vectors * S / RATE, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "free"),
+    [
+        (1000.0, [0.0, 0.0, 1.0, 1.0]),  # the third does not fit beside the first two
+        (500.0, [0.2, 0.7, 1.2, 1.7]),  # what is above 500 bytes has left before the sender goes on
+        (5000.0, [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_when_a_sender_goes_on(keeps: float, free: list[float]) -> None:
+    """Four messages of 700 and 300 bytes in turn at 1,000 bytes a second."""
+    kernel = Kernel()
+    world = World(kernel, Network(hosts=(Host(up=8e3, down=8e3, keeps=keeps),)), 2, 2)
+    went_on: list[float] = []
+    came: list[float] = []
+
+    def send() -> None:
+        for size in (700, 300, 700, 300):
+            taken = world.hand_over(world.way(0, 1), size, lambda _: came.append(kernel.now), None)
+            if taken is not None:
+                taken.wait()
+            went_on.append(kernel.now)
+        end: Promise[None] = Promise(kernel, lambda: "the end")
+        kernel.at(3.0, end.keep, None)
+        end.wait()
+
+    kernel.spawn("sender", send)
+    kernel.run()
+    assert came == pytest.approx([0.7, 1.0, 1.7, 2.0])
+    assert went_on == pytest.approx(free)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -75,9 +75,9 @@ def test_slow_ones_and_traces() -> None:
 
 def test_hosts_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts.yaml"
-    path.write_text("- {rate: 1gbit, latency: 0.2ms}\n- {up: 20mbit, down: 100mbit, message: 5us}\n")
+    path.write_text("- {rate: 1gbit, latency: 0.2ms}\n- {up: 20mbit, down: 100mbit, message: 5us, keeps: 128kB}\n")
     assert parse_network(str(path)) == Network(
-        hosts=(Host(up=1e9, down=1e9, latency=1e-4), Host(up=20e6, down=100e6, message=5 * 1e-6))
+        hosts=(Host(up=1e9, down=1e9, latency=1e-4), Host(up=20e6, down=100e6, message=5 * 1e-6, keeps=128e3))
     )
     path.write_text("- {rate: 1gbit, colour: red}\n")
     with pytest.raises(ValueError, match=r"host 0: 'colour' is none of"):
@@ -94,6 +94,7 @@ BOMB = f"a: &a [x, x]\n{LINES}hosts: [{{rate: *w}}]\n"
         ("hosts: [{rate: 1gbit}]\nrack: 4\n", "racks are given as racks:4x8"),
         ("- {rate: 1gbit, 5: 6}\n", "'5' is none of"),
         ("- {rate: [1, 2]}\n", "must be text such as"),
+        ("- {rate: 1gbit, keeps: 3ms}\n", "is not a size such as 128kB"),
         ("[" * 3000, "cannot be read"),
         (BOMB, "is not known here"),
         ("- {rate: &a [x, x], up: &b [*a, *a], down: &c [*b, *b]}\n", "must be text such as"),

@@ -157,8 +157,20 @@ class SimTransport:
         elif not x.is_meta:
             x = x.detach().clone()
         message = Message(self.rank, x, op.version, op.weight, op.tag, op.stamp)
-        self._post(to, way, _Letter(message, self.rank, size, self._kernel.now, read))
+        letter = _Letter(message, self.rank, size, self._kernel.now, read)
+        if way.keeps is None or read is not None:
+            self._post(to, way, letter)
+        else:
+            self._hand_over(to, way, letter)
         return read or _NOTHING
+
+    def _hand_over(self, to: int, way: Way, letter: _Letter) -> None:
+        """Wait until the kernel has the message, as sockets do."""
+        self._world.under_way += 1
+        taken = self._world.hand_over(way, letter.size, self._others[to].deliver, letter)
+        if taken is not None:
+            taken.wait()
+            self.traffic.waited += self._kernel.now - letter.posted
 
     def _reader(self, to: int) -> str:
         return f"{name_of(to, self._world.workers)} to have read a message"

@@ -3,6 +3,8 @@
 
     Mean        begins when the last member has come, then a ring: reduce-scatter and all-gather
     Broadcast   one flow to each member; Gather: one flow from each to each
+    Send        a flow; where kernels keep only so many bytes of a connection, the sender goes on when its kernel has
+                the rest: by then all messages before it have left, and so has what it is too long by
 
 Where all hosts are alike, all nodes take part and nothing else is under way, a collective's flows are all equal, and
 its time is a formula:
@@ -38,6 +40,9 @@ UP, DOWN = 0, 1  # kinds of links
 Arrived = Callable[[Any], None]  # what is called when a message is there
 
 
+_Parcel = tuple[float, Arrived, Any, Promise[None] | None]  # bytes, who is told of what, the sender if it waits
+
+
 @dataclass(slots=True, eq=False)
 class Way:
     """From one node to another, as by a connection of their own: messages keep their order."""
@@ -47,7 +52,9 @@ class Way:
     latency: float = 0.0  # seconds
     work: float = 0.0  # seconds for every message, at its source
     busy: bool = False  # with a message that has not left yet
-    behind: deque[tuple[float, Arrived, Any]] | None = None  # messages that wait for it; mostly there is none
+    behind: deque[_Parcel] | None = None  # messages that wait for it; mostly there is none
+    keeps: float | None = None  # bytes that the kernel of the source holds
+    leaving: float = 0.0  # bytes of the message that is about to leave
 
 
 @dataclass(slots=True)
@@ -109,27 +116,47 @@ class World:
         if self._racks and (a := self._racks[source]) is not (b := self._racks[to]):
             links = (self._up[source], a[0], b[1], self._down[to])
         here, there = self._hosts[source], self._hosts[to]
-        return Way(source, links, here.latency + there.latency, here.message)
+        return Way(source, links, here.latency + there.latency, here.message, keeps=here.keeps)
 
-    def carry(self, way: Way, size: float, arrived: Arrived, about: Any) -> None:
+    def hand_over(self, way: Way, size: float, arrived: Arrived, about: Any) -> Promise[None] | None:
+        """Send as programs do: what is kept when the kernel has all of it, if that is not at once."""
+        if way.keeps is None or not way.links or _backlog(way) + size <= way.keeps:
+            self.carry(way, size, arrived, about)
+            return None
+        taken: Promise[None] = Promise(self.kernel, _kernel_to_take)
+        self.carry(way, size, arrived, about, taken)
+        return taken
+
+    def carry(self, way: Way, size: float, arrived: Arrived, about: Any, taken: Promise[None] | None = None) -> None:
         """Send bytes from node to node; calls `arrived` when the last one is there, at once on one machine."""
         if not way.links:
             self._fly(way, arrived, about)
         elif way.busy:
             if way.behind is None:
                 way.behind = deque()
-            way.behind.append((size, arrived, about))
+            way.behind.append((size, arrived, about, taken))
         else:
             way.busy = True
-            self._depart(way, size, arrived, about)
+            self._depart(way, size, arrived, about, taken)
 
-    def _depart(self, way: Way, size: float, arrived: Arrived, about: Any) -> None:
+    def _depart(self, way: Way, size: float, arrived: Arrived, about: Any, taken: Promise[None] | None) -> None:
+        way.leaving = size
+        then: tuple[Any, ...] = (self._sent, way, arrived, about)
+        if taken is not None:
+            size = max(0.0, size - (way.keeps or 0.0))
+            then = (self._taken, way, arrived, about, taken)
         if work := way.work:
             # The work on a message is done after that on the messages before it.
             self._busy[way.source] = done = max(self._busy[way.source], self.kernel.now) + work
-            self.kernel.at(done, self.flows.start, way.links, size, self._sent, way, arrived, about)
+            self.kernel.at(done, self.flows.start, way.links, size, *then)
         else:
-            self.flows.start(way.links, size, self._sent, way, arrived, about)
+            self.flows.start(way.links, size, *then)
+
+    def _taken(self, way: Way, arrived: Arrived, about: Any, taken: Promise[None]) -> None:
+        """The kernel holds the rest of a message."""
+        way.leaving = min(way.leaving, way.keeps or 0.0)
+        self.flows.start(way.links, way.leaving, self._sent, way, arrived, about)
+        taken.keep(None)
 
     def _sent(self, way: Way, arrived: Arrived, about: Any) -> None:
         self._fly(way, arrived, about)
@@ -267,6 +294,15 @@ class World:
         for i, source in enumerate(members):
             for member in (*members[i + 1 :], *members[:i]):  # everyone begins with another
                 self.carry(self.way(source, member), nbytes(op.x), arrived, member)
+
+
+def _backlog(way: Way) -> float:
+    """Bytes of the messages that have not left; those of one that is leaving all count until it has."""
+    return way.leaving + sum(parcel[0] for parcel in way.behind or ()) if way.busy else 0.0
+
+
+def _kernel_to_take() -> str:
+    return "the kernel to take a message"
 
 
 _FLOWS: dict[type[Any], Callable[..., None]] = {
