@@ -132,7 +132,7 @@ def rehearsed(pattern: Pattern) -> dict[Flow, float]:
     kernel, found = Kernel(), dict[Flow, float]()
     world = World(kernel, Network(hosts=hosts), 4, 4)
     for flow in pattern.flows:
-        world.carry(*flow, BYTES, lambda flow: found.__setitem__(flow, kernel.now), flow)
+        world.carry(world.way(*flow), BYTES, lambda flow: found.__setitem__(flow, kernel.now), flow)
     kernel.run()
     return found
 

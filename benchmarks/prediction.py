@@ -186,7 +186,15 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
-def train(parameters: int, strategy: str, cluster: Any, out: Path, steps: int = STEPS, *, trace: bool = False) -> Any:
+def train(
+    parameters: int,
+    strategy: str | orchestra.Strategy[Any],
+    cluster: Any,
+    out: Path,
+    steps: int = STEPS,
+    *,
+    trace: bool = False,
+) -> Any:
     """A few steps of a module that has parameters and next to nothing to compute."""
     return orchestra.train(
         model=functools.partial(nn.Linear, 1, parameters // 2),

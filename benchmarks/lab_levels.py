@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prediction in the laboratory rests on, and what it is for: links, delays, and the time to a target.
+
+    links      there and back with messages of eight sizes at four rates; what two numbers fitted to half of the sizes
+               foretell of the other half
+    delays     how long gradients took that were told to take a while
+    targets    strategies train to a target on three hosts, five seeds each, rehearsed with the costs that
+               `benchmarks.lab_prediction` calibrated on two
+
+    python -m benchmarks.lab_levels --only foretell      writes what runs to the target will take
+    python -m benchmarks.lab_levels --only verify        measures all of it
+    python -m benchmarks.lab_levels ORDERS.json          on every host of a lab: what it is told to take part in
+
+Needs root: the hosts are namespaces of this machine (`orchestra lab`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import orchestra
+from benchmarks import lab_prediction
+from benchmarks.common import Outcome, machine, quiet_parent, scratch
+from benchmarks.lab_cells import LATENCY, Model, Oversleeping
+from benchmarks.lab_prediction import VARYING, await_quiet, say, total_variation
+from benchmarks.prediction import DECIDED, kendall, not_negative, train
+from orchestra import delays, expression
+from orchestra.budget import Target
+from orchestra.cli.in_lab import with_token
+from orchestra.events import Ended, Event, Logged, Moved, Scored, read
+from orchestra.lab import Lab
+from orchestra.networks import Host, Network
+from orchestra.node import Node
+from orchestra.recipes import digits
+from orchestra.report.marks import achieved
+from orchestra.strategy import Strategy
+
+PREDICTIONS = Path(__file__).with_name("lab_targets.json")
+SEEN = Path(__file__).with_name("lab_targets_seen.jsonl")
+
+NUMBERS = [4096 << i for i in range(8)]  # of a message, four bytes each
+FITTED = NUMBERS[1::2]
+RATES = (10, 20, 50, 100)  # Mbit/s
+ECHOES = 6  # of each size and rate
+
+STRATEGIES = (
+    "allreduce",
+    "allreduce(algorithm='ring')",
+    "ps",
+    "ps(consistency=asp())",
+    "ps(consistency=ssp(staleness=2))",
+    "localsgd(tau=4)",
+    "slowmo(tau=4)",
+)
+SCENARIOS = (10, 100)  # Mbit/s
+HOSTS, SEEDS, STEPS, EVERY = 3, 5, 96, 4
+DELAY = "lognormal:0.03,0.3"
+TARGET = Target("accuracy", 0.85)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Echo(Strategy[None]):
+    """The first worker sends a part of its vector, the second answers with nothing."""
+
+    def init(self, node: Node) -> None:
+        """Nothing to remember."""
+
+    def step(self, node: Node, s: None) -> None:
+        """Every size once."""
+        node.local_step()
+        for numbers in NUMBERS:
+            if node.rank == 0:
+                node.comm.send(1, node.x[:numbers])
+                node.comm.recv(1)
+            else:
+                node.comm.recv(0)
+                node.comm.send(0, node.x[:0])
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on all hosts of a lab."""
+
+    kind: str  # links, delays or targets
+    megabits: int
+    strategy: str = ""
+    seed: int = 0
+
+    @property
+    def hosts(self) -> int:
+        """Workers and servers."""
+        return HOSTS if self.kind == "targets" else 2
+
+
+def carry_out(job: Job, cluster: Any, run: Path) -> None:
+    """On a host of a lab, or all of it rehearsed."""
+    if job.kind == "targets":
+        recipe = digits.RECIPE
+        orchestra.train(
+            model=recipe.model,
+            data=recipe.data,
+            loss=recipe.loss,
+            optimizer=recipe.optimizer,
+            strategy=job.strategy,
+            cluster=cluster,
+            batch=recipe.batch,
+            budget=orchestra.Steps(STEPS),
+            evaluate=recipe.evaluate,
+            evaluation_data=recipe.evaluation_data,
+            evaluate_every=orchestra.Steps(EVERY),
+            seed=job.seed,
+            out=run,
+            progress=False,
+        )
+    elif job.kind == "links":
+        train(2 * NUMBERS[-1], Echo(), cluster, run, ECHOES, trace=True)
+    else:
+        train(25_000, "allreduce", cluster, run, 100, trace=True)
+
+
+DELAYS = {"links": None, "delays": VARYING, "targets": DELAY}
+
+
+# In the laboratory.
+
+
+def play(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Event]]]:
+    """All jobs, lab by lab, in an order drawn by lot."""
+    labs: dict[tuple[int, int], list[Job]] = {}
+    for job in jobs:
+        labs.setdefault((job.hosts, job.megabits), []).append(job)
+    lot = random.Random(0)
+    for hosts, megabits in lot.sample(sorted(labs), len(labs)):
+        mine = lot.sample(labs[hosts, megabits], len(labs[hosts, megabits]))
+        strangers, begun = await_quiet(), time.monotonic()
+        with (
+            scratch() as folder,
+            Lab(name=f"levels{os.getpid()}", hosts=hosts, rate=f"{megabits}mbit", latency=LATENCY) as lab,
+        ):
+            orders = folder / "orders.json"
+            orders.write_text(json.dumps([asdict(job) for job in mine]), encoding="utf-8")
+            lab.run([sys.executable, "-m", "benchmarks.lab_levels", str(orders)], out=sys.stderr.buffer)
+            for i, job in enumerate(mine):
+                yield job, events_of(folder / str(i))
+        say(f"{hosts} hosts, {megabits} Mbit/s: {time.monotonic() - begun:.0f} s, strangers {strangers:.0%}")
+
+
+def events_of(run: Path) -> list[Event]:
+    """All that is in a run folder, in the order of time."""
+    return sorted((e for path in run.glob("*.jsonl") for e in read(path)), key=lambda e: e.t)
+
+
+def obey(orders: Path) -> None:
+    """As one host: take part in all runs."""
+    for i, order in enumerate(json.loads(orders.read_text(encoding="utf-8"))):
+        job = Job(**order)
+        cluster = orchestra.Attached(order="given", threads=1, delay=DELAYS[job.kind], patience=60)
+        carry_out(job, cluster, orders.with_name(str(i)))
+
+
+# Links.
+
+
+def echoes(events: Sequence[Event]) -> dict[int, list[float]]:
+    """Seconds there and back, by numbers sent; the first of each, which opens the way, is left out."""
+    found: dict[int, list[float]] = {}
+    sent: Moved | None = None
+    for event in events:
+        if isinstance(event, Moved) and event.node == 0 and event.kind == "send":
+            sent = event
+        elif isinstance(event, Moved) and event.node == 0 and event.kind == "receive" and sent is not None:
+            found.setdefault(sent.bytes // 4, []).append(event.t - sent.began)
+    return {numbers: seconds[1:] for numbers, seconds in found.items()}
+
+
+def links(outcome: Outcome, seen: Mapping[Job, list[Event]]) -> None:
+    """Two numbers from half of the sizes, and what they foretell of the other half."""
+    real = {
+        (job.megabits, numbers): statistics.median(seconds)
+        for job, events in seen.items()
+        for numbers, seconds in echoes(events).items()
+    }
+    ideal = {(rate, numbers): 32 * numbers / rate / 1e6 for rate, numbers in real}
+    known = [key for key in real if key[1] in FITTED]
+    slopes = [[ideal[key] / real[key], 2 / real[key]] for key in known]
+    rest = [1 - (ideal[key] + 2 * LATENCY) / real[key] for key in known]
+    fit = not_negative(torch.tensor(slopes, dtype=torch.float64), torch.tensor(rest, dtype=torch.float64))
+    headers, more = float(fit[0]), float(fit[1])
+    foretold = {}
+    for rate in RATES:
+        bits, latency = rate * 1e6 / (1 + headers), (LATENCY + more) / 2
+        network = Network(hosts=(Host(up=bits, down=bits, latency=latency),))
+        with scratch() as folder:
+            carry_out(Job("links", rate), simulated(network, delays.parse("constant:0"), 2), folder / "run")
+            for numbers, seconds in echoes(events_of(folder / "run")).items():
+                foretold[rate, numbers] = statistics.median(seconds)
+    errors = {key: abs(foretold[key] / real[key] - 1) for key in real}
+    outcome.say(
+        f"Links. There and back, a message and an empty answer, through our encrypted connections: {headers:.1%} of "
+        f"headers and {(LATENCY + more) * 1e3:.2f} ms from program to program were fitted to the sizes with a star; "
+        "foretold / real milliseconds."
+    )
+    head = ["Mbit/s", *(f"{4 * n / 1000:g} kB{'*' if n in FITTED else ''}" for n in NUMBERS)]
+    outcome.table(
+        head,
+        [[str(r), *(f"{foretold[r, n] * 1e3:.1f} / {real[r, n] * 1e3:.1f}" for n in NUMBERS)] for r in RATES],
+    )
+    held = [errors[key] for key in errors if key[1] not in FITTED]
+    outcome.goal(
+        f"sizes that were not fitted foretold to 5 % in the mean (here {statistics.fmean(held):.1%}, at most "
+        f"{max(held):.1%})",
+        statistics.fmean(held) <= 0.05,
+    )
+
+
+def simulated(network: Network, delay: delays.Delay, workers: int, **given: Any) -> orchestra.Simulated:
+    """Virtual hosts."""
+    return orchestra.Simulated(workers=workers, network=network, delay=delay, **{"numerics": "off", **given})
+
+
+# Delays.
+
+
+def computing(outcome: Outcome, events: Sequence[Event]) -> None:
+    """Each gradient beside what it was told to take."""
+    law = delays.parse(VARYING)
+    told, took = [], []
+    for node in range(2):
+        mine = [e for e in events if isinstance(e, Moved) and e.node == node and e.kind == "compute"]
+        took += [e.t - e.began for e in mine]
+        told += [law.seconds(0, node, step) for step in range(len(mine))]
+    late = sorted(t - s for t, s in zip(took, told, strict=True))
+    apart = kolmogorov_smirnov(told, took)
+    outcome.say(
+        f"Delays. {len(told)} gradients told to take {VARYING} s took {statistics.median(late) * 1e3:.2f} ms more in "
+        f"the middle, nine of ten at most {late[int(0.9 * len(late))] * 1e3:.2f} ms."
+    )
+    outcome.goal("delays kept to 1 ms in the middle", abs(statistics.median(late)) <= 1e-3)
+    outcome.goal(f"distributions at most 0.1 apart (Kolmogorov and Smirnov; here {apart:.3f})", apart < 0.1)
+
+
+def kolmogorov_smirnov(a: Sequence[float], b: Sequence[float]) -> float:
+    """The largest difference of two distributions."""
+    both = sorted([(x, 1 / len(a)) for x in a] + [(x, -1 / len(b)) for x in b])
+    heights = itertools.accumulate(by for _, by in both)
+    return max(abs(height) for height in heights)
+
+
+# Targets.
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a run to the target came to."""
+
+    seconds: float | None
+    sent: int  # bytes, by all nodes
+    staleness: dict[str, int]  # how many pushes were how stale
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Reached:
+        """From all that was written down."""
+        scores = [e for e in events if isinstance(e, Scored)]
+        stale = Counter(str(int(e.value)) for e in events if isinstance(e, Logged) and e.name == "staleness")
+        return cls(achieved(scores, TARGET).seconds, sum(e.sent for e in events if isinstance(e, Ended)), dict(stale))
+
+
+JOBS = [Job("targets", rate, strategy, seed) for rate in SCENARIOS for strategy in STRATEGIES for seed in range(SEEDS)]
+
+
+def foretell() -> None:
+    """Rehearse every run to the target, with all that was calibrated on two hosts."""
+    model = Model.read(json.loads(lab_prediction.PREDICTIONS.read_text(encoding="utf-8"))["model"])
+    lines = []
+    for job in JOBS:
+        workers = HOSTS - expression.parse(job.strategy).servers
+        delay = Oversleeping(delays.parse(DELAY), model.late)
+        cluster = simulated(model.network(job.megabits), delay, workers, numerics="auto")
+        with scratch() as folder:
+            carry_out(job, cluster, folder / "run")
+            lines.append({**asdict(job), "foretold": asdict(Reached.of(events_of(folder / "run")))})
+    PREDICTIONS.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+
+
+def targets(outcome: Outcome, seen: Mapping[Job, list[Event]]) -> None:
+    """What was foretold beside what came."""
+    written = PREDICTIONS.read_bytes()
+    foretold = {}
+    for line in json.loads(written):
+        reached = Reached(**line.pop("foretold"))
+        foretold[Job(**line)] = reached
+    real = {job: Reached.of(events) for job, events in seen.items()}
+    lines = (json.dumps({**asdict(job), "seen": asdict(one)}) for job, one in real.items())
+    SEEN.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    outcome.say(
+        f"Targets. The recipe digits to {TARGET.value:.0%} on {HOSTS} hosts (workers and servers), delays {DELAY} s, "
+        f"{SEEDS} seeds, models set aside every {EVERY} steps; foretold / real seconds, means of the seeds. The "
+        f"predictions were written before (lab_targets.json, sha256 {hashlib.sha256(written).hexdigest()[:16]}…)."
+    )
+    told, came = means(foretold), means(real)
+    cells = [[f"{told[rate, name]:.2f} / {came[rate, name]:.2f}" for name in STRATEGIES] for rate in SCENARIOS]
+    outcome.table(["Mbit/s", *STRATEGIES], [[str(rate), *row] for rate, row in zip(SCENARIOS, cells, strict=True)])
+    goals(outcome, foretold, real)
+
+
+def means(runs: Mapping[Job, Reached]) -> dict[tuple[int, str], float]:
+    """Seconds to the target, by scenario and strategy; infinite if it was missed."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for job, run in runs.items():
+        found.setdefault((job.megabits, job.strategy), []).append(float("inf") if run.seconds is None else run.seconds)
+    return {key: statistics.fmean(seconds) for key, seconds in found.items()}
+
+
+def goals(outcome: Outcome, foretold: Mapping[Job, Reached], real: Mapping[Job, Reached]) -> None:
+    """Errors, bytes, staleness, and whether the rehearsal would have chosen well."""
+    told, came = means(foretold), means(real)
+    errors = [abs(told[key] / came[key] - 1) for key in told]
+    outcome.goal(
+        f"time to the target foretold to 10 % in the mean (here {statistics.fmean(errors):.1%}, at most "
+        f"{max(errors):.1%})",
+        statistics.fmean(errors) <= 0.1,
+    )
+    same = sum(foretold[job].sent == real[job].sent for job in real)
+    outcome.goal(f"bytes to the byte ({same} of {len(real)} runs)", same == len(real))
+    apart = [total_variation(stale(foretold, key), stale(real, key)) for key in told if "asp" in key[1]]
+    outcome.goal(f"staleness at most 0.1 apart in total variation (here {max(apart):.2f})", max(apart) <= 0.1)
+    ranks = [statistics.fmean(orders(told, came, apart)) for apart in (0.0, DECIDED)]
+    outcome.goal(
+        f"Kendall's τ of at least 0.8 (here {ranks[0]:.2f}, {ranks[1]:.2f} over decided pairs)", ranks[0] >= 0.8
+    )
+    regrets = []
+    for rate in SCENARIOS:
+        chosen = min(STRATEGIES, key=lambda name: told[rate, name])
+        regrets.append(came[rate, chosen] / min(came[rate, name] for name in STRATEGIES) - 1)
+    outcome.goal(f"who takes what the rehearsal says loses at most 5 % (here {max(regrets):.1%})", max(regrets) <= 0.05)
+
+
+def orders(told: Mapping[tuple[int, str], float], came: Mapping[tuple[int, str], float], apart: float) -> list[float]:
+    """τ of every scenario."""
+    found = []
+    for rate in SCENARIOS:
+        a, b = ([times[rate, name] for name in STRATEGIES] for times in (told, came))
+        if (tau := kendall(a, b, apart)) is not None:
+            found.append(tau)
+    return found
+
+
+def stale(runs: Mapping[Job, Reached], key: tuple[int, str]) -> dict[int, int]:
+    """Of all seeds."""
+    total: Counter[int] = Counter()
+    for job, run in runs.items():
+        if (job.megabits, job.strategy) == key:
+            total.update({int(stale): count for stale, count in run.staleness.items()})
+    return dict(total)
+
+
+def verify() -> Outcome:
+    """All three."""
+    outcome = Outcome("Levels of prediction in the laboratory", "Hosts of a laboratory, links of 1 ms.")
+    jobs = [*(Job("links", rate) for rate in RATES), Job("delays", 100), *JOBS]
+    seen = dict(play(jobs))
+    links(outcome, {job: events for job, events in seen.items() if job.kind == "links"})
+    computing(outcome, seen[Job("delays", 100)])
+    targets(outcome, {job: events for job, events in seen.items() if job.kind == "targets"})
+    return outcome
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("orders", nargs="?", type=Path, help="on a host of a lab")
+    parser.add_argument("--only", choices=("foretell", "verify"), help="one half of it")
+    asked = parser.parse_args()
+    quiet_parent()
+    if asked.orders is not None:
+        obey(asked.orders)
+    else:
+        print(machine(), end="\n\n")
+        with with_token():
+            if asked.only != "verify":
+                foretell()
+            if asked.only != "foretell":
+                print(verify())
