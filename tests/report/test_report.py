@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 import pytest
 from tests.report.folders import make_race, make_run
 
+from orchestra.budget import Target
 from orchestra.cli import invoke
 from orchestra.errors import EnvironmentProblem
 from orchestra.events import Logged, Stepped, encode
@@ -219,6 +220,26 @@ def test_every_figure_is_sound_svg(race: Path, tmp_path: Path) -> None:
         root = ElementTree.fromstring(text)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert not [e for e in root.iter() if "script" in e.tag or "nan" in str(e.attrib).lower()]
+
+
+def words_under(told: dict[str, Any], condition: str) -> list[str]:
+    """What is written below the seconds of each strategy, in order of names."""
+    texts = [e.text or "" for e in ElementTree.fromstring(figures.draw(told)["conditions"]).findall(".//{*}text")]
+    return texts[texts.index(condition) + 1 :][1 : 2 * len(told["strategies"]) : 2]
+
+
+def test_all_that_may_have_been_first_are_boxed(tmp_path: Path) -> None:
+    """Snapshots are 2 steps apart: of 0.1 s and of 0.11 s they cannot be told apart, those of 0.2 s can."""
+    for batch, seconds in ((8, (0.1, 0.11, 0.2)), (9, (0.1, 0.3, 0.2))):
+        for name, second in zip(("allreduce", "localsgd", "slowmo"), seconds, strict=True):
+            make_run(tmp_path / name / str(batch), name, second=second, batch=batch)
+    told = story.tell([tmp_path], target=Target("accuracy", 0.5))
+    assert told["firsts"] == {"batch 8": ["allreduce", "localsgd"], "batch 9": ["allreduce"]}
+    assert "several at once under 1" in told["verdict"]["sentence"]
+    assert words_under(told, "batch 8") == ["tie", "tie", "2.00×"]
+    assert words_under(told, "batch 9") == ["first", "3.00×", "2.00×"]
+    to_the_end = story.tell([tmp_path])
+    assert to_the_end["firsts"] == {"batch 8": ["allreduce"], "batch 9": ["allreduce"]}, "ends are known exactly"
 
 
 def lines_in(text: str, width: str) -> list[list[tuple[float, ...]]]:
