@@ -160,6 +160,15 @@ def test_a_rehearsal_has_two_clocks() -> None:
     assert "12.0 virtual s in 3.5 s" in drawing(shown, 80, 24).plain
 
 
+def test_a_table_says_where_its_runs_end() -> None:
+    made = table(row("allreduce", 5.0))
+    assert made.heading.endswith("1 seed · 3 epochs")
+    assert "total time: of a whole run, past the target." in made.legend
+    short = replace(made, stops=True)
+    assert short.heading.endswith("1 seed · until the target, at most 3 epochs")
+    assert "total time: until the target, or until it was given up." in short.legend
+
+
 def test_a_sweep_marks_all_that_may_have_been_first() -> None:
     tie = table(row("allreduce", 5.0, gap=1.0), row("ps", 4.5), row("localsgd", 6.0), row("slowmo", None))
     found = sweep.Condition((("batch", "8"),), tie)
