@@ -13,6 +13,8 @@ import json
 import re
 import shlex
 import shutil
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,7 +23,9 @@ import pytest
 from tests.report.folders import make_race, make_run
 
 from orchestra.budget import Target
-from orchestra.cli import invoke
+from orchestra.cli import invoke, summary
+from orchestra.cli import report as cli_report
+from orchestra.cli.patience import patiently
 from orchestra.errors import EnvironmentProblem
 from orchestra.events import Logged, Stepped, encode
 from orchestra.report import figures, formulas, page, plots, story, tables
@@ -367,3 +371,35 @@ def test_steps_count_alike_whoever_took_them(tmp_path: Path, monkeypatch: pytest
     FIGURES["step-times"](told, told["runs"])
     ((curve,),) = (found.values() for found in drawn)
     assert max(share for seconds, share in curve if seconds < 0.5) == pytest.approx(99, abs=0.3)
+
+
+def test_who_waits_is_told_what_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: here until the word has come."""
+    said, heard = list[str](), threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        heard.set()
+
+    monkeypatch.setattr(summary, "say", say)
+    monkeypatch.setattr(story, "tell", lambda *_, tell=story.tell, **more: heard.wait(60) and tell(*_, **more))
+    monkeypatch.setattr(cli_report, "patiently", partial(patiently, after=0.0))
+    run = make_run(tmp_path / "run")
+    assert invoke(["report", str(run)]) == 0
+    assert said[0] == f"looking through {run} for runs ..."
+
+
+def test_what_is_done_at_once_is_not_announced() -> None:
+    with patiently("this takes a while", after=1000.0):
+        running = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert running
+    assert not any(thread.is_alive() for thread in running)
+
+
+def test_a_folder_without_a_run_of_ours_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    assert invoke(["report", str(tmp_path)]) == 2
+    assert "holds no run: give a folder with a config.json" in capsys.readouterr().err
+    (tmp_path / "other" / "config.json").write_text("{}", encoding="utf-8")
+    assert invoke(["report", str(tmp_path)]) == 2
+    assert f"holds no run that can be read ({tmp_path}/other: its config.json is damaged)" in capsys.readouterr().err

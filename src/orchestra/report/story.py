@@ -59,7 +59,7 @@ def tell(
             refused.append({"name": str(folder), "why": f"its figures make no sense: {error}"})
     if not about:
         reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
-        raise ConfigError([Problem("run", str(paths[0]), f"is no run that can be read ({reasons})")])
+        raise ConfigError([Problem("run", str(paths[0]), f"holds no run that can be read ({reasons})")])
     return reading.harmless(_together(told, about, refused, target, title, races))  # type: ignore[no-any-return]
 
 
