@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from decimal import Decimal
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,12 @@ from orchestra.errors import Problem
 from orchestra.probe import Exchange
 
 _LARGEST = 1 << 20  # bytes of a file of hosts
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_UNITS = {prefix + unit: factor for prefix, factor in _PREFIXES.items() for unit in ("bit", "bps", "bit/s")}
-_SIZES = {prefix + "b": factor for prefix, factor in _PREFIXES.items()}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_FEW = 3  # kinds of hosts that are told one by one
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,4})?"
+_PREFIXES = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12}  # powers of ten
+_UNITS = {prefix + unit: power for unit in ("bit", "bps", "bit/s") for prefix, power in _PREFIXES.items()}
+_SIZES = {"B": 0, "kB": 3, "MB": 6, "GB": 9}
+_TIMES = {"s": 0, "ms": -3, "us": -6, "µs": -6, "ns": -9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,15 @@ class Host:
     message: float = 0.0  # seconds of work for every message sent
     number: float = 0.0  # seconds of work for every number that is averaged or updated
     keeps: float | None = None  # bytes of a connection that its kernel holds before a sender must wait; None: all
+
+    def __str__(self) -> str:
+        rates = dict.fromkeys(_shortest(rate, _UNITS) for rate in (self.up, self.down))
+        times = [_shortest(seconds, _TIMES) for seconds in (2 * self.latency, self.message)]
+        while times and times[-1] == "0s":
+            times.pop()
+        number = f" number:{_shortest(self.number, _TIMES)}" if self.number else ""
+        keeps = f" keeps:{_shortest(self.keeps, _SIZES)}" if self.keeps is not None else ""
+        return ",".join(["/".join(rates), *times]) + number + keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +75,28 @@ class Network:
         """Whether all hosts are alike, and so are all ways between them."""
         return len(set(self.hosts)) == 1 and self.rack is None
 
+    def __str__(self) -> str:
+        """As the command line takes it, where it could: `parse` reads the same network. Else its hosts, in short."""
+        if next(self.problems(), None) is not None:
+            return repr(self)
+        alike = [(str(host), len([*group])) for host, group in groupby(self.hosts)]
+        told = "; ".join(host if n == 1 else f"{n} x {host}" for host, n in alike)
+        if len(alike) > _FEW:  # which ones they are must be told from others all the same
+            told = f"{len(self.hosts)} hosts, {alike[0][0]} and others ({zlib.crc32(repr(self.hosts).encode()):08x})"
+        return told if self.rack is None else f"{told} racks:{self.rack}x{_shortest(self.oversubscription, {'': 0})}"
+
     def problems(self) -> Iterator[Problem]:
         """What nothing could be sent over."""
         if not self.hosts:
             yield Problem("cluster.network", self.hosts, "needs at least one host")
         for i, host in enumerate(self.hosts):
-            for name, value in vars(host).items():
-                if name == "keeps" and value is None:
+            for field in fields(Host):
+                value, may_be_0 = getattr(host, field.name), field.default == 0
+                if value is None and field.default is None:
                     continue
-                least = 0.0 if name in ("latency", "message", "number") else math.ulp(0.0)
-                if not (isinstance(value, int | float) and least <= value < math.inf):
-                    kind = "at least 0" if least == 0 else "above 0"
-                    yield Problem(f"cluster.network.hosts[{i}].{name}", value, f"must be a finite number {kind}")
+                if not (isinstance(value, int | float) and 0 <= value < math.inf and (value or may_be_0)):
+                    kind = "at least 0" if may_be_0 else "above 0"
+                    yield Problem(f"cluster.network.hosts[{i}].{field.name}", value, f"must be a finite number {kind}")
         if self.rack is not None and not (isinstance(self.rack, int) and self.rack >= 1):
             yield Problem("cluster.network.rack", self.rack, "must be a whole number of at least 1 host")
         times = self.oversubscription
@@ -108,7 +132,7 @@ def parse(text: str) -> Network:
         hosts = (Host(up=bits, down=bits, latency=read_time(latency) / 2, message=read_time(message)),)
     rack, times = None, 1.0
     for word in more:
-        found = re.fullmatch(r"racks:(\d+)x([\d.]+)", word)
+        found = re.fullmatch(rf"racks:(\d+)x({_NUMBER})", word)
         if found is None:
             raise ValueError(f"{word!r} is not racks:HOSTSxOVERSUBSCRIPTION, e.g. racks:4x8")
         rack, times = int(found[1]), float(found[2])
@@ -158,7 +182,7 @@ def _entry(path: Path, i: int, entry: Mapping[str, Any]) -> Host:
     if up is None or down is None:
         raise ValueError(f"{path}, host {i}: needs rate, or up and down")
     latency, message, number = (read_time(entry.get(name, "0s")) for name in ("latency", "message", "number"))
-    keeps = _quantity(entry["keeps"], _SIZES, "a size such as 128kB") if "keeps" in entry else None
+    keeps = read_size(entry["keeps"]) if "keeps" in entry else None
     return Host(
         up=read_rate(up), down=read_rate(down), latency=latency / 2, message=message, number=number, keeps=keeps
     )
@@ -182,8 +206,27 @@ def read_time(text: object) -> float:
     return _quantity(text, _TIMES, "a time such as 1ms or 50us")
 
 
-def _quantity(text: object, units: Mapping[str, float], what: str) -> float:
-    found = re.fullmatch(r"\s*([\d.]+(?:e[-+]?\d+)?)\s*([a-zµ/]+)\s*", str(text).lower())
+def read_size(text: object) -> float:
+    """Bytes.
+
+    >>> read_size("128kB")
+    128000.0
+    """
+    return _quantity(text, {unit.lower(): power for unit, power in _SIZES.items()}, "a size such as 128kB")
+
+
+def _quantity(text: object, units: Mapping[str, int], what: str) -> float:
+    found = re.fullmatch(rf"\s*({_NUMBER})\s*([a-zµ/]+)\s*", str(text).lower())
     if found is None or found[2] not in units:
         raise ValueError(f"{text!r} is not {what}")
-    return float(found[1]) * units[found[2]]
+    return float(Decimal(found[1]).scaleb(units[found[2]]))  # rounded once: 50us is 0.05ms
+
+
+def _shortest(value: float, units: Mapping[str, int]) -> str:
+    """The shortest text that is read as this value.
+
+    >>> _shortest(1e8, _UNITS), _shortest(5e-05, _TIMES), _shortest(1e-4, _TIMES)
+    ('100mbit', '50us', '0.1ms')
+    """
+    exact = Decimal(repr(float(value)))
+    return min((f"{exact.scaleb(-power).normalize():f}{unit}" for unit, power in units.items()), key=len)

@@ -103,6 +103,17 @@ def test_every_page_shows_something_and_nobody_complains(opened: Page, name: str
     assert complaints(opened) == []
 
 
+def test_all_that_may_have_been_first_are_boxed(browser: Browser, tmp_path: Path) -> None:
+    for batch, seconds in ((8, (0.1, 0.11, 0.2)), (9, (0.1, 0.3, 0.2))):
+        for name, second in zip(("allreduce", "localsgd", "slowmo"), seconds, strict=True):
+            make_run(tmp_path / name / str(batch), name, second=second, batch=batch)
+    opened = show(browser, story.tell([tmp_path], target=Target("accuracy", 0.5)), tmp_path, "#conditions")
+    texts = "[...document.querySelectorAll('#conditions svg text')].map((e) => e.textContent)"
+    found = [text for text in opened.ask(texts) if text in ("first", "tie") or text.endswith("×")]
+    assert sorted(found) == ["2.00×", "2.00×", "3.00×", "first", "tie", "tie"]
+    opened.close()
+
+
 def test_names_are_text_and_nothing_they_say_is_done(opened: Page) -> None:
     for name in PAGES:
         opened.go(name)

@@ -79,6 +79,8 @@ def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra
     assert said.code == 0
     budgets = {path.parts[1]: json.loads(path.read_text())["budget"] for path in Path("out").rglob("config.json")}
     assert {name: budget[0] for name, budget in budgets.items()} == dict.fromkeys(budgets, "epochs=20")
+    assert "· 1 seed · until the target, at most 20 epochs ·" in said.out
+    assert "total time: until the target, or until it was given up." in " ".join(said.out.split())
     assert "seconds=" not in str(budgets["localsgd-tau-64"])
     assert "allreduce · seed 0: given up after 3 x the best; accuracy 0.6 not reached" in said.err
     assert "allreduce was given up after 3 x the best, accuracy 0." in said.out

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from orchestra.budget import Target
-from orchestra.cli import concluding
+from orchestra.cli import concluding, sweep
 from orchestra.cli.lessons import verdict
 from orchestra.cli.table import Outcome, Row, Table
 from orchestra.progress import NodeLine, Picture, drawing, plain_line
@@ -158,3 +158,23 @@ def test_a_rehearsal_has_two_clocks() -> None:
     shown = picture(2, real=3.5)
     assert plain_line(shown).startswith("[12.0 virtual s in 3.5 s]")
     assert "12.0 virtual s in 3.5 s" in drawing(shown, 80, 24).plain
+
+
+def test_a_table_says_where_its_runs_end() -> None:
+    made = table(row("allreduce", 5.0))
+    assert made.heading.endswith("1 seed · 3 epochs")
+    assert "total time: of a whole run, past the target." in made.legend
+    short = replace(made, stops=True)
+    assert short.heading.endswith("1 seed · until the target, at most 3 epochs")
+    assert "total time: until the target, or until it was given up." in short.legend
+
+
+def test_a_sweep_marks_all_that_may_have_been_first() -> None:
+    tie = table(row("allreduce", 5.0, gap=1.0), row("ps", 4.5), row("localsgd", 6.0), row("slowmo", None))
+    found = sweep.Condition((("batch", "8"),), tie)
+    cells = [found.cell(strategy) for strategy in ("allreduce", "ps", "localsgd", "slowmo")]
+    assert cells == ["5 s ◂", "4.5 s ◂", "6 s", "not reached"]
+    assert sweep._title([found]).endswith("◂ first under that condition, several: a tie")
+    alone = sweep.Condition((("batch", "9"),), table(row("allreduce", 5.0), row("ps", 4.5)))
+    assert [alone.cell("allreduce"), alone.cell("ps")] == ["5 s", "4.5 s ◂"]
+    assert sweep._title([alone]).endswith("◂ first under that condition")

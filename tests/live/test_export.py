@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -87,8 +88,19 @@ def test_runs_of_two_comparisons_keep_their_names_apart(tmp_path: Path, monkeypa
     assert [run["name"] for run in wandb.begun] == ["one/runs/ps/seed0", "two/runs/ps/seed0"]
 
 
+def mlflow_with(**calls: Any) -> ModuleType:
+    module = ModuleType("mlflow")
+    vars(module).update({"set_tracking_uri": lambda uri: None} | calls)
+    return module
+
+
+def entities_of_mlflow() -> ModuleType:
+    entities = ModuleType("mlflow.entities")
+    vars(entities)["Metric"] = lambda *of: of
+    return entities
+
+
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
     said: list[Any] = []
 
     class Client:
@@ -104,16 +116,20 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def __exit__(self, *how: object) -> None: ...
 
-    vars(entities)["Metric"] = lambda *of: of
-    vars(module).update(
+    module = mlflow_with(
         set_tracking_uri=lambda uri: said.append(uri), set_experiment=lambda name: said.append(name),
         start_run=lambda run_name: Started(), MlflowClient=Client, log_params=lambda given: said.append(len(given)),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "mlflow", module)
-    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities_of_mlflow())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "to be undone")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
     run = whole(tmp_path / "run")
     assert invoke(["export", str(run), "--mlflow", "sqlite:///x.db"]) == 0
     assert said[:3] == ["sqlite:///x.db", "orchestra", 9]
+    kept = [os.environ[name] for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")]
+    assert kept == ["false", "3"], "what its user said, and what he did not"
     began = (run / "config.json").stat().st_mtime
     assert ("7", "train/loss", 0.25, round((began + 0.8) * 1e3), 8) in said
 
@@ -140,6 +156,44 @@ def test_without_the_tool_it_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, tool, None)
     assert invoke(["export", str(whole(tmp_path / "run")), f"--{tool}", "x"]) == 3
     assert f"pip install 'neural-orchestra[{tool}]'" in capsys.readouterr().err
+
+
+def refusing(*lines: str) -> Any:
+    def refuse(*asked: Any, **more: Any) -> None:
+        raise RuntimeError("\n".join(lines))
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("tool", "call", "said"),
+    [
+        ("wandb", "init", "Weights & Biases does not take it: No key. With WANDB_MODE=offline it is kept here"),
+        ("mlflow", "set_experiment", "MLflow at x does not take it: No key.\n"),
+        ("mlflow", "start_run", "MLflow at x does not take it: No key.\n"),
+    ],
+)
+def test_what_a_tool_refuses_is_told_in_a_line(
+    tool: str, call: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Wandb() if tool == "wandb" else mlflow_with(set_experiment=lambda name: None)
+    vars(module)[call] = refusing("No key.", "Consider this:", "  and that")
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "0")  # and as it was afterwards
+    monkeypatch.setitem(sys.modules, tool, module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities_of_mlflow())
+    assert invoke(["export", str(whole(tmp_path / "run")), f"--{tool}", "x"]) == 3
+    assert said in (err := capsys.readouterr().err)
+    assert len(err.splitlines()) == 1
+
+
+def test_a_folder_is_no_place_for_event_files_where_a_file_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    (tmp_path / "file").touch()
+    assert invoke(["export", str(whole(tmp_path / "run")), "--tensorboard", str(tmp_path / "file")]) == 3
+    assert f"TensorBoard cannot write to {tmp_path / 'file'}: [Errno 20] Not a directory" in capsys.readouterr().err
 
 
 def test_what_cannot_be_done(

@@ -13,6 +13,8 @@ import json
 import re
 import shlex
 import shutil
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,7 +22,10 @@ from xml.etree import ElementTree
 import pytest
 from tests.report.folders import make_race, make_run
 
-from orchestra.cli import invoke
+from orchestra.budget import Target
+from orchestra.cli import invoke, summary
+from orchestra.cli import report as cli_report
+from orchestra.cli.patience import patiently
 from orchestra.errors import EnvironmentProblem
 from orchestra.events import Logged, Stepped, encode
 from orchestra.report import figures, formulas, page, plots, story, tables
@@ -221,6 +226,26 @@ def test_every_figure_is_sound_svg(race: Path, tmp_path: Path) -> None:
         assert not [e for e in root.iter() if "script" in e.tag or "nan" in str(e.attrib).lower()]
 
 
+def words_under(told: dict[str, Any], condition: str) -> list[str]:
+    """What is written below the seconds of each strategy, in order of names."""
+    texts = [e.text or "" for e in ElementTree.fromstring(figures.draw(told)["conditions"]).findall(".//{*}text")]
+    return texts[texts.index(condition) + 1 :][1 : 2 * len(told["strategies"]) : 2]
+
+
+def test_all_that_may_have_been_first_are_boxed(tmp_path: Path) -> None:
+    """Snapshots are 2 steps apart: of 0.1 s and of 0.11 s they cannot be told apart, those of 0.2 s can."""
+    for batch, seconds in ((8, (0.1, 0.11, 0.2)), (9, (0.1, 0.3, 0.2))):
+        for name, second in zip(("allreduce", "localsgd", "slowmo"), seconds, strict=True):
+            make_run(tmp_path / name / str(batch), name, second=second, batch=batch)
+    told = story.tell([tmp_path], target=Target("accuracy", 0.5))
+    assert told["firsts"] == {"batch 8": ["allreduce", "localsgd"], "batch 9": ["allreduce"]}
+    assert "several at once under 1" in told["verdict"]["sentence"]
+    assert words_under(told, "batch 8") == ["tie", "tie", "2.00×"]
+    assert words_under(told, "batch 9") == ["first", "3.00×", "2.00×"]
+    to_the_end = story.tell([tmp_path])
+    assert to_the_end["firsts"] == {"batch 8": ["allreduce"], "batch 9": ["allreduce"]}, "ends are known exactly"
+
+
 def lines_in(text: str, width: str) -> list[list[tuple[float, ...]]]:
     """The lines of a drawing that are so wide, as points."""
     found = [e for e in ElementTree.fromstring(text).findall(".//{*}polyline") if e.get("stroke-width") == width]
@@ -346,3 +371,35 @@ def test_steps_count_alike_whoever_took_them(tmp_path: Path, monkeypatch: pytest
     FIGURES["step-times"](told, told["runs"])
     ((curve,),) = (found.values() for found in drawn)
     assert max(share for seconds, share in curve if seconds < 0.5) == pytest.approx(99, abs=0.3)
+
+
+def test_who_waits_is_told_what_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: here until the word has come."""
+    said, heard = list[str](), threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        heard.set()
+
+    monkeypatch.setattr(summary, "say", say)
+    monkeypatch.setattr(story, "tell", lambda *_, tell=story.tell, **more: heard.wait(60) and tell(*_, **more))
+    monkeypatch.setattr(cli_report, "patiently", partial(patiently, after=0.0))
+    run = make_run(tmp_path / "run")
+    assert invoke(["report", str(run)]) == 0
+    assert said[0] == f"looking through {run} for runs ..."
+
+
+def test_what_is_done_at_once_is_not_announced() -> None:
+    with patiently("this takes a while", after=1000.0):
+        running = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert running
+    assert not any(thread.is_alive() for thread in running)
+
+
+def test_a_folder_without_a_run_of_ours_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").mkdir()
+    assert invoke(["report", str(tmp_path)]) == 2
+    assert "holds no run: give a folder with a config.json" in capsys.readouterr().err
+    (tmp_path / "other" / "config.json").write_text("{}", encoding="utf-8")
+    assert invoke(["report", str(tmp_path)]) == 2
+    assert f"holds no run that can be read ({tmp_path}/other: its config.json is damaged)" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.report.folders import make_race, make_run
 
+from orchestra import networks
 from orchestra.budget import Target
 from orchestra.report import reading, settings, story
 
@@ -40,6 +41,18 @@ def test_how_long_a_slow_run_was_waited_for_is_no_condition(tmp_path: Path) -> N
     assert asked == ["budget seconds=4.5", "budget seconds=5.5"]
 
 
+def test_a_network_is_the_one_that_was_read_however_it_was_typed(tmp_path: Path) -> None:
+    def settings_of(name: str, read: str, **options: object) -> dict[str, str]:
+        cluster = {"kind": "simulated", "network": str(networks.parse(read))}
+        run = make_run(tmp_path / name, cluster=cluster, note={"options": options})
+        return settings.settings_of(reading.load(run))
+
+    of_python = settings_of("a", "100mbit,1ms")
+    assert of_python["network"] == "100mbit,1ms"
+    typed = settings_of("b", "0.1gbit,1ms", network="0.1gbit,1ms")
+    assert settings.conditions([of_python, typed]) == ["", ""]
+
+
 def test_how_gradients_were_computed_is_no_condition_but_that_they_were_is() -> None:
     two, eight = ({"strategy": "ps", "workers": "2", "numerics": n} for n in ("real", "batched"))
     assert settings.conditions([two, eight]) == ["", ""]
@@ -49,6 +62,9 @@ def test_how_gradients_were_computed_is_no_condition_but_that_they_were_is() -> 
 def test_conditions_are_in_order_of_size() -> None:
     texts = ["network 1gbit · delay slow:1x5", "network 100mbit · delay slow:1x1", "network 10mbit · delay slow:1x1"]
     assert sorted([*texts, "network 10mbit"], key=settings.natural) == ["network 10mbit", texts[2], texts[1], texts[0]]
+    assert sorted(["2tbit,1us", "3gbit,2us", "3gbit,900ns", "500bit"], key=settings.natural) == [
+        "500bit", "3gbit,900ns", "3gbit,2us", "2tbit,1us",
+    ]  # fmt: skip
 
 
 def test_texts_are_told_by_the_words_in_which_they_differ() -> None:

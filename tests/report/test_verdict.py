@@ -12,7 +12,7 @@ import pytest
 from orchestra.budget import Target
 from orchestra.events import Scored
 from orchestra.report.marks import Achieved, Mark, achieved, standing
-from orchestra.report.verdict import against_baseline, judge, pairs
+from orchestra.report.verdict import against_baseline, firsts, judge, pairs
 
 TARGET = Target("accuracy", 0.9)
 
@@ -117,6 +117,14 @@ def test_a_tie_is_nobodys_lead() -> None:
         "ps reached accuracy ≥ 0.9 first under 1 of 4 conditions, several at once under 2, nobody in every run under "
         "1; under the 3 where both always did it was 1.00 to 1.25 times as fast as allreduce."
     )
+
+
+def test_all_that_cannot_be_told_apart_may_have_been_first() -> None:
+    near = [mark("allreduce", 0, 5.05, gap=0.2), mark("ps", 0, 5.0), mark("localsgd", 0, 5.1)]
+    assert firsts(near, TARGET) == ["ps", "allreduce"]
+    assert "lead over allreduce is less than one snapshot" in " ".join(judge(near, TARGET, "accuracy").doubts)
+    assert firsts([mark("ps", 0, 0.0), mark("allreduce", 0, 0.0)], TARGET) == ["allreduce", "ps"], "both at once"
+    assert firsts([mark("ps", 0, None)], TARGET) == []
 
 
 def test_seeds_that_coincide_are_no_certainty() -> None:

@@ -77,7 +77,7 @@ def test_hosts_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts.yaml"
     path.write_text("- {rate: 1gbit, latency: 0.2ms}\n- {up: 20mbit, down: 100mbit, message: 5us, keeps: 128kB}\n")
     assert parse_network(str(path)) == Network(
-        hosts=(Host(up=1e9, down=1e9, latency=1e-4), Host(up=20e6, down=100e6, message=5 * 1e-6, keeps=128e3))
+        hosts=(Host(up=1e9, down=1e9, latency=1e-4), Host(up=20e6, down=100e6, message=5e-6, keeps=128e3))
     )
     path.write_text("- {rate: 1gbit, colour: red}\n")
     with pytest.raises(ValueError, match=r"host 0: 'colour' is none of"):

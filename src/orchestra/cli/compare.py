@@ -206,7 +206,7 @@ class Race:
         baseline = baseline_of([row.strategy for row in rows] or self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
-        return Table(*what, world=self._world())
+        return Table(*what, world=self._world(), stops=self.shared.target is not None)
 
     def fairness(self, table: Table) -> list[str]:
         """What all had in common, as the folders of the runs say."""

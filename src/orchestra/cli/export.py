@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from orchestra.cli import summary
+from orchestra.cli.patience import patiently
 from orchestra.errors import ConfigError, Problem
 from orchestra.words import plural
 
@@ -45,7 +46,8 @@ def export(runs: Runs, tensorboard: TensorBoard = None, wandb: Wandb = None, mlf
         *([sinks.wandb(wandb)] if wandb is not None else []),
         *([sinks.mlflow(mlflow)] if mlflow is not None else []),
     ]
-    done, refused = sinks.export(runs, chosen)
+    with patiently(f"looking through {', '.join(map(str, runs))} for runs, and giving them ..."):
+        done, refused = sinks.export(runs, chosen)
     for why in refused:
         summary.say(f"left out: {why}")
     if not done:

@@ -15,7 +15,6 @@ import math
 import re
 import shlex
 import shutil
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -224,11 +223,13 @@ class Advice:
 
     def _doubt(self, first: Row) -> Iterator[str]:
         """How sure that is."""
+        from orchestra.report.verdict import firsts
+
         if len(self.finalists) > 1:
             second = self.finalists[1]
             lead = _lead(self.table, first.strategy, second.strategy)
             yield f"{second.strategy} is next: it took {lead or 'as long'}."
-            if first.time > statistics.median(outcome.since for outcome in second.outcomes):
+            if second.strategy in firsts(self.table.marks, self.table.target):
                 yield "That is less than one snapshot of the model: a tie."
         yield from (f"{row.strategy} {_missed(self.table, row)}." for row in self.table.ranked if not row.always)
         yield from self.elsewhere

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from orchestra.cli import options as o
 from orchestra.cli import summary
+from orchestra.cli.patience import patiently
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.words import plural
 
@@ -58,7 +60,9 @@ def report(
 
     wanted = _formats(format_, out)
     goal = _target(target)
-    told = story.tell(runs, target=goal, title=title)
+    where = ", ".join(map(str, runs))
+    with contextlib.nullcontext() if quiet else patiently(f"looking through {where} for runs ..."):
+        told = story.tell(runs, target=goal, title=title)
     files = _contents(told, wanted)
     written = _write(files, runs, out)
     if json_:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +46,8 @@ def sweep(
     """Race strategies under every condition of a grid, and print who was first in each.
 
     Each condition is a comparison as `orchestra compare` makes it, in a folder of its own. The table has a row for each
-    strategy and a column for each condition: seconds to the target, the winner of a column marked.
+    strategy and a column for each condition: seconds to the target, the first of a column marked; several, where they
+    cannot be told apart.
 
     For example:
 
@@ -183,19 +185,20 @@ class Condition:
     values: Values
     table: Table
 
-    @property
-    def winner(self) -> str | None:
-        """Who always reached the target, soonest."""
-        first = self.table.ranked[0]
-        return first.strategy if first.always else None
+    @cached_property
+    def first(self) -> list[str]:
+        """Who always reached the target and may have been the first to."""
+        from orchestra.report.verdict import firsts
+
+        return firsts(self.table.marks, self.table.target)
 
     def cell(self, strategy: str) -> str:
-        """Seconds to the target, the winner's marked."""
+        """Seconds to the target, those of the first marked."""
         row = self.table.row(strategy)
         if row is None or not row.times:
             return "not reached" if row is not None and row.done else "failed"
         incomplete = " !" if row.incomplete else ""
-        return _seconds(row) + incomplete + (" ◂" if strategy == self.winner else "")
+        return _seconds(row) + incomplete + (" ◂" if strategy in self.first else "")
 
 
 def _seconds(row: Row) -> str:
@@ -211,7 +214,7 @@ def _save(found: list[Condition], out: Path) -> dict[str, Any]:
     record: dict[str, Any] = {
         "recipe": found[0].table.recipe,
         "conditions": [
-            {"values": dict(c.values), "winner": c.winner, "table": c.table.as_record()} for c in found
+            {"values": dict(c.values), "first": c.first, "table": c.table.as_record()} for c in found
         ],
         "out": str(out),
     }  # fmt: skip
@@ -224,7 +227,8 @@ def _save(found: list[Condition], out: Path) -> dict[str, Any]:
 def _title(found: list[Condition]) -> str:
     table = found[0].table
     virtual = "virtual " if table.world else ""
-    return f"{table.recipe} · {virtual}seconds to test {table.goal}; ◂ first under that condition"
+    tie = ", several: a tie" if any(len(condition.first) > 1 for condition in found) else ""
+    return f"{table.recipe} · {virtual}seconds to test {table.goal}; ◂ first under that condition{tie}"
 
 
 def _cells(found: list[Condition]) -> tuple[list[str], list[list[str]]]:
@@ -276,5 +280,5 @@ def _verdict(found: list[Condition]) -> list[str]:
     table = found[0].table
     marks = [replace(mark, condition=_words(c.values)) for c in found for mark in c.table.marks]
     judged = judge(marks, table.target, table.target.metric, table.unit, table.baseline)
-    nobody = not any(c.winner for c in found)
+    nobody = not any(c.first for c in found)
     return ["", judged.sentence, *judged.doubts, *(["Give more --epochs or a nearer --target."] if nobody else [])]

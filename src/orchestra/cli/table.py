@@ -133,6 +133,7 @@ class Table:
     baseline: str
     rows: tuple[Row, ...]
     world: str = ""  # where it took place, if not on this machine
+    stops: bool = False  # runs end at the target
 
     @property
     def ranked(self) -> list[Row]:
@@ -179,9 +180,10 @@ class Table:
     @property
     def heading(self) -> str:
         """What was done."""
+        upto = "until the target, at most " if self.stops else ""
         return (
             f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
-            f"{plural(self.seeds, 'seed')} · {plural(self.epochs, 'epoch')}"
+            f"{plural(self.seeds, 'seed')} · {upto}{plural(self.epochs, 'epoch')}"
             + (f" · {self.world}" if self.world else "")
         )
 
@@ -234,9 +236,10 @@ class Table:
         """What the columns count."""
         spread = "" if self.seeds == 1 else " [95 % interval]" if self.seeds > 5 else " [least, most]"
         ratio = "" if self.seeds == 1 else f"vs {self.baseline}: geometric mean over seeds [95 % interval]. "
+        whole = "until the target, or until it was given up" if self.stops else "of a whole run, past the target"
         return (
             f"time to target: median{spread}. {ratio}Other columns: means. nodes: workers and servers. "
-            "total time: of a whole run, past the target. MB/worker: sent and received. "
+            f"total time: {whole}. MB/worker: sent and received. "
             "wait: share of the workers' time spent waiting for others. staleness: updates made between a worker's "
             "pull and its push."
         )

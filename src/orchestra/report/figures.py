@@ -109,7 +109,7 @@ def _apart(ticks: Sequence[float]) -> list[float]:
 
 
 def _conditions(story: Story) -> Drawing:
-    """Who wins where: seconds, and the first of each condition boxed."""
+    """Who wins where: seconds, and who may have been the first of each condition boxed."""
     names = [s["name"] for s in story["strategies"]]
     conditions = story["conditions"]
     deep = max(condition.count(" · ") + 1 for condition in conditions)
@@ -125,7 +125,9 @@ def _conditions(story: Story) -> Drawing:
         times = {name: _time(story, name, condition) for name in names}
         best = min((t for t in times.values() if t is not None), default=None)
         for j, name in enumerate(names):
-            _cell(d, left + 112 * i, top + 42 * j, times[name], best)
+            first = story["firsts"].get(condition, [])
+            word = "" if name not in first else "first" if len(first) == 1 else "tie"
+            _cell(d, left + 112 * i, top + 42 * j, times[name], best, word)
     return d
 
 
@@ -135,16 +137,16 @@ def _time(story: Story, name: str, condition: str) -> float | None:
     return statistics.median(times) if own and None not in times else None
 
 
-def _cell(d: Drawing, x: float, y: float, time: float | None, best: float | None) -> None:
+def _cell(d: Drawing, x: float, y: float, time: float | None, best: float | None, word: str) -> None:
     if time is None or not best:
         d.bar(x, y, 108, 38, "#f6f7f9")
         d.text(x + 54, y + 24, "-", anchor="middle", colour=SOFT)
         return
     share = min(1.0, math.log(time / best) / math.log(12))
     mixed = [round(a + share * (b - a)) for a, b in zip((230, 241, 249), (232, 149, 90), strict=True)]
-    d.bar(x, y, 108, 38, f"rgb({','.join(map(str, mixed))})", edge=INK if time == best else "none")
-    d.text(x + 54, y + 17, f"{number(time)} s", anchor="middle", bold=time == best)
-    d.text(x + 54, y + 31, "first" if time == best else f"{time / best:.2f}×", anchor="middle", size=10.5, colour=SOFT)
+    d.bar(x, y, 108, 38, f"rgb({','.join(map(str, mixed))})", edge=INK if word else "none")
+    d.text(x + 54, y + 17, f"{number(time)} s", anchor="middle", bold=bool(word))
+    d.text(x + 54, y + 31, word or f"{time / best:.2f}×", anchor="middle", size=10.5, colour=SOFT)
 
 
 # Pixels.

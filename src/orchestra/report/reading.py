@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import operator
+import os
+import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +34,7 @@ _RANGES = {
     "parameters": (0, 2**64),
 }
 _LONGEST = 500  # characters of a text
+_MARK = re.compile(r"config\.json|events-.*\.jsonl", re.DOTALL)  # files by which a run is known
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ def find(paths: Iterable[Path]) -> list[Path]:
     """The run folders at and below these, in order, each once."""
     found: dict[Path, Path] = {}
     for path in paths:
-        marks = [*path.rglob("config.json"), *path.rglob("events-*.jsonl")]
-        for folder in sorted({mark.parent for mark in marks}):
+        folders = (Path(folder) for folder, _, files in os.walk(path) if any(map(_MARK.fullmatch, files)))
+        for folder in sorted(folders):
             found.setdefault(folder.resolve(), folder)
     return list(found.values())
 

@@ -31,7 +31,7 @@ def settings_of(run: Run) -> dict[str, str]:
         **{name: config.get(name) for name in ("workers", "servers", "seed", "batch")},
         "budget": _budget(run),
         "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
-        "network": told.get("network") or cluster.get("network"),
+        "network": cluster.get("network") or told.get("network"),
         "delay": told.get("delay") or cluster.get("delay"),
         "numerics": cluster.get("numerics"),
         **{name: config.get(name) for name in ("optimizer", "schedule", "clip", "precision", "accumulate")},
@@ -97,8 +97,8 @@ def shortened(texts: Sequence[str]) -> list[str]:
     return [short or text for short, text in zip(cut, texts, strict=True)]
 
 
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)(kbit|mbit|gbit|us|ms|s)?(?![a-z])")
+_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = re.compile(rf"(\d+(?:\.\d+)?(?:e-?\d+)?)({'|'.join(_UNITS)})?(?![a-z])")
 
 
 def natural(text: str) -> list[Any]:

@@ -19,7 +19,9 @@ import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ from orchestra.report.reading import Run
 RECENT = 32  # steps over which shares are taken
 _KINDS = ("compute", "communicate", "wait")
 _TOGETHER = 1000  # figures that MLflow takes at once
-_LONGEST = 500  # characters that MLflow takes of a setting
+_LONGEST = 500  # characters that MLflow takes of a setting, and we of a complaint
+_RETRIES = "3"  # of MLflow, unless its user said otherwise: its own seven take four minutes
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,18 @@ def _mean(values: Sequence[float]) -> float:
 
 # Where it goes.
 
-Sink = Callable[[Run, str, float], None]  # a run, what to call it, and when it began, in seconds since the epoch
+# A run, its figures, what to call it, and when it began, in seconds since the epoch.
+Sink = Callable[[Run, Sequence[Row], str, float], None]
+
+
+@contextmanager
+def _in_a_line(what: str, advice: str = "") -> Iterator[None]:
+    """Tell what a tool complains about, whatever it raises, in a line."""
+    try:
+        yield
+    except Exception as error:
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)[:_LONGEST].rstrip(".")
+        raise EnvironmentProblem(f"{what}: {why}.{advice}") from None
 
 
 def tensorboard(folder: Path) -> Sink:
@@ -116,10 +130,11 @@ def tensorboard(folder: Path) -> Sink:
     needed("tensorboard", "tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    def write(run: Run, name: str, began: float) -> None:
+    @_in_a_line(f"TensorBoard cannot write to {folder}")
+    def write(run: Run, figures: Sequence[Row], name: str, began: float) -> None:
         writer: Any = SummaryWriter(log_dir=str(folder / name))
         writer.add_text("config", f"```\n{json.dumps(run.config, indent=1)}\n```", walltime=began)
-        for row in rows(run):
+        for row in figures:
             for figure, value in row.figures.items():
                 writer.add_scalar(figure, value, row.step, began + row.t)
         writer.close()
@@ -131,9 +146,10 @@ def wandb(project: str) -> Sink:
     """Runs of a project of Weights & Biases; offline where WANDB_MODE says so."""
     module = needed("wandb", "wandb")
 
-    def write(run: Run, name: str, began: float) -> None:
+    @_in_a_line("Weights & Biases does not take it", " With WANDB_MODE=offline it is kept here, to be synced later.")
+    def write(run: Run, figures: Sequence[Row], name: str, began: float) -> None:
         with module.init(project=project, name=name, config=run.config) as there:
-            for row in rows(run):
+            for row in figures:
                 there.log({**row.figures, "seconds": row.t, "_timestamp": began + row.t}, step=row.step)
 
     return write
@@ -143,13 +159,18 @@ def mlflow(uri: str) -> Sink:
     """Runs of the experiment `orchestra` at a tracking server, a database or a folder."""
     module = needed("mlflow", "mlflow")
     entities = importlib.import_module("mlflow.entities")
-    module.set_tracking_uri(uri)
-    module.set_experiment("orchestra")
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # who names a folder means it
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _RETRIES)
+    heard = partial(_in_a_line, f"MLflow at {uri} does not take it")
+    with heard():
+        module.set_tracking_uri(uri)
+        module.set_experiment("orchestra")
 
-    def write(run: Run, name: str, began: float) -> None:
+    @heard()
+    def write(run: Run, figures: Sequence[Row], name: str, began: float) -> None:
         metrics = [
             entities.Metric(figure, value, round((began + row.t) * 1e3), row.step)
-            for row in rows(run)
+            for row in figures
             for figure, value in row.figures.items()
         ]
         settings = {key: json.dumps(value)[:_LONGEST] for key, value in run.config.items()}
@@ -177,11 +198,12 @@ def export(paths: Sequence[Path], sinks: Sequence[Sink]) -> tuple[list[str], lis
     for folder in reading.find(paths):
         try:
             run = reading.load(folder)
-        except (reading.Unreadable, OSError) as error:
+            figures = rows(run)
+        except (reading.Unreadable, OSError, *reading.NONSENSE) as error:
             refused.append(f"{folder}: {error}")
             continue
         name = str(folder.resolve().relative_to(above)) if folder.resolve() != above else above.name
         for sink in sinks:
-            sink(run, name, (folder / "config.json").stat().st_mtime)
+            sink(run, figures, name, (folder / "config.json").stat().st_mtime)
         done.append(name)
     return done, refused

@@ -59,7 +59,7 @@ def tell(
             refused.append({"name": str(folder), "why": f"its figures make no sense: {error}"})
     if not about:
         reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
-        raise ConfigError([Problem("run", str(paths[0]), f"is no run that can be read ({reasons})")])
+        raise ConfigError([Problem("run", str(paths[0]), f"holds no run that can be read ({reasons})")])
     return reading.harmless(_together(told, about, refused, target, title, races))  # type: ignore[no-any-return]
 
 
@@ -235,6 +235,7 @@ def _together(
         **_learned(races.whole(target), found.doubts),
         "strategies": [{"name": name, **dressed[name].as_dict()} for name in names],
         "conditions": sorted({run["condition"] for run in told}, key=settings.natural),
+        "firsts": _firsts(marks, told, target),
         "intervals": [*_intervals(marks)],
         "table": tables.table(told, marks, target, metric, races.baseline),
         "runs": told,
@@ -261,6 +262,14 @@ def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
         )
         for r in told
     ]
+
+
+def _firsts(marks: Sequence[Mark], told: Sequence[dict[str, Any]], target: Target | None) -> dict[str, list[str]]:
+    """Of each condition; without a target, who came first to the end."""
+    if target is None:
+        marks = [replace(m, seconds=r["seconds"], since=r["seconds"]) for m, r in zip(marks, told, strict=False)]
+    groups = dict.fromkeys(mark.condition for mark in marks)
+    return {group: verdict.firsts([m for m in marks if m.condition == group], target) for group in groups}
 
 
 def _intervals(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:

@@ -130,6 +130,21 @@ def against_baseline(marks: Sequence[Mark], baseline: str | None = None) -> list
     return [Against(name, baseline, speeds[name], corrected.get(name)) for name in names]
 
 
+def ranked(marks: Sequence[Mark], target: Target | None) -> list[tuple[float, str]]:
+    """Strategies that always reached the target, by their median time under one condition."""
+    names = dict.fromkeys(mark.strategy for mark in marks)
+    own = [[mark for mark in marks if mark.strategy == name] for name in names]
+    order = sorted(filter(always, own), key=lambda found: standing(found, target))
+    return [(statistics.median(times_of(found)), found[0].strategy) for found in order]
+
+
+def firsts(marks: Sequence[Mark], target: Target | None) -> list[str]:
+    """Who may have been the first to reach the target under one condition: several, where snapshots do not tell."""
+    order = ranked(marks, target)
+    since = {name: statistics.median(m.since for m in marks if m.strategy == name) for _, name in order}
+    return [name for time, name in order if time == order[0][0] or since[name] < order[0][0]]
+
+
 @dataclass(frozen=True)
 class _Race:
     marks: Sequence[Mark]
@@ -142,33 +157,22 @@ class _Race:
     def against(self) -> dict[str, Against]:
         return {found.strategy: found for found in against_baseline(self.marks, self.baseline)}
 
-    def of(self, name: str, condition: str | None = None) -> list[Mark]:
+    def of(self, name: str) -> list[Mark]:
         """The runs of a strategy."""
-        return [m for m in self.marks if m.strategy == name and condition in (None, m.condition)]
-
-    def ranked(self, condition: str | None = None) -> list[tuple[float, str]]:
-        """Strategies that always reached the target, by their median time."""
-        found = [own for name in self.names if (own := self.of(name, condition)) and always(own)]
-        order = sorted(found, key=lambda own: standing(own, self.target))
-        return [(statistics.median(times_of(own)), own[0].strategy) for own in order]
-
-    def tied(self, ranked: Sequence[tuple[float, str]], condition: str | None = None) -> list[str]:
-        """Who may have been there as early as the first, as far as snapshots tell."""
-        since = {name: statistics.median(m.since for m in self.of(name, condition)) for _, name in ranked}
-        return [name for _, name in ranked[1:] if ranked[0][0] > since[name]]
+        return [mark for mark in self.marks if mark.strategy == name]
 
     def sentence(self) -> str:
         """Under one condition."""
-        ranked = self.ranked()
-        if not ranked:
+        order = ranked(self.marks, self.target)
+        if not order:
             return self._nobody()
-        time, first = ranked[0]
+        time, first = order[0]
         runs = len(self.of(first))
         of = f", the median of {runs} runs" if runs > 1 else ""
         said = f"{first} reached {goal(self.target)} in {time:.3g} {self.unit}{of}"
         if len(self.names) == 1:
             return f"{said}; there is nothing to compare it with."
-        rival = _rival([name for _, name in ranked], self.baseline)
+        rival = _rival([name for _, name in order], self.baseline)
         return f"{said}{'; nobody else did in every run' if rival is None else self._beside(first, rival)}."
 
     def _beside(self, first: str, rival: str) -> str:
@@ -193,11 +197,12 @@ class _Race:
 
     def over(self, groups: Sequence[str]) -> str:
         """Under several conditions: how often who was first, not a mean of what cannot be put together."""
-        ranked = {group: found for group in groups if (found := self.ranked(group))}
-        if not ranked:
+        within = ([m for m in self.marks if m.condition == group] for group in groups)
+        found = [names for marks in within if (names := firsts(marks, self.target))]
+        if not found:
             return self._nobody()
-        alone = Counter(found[0][1] for group, found in ranked.items() if not self.tied(found, group))
-        ties, nobody = len(ranked) - alone.total(), len(groups) - len(ranked)
+        alone = Counter(names[0] for names in found if len(names) == 1)
+        ties, nobody = len(found) - alone.total(), len(groups) - len(found)
         rest = f", several at once under {ties}" * bool(ties) + f", nobody in every run under {nobody}" * bool(nobody)
         if not alone:
             return (
@@ -221,11 +226,10 @@ class _Race:
 
     def doubts(self) -> list[str]:
         """Where a lead is no larger than what chance or the spacing of snapshots explains."""
-        ranked, found = self.ranked(), []
-        order = [name for _, name in ranked]
+        order, found = [name for _, name in ranked(self.marks, self.target)], []
         for rival in [name for i, name in enumerate(order) if i == 1 or (i > 1 and name == self.baseline)]:
             e = lead(self.marks, order[0], rival)
-            if rival in self.tied(ranked):
+            if rival in firsts(self.marks, self.target):
                 found.append(f"Its lead over {rival} is less than one snapshot of the model: a tie.")
             elif self.baseline not in (order[0], rival) and e is not None and e.includes(1.0):
                 found.append(f"Its lead over {rival} could be chance ({interval(e)}).")

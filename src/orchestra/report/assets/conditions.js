@@ -8,10 +8,10 @@ import { brief, colours, runs, shown, symbols, told } from "./state.js";
 
 const INK = "#1b1f24"; // cells are light in both themes
 
-// Seconds to the target, or in all where there is none.
+// Seconds to the target, or in all where there is none. Who is switched off was first all the same.
 function cells() {
   const groups = d3.group(
-    runs({ anyCondition: true }),
+    told.story.runs,
     (run) => run.condition,
     (run) => run.strategy,
   );
@@ -28,14 +28,15 @@ function cells() {
       };
     });
     const best = d3.min(column, (c) => c.time);
+    const first = told.story.firsts[condition] ?? [];
     for (const cell of column)
       Object.assign(cell, {
         ratio: cell.time == null ? null : cell.time / best,
-        winner: cell.time != null && cell.time === best,
+        first: !first.includes(cell.strategy) ? null : first.length === 1 ? "first" : "tie",
       });
     found.push(...column);
   }
-  return found;
+  return found.filter((c) => !shown.off.has(c.strategy));
 }
 
 export function heat() {
@@ -94,7 +95,7 @@ export function heat() {
             `${c.strategy}, ${c.condition}: ${c.time == null ? "not always reached" : `${seconds(c.time)}, ${number(c.ratio)} times the best`}`,
         }),
         Plot.cell(
-          all.filter((c) => c.winner),
+          all.filter((c) => c.first),
           { x, y, fill: "none", stroke: INK, strokeWidth: 3, inset: 3, rx: 2 },
         ),
         Plot.text(
@@ -108,7 +109,7 @@ export function heat() {
             y,
             text: (c) => (across ? seconds(c.time) : number(c.time)),
             fill: INK,
-            fontWeight: (c) => (c.winner ? 700 : 400),
+            fontWeight: (c) => (c.first ? 700 : 400),
             dy: across ? -7 : 0,
             fontSize: across ? 13 : 11,
           },
@@ -119,7 +120,7 @@ export function heat() {
               {
                 x,
                 y,
-                text: (c) => (c.winner ? "first" : `${c.ratio.toFixed(2)}×`),
+                text: (c) => c.first ?? `${c.ratio.toFixed(2)}×`,
                 fill: "#3b4148",
                 dy: 9,
                 fontSize: 11,
@@ -130,18 +131,19 @@ export function heat() {
     });
   };
   const rows = () => [
-    ["strategy", "condition", "median time", "times the best"],
+    ["strategy", "condition", "median time", "times the best", "first"],
     cells().map((c) => [
       c.strategy,
       c.condition,
       c.time == null ? `reached in ${c.hit} of ${c.of}` : seconds(c.time),
       number(c.ratio),
+      c.first ?? "",
     ]),
   ];
   const what = told.story.target ? `Median seconds to ${told.story.target.text}` : "Median seconds of a run";
   return figure(
     "Who wins under which condition",
-    `${what}; the first of each condition is boxed, the others are told as times its seconds. A fraction: the target was not reached in every run.`,
+    `${what}; the first of each condition is boxed, several where they cannot be told apart; the others are told as times its seconds. A fraction: the target was not reached in every run.`,
     draw,
     rows,
     "There is only one condition: see orchestra sweep.",
