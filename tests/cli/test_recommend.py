@@ -183,6 +183,7 @@ def test_the_error_of_rehearsals_is_the_one_that_was_measured() -> None:
     [
         (("1gbit", "-s", "localsgd(tau=0)"), "tau"),
         (("1parsec",), "parsec"),
+        (("1gbit racks:4xz",), "'racks:4xz' is not racks:HOSTS"),  # the latency that is added belongs to the rate
         (("1gbit", "--seeds", "0"), "seeds"),
         (("1gbit", "--straggler", "5"), "such as 1x5"),
         (("1gbit", "--straggler", "9x5"), "there are 4 workers"),

@@ -42,7 +42,7 @@ def test_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["top", str(run), "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "ps(consistency=asp) · 2 workers + 1 server" in lines
-    assert any(line.startswith("running · step 10 of 40 · 1.2 s · loss 0.1833") for line in lines)
+    assert any(line.startswith("running · step 10 of 40 · 1.2 s · loss 0.1833 in the last step") for line in lines)
     (row,) = [line.split() for line in lines if line.startswith("worker 0")]
     assert row[:9] == ["worker", "0", "12", "0.1667", "–", "60%", "10%", "30%", "80"]  # noqa: RUF001
 

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import threading
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -261,6 +262,32 @@ def test_the_thick_line_is_the_median_over_seeds(tmp_path: Path) -> None:
     assert thick[-1] == thin[1][-1], "neither the first nor the last"
 
 
+def test_marks_are_where_something_was_measured(tmp_path: Path) -> None:
+    """At all of 11 scores, also of the median of seeds that were scored at the same times; at some of 120 losses."""
+    for seed in range(3):
+        make_run(tmp_path / f"seed{seed}", seed=seed, accuracy=0.5 + seed / 10, steps=120)
+    drawn = figures.draw(story.tell([tmp_path]))
+    for name, count in (("score", 11), ("training-loss", 6)):
+        (thick,) = lines_in(drawn[name], "2")
+        marks = re.findall(r'<circle r="4" transform="translate\(([\d.]+),([\d.]+)\)', drawn[name])
+        assert len(marks) == count + 1, "one beside the name"
+        assert {tuple(map(float, mark)) for mark in marks[:-1]} <= {*thick}
+    assert plots.median([[(0.0, 1.0), (3.0, 4.0)], [(0.0, 3.0), (1.0, 3.0), (3.0, 3.0)]]) == [
+        (0.0, 2.0), (1.0, 2.5), (3.0, 3.5),
+    ]  # fmt: skip
+
+
+def test_between_two_steps_there_is_none(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", workers=1)
+    times = (0.1, 0.2, 0.3, 0.8)
+    events = [Stepped(t, 0, k, 1.0, 8 * k, 1.0, 0.1, t, 0.0, 0.0, 0, 0) for k, t in enumerate(times, 1)]
+    (run / "events-0.jsonl").write_text("".join(map(encode, events)), encoding="utf-8")
+    told = story.tell([run])
+    assert set(told["runs"][0]["step_times"][0]["seconds"]) == {0.1, 0.5}, "nothing took 0.3 s"
+    (line,) = lines_in(figures.draw(told)["step-times"], "2")
+    assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(line)), "up only where a step ended"
+
+
 def test_a_median_has_its_interval_from_six_runs_on(tmp_path: Path) -> None:
     times = [0.1 * k for k in range(1, 13)]
     few = story.tell([make_race(tmp_path / "few", {"allreduce": times[:5]})])
@@ -366,7 +393,7 @@ def test_steps_count_alike_whoever_took_them(tmp_path: Path, monkeypatch: pytest
     slow = [Stepped(1.0 * k, 1, k, 1.0, 8 * k, 1.0, 0.1, 1.0 * k, 0.0, 0.0, 0, 0) for k in range(1, 11)]
     (run / "events-1.jsonl").write_text("".join(map(encode, slow)), encoding="utf-8")
     drawn: list[dict[str, list[tuple[float, float]]]] = []
-    monkeypatch.setattr(plots, "lines", lambda *given: drawn.append(given[-1]))
+    monkeypatch.setattr(plots, "lines", lambda *given, **_: drawn.append(given[-1]))
     told = story.tell([run])
     FIGURES["step-times"](told, told["runs"])
     ((curve,),) = (found.values() for found in drawn)

@@ -70,7 +70,7 @@ def recommend(
         delay = f"{delay or o.DELAY} slow:{straggler}"
     shared = Options(
         workers=workers if workers is not None else 4, epochs=epochs, batch=batch, lr=lr, optimizer=optimizer,
-        sim=True, network=network if "," in network else f"{network},0.5ms", delay=delay,
+        sim=True, network=network if "," in network else re.sub(r"\S+", r"\g<0>,0.5ms", network, count=1), delay=delay,
     )  # fmt: skip
     if seeds < 1:
         raise ConfigError([Problem("seeds", seeds, "must be at least 1")])

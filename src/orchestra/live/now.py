@@ -66,7 +66,7 @@ class RunNow:
     progress: str  # how far, as the budget counts
     fraction: float | None  # of the budget that is spent
     left: float | None  # real seconds
-    loss: float | None
+    loss: float | None  # of the last step, mean over the workers
     rate: float
     metric: str | None
     latest: float | None

@@ -51,7 +51,7 @@ def situation(run: RunNow) -> str:
     """How it goes, in a line."""
     found = [run.state, run.progress, f"{run.t:,.1f} {'virtual ' if run.virtual else ''}s"]
     if run.loss is not None:
-        found.append(f"loss {run.loss:.4g}")
+        found.append(f"loss {run.loss:.4g} in the last step")
     if run.latest is not None:
         best = "" if run.best in (None, run.latest) else f", best {run.best:.4g}"
         found.append(f"test {run.metric} {run.latest:.4g}{best}")

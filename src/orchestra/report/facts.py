@@ -40,7 +40,7 @@ class Facts:
     seconds: float  # of training, setting up and evaluation excluded
     setup: float  # seconds until the last node was ready
     samples_per_second: float
-    loss: float | None  # mean over the workers' last steps
+    loss: float | None  # mean over the last tenth of each worker's steps
     metrics: dict[str, float]  # of the final model
     sent_per_worker: float  # bytes
     received_per_worker: float  # bytes

@@ -19,6 +19,7 @@ from orchestra.words import size
 
 _KINDS = {"compute": "#0072b2", "communicate": "#e69f00", "send": "#e69f00", "receive": "#cc79a7", "wait": "#b9c0c8"}
 _GRID = 160  # points of a median over seeds
+_FEW = 12  # points of a line that are all marked
 _ENOUGH = 6  # times, for a 95 % interval of their median
 
 Story = dict[str, Any]
@@ -52,15 +53,18 @@ def with_names(title: str, names: Sequence[str]) -> Drawing:
     return Drawing(title, right=min(220, 34 + 6.6 * max(map(len, names))))
 
 
-def lines(story: Story, d: Drawing, x: Scale, y: Scale, curves: dict[str, Curve]) -> None:
-    """A line for each strategy with a few of its marks, and its name beside the end.
+def lines(
+    story: Story, d: Drawing, x: Scale, y: Scale, curves: dict[str, Curve], *, stairs: bool = False
+) -> None:  # fmt: skip
+    """A line for each strategy with a mark at each of its points, at some of many, and its name beside the end.
 
-    The marks of one are not where those of another are: of two lines that are the same both are seen.
+    Of many points other ones are marked in each line: of two lines that are the same both are seen.
     """
     for i, (name, curve) in enumerate(curves.items()):
         colour, marker = look(story, name)
-        d.line([(x(t), y(v)) for t, v in curve], colour, width=2)
-        apart = max(1, len(curve) // 6)
+        corners = [(t, v) for k, (t, _) in enumerate(curve) for _, v in curve[max(0, k - 1) : k + 1]]
+        d.line([(x(t), y(v)) for t, v in (corners if stairs else curve)], colour, width=2)
+        apart = max(1, len(curve) // 6) if len(curve) > _FEW else 1
         for t, v in curve[(apart // 2 + i * apart // 5) % apart :: apart]:
             d.mark(x(t), y(v), marker, colour, r=4)
     _names(story, d, [(y(curve[-1][1]), name) for name, curve in curves.items()])
@@ -110,7 +114,10 @@ def median(curves: Sequence[Curve]) -> Curve:
     """
     if len(curves) == 1:
         return curves[0]
-    grid = np.linspace(max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves), _GRID)
+    low, high = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    grid = np.unique([low, high, *(t for curve in curves for t, _ in curve if low <= t <= high)])
+    if len(grid) > _GRID:  # else there is a point wherever one was measured, and nowhere else
+        grid = np.linspace(low, high, _GRID)
     heights = [np.interp(grid, *np.transpose(curve)) for curve in curves]
     return [*zip(grid.tolist(), np.median(heights, axis=0).tolist(), strict=True)]
 
@@ -163,7 +170,7 @@ def _step_times(story: Story, runs: Runs) -> Drawing | None:
     y = scale([0.0, 100.0], *d.upwards)
     d.x_axis(x, f"{_seconds(story)} of a step")
     d.y_axis(y, "% of the steps took no longer")
-    lines(story, d, x, y, {name: shares(found) for name, found in times.items()})
+    lines(story, d, x, y, {name: shares(found) for name, found in times.items()}, stairs=True)
     return d
 
 

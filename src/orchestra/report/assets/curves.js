@@ -6,6 +6,7 @@ import { at, bytes, median, number } from "./format.js";
 import { axisLabel, brief, byStrategy, colours, runs, shape, shown, symbols } from "./state.js";
 
 const GRID = 160; // points of a median over seeds
+const FEW = 12; // points of a line that are all marked
 export const NARROW = 560; // pixels: no room for names beside the lines
 
 export function ticks(axis) {
@@ -36,7 +37,11 @@ function collect(pick) {
     const end = Math.max(start, Math.min(...settled.map((curve) => curve.x.at(-1))));
     let middle = settled[0];
     if (settled.length > 1) {
-      const x = d3.range(GRID).map((i) => start + ((end - start) * i) / (GRID - 1));
+      // A point wherever one was measured and nowhere else, unless that is too many.
+      const measured = settled.flatMap((curve) => curve.x.filter((x) => start <= x && x <= end));
+      const known = d3.sort(new Set([start, end, ...measured]));
+      const even = d3.range(GRID).map((i) => start + ((end - start) * i) / (GRID - 1));
+      const x = known.length <= GRID ? known : even;
       middle = { x, y: x.map((value) => median(settled.map((curve) => at(curve.x, curve.y, value)))) };
     }
     found.push({ strategy, curves, middle });
@@ -46,21 +51,13 @@ function collect(pick) {
 
 const points = (curve, more) => curve.x.map((x, i) => ({ x, y: curve.y[i], ...more }));
 
-// A few marks along a line, so that it is known by more than its colour.
+// A mark at each point of a line, at a few of many, so that it is known by more than its colour.
 function along(curve, strategy, order) {
-  const marks = [];
   const all = points(curve, { strategy });
-  const [first, last] = [all[0]?.x ?? 0, all.at(-1)?.x ?? 0];
-  for (let k = 0; k < 8; k++) {
-    const x = first + ((last - first) * (k + 0.4 + 0.07 * order)) / 8;
-    const y = at(
-      all.map((p) => p.x),
-      all.map((p) => p.y),
-      x,
-    );
-    if (all.length) marks.push({ x, y, strategy });
-  }
-  return marks;
+  if (all.length <= FEW) return all;
+  const [first, last] = [curve.x[0], curve.x.at(-1)];
+  const near = d3.range(8).map((k) => first + ((last - first) * (k + 0.4 + 0.07 * order)) / 8);
+  return [...new Set(near.map((x) => d3.bisectCenter(curve.x, x)))].map((i) => all[i]);
 }
 
 // Names beside the ends of the lines, and the target's, moved apart where they would overlap.

@@ -39,7 +39,7 @@ function say(runs, trouble) {
     run.why,
     run.progress,
     `${number(run.t, 4)} ${run.virtual ? "virtual " : ""}s`,
-    run.loss == null ? null : `loss ${number(run.loss, 4)}`,
+    run.loss == null ? null : `loss ${number(run.loss, 4)} in the last step`,
     run.latest == null ? null : `${run.metric} ${number(run.latest, 4)}`,
     going(run) && run.rate ? `${number(run.rate)} samples/s` : null,
     run.left == null ? null : `${duration(run.left)} left`,
