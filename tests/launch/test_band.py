@@ -71,11 +71,13 @@ def test_who_does_not_hear_is_asked_then_killed_then_hung_up_on() -> None:
 
 
 @pytest.mark.parametrize(("number", "word", "code"), [(signal.SIGINT, "SIGINT", 130), (signal.SIGHUP, "SIGTERM", 143)])
-def test_a_signal_is_passed_on_once(number: int, word: str, code: int) -> None:
+def test_a_signal_is_passed_on_once(number: int, word: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     news = News()
     first, second = Deaf(0, news, at=word, status=code), Deaf(1, news, at=word, status=code)
     assert play(first, second, at=0.1, then=lambda: os.kill(os.getpid(), number)) == code
     assert [w for w in second.told if w] == [word]
+    told = "asked all to stop, and waits for those that save first"  # whether a script does, nobody knows
+    assert capfd.readouterr().err.count(told) == 1
 
 
 def test_a_second_signal_kills_and_a_deaf_host_does_not_keep_us() -> None:

@@ -2,7 +2,7 @@
 """The near end of a launcher: processes on many machines as if they were one program.
 
     rank 0 is heard as it is, line by line; the others on standard error, each line with its host in front
-    Ctrl-C, SIGTERM     passed on, so that the run saves and stops; a second one kills
+    Ctrl-C, SIGTERM     passed on: a run saves and stops, a script does as it likes; a second one kills
     one fails           the others have a few seconds to notice, are asked to stop, are killed; the first cause is told
     we die              so does the input of every far end, and with it what runs there
 
@@ -161,13 +161,13 @@ class Band:
         self._due.append((time.monotonic() + _PULSE, self._pulse))
 
     def _stop(self, number: int) -> None:
-        """As Ctrl-C asks: the first time to save and stop, the second time at once."""
+        """As Ctrl-C asks: the first time when they like, which is when they have saved, the second time at once."""
         if self._asked is not None:
             self._kill()
             return
         self._asked = number
         self._say("SIGINT" if number == signal.SIGINT else "SIGTERM")
-        _tell("asked all to save and stop; once more kills them")
+        _tell("asked all to stop, and waits for those that save first; once more kills them")
 
     def _ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
