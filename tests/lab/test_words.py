@@ -96,6 +96,20 @@ def test_up_show_list_run_and_down(name: str, orchestra: Orchestra) -> None:
     assert "no such lab is up" in said.err
 
 
+def test_a_lab_that_is_up_is_not_replaced(name: str, orchestra: Orchestra) -> None:
+    """Something may run in it."""
+    from orchestra.lab import build, kernel
+    from orchestra.lab.look import look
+
+    build.up(make_plan(name=name, hosts=1))
+    home = kernel.identity(kernel.NAMESPACES / host_of(name, 1))
+    said = orchestra("lab", "up", "--hosts", "2", "--name", name)
+    assert said.code == 2
+    assert f"take it down first (orchestra lab down --name {name}), or say another --name" in said.err
+    assert kernel.identity(kernel.NAMESPACES / host_of(name, 1)) == home
+    assert look(name).size == 1
+
+
 def test_without_root_the_exit_code_says_environment(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     said = orchestra("lab", "up", "--hosts", "2")
@@ -141,7 +155,9 @@ def test_a_lab_is_the_network_that_is_rehearsed() -> None:
 
 def services(text: str) -> dict[str, Any]:
     read = yaml.safe_load(text)
-    assert set(read) == {"name", "services", "networks"}
+    assert set(read) == {"name", "services", "networks", "secrets"}
+    assert read["secrets"] == {"token": {"file": f"./{read['name']}.token"}}
+    assert f"(umask 077 && openssl rand -hex 32 > {read['name']}.token)" in text  # who makes it
     assert read["networks"] == {"lab": {"driver": "bridge"}}
     found: dict[str, Any] = read["services"]
     return found
@@ -157,6 +173,8 @@ def test_a_compose_file_has_a_service_for_each_host() -> None:
         assert service["cpus"] == (0.25 if k == 3 else 0.5)
         assert service["environment"]["ORCHESTRA_LAB_RANK"] == str(k - 1)
         assert service["environment"]["MASTER_ADDR"] == "host-1"
+        assert service["environment"]["ORCHESTRA_TOKEN_FILE"] == "/run/secrets/token"
+        assert service["secrets"] == ["token"]
         assert all(isinstance(value, str) for value in service["environment"].values())
         shell, flag, script, nothing = service["entrypoint"]
         assert (shell, flag, nothing) == ("sh", "-c", "sh")

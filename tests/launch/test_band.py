@@ -71,11 +71,13 @@ def test_who_does_not_hear_is_asked_then_killed_then_hung_up_on() -> None:
 
 
 @pytest.mark.parametrize(("number", "word", "code"), [(signal.SIGINT, "SIGINT", 130), (signal.SIGHUP, "SIGTERM", 143)])
-def test_a_signal_is_passed_on_once(number: int, word: str, code: int) -> None:
+def test_a_signal_is_passed_on_once(number: int, word: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     news = News()
     first, second = Deaf(0, news, at=word, status=code), Deaf(1, news, at=word, status=code)
     assert play(first, second, at=0.1, then=lambda: os.kill(os.getpid(), number)) == code
     assert [w for w in second.told if w] == [word]
+    told = "asked all to stop, and waits for those that save first"  # whether a script does, nobody knows
+    assert capfd.readouterr().err.count(told) == 1
 
 
 def test_a_second_signal_kills_and_a_deaf_host_does_not_keep_us() -> None:
@@ -145,6 +147,21 @@ def test_who_was_stopped_by_another_is_not_the_cause(
         news.put((rank, ("end", status)))
     assert play(*(Deaf(rank, news) for rank in range(3))) == dict(ended)[cause]
     assert f"rank {cause} on {'abc'[cause]} failed first" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "cause"), [(2, 1), (1, 0)])
+def test_who_says_what_is_wrong_with_the_command_is_named(
+    status: int, cause: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One process of each host says it; the others found it as well, and may have ended sooner."""
+    news = News()
+    news.put((0, ("end", status)))
+    news.put((1, ("err", b"batch = -1\n")))
+    news.put((1, ("end", status)))
+    assert play(Deaf(0, news), Deaf(1, news)) == status
+    err = capfd.readouterr().err
+    assert f"rank {cause} on {'ab'[cause]} failed first: exit status {status}" in err
+    assert err.count("batch = -1") == 1 + cause
 
 
 def test_a_cause_that_takes_its_time_is_found(capfd: pytest.CaptureFixture[str]) -> None:

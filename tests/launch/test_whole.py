@@ -30,22 +30,32 @@ def start(ground: Ground, line: str) -> subprocess.Popen[str]:
 
 def launching(ground: Ground) -> str:
     (ground.folder / "hosts.txt").write_text("".join(f"{host}\n" for host in ground.hosts))
-    return f"orchestra launch --hosts hosts.txt --master 127.0.0.1 --ssh {ground.ssh} --"
+    return f"orchestra launch --hosts hosts.txt --master 127.0.0.1 --ssh {shlex.quote(ground.ssh)} --"
+
+
+def test_a_run_over_a_real_ssh(far: Ground) -> None:
+    """From one end to the other: two hosts, one model, and nobody left."""
+    launcher = start(far, f"{launching(far)} run digits --strategy allreduce --steps 5 --out run --quiet")
+    out, err = launcher.communicate(timeout=90)
+    assert launcher.returncode == 0, err
+    assert "allreduce · 2 workers" in out
+    assert (far.folder / "run" / "model.safetensors").exists()
+    assert not far.left()
 
 
 @pytest.mark.exhaustive
-def test_what_an_interrupted_run_says_to_do_goes_on_with_it(near: Ground) -> None:
-    run, line = near.folder / "run", launching(near)
-    launcher = start(near, f"{line} run digits --epochs 100 --out run --quiet")
+def test_what_an_interrupted_run_says_to_do_goes_on_with_it(ground: Ground) -> None:
+    run, line = ground.folder / "run", launching(ground)
+    launcher = start(ground, f"{line} run digits --epochs 100 --out run --quiet")
     wait_for(lambda: (run / "events-1.jsonl").exists() and (run / "events-1.jsonl").stat().st_size > 0, 60)
     os.killpg(launcher.pid, signal.SIGINT)
     _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 130, err
     assert err.count("SIGINT") == 1  # by process 0, with what to do
-    assert err.count("asked all to save and stop") == 1
+    assert err.count("asked all to stop, and waits for those that save first") == 1
     advice = err.partition("go on with ")[2].splitlines()[0]
     assert advice.startswith("orchestra launch --hosts hosts.txt ")
-    again = start(near, f"{advice} --steps 10000 --seconds 1 --quiet")
+    again = start(ground, f"{advice} --steps 10000 --seconds 1 --quiet")
     assert again.wait(60) == 0, again.communicate()[1]
     assert (run / "ending.json").exists()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from tests.processes import environ_of
 
 from orchestra.attached import Attached
 from orchestra.cluster import Cluster, Local
-from orchestra.errors import ConfigError
-from orchestra.launch import ssh
+from orchestra.errors import ClusterError, ConfigError
+from orchestra.launch import remote, ssh
+from orchestra.launch.agreement import agree
 from orchestra.launch.hosts import Host, read_hosts, seats
 
 FILE = """\
@@ -140,3 +142,44 @@ def test_what_is_typed_again(orchestra: Orchestra, tmp_path: Path, monkeypatch: 
     given = ("--hosts", "my hosts", "--per-host", "2", "--env", "KEY=secret", "--port", "4567")
     assert orchestra("launch", *given, "--", "run", "digits").code == 0
     assert found == ["orchestra launch --hosts 'my hosts' --per-host 2 --port 4567 --env KEY=... --"]
+
+
+@pytest.mark.parametrize(
+    ("complaint", "told"),
+    [
+        (
+            "ada@one: Permission denied (publickey).",
+            "ada@one: Permission denied (publickey). Next: put your key there with ssh-copy-id one; ",
+        ),
+        (
+            "noise\nbash: line 1: exec: /opt/python: cannot execute: Permission denied\nmore noise",
+            "bash: line 1: exec: /opt/python: cannot execute: Permission denied. Next: let this user run it there, ",
+        ),
+        (
+            "Host key verification failed.\r\n",
+            "Host key verification failed. Next: connect once by hand, ssh -o 'A={b}' one, and accept its key",
+        ),
+        (
+            "unknown option -P\nusage: python3 [option] ...\nTry `python -h' for more information.",
+            "unknown option -P. Next: say python= behind the host, or --python: it must be Python 3.11 or later",
+        ),
+        ("", "exit status 255. Next: try by hand: ssh -o 'A={b}' one true"),
+    ],
+)
+def test_a_host_that_cannot_take_part(complaint: str, told: str) -> None:
+    """What ssh and shells say, with what to do about it."""
+    host = Host("one", 1, "/opt/python", "/")
+    run = ssh.Run([host], ["run", "digits"], ["ssh", "-o", "A={b}"])
+    answer = ssh._understand(run, host, 255, "hello\n", complaint)
+    assert isinstance(answer, str)
+    assert answer.startswith(told)
+
+
+def test_a_host_without_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"cwd": "/", "master": "127.0.0.1", "port": 1, "any_port": False, "first": False}
+    whole = remote.look(asked)
+    monkeypatch.setattr(remote, "_version", lambda package: None)
+    with pytest.raises(ClusterError) as raised:
+        agree([("one", whole), ("two", remote.look(asked))])
+    (line,) = str(raised.value).splitlines()[1:]
+    assert line.startswith(f"  two has no torch for {sys.executable}: install it, ")

@@ -71,7 +71,7 @@ def up(
     hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, host: Exceptions = None,
     name: Name = _NAME, json_: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """Build a lab. One of the same name that is up is built anew, as asked; what ran in it is ended.
+    """Build a lab. Refused where one of the same name is up, in which something may run: take it down first.
 
     For example:
 
@@ -82,7 +82,7 @@ def up(
     from orchestra.lab.look import look
 
     plan = _plan(name, hosts, rate, latency, cpu, host)
-    build.up(plan)
+    build.up(plan, instead=False)
     _show(look(name), json_=json_)
     if json_ or quiet:
         return
@@ -206,6 +206,8 @@ def compose(
 ) -> None:  # fmt: skip
     """Print the same lab as a Docker Compose file: a service for each host, which shapes its own link.
 
+    The token that runs in it need is a secret, in a file beside it that you make; its first lines say how.
+
     For example:
 
       orchestra lab compose --hosts 4 --rate 100mbit --latency 1ms > lab.yaml
@@ -214,7 +216,8 @@ def compose(
     from orchestra.lab.compose import compose as written
 
     print(written(_plan(name, hosts, rate, latency, cpu, host), image), end="", flush=True)
-    summary.say("next: docker compose -f FILE up -d --build")
+    made = f"(umask 077 && openssl rand -hex 32 > {name}.token)"
+    summary.say(f"next: {made} && docker compose -f FILE up -d --build")
 
 
 for _verb in (up, show, down, compose):

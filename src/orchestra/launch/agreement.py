@@ -28,7 +28,7 @@ def _differences(found: Sequence[tuple[str, Answer]]) -> Iterator[str]:
     for name, answer in found[1:]:
         first, expected = found[0]
         for what in ("orchestra", "torch"):
-            if answer[what] != expected[what]:
+            if answer[what] != expected[what] and None not in (answer[what], expected[what]):
                 yield f"{name} has {what} {answer[what]}, {first} has {expected[what]}: install the same on both"
                 break
         else:

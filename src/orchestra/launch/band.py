@@ -2,7 +2,7 @@
 """The near end of a launcher: processes on many machines as if they were one program.
 
     rank 0 is heard as it is, line by line; the others on standard error, each line with its host in front
-    Ctrl-C, SIGTERM     passed on, so that the run saves and stops; a second one kills
+    Ctrl-C, SIGTERM     passed on: a run saves and stops, a script does as it likes; a second one kills
     one fails           the others have a few seconds to notice, are asked to stop, are killed; the first cause is told
     we die              so does the input of every far end, and with it what runs there
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Literal, Protocol
 
-from orchestra.errors import ClusterError, Stopped, WorkerLost
+from orchestra.errors import ClusterError, ConfigError, Stopped, WorkerLost
 
 Heard = tuple[Literal["out", "err"], bytes]
 Ended = tuple[Literal["end"], int]
@@ -38,6 +38,7 @@ _KILLED = 5.0  # seconds to be gone after being killed
 _LAST_WORDS = 1.0  # seconds for what was said and is not yet read
 _TAIL = 12  # lines of standard error that are repeated
 _OPENINGS = 1 << 16  # bytes of a line that does not end
+_REFUSED = ConfigError.exit_code  # of those who find something wrong with the command
 # Exit codes of those who noticed that another was gone, the likeliest cause first: all say so if its host is gone.
 _CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
 
@@ -161,13 +162,13 @@ class Band:
         self._due.append((time.monotonic() + _PULSE, self._pulse))
 
     def _stop(self, number: int) -> None:
-        """As Ctrl-C asks: the first time to save and stop, the second time at once."""
+        """As Ctrl-C asks: the first time when they like, which is when they have saved, the second time at once."""
         if self._asked is not None:
             self._kill()
             return
         self._asked = number
         self._say("SIGINT" if number == signal.SIGINT else "SIGTERM")
-        _tell("asked all to save and stop; once more kills them")
+        _tell("asked all to stop, and waits for those that save first; once more kills them")
 
     def _ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
@@ -244,7 +245,11 @@ class Band:
         for known in range(len(_CONSEQUENCES) + 1):
             suspects = [rank for rank in self._failed if self.statuses[rank] not in _CONSEQUENCES[known:]]
             if suspects:
-                return suspects[0]
+                first = suspects[0]
+                if self.statuses[first] == _REFUSED:  # all find it, and one process of each host says it: that one
+                    alike = (rank for rank in suspects if self.statuses[rank] == _REFUSED and self.tails[rank])
+                    first = next(alike, first)
+                return first
         return self._failed[0]
 
 

@@ -70,6 +70,9 @@ def look(orders: Orders) -> dict[str, Any]:
         socket.getaddrinfo(orders["master"], None)
     except OSError as error:
         problems.append(f"does not know {orders['master']} ({error}): say --master with an address all hosts can reach")
+    torch = _version("torch")
+    if torch is None:
+        problems.append(f"has no torch for {sys.executable}: install it, or say python= behind the host, or --python")
     port = orders["port"]
     if orders["first"]:
         port = _free(orders["port"], orders["any_port"])
@@ -77,7 +80,7 @@ def look(orders: Orders) -> dict[str, Any]:
             problems.append(f"has another program on port {orders['port']}: say --port with one that is free")
     return {
         "orchestra": orchestra.__version__,
-        "torch": _version("torch"),
+        "torch": torch,
         "code": _fingerprint(Path(orchestra.__file__).parent),
         "port": port,
         "problems": problems,

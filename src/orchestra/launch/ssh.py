@@ -33,11 +33,13 @@ _SWEEP = 10.0  # seconds for looking for what was left behind
 _OPTIONS = ("BatchMode=yes", f"ConnectTimeout={_CONNECT}", "ServerAliveInterval=10", "ServerAliveCountMax=3")
 _REMEDIES = {
     "host key verification failed": "connect once by hand, {ssh} {host}, and accept its key",
-    "permission denied": "put your key there with ssh-copy-id {host}; passwords are not asked for",
+    "permission denied (": "put your key there with ssh-copy-id {host}; passwords are not asked for",
     "could not resolve": "correct its name, or give its address",
     "no module named": "install this package there, or say python= behind the host, or --python",
     "not found": "say python= behind the host, or --python",
     "no such file": "say python= behind the host, or --python",
+    "permission denied": "let this user run it there, or say python= behind the host, or --python",
+    "unknown option": "say python= behind the host, or --python: it must be Python 3.11 or later",
 }
 
 
@@ -192,8 +194,7 @@ def _understand(run: Run, host: Host, status: int, out: str, err: str) -> Answer
         answer = json.loads(out.strip().splitlines()[-1])  # a login script may have printed something before
         if status == 0 and isinstance(answer, dict):
             return answer
-    why = (err.strip().splitlines() or [f"exit status {status}"])[-1]
-    remedies = (remedy for sign, remedy in _REMEDIES.items() if sign in err.lower())
-    by_hand = shlex.join([*run.ssh, host.name, "true"])
-    remedy = next(remedies, f"try by hand: {by_hand}").format(ssh=shlex.join(run.ssh), host=host.name)
-    return f"{why.strip()}. Next: {remedy}"
+    lines = err.strip().splitlines() or [f"exit status {status}"]
+    known = ((line, remedy) for sign, remedy in _REMEDIES.items() for line in lines if sign in line.lower())
+    why, remedy = next(known, (lines[-1], "try by hand: {ssh} {host} true"))
+    return f"{why.strip().rstrip('.')}. Next: {remedy.format(ssh=shlex.join(run.ssh), host=host.name)}"
