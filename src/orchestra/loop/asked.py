@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, IterableDataset
 
 import orchestra
-from orchestra import checkpoint, checks, environment, expression
+from orchestra import checkpoint, checks, environment, expression, groups
 from orchestra.attached import Attached
 from orchestra.errors import Problem
 from orchestra.fingerprint import code, parts_of_model, parts_of_optimizer, settings_of
@@ -104,8 +104,7 @@ class Asked:
 
     def _problems_of_model(self) -> Iterator[Problem]:
         own = {*self.model.parameters()}
-        groups = self.optimizer.param_groups
-        strange = sum(p not in own for group in groups for p in group["params"])
+        strange = sum(p not in own for group in self.optimizer.param_groups for p in group["params"])
         if strange:
             message = f"has {plural(strange, 'parameter')} not of the model: make it from model.parameters()"
             yield Problem("optimizer", type(self.optimizer).__name__, message)
@@ -148,14 +147,17 @@ class Asked:
     # What is to be done.
 
     def factory(self) -> partial[optim.Optimizer]:
-        """Makes an optimizer like the one given, for a server's range."""
+        """Makes an optimizer like the one given: for layers like the model's, or for any where all are in one group."""
+        layers = [*trainable(self.model).values()]
+        if not groups.is_one(self.optimizer, layers):
+            return partial(groups.like, self.optimizer, groups.members(self.optimizer, layers))
         kind, group = type(self.optimizer), self.optimizer.param_groups[0]
         known = inspect.signature(kind).parameters
         return partial(kind, **{name: value for name, value in group.items() if name in known and name != "params"})
 
     def job(self) -> Job:
         """As every node is told."""
-        samples = None
+        samples, layers = None, [*trainable(self.model).values()]
         if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
             samples = len(self.loader.sampler)  # type: ignore[arg-type]
         return Job(
@@ -187,8 +189,8 @@ class Asked:
             steps_per_epoch=None,
             samples_per_epoch=samples,
             shards=None,
-            layers=tuple(tuple(p.shape) for p in trainable(self.model).values()),
-            layerwise=type(self.optimizer) not in ELEMENTWISE or len(self.optimizer.param_groups) > 1,
+            layers=tuple(tuple(p.shape) for p in layers),
+            layerwise=type(self.optimizer) not in ELEMENTWISE or not groups.is_one(self.optimizer, layers),
             resume=None,
             threads=torch.get_num_threads(),
             delay=None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +82,14 @@ class Seat:
         traffic.sent, traffic.received = sent, received  # what is asked out of curiosity is not the strategy's cost
         return float(mean) if total else math.nan
 
-    def tell_rates(self, rates: list[float]) -> None:
-        """A schedule says new learning rates: worker 0 lets servers know."""
-        if self.is_home and self._node.comm.servers.members:
-            self._company.tell_rates(self._node.comm.servers.members, rates)
+    @property
+    def tells_servers(self) -> bool:
+        """Whether there are servers, and this is who tells them what schedules say."""
+        return self.is_home and bool(self._node.comm.servers.members)
+
+    def tell_settings(self, name: str, values: list[Any]) -> None:
+        """A schedule says something new of every group, such as learning rates: let the servers know."""
+        self._company.tell_settings(self._node.comm.servers.members, name, values)
 
     def position(self) -> list[int] | None:
         """Where the loader is: an epoch, and the batches taken of it."""

@@ -88,7 +88,7 @@ class Downpour(Strategy[DownpourState]):
         if node.weight:
             s.delta += g
             s.samples += int(node.weight)
-            node.x.sub_(g, alpha=node.lr)
+            node.descend(g)
         self._exchange(node, s, node.steps)
 
     def finish(self, node: Node, s: DownpourState) -> None:
