@@ -303,7 +303,8 @@ class _Training:
         if self.given.cluster.one_memory:
             return {}
         seed_everything(self.given.seed)  # samples may be drawn
-        return fingerprint.fingerprint(orchestra.__version__, self.given, self.module, self.data, self._about(job))
+        given, about = self.given, self._about(job)
+        return fingerprint.fingerprint(orchestra.__version__, given, self.strategy, self.module, self.data, about)
 
     def _open_folder(self, job: Job) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import orchestra
 from orchestra import checkpoint, checks, environment, expression, groups
 from orchestra.attached import Attached
 from orchestra.errors import Problem
-from orchestra.fingerprint import code, parts_of_model, parts_of_optimizer, settings_of
+from orchestra.fingerprint import code, in_parts, parts_of_data, settings_of
 from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
@@ -217,12 +217,11 @@ class Asked:
 
     def in_common(self, job: Job) -> dict[str, Any]:
         """What all processes must say alike, the most telling first; of what consists of parts, each part."""
-        about = self.about(job)
-        parts = {"model": parts_of_model(self.model), "optimizer": parts_of_optimizer(self.optimizer)}
         found = code(orchestra.__version__, [self.model])
-        for name, value in about.items():
-            found |= parts.get(name, {name: value})
-        return found
+        found |= in_parts(self.about(job), self.strategy, self.model, self.optimizer)
+        # Samples of other kinds may be drawn, differently everywhere.
+        data = self.loader.dataset if self.loader is not None else None
+        return found | parts_of_data(data) if type(data) is TensorDataset else found
 
 
 def _is_taken(out: Path) -> bool:
