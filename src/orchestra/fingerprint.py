@@ -29,7 +29,7 @@ from orchestra.request import Request
 from orchestra.strategy import Strategy
 
 _LOOKED_AT = 16  # samples
-_MOST_SAID = 14_000  # bytes about a model, an optimizer, or what the model begins with
+_MOST_SAID = 12_000  # bytes about a model, what it begins with, an optimizer, or its groups
 _SOON = 2.0  # seconds
 _PACKAGE = Path(__file__).resolve().parent
 
