@@ -69,6 +69,11 @@ class Asked:
         return next(iter(trainable(self.model).values())).device.type
 
     @property
+    def frozen(self) -> list[nn.Parameter]:
+        """What of the model is never trained."""
+        return [p for p in self.model.parameters() if not p.requires_grad and p.numel()]
+
+    @property
     def torch_means(self) -> bool:
         """Whether torch takes the means: on a trusted network, of models that are not on GPUs."""
         return self.together and self.device == "cpu" and self.cluster.joined(self.strategy).means_by_torch()
@@ -123,7 +128,9 @@ class Asked:
         if isinstance(self.model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             yield Problem("model", type(self.model).__name__, "leave the wrapper out: the strategy does its work")
         if self.strategy.servers:
-            yield from checks.check_optimizer(self.factory(), self.model, self.strategy)
+            unfit = checks.check_optimizer(self.factory(), self.model, self.strategy)
+            # A schedule that was made before may begin with zero.
+            yield from (p for p in unfit if (p.where, p.value) != ("optimizer.lr", 0.0))
 
     def _problems_of_strategy(self) -> Iterator[Problem]:
         strategy, name = self.strategy, type(self.strategy).__name__

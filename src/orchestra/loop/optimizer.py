@@ -33,8 +33,7 @@ class Prepared(optim.Optimizer):
         # Not as torch begins: groups, state and hooks are those of `inner`.
         self._inner, self._player = inner, player
         self.orchestra = seat
-        self._replica = player.life.node.replica
-        assert self._replica is not None
+        self._replica = player.replica
         ours = {*self._replica.parameters}
         self._others = [p for p in self._replica.module.parameters() if p not in ours]
         self._usual = usual  # samples of a step, where nobody says
@@ -118,6 +117,7 @@ class Prepared(optim.Optimizer):
             if p.grad is not None:
                 message = "was frozen when orchestra.prepare was called, and has a gradient now: thaw it before"
                 raise ConfigError([Problem("model", tuple(p.shape), message)])
+        self._replica.require_in_place()
         size = self._fetched or self._usual if samples is None else samples
         self._usual, self._fetched = (self._fetched or self._usual), 0
         if self.orchestra.tells_servers:
@@ -129,7 +129,6 @@ class Prepared(optim.Optimizer):
 
     def _usable(self) -> bool:
         """Whether there are gradients that are finite as far as a GradScaler knows; they are unscaled here."""
-        assert self._replica is not None
         grads = [p.grad for p in self._replica.parameters if p.grad is not None]
         found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
         if not grads or (found_inf is not None and float(found_inf)):

@@ -26,6 +26,7 @@ from orchestra.replica import persistent_buffers
 from orchestra.report.facts import facts_of
 
 FINAL = 0xFFFE  # the tag of a server's last message
+PIECE = 1 << 20  # bytes of what is never trained that are sent at a time
 
 
 class Seat:
@@ -166,6 +167,16 @@ def _together(tensors: Sequence[Tensor], dtype: torch.dtype, do: Callable[[Tenso
 def average_(comm: Comm, tensors: Sequence[Tensor]) -> None:
     """The mean of each over the workers, in double precision: what is equal everywhere stays as it is."""
     _together(tensors, torch.float64, comm.mean_)
+
+
+@torch.no_grad()
+def spread_frozen_(comm: Comm, tensors: Sequence[Tensor]) -> None:
+    """What worker 0 has, to all, byte by byte and a piece at a time: there may be much more of it than is trained."""
+    for t in tensors:
+        whole = t.detach().reshape(-1).view(torch.uint8)
+        for piece in torch.split(whole, PIECE):
+            comm.broadcast_(piece)
+        t.copy_(whole.view(t.dtype).view(t.shape))
 
 
 def spread_(comm: Comm, tensors: Sequence[Tensor]) -> None:
