@@ -104,7 +104,8 @@ def train(
         data: makes the training data: a tuple of tensors, a Dataset or an IterableDataset, of single samples, not
             batches; the last entry of a sample is the target.
         loss: `loss(output, target)`, the mean over the batch.
-        optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.
+        optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`; it may put them
+            into groups.
         strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
         cluster: where; `Local(workers=2)` by default, under torchrun `Attached()`, which is many machines.
             `Simulated(workers=64)` rehearses it in virtual time.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import orchestra
+from orchestra import Attached
 from orchestra.groups import on_range
 from orchestra.inner import ELEMENTWISE, Inner
 from orchestra.launch import notes
@@ -64,7 +65,7 @@ def script(
     rank = 0
     if strategy is not None:
         try:
-            model, made = orchestra.prepare(model, made, strategy=strategy, cluster=orchestra.Attached(patience=20))
+            model, made = orchestra.prepare(model, made, strategy=strategy, steps=STEPS, cluster=Attached(patience=20))
         except SystemExit:
             return None
         rank = made.orchestra.rank
@@ -123,6 +124,19 @@ def test_synchronous_servers_are_all_reduce_wherever_they_cut() -> None:
     assert equal(one, expected)
     assert equal(even, expected)
     assert equal(layers, expected)
+
+
+def test_every_strategy_with_servers_takes_groups() -> None:
+    """And all workers end with one model, of which the layer in no group is as it was."""
+    switched = "switch(then=ps(consistency=bsp), when=atshare(share=0.5), momenta=reset)"
+    strategies = ["ps(consistency=asp)", "downpour(n_push=2)", "easgd(tau=2)", "ps(consistency=ssp)", switched]
+    found = among(3, 1, *({"strategy": strategy, "optimizer": adam} for strategy in strategies))
+    seed_everything(SEED)
+    begun = copied(make_model())
+    for state in found:
+        assert equal({"3.weight": state["3.weight"]}, begun)
+        assert not torch.equal(state["0.weight"], begun["0.weight"])
+        assert not torch.equal(state["0.bias"], begun["0.bias"])
 
 
 def test_replicas_between_two_exchanges_go_as_their_groups_do() -> None:
