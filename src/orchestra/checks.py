@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from orchestra import groups
 from orchestra.data.feed import Samples, is_tensors
 from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 from orchestra.errors import Problem
-from orchestra.inner import elementwise
+from orchestra.inner import ELEMENTWISE, elementwise
 from orchestra.replica import trainable
 from orchestra.strategy import Strategy, check_fields
 
@@ -81,28 +82,28 @@ def check_optimizer(
 
 def _check_layerwise(made: torch.optim.Optimizer, module: nn.Module, strategy: Strategy[Any]) -> Iterator[Problem]:
     """What does not go with an optimizer that looks at whole layers, or has several groups of them."""
-    several = len(made.param_groups) > 1 or len(made.param_groups[0]["params"]) < len(trainable(module))
+    layers, kind = list(trainable(module).values()), type(made).__name__
     dtypes = sorted({str(p.dtype) for p in trainable(module).values()})
     if len(dtypes) > 1:
         yield Problem(
-            "optimizer", type(made).__name__,
+            "optimizer", kind,
             f"looks at whole layers or has several groups, which goes with one dtype, not with {', '.join(dtypes)}",
         )  # fmt: skip
     if strategy.hands_over:
-        message = "looks at whole layers, and what it keeps of them cannot be handed over: use momenta=reset"
-        yield Problem("optimizer", type(made).__name__, message)
-    if strategy.servers and several:
+        message = "looks at whole layers or has several groups, and what it keeps of them cannot be handed over: use "
+        yield Problem("optimizer", kind, f"{message}momenta=reset")
+    if strategy.servers > 1 and strategy.placement == "even" and type(made) not in ELEMENTWISE:
         yield Problem(
-            "optimizer", type(made).__name__,
-            f"has groups of layers, but a server of {type(strategy).__name__} does not know which it holds: give all "
-            "layers the same, or use a strategy without servers",
-        )  # fmt: skip
-    elif strategy.servers > 1 and strategy.placement == "even":
-        yield Problem(
-            "optimizer", type(made).__name__,
+            "optimizer", kind,
             f"looks at whole layers, but a server of {type(strategy).__name__} holds a range: cut between layers "
             '(placement="layers"), or use SGD, Adam or another that treats every element alike',
         )  # fmt: skip
+    elif strategy.servers > 1 and not groups.is_one(made, layers):
+        try:
+            groups.like(made, groups.members(made, layers), layers)
+        except Exception as error:  # user code may raise anything
+            message = f"has groups, and cannot be made for some of their layers only: {error}. Use servers=1"
+            yield Problem("optimizer", kind, message)
 
 
 def check_placement(strategy: Strategy[Any], module: nn.Module) -> Iterator[Problem]:

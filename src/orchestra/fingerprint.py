@@ -9,7 +9,8 @@ import platform
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,16 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
-from orchestra import checkpoint, expression, schedules
+from orchestra import checkpoint, expression, groups, schedules
 from orchestra.budget import Target
 from orchestra.data.feed import Samples
 from orchestra.job import Job
-from orchestra.replica import flatten, trainable
+from orchestra.replica import persistent_buffers, trainable
 from orchestra.request import Request
 from orchestra.strategy import Strategy
 
 _LOOKED_AT = 16  # samples
-_MOST_SAID = 20_000  # bytes about a model or an optimizer
+_MOST_SAID = 12_000  # bytes about a model, what it begins with, an optimizer, or its groups
 _SOON = 2.0  # seconds
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -40,7 +41,7 @@ def initial(x: Tensor) -> str:
 
 def samples(data: Any) -> str | None:
     """A sum of some samples, if there are tensors in them; None of a stream."""
-    some = [*_some(data)]
+    some = [field for _, fields in _some(data) for field in fields]
     return _sum(some) if some else None
 
 
@@ -69,20 +70,23 @@ def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) 
     return found | {"x": "on every machine", "means": "by torch" if job.torch_means else "by messages"}
 
 
-def fingerprint(version: str, given: Request, module: nn.Module, data: Any, about: dict[str, Any]) -> dict[str, Any]:
-    """What all processes of a run must have in common, the most telling first."""
+def fingerprint(
+    version: str, given: Request, strategy: Strategy[Any], module: nn.Module, data: Any, about: dict[str, Any]
+) -> dict[str, Any]:
+    """What all processes of a run must have in common, the most telling first; of what has parts, each part."""
     made_by = (given.model, given.data, given.loss, given.optimizer, given.evaluate)
+    optimizer = given.optimizer(list(trainable(module).values()))
     return {
         **code(version, made_by),
-        **about,
+        **in_parts(about, strategy, module, optimizer),
         "cluster": given.cluster.about(),
         "budget": budget_of(given),
         "tolerate": given.tolerate,
         "loss": getattr(given.loss, "__qualname__", type(given.loss).__qualname__),
         "evaluate_every": repr(given.evaluate_every),
         "checkpoint_every": repr(given.checkpoint_every),
-        "sum of the initial parameters": _sum([flatten(module)]),
-        "sum of some samples": _sum(_some(data)),
+        **parts_of_beginning(module),
+        **parts_of_data(data),
     }
 
 
@@ -158,15 +162,15 @@ def budget_of(given: Request) -> list[str]:
     return [f"{type(part).__name__.lower()}={value(part)}" for part in budgets.parts(given.budget)]
 
 
-def _some(data: Any) -> Iterable[Tensor]:
-    """Samples from all over the data; none of a stream, which may be read only once."""
+def _some(data: Any) -> Iterator[tuple[int, list[Tensor]]]:
+    """Samples from all over the data, each with its index; none of a stream, which may be read only once."""
     if isinstance(data, IterableDataset):
         return
     whole = Samples(data)
     step = max(1, len(whole) // _LOOKED_AT)
     for index in range(0, len(whole), step)[:_LOOKED_AT]:
         # One by one: they need not fit into a batch together.
-        yield from (field for field in whole.take([index]) if isinstance(field, Tensor))
+        yield index, [field for field in whole.take([index]) if isinstance(field, Tensor)]
 
 
 def _sum(tensors: Iterable[Tensor]) -> str:
@@ -178,21 +182,71 @@ def _sum(tensors: Iterable[Tensor]) -> str:
 
 def settings_of(optimizer: torch.optim.Optimizer) -> str:
     """An optimizer's class and hyper-parameters."""
-    groups = [{k: v for k, v in sorted(group.items()) if k != "params"} for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} {groups}"
+    found = [dict(sorted(groups.settings(group).items())) for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {found}"
 
 
 # Part by part, so that the first difference has a name.
 
 
+def in_parts(
+    about: dict[str, Any], strategy: Strategy[Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """What a run is, with every part of what has parts in place of a sum of them."""
+    parts = {
+        "strategy": parts_of_strategy(strategy),
+        "model": parts_of_model(module),
+        "optimizer": parts_of_optimizer(optimizer) | parts_of_groups(optimizer, module),
+    }
+    found: dict[str, Any] = {}
+    for name, value in about.items():
+        found |= parts.get(name, {name: value})
+    return found
+
+
+def parts_of_strategy(strategy: Any) -> dict[str, Any]:
+    """Its name and every setting.
+
+    >>> parts_of_strategy(expression.parse("localsgd(tau=3)"))
+    {'strategy': 'localsgd', 'tau of the strategy': 3}
+    """
+    found = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    shown = {name: expression.show(v) if is_dataclass(v) else _plain(v) for name, v in found.items()}
+    name = expression.show(strategy).partition("(")[0]
+    return {"strategy": name} | {f"{name} of the strategy": value for name, value in shown.items()}
+
+
 def parts_of_model(module: nn.Module) -> dict[str, str]:
-    """The shape of every parameter.
+    """The shape of every parameter, frozen ones too, and of every buffer.
 
     >>> parts_of_model(nn.Linear(3, 2))
     {'parameter weight': '2×3 float32', 'parameter bias': '2 float32'}
     """
-    found = {f"parameter {name}": _shape(p) for name, p in trainable(module).items()}
-    return _no_longer_than(_MOST_SAID, found, "the parameters after those")
+    found = {
+        f"parameter {name}": _shape(p) + ("" if p.requires_grad else ", frozen")
+        for name, p in module.named_parameters()
+    }
+    found |= {f"buffer {name}": _shape(b) for name, b in persistent_buffers(module).items()}
+    return _no_longer_than(_MOST_SAID, found, "what else the model has")
+
+
+def parts_of_beginning(module: nn.Module) -> dict[str, str]:
+    """A sum of what is in every parameter and buffer before the first step."""
+    found = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    sums = {f"sum of the initial {name}": _sum([tensor])[:8] for name, tensor in found.items()}
+    return _no_longer_than(_MOST_SAID, sums, "what else the model begins with")
+
+
+def parts_of_data(data: Any) -> dict[str, str]:
+    """Of some samples, the shapes and a sum.
+
+    >>> parts_of_data((torch.zeros(2, 3), torch.tensor([1, 2])))["sample 1"]
+    '3 float32, a number int64, in sum 772ba160'
+    """
+    return {
+        f"sample {index}": ", ".join([*(_shape(part[0]) for part in sample), f"in sum {_sum(sample)[:8]}"])
+        for index, sample in _some(data)
+    }
 
 
 def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -202,7 +256,7 @@ def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     0.1
     """
     first, *others = [
-        {name: _plain(value) for name, value in sorted(group.items()) if name != "params"}
+        {name: _plain(value) for name, value in sorted(groups.settings(group).items())}
         for group in optimizer.param_groups
     ]
     found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "groups of the optimizer": 1 + len(others)}
@@ -211,6 +265,16 @@ def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         own = {name: value for name, value in group.items() if value != first.get(name)}
         found |= {f"{name} of group {number} of the optimizer": value for name, value in own.items()}
     return _no_longer_than(_MOST_SAID, found, "what else the optimizer has")
+
+
+def parts_of_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The group of every layer, where not all are in one."""
+    layers = trainable(module)
+    if groups.is_one(optimizer, [*layers.values()]):
+        return {}
+    numbers = groups.members(optimizer, [*layers.values()])
+    found = {f"group of {name}": number for name, number in zip(layers, numbers, strict=True)}
+    return _no_longer_than(_MOST_SAID, found, "the groups of what else there is")
 
 
 def _shape(p: Tensor) -> str:

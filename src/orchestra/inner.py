@@ -2,18 +2,19 @@
 """The inner optimizer: any `torch.optim` class, on a flat vector.
 
 Optimizers that treat every element alike (SGD, Adam, ...) see one flat parameter, or one range of it, so a range can
-be updated by whoever owns it. Those that look at whole layers (LARS, LAMB, Muon, any with several parameter groups) see
-the module's own parameters.
+be updated by whoever owns it. Those that look at whole layers (LARS, LAMB, Muon) see the module's own parameters, and
+those with several parameter groups the pieces of them that there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from orchestra.groups import is_one
 from orchestra.optimizers import ProximalSGD
 
 Factory = Callable[..., optim.Optimizer]
@@ -40,8 +41,7 @@ _FUSABLE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
     """Whether the optimizer a factory makes may be given ranges of a flat vector."""
     made = factory(list(params))
-    alike = type(made) in ELEMENTWISE and len(made.param_groups) == 1
-    return alike and len(made.param_groups[0]["params"]) == len(params)
+    return type(made) in ELEMENTWISE and is_one(made, params)
 
 
 class Inner:
@@ -99,10 +99,23 @@ class Inner:
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             group["lr"] = base * factor
 
-    def follow(self, rates: Sequence[float]) -> None:
-        """Go on with the learning rates that a schedule elsewhere says."""
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * self._scale
+    def rates(self) -> Iterator[tuple[slice, float]]:
+        """The learning rate of each range of x: of all of it, unless groups differ; zero of what is in no group."""
+        scale = self._scale if self._lent else 1.0
+        by_layer = {p: float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
+        rates = [by_layer.get(p, 0.0) for p in self._layers]
+        if len({*rates}) < 2:
+            yield slice(None), self.lr
+            return
+        start = 0
+        for p, rate in zip(self._layers, rates, strict=True):
+            yield slice(start, start := start + p.numel()), rate
+
+    def follow(self, name: str, first: int, values: Sequence[Any]) -> None:
+        """Go on with what a schedule elsewhere says of the groups from `first` on: learning rates, momenta, ..."""
+        for group, value in zip(self.optimizer.param_groups[first:], values, strict=False):
+            if name in group:  # schedules keep things of their own there, too
+                group[name] = value * self._scale if name == "lr" else value
 
     def step(self, g: Tensor) -> None:
         """One update with gradient g, clipped in place if asked for; a layer's is its range of g."""

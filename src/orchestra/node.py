@@ -334,6 +334,11 @@ class Node:
         step = Compute(lambda: self.inner.step(g), numbers=g.numel(), draws=self.inner.draws)
         self.comm.transport.start(step).wait()
 
+    def descend(self, g: Tensor) -> None:
+        """x ← x − γ g, plainly; where groups of layers have each their own γ, with that."""
+        for part, rate in self.inner.rates():
+            self.x[part].sub_(g[part], alpha=rate)
+
     def average(self, pushes: Sequence[Message]) -> float:
         """g ← Σ bᵢ gᵢ / Σ bᵢ of what was pushed, in the order given. Gives Σ bᵢ; if that is zero, g stays as it is."""
         weights = [push.weight for push in pushes]

@@ -6,14 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from orchestra import checkpoint, snapshot
+from orchestra import checkpoint, groups, snapshot
 from orchestra.board import Report
 from orchestra.data.feed import Samples, fold, make_feed
 from orchestra.events import Ended, Snapped, Stepped
@@ -138,19 +136,13 @@ def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[flo
 
 def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
     """A server whose x already holds its range of the initial parameters."""
-    layers = _layers(job, rank, x) if job.layerwise else None
-    fused = job.parameters >= LARGE
-    inner = Inner(job.optimizer, x, layers=layers, schedule=job.schedule, clip=job.clip, fused=fused)
+    optimizer, fused = job.optimizer, job.parameters >= LARGE
+    layers: list[nn.Parameter] | None = None
+    if job.layerwise:
+        optimizer, layers = groups.on_range(optimizer, job.layers, job.range_of(rank), x)
+    inner = Inner(optimizer, x, layers=layers, schedule=job.schedule, clip=job.clip, fused=fused)
     seed = fold(job.seed, rank, 1)
     return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, samples_per_epoch=job.samples_per_epoch)
-
-
-def _layers(job: Job, rank: int, x: Tensor) -> list[nn.Parameter]:
-    """The layers that a server's range of x is made of."""
-    part, starts = job.range_of(rank), accumulate((math.prod(shape) for shape in job.layers), initial=0)
-    mine = [shape for shape, start in zip(job.layers, starts, strict=False) if part.start <= start < part.stop]
-    pieces = torch.split_with_sizes(x, [math.prod(shape) for shape in mine])
-    return [nn.Parameter(piece.view(shape)) for piece, shape in zip(pieces, mine, strict=True)]
 
 
 # Train, serve.

@@ -104,7 +104,8 @@ def train(
         data: makes the training data: a tuple of tensors, a Dataset or an IterableDataset, of single samples, not
             batches; the last entry of a sample is the target.
         loss: `loss(output, target)`, the mean over the batch.
-        optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`.
+        optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`; it may put them
+            into groups.
         strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
         cluster: where; `Local(workers=2)` by default, under torchrun `Attached()`, which is many machines.
             `Simulated(workers=64)` rehearses it in virtual time.
@@ -303,7 +304,8 @@ class _Training:
         if self.given.cluster.one_memory:
             return {}
         seed_everything(self.given.seed)  # samples may be drawn
-        return fingerprint.fingerprint(orchestra.__version__, self.given, self.module, self.data, self._about(job))
+        given, about = self.given, self._about(job)
+        return fingerprint.fingerprint(orchestra.__version__, given, self.strategy, self.module, self.data, about)
 
     def _open_folder(self, job: Job) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -101,10 +101,10 @@ def test_without_encryption_the_token_still_counts(tmp_path: Path) -> None:
     ("different", "told"),
     [
         ({"batch": BATCH + 1}, "batch is"),
-        ({"model": make_large}, "model is"),
+        ({"model": make_large}, "parameter 0.weight is"),
         ({"seed": 4}, "seed is"),
-        ({"optimizer": partial(torch.optim.SGD, lr=0.5)}, "optimizer is"),
-        ({"data": partial(scaled, 2)}, "sum of some samples is"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.5)}, "lr of the optimizer is"),
+        ({"data": partial(scaled, 2)}, "sample 0 is"),
         ({"budget": Steps(4)}, "budget is"),
     ],
 )

@@ -36,7 +36,9 @@ SAID: list[tuple[int, dict[str, Any]]] = [
     (0, {"kind": "over", "run": "/a/run", "metrics": {"loss": 0.1}, "summary": {}, "bytes": 100}),
     (1, {"kind": "finished", "steps": 7, "how": "finish", "left": None}),
     (0, {"kind": "folder", "path": "/a/run", "mark": ".mark"}),
-    (1, {"kind": "rates", "rates": [0.1, 1e-3]}),
+    (1, {"kind": "settings", "name": "lr", "first": 0, "values": [0.1, 1e-3]}),
+    (1, {"kind": "settings", "name": "betas", "first": 1024, "values": [[0.9, 0.95]]}),
+    (1, {"kind": "settings", "name": "nesterov", "first": 0, "values": [True]}),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.zoo import adam, assert_close, assert_same, make_large, momentum, train
+from tests.zoo import adam, assert_close, assert_same, make_large, momentum, plain, train
 
 from orchestra import ASP, LAMB, LARS, AllReduce, ConfigError, KSync, ParameterServer, Simulated, Steps
 from orchestra.inner import Factory
@@ -70,6 +70,43 @@ def test_servers_of_whole_layers_take_optimizers_that_look_at_them(
     assert_close(train("ps", tmp_path / "whole", **given).model, all_reduce)
 
 
+def by_group(params: Any, *, kind: Any = torch.optim.SGD) -> torch.optim.Optimizer:
+    """By place and by shape, as factories do; the last layer is in no group."""
+    first, *others, _ = params
+    biases, weights = [p for p in others if p.dim() < 2], [p for p in others if p.dim() > 1]
+    made: torch.optim.Optimizer = kind([{"params": [first, *weights]}, {"params": biases, "lr": 0.2}], lr=0.05)
+    made.param_groups[0]["weight_decay"] = 0.1
+    return made
+
+
+@pytest.mark.parametrize("optimizer", [by_group, partial(by_group, kind=torch.optim.Adagrad)], ids=["sgd", "adagrad"])
+def test_groups_of_layers_are_the_same_on_servers_as_on_workers(optimizer: Factory, tmp_path: Path) -> None:
+    """Bit for bit; and alone it is plain torch."""
+    given: dict[str, Any] = {"cluster": Simulated(workers=3), "optimizer": optimizer, "budget": Steps(7)}
+    expected = train(AllReduce(), tmp_path / "allreduce", **given).model
+    for i, placed in enumerate(({}, {"servers": 3}, {"servers": 2, "placement": "layers"})):
+        assert_same(train(ParameterServer(**placed), tmp_path / str(i), **given).model, expected)  # type: ignore[arg-type]
+    alone = train("ps", tmp_path / "alone", **given | {"cluster": Simulated(workers=1)}).model
+    assert_same(alone, plain(optimizer=optimizer, steps=7))
+
+
+def test_groups_on_servers_are_resumed(tmp_path: Path) -> None:
+    strategy, optimizer = ParameterServer(servers=2), partial(by_group, kind=torch.optim.Adagrad)
+    asked: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(2), "optimizer": optimizer}
+    train(strategy, tmp_path, budget=Steps(4), **asked)
+    parts = train(strategy, tmp_path, budget=Steps(7), resume=True, **asked).model
+    rehearsed: dict[str, Any] = {"cluster": Simulated(workers=2), "optimizer": optimizer, "budget": Steps(7)}
+    whole = train(strategy, tmp_path / "whole", **rehearsed).model
+    assert_same(parts, whole)
+
+
+class Own(torch.optim.SGD):
+    """Nobody else knows how to make it."""
+
+    def __init__(self, params: Any, *, secret: float) -> None:
+        super().__init__(params, lr=secret)
+
+
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "complaint"),
     [
@@ -78,8 +115,8 @@ def test_servers_of_whole_layers_take_optimizers_that_look_at_them(
         (ParameterServer(servers=2), lars, "looks at whole layers, but a server of ParameterServer"),
         (
             ParameterServer(servers=2, placement="layers"),
-            lambda params: torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1),
-            "has groups of layers",
+            lambda params: Own([{"params": params[:2]}, {"params": params[2:]}], secret=0.1),
+            "has groups, and cannot be made for some of their layers only: .*'secret'.*Use servers=1",
         ),
     ],
 )

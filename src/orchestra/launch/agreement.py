@@ -33,4 +33,12 @@ def _differences(found: Sequence[tuple[str, Answer]]) -> Iterator[str]:
                 break
         else:
             if answer["code"] != expected["code"]:
-                yield f"{name} has other sources of orchestra than {first}: install the same commit on both"
+                such = _such(answer["code"], expected["code"])
+                yield f"{name} has other sources of orchestra than {first}{such}: install the same commit on both"
+
+
+def _such(mine: Any, theirs: Any) -> str:
+    """The first file that is not the same, if both say what they have of each: others of ours may not."""
+    if not isinstance(mine, dict) or not isinstance(theirs, dict):
+        return ""
+    return f", such as {min(path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path))}"

@@ -21,7 +21,8 @@ from orchestra.transports.wire import BadFrame
 
 HOME = 0  # the process that keeps the run folder
 LONGEST = 1 << 14  # characters of a text
-_ENTRIES = 1 << 10  # of a list or a dict
+ENTRIES = 1 << 10  # of a list or a dict
+_TOGETHER = 16  # numbers that are one setting, such as Adam's β₁ and β₂
 
 Fits = Callable[[Any], bool]
 
@@ -35,11 +36,17 @@ def _number(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= _ENTRIES and all(map(_number, value))
+    return isinstance(value, list) and len(value) <= ENTRIES and all(map(_number, value))
 
 
 def _truth(value: Any) -> bool:
     return isinstance(value, bool)
+
+
+def _settings(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > ENTRIES:
+        return False
+    return all(_number(v) or _truth(v) or (_numbers(v) and len(v) <= _TOGETHER) for v in value)
 
 
 def _text(value: Any) -> bool:
@@ -51,7 +58,7 @@ def _maybe(value: Any) -> bool:
 
 
 def _table(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) <= _ENTRIES
+    return isinstance(value, dict) and len(value) <= ENTRIES
 
 
 def _like(pattern: str) -> Fits:
@@ -66,7 +73,7 @@ _ANYBODY: dict[str, dict[str, Fits]] = {
     "finished": {"steps": _whole, "how": _text, "left": _maybe},
     "looked": {},
     "written": {},
-    "rates": {"rates": _numbers},
+    "settings": {"name": _like(r"\w{1,64}"), "first": _whole, "values": _settings},
     "file": _FILE,
 }
 _MEMBER: dict[str, dict[str, Fits]] = {

@@ -94,12 +94,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _fingerprint(folder: Path) -> str:
-    """Of the sources: two checkouts of one version may differ."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
+def _fingerprint(folder: Path) -> dict[str, str]:
+    """Of each source: two checkouts of one version may differ."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+        for path in sorted(folder.rglob("*.py"))
+    }
 
 
 def _free(wanted: int, any_port: bool) -> int | None:

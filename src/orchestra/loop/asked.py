@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import orchestra
-from orchestra import checkpoint, checks, environment, expression
+from orchestra import checkpoint, checks, environment, expression, groups
 from orchestra.attached import Attached
 from orchestra.errors import Problem
-from orchestra.fingerprint import code, parts_of_model, parts_of_optimizer, settings_of
+from orchestra.fingerprint import code, in_parts, parts_of_data, settings_of
 from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
@@ -69,6 +69,11 @@ class Asked:
         return next(iter(trainable(self.model).values())).device.type
 
     @property
+    def frozen(self) -> list[nn.Parameter]:
+        """What of the model is never trained."""
+        return [p for p in self.model.parameters() if not p.requires_grad and p.numel()]
+
+    @property
     def torch_means(self) -> bool:
         """Whether torch takes the means: on a trusted network, of models that are not on GPUs."""
         return self.together and self.device == "cpu" and self.cluster.joined(self.strategy).means_by_torch()
@@ -104,8 +109,7 @@ class Asked:
 
     def _problems_of_model(self) -> Iterator[Problem]:
         own = {*self.model.parameters()}
-        groups = self.optimizer.param_groups
-        strange = sum(p not in own for group in groups for p in group["params"])
+        strange = sum(p not in own for group in self.optimizer.param_groups for p in group["params"])
         if strange:
             message = f"has {plural(strange, 'parameter')} not of the model: make it from model.parameters()"
             yield Problem("optimizer", type(self.optimizer).__name__, message)
@@ -124,7 +128,9 @@ class Asked:
         if isinstance(self.model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             yield Problem("model", type(self.model).__name__, "leave the wrapper out: the strategy does its work")
         if self.strategy.servers:
-            yield from checks.check_optimizer(self.factory(), self.model, self.strategy)
+            unfit = checks.check_optimizer(self.factory(), self.model, self.strategy)
+            # A schedule that was made before may begin with zero.
+            yield from (p for p in unfit if (p.where, p.value) != ("optimizer.lr", 0.0))
 
     def _problems_of_strategy(self) -> Iterator[Problem]:
         strategy, name = self.strategy, type(self.strategy).__name__
@@ -148,14 +154,17 @@ class Asked:
     # What is to be done.
 
     def factory(self) -> partial[optim.Optimizer]:
-        """Makes an optimizer like the one given, for a server's range."""
+        """Makes an optimizer like the one given: for layers like the model's, or for any where all are in one group."""
+        layers = [*trainable(self.model).values()]
+        if not groups.is_one(self.optimizer, layers):
+            return partial(groups.like, self.optimizer, groups.members(self.optimizer, layers))
         kind, group = type(self.optimizer), self.optimizer.param_groups[0]
         known = inspect.signature(kind).parameters
         return partial(kind, **{name: value for name, value in group.items() if name in known and name != "params"})
 
     def job(self) -> Job:
         """As every node is told."""
-        samples = None
+        samples, layers = None, [*trainable(self.model).values()]
         if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
             samples = len(self.loader.sampler)  # type: ignore[arg-type]
         return Job(
@@ -187,8 +196,8 @@ class Asked:
             steps_per_epoch=None,
             samples_per_epoch=samples,
             shards=None,
-            layers=tuple(tuple(p.shape) for p in trainable(self.model).values()),
-            layerwise=type(self.optimizer) not in ELEMENTWISE or len(self.optimizer.param_groups) > 1,
+            layers=tuple(tuple(p.shape) for p in layers),
+            layerwise=type(self.optimizer) not in ELEMENTWISE or not groups.is_one(self.optimizer, layers),
             resume=None,
             threads=torch.get_num_threads(),
             delay=None,
@@ -215,12 +224,11 @@ class Asked:
 
     def in_common(self, job: Job) -> dict[str, Any]:
         """What all processes must say alike, the most telling first; of what consists of parts, each part."""
-        about = self.about(job)
-        parts = {"model": parts_of_model(self.model), "optimizer": parts_of_optimizer(self.optimizer)}
         found = code(orchestra.__version__, [self.model])
-        for name, value in about.items():
-            found |= parts.get(name, {name: value})
-        return found
+        found |= in_parts(self.about(job), self.strategy, self.model, self.optimizer)
+        # Samples of other kinds may be drawn, differently everywhere.
+        data = self.loader.dataset if self.loader is not None else None
+        return found | parts_of_data(data) if type(data) is TensorDataset else found
 
 
 def _is_taken(out: Path) -> bool:

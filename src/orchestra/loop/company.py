@@ -30,7 +30,8 @@ class Company:
         self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left that had more to give
         self.how = "finished"  # this process, when it does
         self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if it goes in step with the others
-        self.rates: Callable[[list[float]], None] = lambda rates: None  # a schedule says new learning rates
+        self._settings: list[tuple[str, int, list[Any]]] = []  # that schedules said before anybody followed them
+        self._follow: Callable[[str, int, list[Any]], None] = lambda *said: self._settings.append(said)
         self.file: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # one is announced
         self.folder: tuple[Path | None, str] | None = None  # where worker 0 keeps the run, and a mark in it
         self.looked: set[int] = set()  # who have tried to find it
@@ -44,14 +45,21 @@ class Company:
         """From now on the others must do as many steps as this worker, unless it has none to count."""
         self._begun = begun
 
+    def when_settings_change(self, follow: Callable[[str, int, list[Any]], None]) -> None:
+        """Call this with what schedules say, and now with what they have said: a worker does not wait for a server."""
+        self._follow = follow
+        for said in self._settings:
+            follow(*said)
+
     def _hear(self, source: int, said: dict[str, Any]) -> None:
         notes.check(source, said)
         match said["kind"]:
             case "finished":
                 self._finished[source] = said["steps"]
                 self._ways[source] = said["how"], said["left"]
-            case "rates":
-                self.rates([float(rate) for rate in said["rates"]])
+            case "settings":
+                values = [tuple(value) if isinstance(value, list) else value for value in said["values"]]
+                self._follow(said["name"], said["first"], values)
             case "folder":
                 self.folder = said["path"] and Path(said["path"]), str(said["mark"])
             case "looked":
@@ -88,10 +96,12 @@ class Company:
         self.give_up(message, ClusterError.exit_code)
         return ClusterError(message)
 
-    def tell_rates(self, servers: tuple[int, ...], rates: list[float]) -> None:
-        """Let servers know of new learning rates, before the next push."""
-        for server in servers:
-            self._exchange.note(server, {"kind": "rates", "rates": rates})
+    def tell_settings(self, servers: tuple[int, ...], name: str, values: list[Any]) -> None:
+        """Let servers know of a setting of every group of the optimizer, before the next push."""
+        for first in range(0, len(values), notes.ENTRIES):
+            some = values[first : first + notes.ENTRIES]
+            for server in servers:
+                self._exchange.note(server, {"kind": "settings", "name": name, "first": first, "values": some})
 
     def finish(self, steps: int, left: str | None) -> None:
         """Wait until every worker has made its last step. `left`: where the loader was, if it had more to give."""

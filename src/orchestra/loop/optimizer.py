@@ -33,13 +33,12 @@ class Prepared(optim.Optimizer):
         # Not as torch begins: groups, state and hooks are those of `inner`.
         self._inner, self._player = inner, player
         self.orchestra = seat
-        self._replica = player.life.node.replica
-        assert self._replica is not None
+        self._replica = player.replica
         ours = {*self._replica.parameters}
         self._others = [p for p in self._replica.module.parameters() if p not in ours]
         self._usual = usual  # samples of a step, where nobody says
         self._fetched = 0  # samples since the last step
-        self._rates: list[float] = []
+        self._told = self._settings() if seat.tells_servers else {}  # what servers know: they begin with the same
         self._guard: RemovableHandle | None = None
         with contextlib.suppress(AttributeError):  # some that only look like torch's have no hooks
             self._guard = inner.register_step_pre_hook(self._not_alone)
@@ -118,9 +117,11 @@ class Prepared(optim.Optimizer):
             if p.grad is not None:
                 message = "was frozen when orchestra.prepare was called, and has a gradient now: thaw it before"
                 raise ConfigError([Problem("model", tuple(p.shape), message)])
+        self._replica.require_in_place()
         size = self._fetched or self._usual if samples is None else samples
         self._usual, self._fetched = (self._fetched or self._usual), 0
-        self._tell_rates()
+        if self.orchestra.tells_servers:
+            self._tell_servers()
         vars(self._inner)["_opt_called"] = True  # schedulers look for it, also where only a server's optimizer steps
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         self._player.step(size if self._usable() else 0, None if loss is None else float(loss))
@@ -128,7 +129,6 @@ class Prepared(optim.Optimizer):
 
     def _usable(self) -> bool:
         """Whether there are gradients that are finite as far as a GradScaler knows; they are unscaled here."""
-        assert self._replica is not None
         grads = [p.grad for p in self._replica.parameters if p.grad is not None]
         found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
         if not grads or (found_inf is not None and float(found_inf)):
@@ -137,12 +137,18 @@ class Prepared(optim.Optimizer):
             torch._foreach_mul_(grads, float(scale.double().reciprocal().float()))
         return True
 
-    def _tell_rates(self) -> None:
+    def _tell_servers(self) -> None:
         """Servers have optimizers of their own, which schedules do not reach."""
-        rates = [float(group["lr"]) for group in self.param_groups]
-        if rates != self._rates:
-            self._rates = rates
-            self.orchestra.tell_rates(rates)
+        settings = self._settings()
+        for name, values in settings.items():
+            if values != self._told.get(name):
+                self.orchestra.tell_settings(name, values)
+        self._told = settings
+
+    def _settings(self) -> dict[str, list[Any]]:
+        """What is a number, or some of them, by group: the learning rates, the momenta; not what schedulers keep."""
+        found = {name: [_number(group.get(name)) for group in self.param_groups] for name in self.defaults}
+        return {name: values for name, values in found.items() if None not in values}
 
     def finish(self) -> None:
         """After the last step: the strategy's last words, one model on all workers, and farewell."""
@@ -201,3 +207,13 @@ class Prepared(optim.Optimizer):
         node.steps, node.samples, node.skipped = saved["counts"]
         node.rng.set_state(saved["rng"].cpu())
         self.orchestra.seek(saved["position"])
+
+
+def _number(value: Any) -> Any:
+    """A setting as a note can hold it; None if it is neither a number nor some of them."""
+    if isinstance(value, tuple | list):
+        some = [_number(v) for v in value]
+        return None if None in some else some
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, int | float) else None

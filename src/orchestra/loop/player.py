@@ -72,6 +72,24 @@ class Taken(Replica):
     def __init__(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
         super().__init__(module, x, g, loss=lambda output, target: output)
         self.known_loss: float | None = None
+        where = {p: p.data_ptr() for p in self.parameters}
+        homes = ((name, part._parameters) for name, part in module.named_modules())
+        self._homes = [
+            (f"{name}.{key}".lstrip("."), home, key, p, where[p])
+            for name, home in homes
+            for key, p in home.items()
+            if p is not None and p in where
+        ]
+
+    def require_in_place(self) -> None:
+        """Refuse parameters that are no longer the module's, or no longer lie in x: they would be trained in vain."""
+        for name, home, key, p, address in self._homes:
+            if home.get(key) is not p or p.data_ptr() != address:
+                raise OrchestraError(
+                    f"parameter {name} of the model was put elsewhere since orchestra.prepare, so that nothing trains "
+                    "it. Before that call, not after it, is the time for model.to(...), .half() and the like, "
+                    "load_state_dict(assign=True), p.data = ... and flatten_parameters()."
+                )
 
     def gradient(self, batch: Sequence[Any], size: int, ready: Ready | None = None) -> float:
         """Take them. What the loss is not known to be is not held against it."""
@@ -88,7 +106,7 @@ class Player:
         self.touched = False  # it has done something in this step that cannot be taken back
         self.playing = False  # the strategy is at work, not the loop
         self.over = False
-        self._feed, self._replica = feed, replica
+        self._feed, self.replica = feed, replica
         feed.park = self._ask
         self._fiber = fibers.make("auto", self._play)
 
@@ -96,7 +114,7 @@ class Player:
         life = self.life
         while True:
             life.job.strategy.step(life.node, life.state)
-            if self._replica.known_loss is None:
+            if self.replica.known_loss is None:
                 life.node.loss = math.nan
             run.record(life)
             self._fiber.park()
@@ -132,13 +150,13 @@ class Player:
         if late and size and self.touched:
             raise OrchestraError(
                 f"{type(self.life.job.strategy).__name__} moves the parameters or speaks with others before every "
-                "gradient, but the model was not called: call model(x) itself, not a part of it, or "
-                "optimizer.begin() before the forward pass."
+                "gradient, but the model was not called in training: call model(x) itself, not a part of it, after "
+                "model.train(), or optimizer.begin() before the forward pass."
             )
         if loss is None and size and self.life.job.strategy.watches:
             message = "the strategy looks at the loss of every mini-batch: say optimizer.step(loss=loss)"
             raise ConfigError([Problem("loss", None, message)])
-        self._feed.size, self._replica.known_loss = size, loss
+        self._feed.size, self.replica.known_loss = size, loss
         self.asking = self.touched = False
         self._go_on()
 

@@ -44,7 +44,7 @@ from orchestra.loop.leaving import tell_in_short
 from orchestra.loop.loader import Loader
 from orchestra.loop.optimizer import Prepared
 from orchestra.loop.player import Given, Player, Taken
-from orchestra.loop.seat import Seat, spread_
+from orchestra.loop.seat import PIECE, Seat, spread_, spread_frozen_
 from orchestra.loop.serving import serve
 from orchestra.node import Comm, Log, Node
 from orchestra.ops import Traffic
@@ -210,6 +210,7 @@ def _take_part(
         transport.means = Means(company, transport.exchange, asked.rank, asked.workers, company.host, patience)
     replica = Taken(asked.model, x0, torch.zeros_like(x0))
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
+    spread_frozen_(comm, asked.frozen)
     if asked.rank == 0:
         for server, part in zip(comm.servers.members, job.placement, strict=True):
             comm.send(server, x0[part])
@@ -240,7 +241,8 @@ def _meet(asked: Asked, job: Job, x0: Tensor) -> tuple[AttachedTransport, Compan
     """This process's way to the others, if there are any."""
     if job.workers + job.servers > 1:
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
-        party = Party(job, x0, asked.cluster, asked.in_common(job), most=_DOUBLE * longest)
+        most = max(_DOUBLE * longest, PIECE if asked.frozen else 0)
+        party = Party(job, x0, asked.cluster, asked.in_common(job), most=most)
         return party.transport, Company(party.exchange, asked.rank, job.workers, host=party.host)
     traffic = Traffic()
     nobody = Exchange(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)

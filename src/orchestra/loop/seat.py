@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from orchestra.replica import persistent_buffers
 from orchestra.report.facts import facts_of
 
 FINAL = 0xFFFE  # the tag of a server's last message
+PIECE = 1 << 20  # bytes of what is never trained that are sent at a time
 
 
 class Seat:
@@ -81,10 +83,14 @@ class Seat:
         traffic.sent, traffic.received = sent, received  # what is asked out of curiosity is not the strategy's cost
         return float(mean) if total else math.nan
 
-    def tell_rates(self, rates: list[float]) -> None:
-        """A schedule says new learning rates: worker 0 lets servers know."""
-        if self.is_home and self._node.comm.servers.members:
-            self._company.tell_rates(self._node.comm.servers.members, rates)
+    @property
+    def tells_servers(self) -> bool:
+        """Whether there are servers, and this is who tells them what schedules say."""
+        return self.is_home and bool(self._node.comm.servers.members)
+
+    def tell_settings(self, name: str, values: list[Any]) -> None:
+        """A schedule says something new of every group, such as learning rates: let the servers know."""
+        self._company.tell_settings(self._node.comm.servers.members, name, values)
 
     def position(self) -> list[int] | None:
         """Where the loader is: an epoch, and the batches taken of it."""
@@ -161,6 +167,16 @@ def _together(tensors: Sequence[Tensor], dtype: torch.dtype, do: Callable[[Tenso
 def average_(comm: Comm, tensors: Sequence[Tensor]) -> None:
     """The mean of each over the workers, in double precision: what is equal everywhere stays as it is."""
     _together(tensors, torch.float64, comm.mean_)
+
+
+@torch.no_grad()
+def spread_frozen_(comm: Comm, tensors: Sequence[Tensor]) -> None:
+    """What worker 0 has, to all, byte by byte and a piece at a time: there may be much more of it than is trained."""
+    for t in tensors:
+        whole = t.detach().reshape(-1).view(torch.uint8)
+        for piece in torch.split(whole, PIECE):
+            comm.broadcast_(piece)
+        t.copy_(whole.view(t.dtype).view(t.shape))
 
 
 def spread_(comm: Comm, tensors: Sequence[Tensor]) -> None:

@@ -60,7 +60,7 @@ def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, fold
     x = x0[job.range_of(comm.rank)].clone()
     x.copy_(comm.recv(0).x)
     node = run.server(job, comm.rank, comm, log, x)
-    company.rates = node.inner.follow
+    company.when_settings_change(node.inner.follow)
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     log.write(Began(node.now(), node.rank, "server", time.perf_counter() - began))
     run.serve(life, _Giver(life, folder))

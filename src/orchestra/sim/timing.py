@@ -93,6 +93,10 @@ class _Inner:
     def set_progress(self, epochs: float) -> None:
         """No schedule."""
 
+    def rates(self) -> list[tuple[slice, float]]:
+        """One of all."""
+        return [(slice(None), self.lr)]
+
     def step(self, g: Tensor) -> None:
         """From the first on there are momenta."""
         self._begun = True

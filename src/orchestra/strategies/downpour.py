@@ -12,8 +12,9 @@ https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks  (the cl
         every n_fetch steps:  fetch x[R] for every R
 
 d is the inner optimizer's; the paper's is Adagrad (`torch.optim.Adagrad`), whose state lives with the range. A local
-step is plain SGD with the learning rate γ in force. The paper's loop fetches before a step and pushes after it; here
-both come after it, and what is due at once is one message and its answer. A run ends with a push of what is left in Δ.
+step is plain SGD with the learning rate γ in force, of each group of layers its own. The paper's loop fetches before a
+step and pushes after it; here both come after it, and what is due at once is one message and its answer. A run ends
+with a push of what is left in Δ.
 
 n_push = n_fetch = 1, as in the paper's experiments, is the asynchronous parameter server, `ps(consistency=asp())`.
 The paper starts with one replica and lets the others join later; here all start at once.
@@ -88,7 +89,7 @@ class Downpour(Strategy[DownpourState]):
         if node.weight:
             s.delta += g
             s.samples += int(node.weight)
-            node.x.sub_(g, alpha=node.lr)
+            node.descend(g)
         self._exchange(node, s, node.steps)
 
     def finish(self, node: Node, s: DownpourState) -> None:

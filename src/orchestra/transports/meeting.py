@@ -306,13 +306,9 @@ class Meeting:
         about = theirs.get("about")
         difference = first_difference(self._about, about if isinstance(about, dict) else {})
         if difference is not None:
-            key, mine, other = difference
-            what = f"{key} is {mine!r} here and {other!r} there"
-            if mine is None or other is None:
-                what = f"{key} is {'there' if mine is None else 'here'} only"
             raise ClusterError(
-                f"node {self._rank} and node {theirs.get('rank')} do not do the same: {what}. Start all of them with "
-                "the same command, code and data."
+                f"node {self._rank} and node {theirs.get('rank')} do not do the same: {difference}. Start all of them "
+                "with the same command, code and data."
             )
 
 
@@ -323,22 +319,24 @@ def _reachable(door: Address, sock: socket.socket) -> Address:
     return (mine, door[1]) if is_here else door
 
 
-def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
     """The first thing that two descriptions say differently.
 
     >>> first_difference({"seed": 1, "batch": 8}, {"seed": 1, "batch": 9})
-    ('batch', 8, 9)
+    'batch is 8 here and 9 there'
     >>> first_difference({"sources": {"a.py": "1f", "b.py": "2e"}}, {"sources": {"a.py": "1f"}})
-    ('sources: b.py', '2e', None)
+    'sources: b.py is here only'
     """
     for key in [*mine, *(key for key in theirs if key not in mine)]:
         here, there = mine.get(key), theirs.get(key)
         if isinstance(here, dict) and isinstance(there, dict):
             within = first_difference(here, there)
             if within is not None:
-                return f"{key}: {within[0]}", *within[1:]
+                return f"{key}: {within}"
+        elif key not in mine or key not in theirs:
+            return f"{key} is {'here' if key in mine else 'there'} only"
         elif here != there:
-            return key, here, there
+            return f"{key} is {here!r} here and {there!r} there"
     return None
 
 
