@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orchestra.launch.band import News, Wire
 
 _HOST = "localhost"
-_TAKES = ("strategy", "workers", "servers", "seed", "out", "token_file", "trusted")
+_TAKES = ("strategy", "workers", "servers", "seed", "out", "token_file", "trusted", "grace")
 
 
 def problems_of(chosen: Options, *, as_json: bool) -> Iterator[Problem]:
