@@ -206,6 +206,12 @@ class Attached(Cluster):
 
         return Member(job, x0, about, self, show).run()
 
+    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: Told) -> None:
+        """As process 0 of a run that is over: tell the others, who wait to go on with it."""
+        from orchestra.launch.attached import pass_on
+
+        pass_on(job, x0, about, self, told)
+
     def token(self) -> Token:
         """Proof that a process belongs to the run. Without one, only processes of this machine may come together."""
         file = self.token_file or os.environ.get("ORCHESTRA_TOKEN_FILE")

@@ -139,6 +139,7 @@ MAY_KNOW = {
         "strategy",
     },  # no world by name
     "loop": {
+        "alive",
         "attached",
         "board",
         "checkpoint",

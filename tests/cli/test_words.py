@@ -14,7 +14,7 @@ from tests.cli.conftest import Orchestra
 from tests.processes import environ_of
 from tests.zoo import train
 
-from orchestra import LARS, AllReduce, Warmup, expression
+from orchestra import LARS, AllReduce, Attached, Warmup, expression
 from orchestra.budget import Epochs, Seconds, Target
 from orchestra.cli.options import Options, read_partition, split_strategies
 from orchestra.cluster import Local
@@ -168,9 +168,28 @@ def test_resume_of_a_run_that_was_not_begun_here(orchestra: Orchestra, tmp_path:
     said = orchestra("resume", str(tmp_path))
     assert said.code == 7
     assert "no checkpoint" in said.err
+    (tmp_path / "config.json").write_text('{"note": {"recipe": "digits", "options": {}}, "loop": true}')
+    said = orchestra("resume", str(tmp_path))
+    assert said.code == 2
+    assert "a loop under orchestra.prepare, which keeps itself what it goes on from" in said.err
 
 
 # What options change in a call of `train`.
+
+
+def test_how_long_a_silent_machine_is_sought_is_said_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is for processes that torchrun" in Options(grace=0).read()[1][0].message
+    for name, value in environ_of(0, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    cluster = Options(grace=0.0).changes()["cluster"]
+    assert cluster(None).grace == 0
+    assert cluster(Attached(grace=5, trusted=True)) == Attached(grace=0, trusted=True)
+    assert Options(grace=-1).read()[1][0].where == "grace"
+
+
+@pytest.mark.parametrize("verb", ["run", "resume"])
+def test_help_tells_of_silent_machines(verb: str, orchestra: Orchestra) -> None:
+    assert "--grace" in orchestra(verb, "--help").out
 
 
 def test_options_change_only_what_they_name() -> None:

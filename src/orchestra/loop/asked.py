@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, IterableDataset
 
 import orchestra
-from orchestra import checkpoint, checks, environment, expression
+from orchestra import alive, checkpoint, checks, environment, expression
 from orchestra.attached import Attached
 from orchestra.errors import Problem
 from orchestra.fingerprint import code, parts_of_model, parts_of_optimizer, settings_of
@@ -224,4 +224,4 @@ class Asked:
 
 
 def _is_taken(out: Path) -> bool:
-    return out.exists() and (not out.is_dir() or any(out.iterdir()))
+    return out.exists() and (not out.is_dir() or (any(out.iterdir()) and not alive.never_began(out)))

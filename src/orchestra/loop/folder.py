@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from orchestra import alive
 from orchestra.errors import ConfigError, Problem
 from orchestra.launch.courier import Courier, Reception, files_of
 from orchestra.loop.company import Company
@@ -44,6 +45,7 @@ class Folder:
         path = out.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
+            alive.make_room(path)
             if not self._others:
                 return path
             mark = path / f".mark-{secrets.token_hex(8)}"

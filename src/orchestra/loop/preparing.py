@@ -252,6 +252,7 @@ def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
         return _Nowhere()
     if asked.rank == 0:
         config = asked.about(job) | {
+            "loop": True,
             "defining": asked.strategy.defining,
             "parameters": job.parameters,
             "budget": [] if job.last_step is None else [f"steps={job.last_step}"],

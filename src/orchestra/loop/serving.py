@@ -30,6 +30,9 @@ class _Giver:
     def after_step(self, before: int) -> None:
         """Servers make none."""
 
+    def after_steps(self) -> None:
+        """Nor a last one."""
+
     def interrupted(self) -> bool:
         """Nobody asks."""
         return False
