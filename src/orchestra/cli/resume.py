@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from orchestra import environment
+from orchestra.cli import elsewhere, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources, summary
 from orchestra.cli.options import Options
 from orchestra.cli.run import carry_out, conclude
 from orchestra.errors import CheckpointError, ConfigError, Problem
@@ -29,6 +29,8 @@ def resume(
     token_file: o.TokenFile = None,
     trusted: o.Trusted = False,
     grace: o.Grace = None,
+    on: o.On = None,
+    ray_address: o.RayAddress = "auto",
     json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -42,13 +44,20 @@ def resume(
 
       orchestra resume runs/2026-01-31-120000-slowmo
       orchestra resume runs/mine --epochs 40
+      torchrun --standalone --nproc-per-node 4 -m orchestra resume runs/mine     if it was begun so
+      orchestra launch --hosts hosts.txt -- resume runs/mine                     likewise
+      orchestra resume runs/mine --on ray                                        likewise
     """
-    more = Options(epochs=epochs, steps=steps, seconds=seconds, target=target, checkpoint_every=checkpoint_every)
-    joining = {"token_file": str(token_file) if token_file else None, "trusted": trusted or None, "grace": grace}
+    more = Options(
+        epochs=epochs, steps=steps, seconds=seconds, target=target, checkpoint_every=checkpoint_every, grace=grace
+    )
+    joining = {"token_file": str(token_file) if token_file else None, "trusted": trusted or None}
     if is_complete(run) and not _ENDS & more.given().keys() and not environment.launched():  # else `train` tells all
         _tell_complete(run.absolute(), as_json=json_, quiet=quiet)
         return
     source, before, args = _remembered(run)
+    if on is not None:
+        raise typer.Exit(elsewhere.resume_on(on, run, more, as_json=json_, quiet=quiet, at=ray_address))
     if not environment.is_member():  # else process 0 sees to it: this machine may not even see the run folder
         _refuse_without_use(run)
     chosen = Options(**_joined(before, more.given()) | {"out": str(run)} | joining)
