@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,8 @@ def test_summary_for_people(orchestra: Orchestra) -> None:
     assert all(text in said.out for text in ("allreduce · 3 workers", "worker 2", "here/model.safetensors", "accuracy"))
     assert "next: orchestra compare digits" in said.err
     assert "\x1b" not in said.out + said.err
+    rows = [line for line in said.out.splitlines() if line.startswith("  worker ")]
+    assert [sum(map(int, re.findall(r"(\d+)%", row))) for row in rows] == [100, 100, 100]
 
 
 def test_quiet_says_nothing(orchestra: Orchestra) -> None:

@@ -21,6 +21,7 @@ from orchestra.cluster import Local
 from orchestra.data.partitions import Dirichlet, LabelSorted
 from orchestra.errors import ConfigError
 from orchestra.strategies import STRATEGIES
+from orchestra.words import percents
 
 VERBS = ("demo", "run", "resume", "compare", "strategies", "explain", "doctor", "data", "lab", "launch")
 
@@ -245,3 +246,21 @@ def test_lists_and_partitions() -> None:
     assert read_partition("label-sorted") == LabelSorted()
     with pytest.raises(ConfigError):
         read_partition("iid:3")
+
+
+# Shares of time.
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([0.214, 0.277, 0.258], [21, 28, 26, 25]),
+        ([0.5, 0.25, 0.25], [50, 25, 25, 0]),
+        ([0.9, 0.4, 0.5], [50, 22, 28, 0]),
+        ([0.0, 0.0, 0.0], [0, 0, 0, 100]),
+        ([0.6, -0.002, 0.3], [60, 0, 30, 10]),
+    ],
+)
+def test_shares_of_time_come_to_a_hundred_percent(shares: list[float], expected: list[int]) -> None:
+    assert percents(shares) == expected
+    assert sum(percents(shares)) == 100
