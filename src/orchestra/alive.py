@@ -47,25 +47,38 @@ class Word:
         return "stopped" if self.kind in ("Interrupted", "KeyboardInterrupt") else "failed"
 
 
+class Hold:
+    """The lock of a run folder, from now on until the run is over, broken off, or its process gone."""
+
+    def __init__(self, run: Path) -> None:
+        self._path, self._file = run / NAME, contextlib.ExitStack()
+        with contextlib.suppress(OSError):  # nobody will know from outside, and that is all
+            file = self._file.enter_context(self._path.open("w", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_SH)
+
+    def let_go(self) -> None:
+        """The run came to its end."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        self._file.close()
+
+    def leave(self, kind: str, why: str) -> None:
+        """It did not: leave the kind of error, and the end of what there is to say of it, where what to do comes."""
+        with contextlib.suppress(OSError):
+            self._path.write_text(json.dumps({"kind": kind, "why": why[-_LONGEST:]}), encoding="utf-8")
+        self._file.close()
+
+
 @contextlib.contextmanager
 def holding(run: Path) -> Iterator[None]:
     """Hold the lock of a run folder for as long as the run goes on."""
+    hold = Hold(run)
     try:
-        file = (run / NAME).open("w", encoding="utf-8")
-        fcntl.flock(file, fcntl.LOCK_SH)
-    except OSError:  # nobody will know from outside, and that is all
         yield
-        return
-    with file:
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                # The end of it: a traceback of another process comes first, and what to do comes last.
-                json.dump({"kind": type(error).__name__, "why": str(error)[-_LONGEST:]}, file)
-            raise
-        with contextlib.suppress(OSError):
-            (run / NAME).unlink()
+    except BaseException as error:
+        hold.leave(type(error).__name__, str(error))
+        raise
+    hold.let_go()
 
 
 def _at_once(path: str, flags: int) -> int:
