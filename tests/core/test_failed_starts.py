@@ -76,8 +76,10 @@ def test_the_same_call_can_be_made_again(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="no such file on this machine"):
         train(AllReduce(), out, workers=2, budget=Steps(2), data=lambda: fail_in_another_process(parent))
     assert alive.ask(out).fate == "failed"
+    (out / "topology.json").touch()  # as between machines
     assert train(AllReduce(), out, workers=2, budget=Steps(2)).summary.steps == 2
     assert alive.ask(out).alive is None
+    assert not (out / "topology.json").exists()
     with pytest.raises(ConfigError, match="is not empty"):
         train(AllReduce(), out, workers=2, budget=Steps(2))
 

@@ -19,7 +19,22 @@ import pytest
 import torch
 from tests.core.test_scoring import error
 from tests.processes import environ_of
-from tests.zoo import BATCH, SEED, Dicey, Paced, assert_same, ended, events, make_data, my_rank, paced, train
+from tests.zoo import (
+    BATCH,
+    SEED,
+    Dicey,
+    Paced,
+    Trap,
+    assert_same,
+    ended,
+    events,
+    make_data,
+    my_rank,
+    paced,
+    press_ctrl_c,
+    train,
+    trapped,
+)
 from torch import Tensor
 
 from orchestra import (
@@ -231,6 +246,18 @@ def test_a_larger_budget_goes_on_from_the_end(strategy: Strategy[Any], end: Budg
     whole = train(strategy, tmp_path / "whole", budget=Steps(first.steps + 3), **given)
     assert_same(resumed.model, whole.model)
     assert json.loads((tmp_path / "run" / "config.json").read_text())["budget"] == [f"steps={first.steps + 3}"]
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(tau=4), ParameterServer(servers=2)], ids=repr)
+def test_ctrl_c_in_the_last_step_of_a_run_that_saves(strategy: Strategy[Any], tmp_path: Path) -> None:
+    """Too late to stop it: whoever would save now would be taken to have been broken off."""
+    pressed = Trap.at(0, 3, partial(press_ctrl_c, os.getpid()), size=2)
+    slow = Trap.at(1, 3, partial(time.sleep, 0.3), size=2)
+    given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3)}
+    result = train(strategy, tmp_path, model=trapped(pressed, slow), budget=Steps(4), **given)
+    assert (result.summary.steps, result.summary.stopped_by) == (4, "budget")
+    more = train(strategy, tmp_path, model=trapped(), budget=Steps(6), resume=True, **given)
+    assert_same(more.model, train(strategy, tmp_path / "whole", model=trapped(), budget=Steps(6), **given).model)
 
 
 def test_without_checkpoints_a_complete_run_cannot_go_on(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class Exit:
     ) -> None:
         self._company, self._finish, self._how_far, self._leave = company, finish, how_far, leave
         self._before: Hook = sys.excepthook
-        self._owner = os.getpid()
+        self._owner, self._over = os.getpid(), False
         sys.excepthook = self._failed
         self._hears = threading.current_thread() is threading.main_thread()
         if self._hears and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -104,7 +104,8 @@ class Exit:
             atexit.register(self._forgotten)
 
     def close(self) -> None:
-        """All went well."""
+        """All went well, or all is told."""
+        self._over = True
         if sys.excepthook == self._failed:
             sys.excepthook = self._before
         if self._hears and signal.getsignal(signal.SIGTERM) == self._terminate:
@@ -112,9 +113,10 @@ class Exit:
         atexit.unregister(self._forgotten)
 
     def _terminate(self, number: int, frame: object) -> None:
-        if os.getpid() == self._owner:
+        if os.getpid() == self._owner and not self._over:
             raise Terminated
-        signal.signal(number, signal.SIG_DFL)  # a fork of this process, such as one that loads data, just ends
+        # A fork of this process, such as one that loads data, just ends; so does a script whose loop is over.
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
