@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -173,6 +174,21 @@ def test_resume_of_a_run_that_was_not_begun_here(orchestra: Orchestra, tmp_path:
     said = orchestra("resume", str(tmp_path))
     assert said.code == 2
     assert "a loop under orchestra.prepare, which keeps itself what it goes on from" in said.err
+
+
+def test_a_run_goes_on_as_it_was_started(orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = {"workers": 2, "servers": 1, "note": {"recipe": "digits", "options": {}}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(begun | {"cluster": {"kind": "attached"}}))
+    said = orchestra("resume", "run")
+    assert said.code == 2
+    assert "torchrun --standalone --nproc-per-node 3 -m orchestra resume run, orchestra launch" in said.err
+    (tmp_path / "run" / "config.json").write_text(json.dumps(begun | {"cluster": {"kind": "local"}}))
+    for name, value in environ_of(0, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    said = orchestra("resume", "run")
+    assert said.code == 2
+    assert "say `orchestra resume run` alone" in said.err
 
 
 # What options change in a call of `train`.

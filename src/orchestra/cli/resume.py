@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +56,7 @@ def resume(
     if is_complete(run) and not _ENDS & more.given().keys() and not environment.launched():  # else `train` tells all
         _tell_complete(run.absolute(), as_json=json_, quiet=quiet)
         return
-    source, before, args = _remembered(run)
+    source, before, args = _remembered(run, together=on is not None or environment.launched())
     if on is not None:
         raise typer.Exit(elsewhere.resume_on(on, run, more, as_json=json_, quiet=quiet, at=ray_address))
     if not environment.is_member():  # else process 0 sees to it: this machine may not even see the run folder
@@ -116,17 +117,36 @@ def _joined(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return before | more
 
 
-def _remembered(run: Path) -> tuple[sources.Source, dict[str, Any], list[str]]:
-    """How the run was begun, as its config.json tells."""
+def _unfit(run: Path, config: dict[str, Any], together: bool) -> str:
+    """Why a run cannot go on as it is asked to here, and how it can; nothing if it can."""
+    if config.get("loop"):
+        return (
+            "was made by a loop under orchestra.prepare, which keeps itself what it goes on from: start it again as "
+            "before, with another folder"
+        )
+    kind, command = (config.get("cluster") or {}).get("kind"), shlex.join(["resume", str(run)])
+    if kind == "local" and together:
+        return f"was begun by one process, which started the others: say `orchestra {command}` alone"
+    if kind == "attached" and not together:
+        nodes = int(config["workers"]) + int(config["servers"])
+        return (
+            f"was begun in {nodes} processes, and goes on as it was started: torchrun --standalone --nproc-per-node "
+            f"{nodes} -m orchestra {command}, orchestra launch --hosts FILE -- {command}, or orchestra {command} --on "
+            "ray"
+        )
+    return ""
+
+
+def _remembered(run: Path, *, together: bool) -> tuple[sources.Source, dict[str, Any], list[str]]:
+    """How the run was begun, as its config.json tells; it cannot go on in another way.
+
+    `together`: this process is one of several, or is to start them.
+    """
     if not run.is_dir():
         raise ConfigError([Problem("run", str(run), "there is no such folder")])
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        if config.get("loop"):
-            why = (
-                "was made by a loop under orchestra.prepare, which keeps itself what it goes on from: start it again "
-                "as before, with another folder"
-            )
+        if why := _unfit(run, config, together):
             raise ConfigError([Problem("run", str(run), why)])
         note = config.get("note") or {}
         known = {field for field in Options.__dataclass_fields__}
