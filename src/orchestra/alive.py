@@ -7,6 +7,8 @@
                   exclusive lock given     it died: without a word if the file is empty
 
 The kernel lets go of a lock however a process ends. An id of a process would not tell: there are others of its number.
+
+A start that failed leaves a folder as well. As long as nothing was trained there, the next start may have it.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 NAME = "running"
 _LONGEST = 10_000  # characters of what is left behind, or of what is believed
+_OF_A_START = ("config.json", NAME, "scores.jsonl", "topology.json", ".launch-*", ".mark-*", "nccl-*")
+_OF_EVENTS = ("events-*.jsonl", "trace-*.jsonl")
+_FEW = 1 << 20  # bytes of events before the first step: more are not looked through
 
 
 @dataclass(frozen=True)
@@ -41,25 +47,38 @@ class Word:
         return "stopped" if self.kind in ("Interrupted", "KeyboardInterrupt") else "failed"
 
 
+class Hold:
+    """The lock of a run folder, from now on until the run is over, broken off, or its process gone."""
+
+    def __init__(self, run: Path) -> None:
+        self._path, self._file = run / NAME, contextlib.ExitStack()
+        with contextlib.suppress(OSError):  # nobody will know from outside, and that is all
+            file = self._file.enter_context(self._path.open("w", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_SH)
+
+    def let_go(self) -> None:
+        """The run came to its end."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        self._file.close()
+
+    def leave(self, kind: str, why: str) -> None:
+        """It did not: leave the kind of error, and the end of what there is to say of it, where what to do comes."""
+        with contextlib.suppress(OSError):
+            self._path.write_text(json.dumps({"kind": kind, "why": why[-_LONGEST:]}), encoding="utf-8")
+        self._file.close()
+
+
 @contextlib.contextmanager
 def holding(run: Path) -> Iterator[None]:
     """Hold the lock of a run folder for as long as the run goes on."""
+    hold = Hold(run)
     try:
-        file = (run / NAME).open("w", encoding="utf-8")
-        fcntl.flock(file, fcntl.LOCK_SH)
-    except OSError:  # nobody will know from outside, and that is all
         yield
-        return
-    with file:
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                # The end of it: a traceback of another process comes first, and what to do comes last.
-                json.dump({"kind": type(error).__name__, "why": str(error)[-_LONGEST:]}, file)
-            raise
-        with contextlib.suppress(OSError):
-            (run / NAME).unlink()
+    except BaseException as error:
+        hold.leave(type(error).__name__, str(error))
+        raise
+    hold.let_go()
 
 
 def _at_once(path: str, flags: int) -> int:
@@ -82,3 +101,46 @@ def ask(run: Path) -> Word:
         return Word(alive=False, kind=str(found["kind"]), why=str(found["why"])[-_LONGEST:])
     except (ValueError, KeyError, TypeError, RecursionError):
         return Word(alive=False)
+
+
+def never_began(run: Path) -> bool:
+    """Whether a folder holds nothing but what a start leaves that failed before the first step, and is nobody's now."""
+    with _owned(run) as ours:
+        return ours
+
+
+def make_room(run: Path) -> None:
+    """Take away what such a start has left, if it is that."""
+    with _owned(run) as ours:
+        for path in sorted(run.iterdir(), key=lambda path: path.name == NAME) if ours else ():  # the lock goes last
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+@contextlib.contextmanager
+def _owned(run: Path) -> Iterator[bool]:
+    """Hold the lock alone, so that nobody else begins there; gives whether there is nothing to be lost."""
+    with contextlib.ExitStack() as files:
+        try:
+            file = files.enter_context(open(run / NAME, opener=_at_once))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = isinstance(_config(run).get("strategy"), str) and all(map(_is_of_a_start, run.iterdir()))
+        except OSError:
+            ours = False
+        yield ours
+
+
+def _config(run: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _is_of_a_start(path: Path) -> bool:
+    if path.is_symlink():
+        return False
+    if path.is_dir():
+        return path.name in ("checkpoints", "snapshots") and not any(path.iterdir())
+    if any(path.match(name) for name in _OF_EVENTS):
+        return path.stat().st_size < _FEW and b'"event":"stepped"' not in path.read_bytes()
+    return any(path.match(name) for name in _OF_A_START)

@@ -29,7 +29,7 @@ from torch import Tensor
 from orchestra import delays
 from orchestra.cluster import Cluster, Device, Ending, Order
 from orchestra.delays import Delay
-from orchestra.environment import NEEDED, STARTED_BY, is_member
+from orchestra.environment import NEEDED, STARTED_BY, STARTED_ON, is_member
 from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Exposed, Problem
 from orchestra.transports import token
 from orchestra.transports.addresses import bare, is_loopback, resolve
@@ -161,8 +161,15 @@ class Attached(Cluster):
         words = ["resume", str(run), *(["--trusted-network"] if self.trusted else [])]
         if started := os.environ.get(STARTED_BY):
             return f"{started} {shlex.join(words)}"
+        if on := os.environ.get(STARTED_ON):
+            return f"orchestra {shlex.join(words)} {on}"
         words += ["--token-file", str(self.token_file)] if self.token_file else []
-        return f"`orchestra {shlex.join(words)}`, started in {self.place.size} processes as this run was"
+        command, place = f"orchestra {shlex.join(words)}", self.place
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return f"`{command}`, started in {place.size} processes as this run was"
+        if place.one_machine:
+            return f"torchrun --standalone --nproc-per-node {place.size} -m {command}"
+        return f"`torchrun ... -m {command}` on every machine, with the options of torchrun that this run had"
 
     def how_to_have(self, workers: int, servers: int) -> str:
         """What to do for so many nodes."""
@@ -206,6 +213,12 @@ class Attached(Cluster):
         from orchestra.launch.attached import Member
 
         return Member(job, x0, about, self, show).run()
+
+    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: Told) -> None:
+        """As process 0 of a run that is over: tell the others, who wait to go on with it."""
+        from orchestra.launch.attached import pass_on
+
+        pass_on(job, x0, about, self, told)
 
     def token(self) -> Token:
         """Proof that a process belongs to the run. Without one, only processes of this machine may come together."""

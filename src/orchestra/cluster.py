@@ -119,6 +119,10 @@ class Cluster(ABC):
         """Take part in a run that another process keeps, to its end."""
         raise NotImplementedError
 
+    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: Told) -> None:
+        """Let other processes, which came to go on with a run, know that it is over. Here there are none."""
+        return
+
     def how_to_resume(self, run: Path) -> str:
         """The command that goes on with a run there."""
         return shlex.join(["orchestra", "resume", str(run)])

@@ -12,6 +12,7 @@ from orchestra.errors import ConfigError, Exposed
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WORKERS = "ORCHESTRA_WORKERS"  # how many of the processes are meant to be workers, where somebody has said it
 STARTED_BY = "ORCHESTRA_STARTED_BY"  # the command that did, up to what it was to start
+STARTED_ON = "ORCHESTRA_STARTED_ON"  # or the cluster that did, as `orchestra resume` takes it
 _OWN = ("RANK", "LOCAL_RANK")  # what is wrong with these concerns one process only
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
-from orchestra import checks, expression
+from orchestra import alive, checks, expression
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Steps, Target
 from orchestra.cluster import Cluster
@@ -191,7 +191,7 @@ def _look_at_folder(given: Request) -> Iterator[Problem]:
     if out is not None and not given.resume and Path(out).exists():
         if not Path(out).is_dir():
             yield Problem("out", str(out), "is a file: choose a folder")
-        elif any(Path(out).iterdir()):
+        elif any(Path(out).iterdir()) and not alive.never_began(Path(out)):
             message = (
                 "is not empty: choose a new folder, or go on from its checkpoint: `orchestra resume` on the command "
                 "line, resume=True in a script"

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on with a run that was broken off: whether its checkpoint fits, what is left to do, what happens again."""
+"""Going on with a run that was broken off: whether its checkpoint fits, what is left to do, what happens again.
+
+Of a run that came to its end, nothing is left to do under the same budget: it is as it was. Under a larger one it goes
+on; a smaller one is refused.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -11,29 +16,55 @@ from typing import Any
 
 import orchestra.budget as budgets
 from orchestra import checkpoint
-from orchestra.budget import Budget, Epochs, Seconds, Steps
+from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.checkpoint import Saved
 from orchestra.cluster import Cluster
 from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.events import encode, read
 from orchestra.job import Job
-from orchestra.report.facts import scores_of
+from orchestra.report.facts import Facts, facts_of, scores_of
 from orchestra.snapshot import FINAL, numbered
 
 
 def find(folder: Path, about: dict[str, Any], cluster: Cluster) -> Saved:
     """The newest checkpoint of a run that is whole, if it is of the same as what is asked for now."""
+    if (folder / "ending.json").exists() and not (folder / "checkpoints").exists():
+        raise CheckpointError(
+            f"{folder} is complete, and no checkpoint was kept to go on from. Train anew, with --checkpoint-every or "
+            "checkpoint_every=..., which keeps the end as well."
+        )
     saved, complaints = checkpoint.newest(folder / "checkpoints")
     for complaint in complaints:
         print(f"warning: {complaint}; going on from {saved.path.name}", file=sys.stderr)
+    _look_at_course(saved.path, saved.manifest, about, cluster)
+    return saved
+
+
+def _look_at_course(path: Path, before: dict[str, Any], about: dict[str, Any], cluster: Cluster) -> None:
+    """Refuse what is not the same run."""
     for key, value in about.items():
-        before = saved.manifest.get(key)
-        if before != value:
+        if before.get(key) != value:
             remedy = "Resume with the same model, data, optimizer, strategy and cluster."
             if key in ("workers", "servers"):
-                remedy = cluster.how_to_have(int(saved.manifest["workers"]), int(saved.manifest["servers"]))
-            raise CheckpointError(f"{saved.path} was written with {key} = {before!r}, now it is {value!r}. {remedy}")
-    return saved
+                remedy = cluster.how_to_have(int(before["workers"]), int(before["servers"]))
+            raise CheckpointError(f"{path} was written with {key} = {before.get(key)!r}, now it is {value!r}. {remedy}")
+
+
+def as_it_ended(
+    folder: Path, about: dict[str, Any], cluster: Cluster, job: Job, budget: Budget, words: list[str]
+) -> Facts | None:
+    """The facts of a run that came to its end, if this budget, in `words` as well, asks for just that."""
+    if not (folder / "ending.json").exists() or not (folder / "model.safetensors").exists():
+        return None
+    config, facts = json.loads((folder / "config.json").read_text(encoding="utf-8")), facts_of(folder)
+    reached = any(part.reached(facts.metrics) for part in budgets.parts(budget) if isinstance(part, Target))
+    if not reached and config.get("budget") != words and job.last_step != facts.steps:
+        return None
+    _look_at_course(folder / "config.json", config, about, cluster)
+    figures = "".join(f", {name} {value:.4g}" for name, value in facts.metrics.items())
+    more = _more(budget, facts.steps, facts.seconds, job.steps_per_epoch)
+    print(f"{folder} is complete: {facts.made}{figures}. Nothing is trained; {more} would go on.", file=sys.stderr)
+    return facts
 
 
 def look_at_budget(folder: Path, saved: Saved, job: Job, budget: Budget, done: float) -> None:
@@ -41,21 +72,30 @@ def look_at_budget(folder: Path, saved: Saved, job: Job, budget: Budget, done: f
 
     A run that was broken off after its last step may still be concluded.
     """
-    spent, why = False, ""
+    spent, why, step, what = False, "", saved.step, "the checkpoint"
+    ended = facts_of(folder) if (folder / "ending.json").exists() else None
+    if ended is not None:
+        step, done, what = ended.steps, ended.seconds, "the run"
     seconds = next((part.count for part in budgets.parts(budget) if isinstance(part, Seconds)), math.inf)
     # Where workers retire, the others do more steps than each was to do in the beginning.
-    comparable = job.strategy.synchronous and not job.strategy.promotes
-    if comparable and job.last_step is not None and saved.step >= job.last_step:
-        spent = saved.step > job.last_step
-        why = f"it ends at step {job.last_step:,}, and the checkpoint is already at {saved.step:,}"
+    comparable = (job.strategy.synchronous or ended is not None) and not job.strategy.promotes
+    if comparable and job.last_step is not None and step >= job.last_step:
+        spent = step > job.last_step
+        why = f"it ends at step {job.last_step:,}, and {what} is already at {step:,}"
     elif done >= seconds:
         why = f"it ends after {seconds:g} s, and {done:.3g} s of training are already done"
     if not why:
         return
-    message = f"nothing left to do: {why}; {_more(budget, saved.step, done, job.steps_per_epoch)} would go on"
-    if spent or (folder / "ending.json").exists():
+    message = f"nothing left to do: {why}; {_more(budget, step, done, job.steps_per_epoch)} would go on"
+    if spent or ended is not None:
         raise ConfigError([Problem("budget", budget, message)])
     print(f"{message}. The run is concluded now.", file=sys.stderr)
+
+
+def remember(folder: Path, **now: Any) -> None:
+    """Put what is asked for now, such as the budget, in the place of what was asked for in the beginning."""
+    path = folder / "config.json"
+    checkpoint.write_text(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | now, indent=1))
 
 
 def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None) -> str:

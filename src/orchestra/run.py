@@ -33,6 +33,9 @@ class Keeper(Protocol):
     def after_step(self, before: int) -> None:
         """Save if it is time: the worker had done `before` steps a moment ago."""
 
+    def after_steps(self) -> None:
+        """Save once more after the last step, if the run saves at all: a larger budget goes on from there."""
+
     def interrupted(self) -> bool:
         """Whether the run is broken off, to go on another day."""
         ...
@@ -168,6 +171,7 @@ def work(life: Life, keeper: Keeper) -> None:
         end(life)
         return
     if not node.retired:
+        keeper.after_steps()
         job.strategy.finish(node, life.state)
         node.comm.leave()
     end(life)

@@ -123,8 +123,9 @@ def train(
         accumulate: parts in which a batch is computed, to save memory.
         precision: `"bf16"` computes forward and backward in mixed precision.
         partition: how samples are divided among workers: `IID()`, `LabelSorted()`, `Dirichlet(alpha=0.5)`.
-        checkpoint_every: how often to save everything, beside on Ctrl-C.
-        resume: go on from the newest checkpoint in `out`.
+        checkpoint_every: how often to save everything, beside on Ctrl-C; then the end is saved as well, where the
+            workers go in step.
+        resume: go on from the newest checkpoint in `out`; of a run that is complete, the result as it was.
         tolerate: gradients in a row that may be not finite before the run is given up.
         keep_snapshots: keep the models that were scored.
         trace: write down every message and every mean, for a timeline of who did what when (`orchestra trace`).
@@ -188,13 +189,16 @@ class _Training:
     def run(self) -> Result:
         """Open the folder, train, put the result together."""
         given = self.given
+        job, resumed_at, budget = self._job(), 0.0, fingerprint.budget_of(given)
         if given.resume:
-            self.saved = resuming.find(self.folder, self._about(self._job()), given.cluster)
-        job, resumed_at = self._job(), 0.0
-        if self.saved is not None:
-            resumed_at = float(self.saved.node(0)["cost"][0])
+            course = self.folder, self._about(job), given.cluster
+            if (ended := resuming.as_it_ended(*course, job, given.budget, budget)) is not None:
+                return self._as_it_ended(job, ended)
+            self.saved = resuming.find(*course)
+            job, resumed_at = self._job(), float(self.saved.node(0)["cost"][0])
             resuming.look_at_budget(self.folder, self.saved, job, given.budget, resumed_at)
             resuming.forget_after(self.folder, self.saved)
+            resuming.remember(self.folder, budget=budget, note=given.note)
         scorer = self._scorer()
         if self.saved is None:
             metrics = scorer.initial()
@@ -231,6 +235,17 @@ class _Training:
             model = (self.folder / "model.safetensors").read_bytes
             ending.tell(lambda: Told(str(result.run), result.metrics, result.summary.as_dict(), model()))
         return result
+
+    def _as_it_ended(self, job: Job, facts: Facts) -> Result:
+        """The result of a run that is over, for the other processes as well."""
+        model = (self.folder / "model.safetensors").read_bytes()
+        if callable(show := self.given.progress):  # which remembers the folder
+            show(Progress(job.run, facts.strategy, job.workers, job.servers, job.last_step, False, facts.seconds, ()))
+        told = Told(str(self.folder), facts.metrics, facts.as_dict(), model)
+        self.given.cluster.pass_on(job, flatten(self.module), self._fingerprint(job), told)
+        adopt(self.module, model)
+        self.module.eval()
+        return Result(self.module, facts.metrics, facts, self.folder)
 
     def attend(self) -> Result:
         """Take part in a run that another process keeps."""
@@ -309,6 +324,7 @@ class _Training:
 
     def _open_folder(self, job: Job) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        alive.make_room(self.folder)
         seed_everything(self.given.seed)  # samples may be drawn
         config = self._about(job) | {
             "defining": self.strategy.defining,

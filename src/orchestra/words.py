@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def size(nbytes: float) -> str:
     """Bytes as people read them.
@@ -24,3 +26,21 @@ def plural(count: float, noun: str) -> str:
     """
     many = f"{count:,}" if isinstance(count, int) else f"{count:g}"
     return f"{many} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
+
+
+def percents(shares: Sequence[float]) -> list[int]:
+    """Shares of a whole in whole percent, and last what they leave of it: 100 together, whatever was rounded.
+
+    Shares that were measured apart may come to more than the whole, and a difference to less than nothing.
+
+    >>> percents([0.333, 0.333, 0.333]), percents([0.7, -0.01, 0.35])
+    ([34, 33, 33, 0], [67, 0, 33, 0])
+    """
+    parts = [max(0.0, share) for share in shares]
+    parts.append(max(0.0, 1 - sum(parts)))
+    exact = [100 * part / sum(parts) for part in parts]
+    whole = [int(part) for part in exact]
+    nearest = sorted(range(len(whole)), key=lambda i: whole[i] - exact[i])  # to the next percent, the first of equals
+    for i in nearest[: 100 - sum(whole)]:
+        whole[i] += 1
+    return whole

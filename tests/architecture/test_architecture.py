@@ -141,6 +141,7 @@ MAY_KNOW = {
         "strategy",
     },  # no world by name
     "loop": {
+        "alive",
         "attached",
         "board",
         "checkpoint",
@@ -203,7 +204,7 @@ MAY_KNOW = {
     "launch/agreement": {"errors"},
     "launch/band": {"errors"},
     "launch/hosts": {"errors"},
-    "launch/on_ray": {"errors", "launch.agreement", "launch.band", "launch.hosts", "launch.remote"},
+    "launch/on_ray": {"environment", "errors", "launch.agreement", "launch.band", "launch.hosts", "launch.remote"},
     "launch/remote": set[str](),
     "launch/ssh": {"environment", "errors", "launch.agreement", "launch.band", "launch.hosts"},
     "launch/templates": {"errors", "launch.hosts"},

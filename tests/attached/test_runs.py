@@ -130,6 +130,19 @@ def test_ctrl_c_and_resume(strategy: str, size: int, visible: bool, tmp_path: Pa
     assert ended(tmp_path / "run", 0).step == 60
 
 
+def test_all_hear_that_a_run_is_complete(tmp_path: Path) -> None:
+    def call(resume: bool) -> Any:
+        cluster = Attached(patience=20)
+        result = train("ps", tmp_path / "run", cluster=cluster, budget=Steps(3), resume=resume)
+        return result.model.state_dict(), result.summary
+
+    before = values(together(3, lambda: call(False)))
+    for (state, summary), (model, facts) in zip(values(together(3, lambda: call(True))), before, strict=True):
+        assert summary == facts
+        assert all(torch.equal(state[name], tensor) for name, tensor in model.items())
+    assert (tmp_path / "run" / "events-0.jsonl").read_text().count('"stepped"') == 3
+
+
 def test_budgets_that_only_home_can_tell(tmp_path: Path) -> None:
     def call(out: str, **given: Any) -> Any:
         return train("allreduce", tmp_path / out, cluster=Attached(patience=20), **given).summary

@@ -6,12 +6,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.conftest import Orchestra, Said
 from tests.processes import environ_of, free_port
 
-from orchestra.cli import sources
+from orchestra.cli import looping, sources
+from orchestra.cli.options import Options
+from orchestra.launch import band
+from orchestra.launch.band import Band
 
 SCRIPT = """
 import sys, torch, orchestra
@@ -101,6 +105,20 @@ def test_what_is_the_loops_own_is_refused_before_anything_runs(orchestra: Orches
     assert "is for the script itself to decide" in said.err
     said = orchestra("sim", str(path))
     assert (said.code, "runs in real time" in said.err) == (2, True)
+
+
+def test_a_loop_is_asked_to_stop_not_to_save(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Silent(Band):
+        def play(self, wires: Any) -> int:
+            asked.append(self.asking)
+            return 0
+
+    monkeypatch.setattr(band, "Band", Silent)
+    monkeypatch.setattr(band, "Pipe", lambda *given: None)
+    assert looping.start(sources.find(str(path)), Options(workers=2), []) == 0
+    assert asked == ["stop"]
 
 
 def test_an_error_is_told_by_the_scripts_own_line(path: Path) -> None:

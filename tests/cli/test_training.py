@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,8 @@ def test_summary_for_people(orchestra: Orchestra) -> None:
     assert all(text in said.out for text in ("allreduce · 3 workers", "worker 2", "here/model.safetensors", "accuracy"))
     assert "next: orchestra compare digits" in said.err
     assert "\x1b" not in said.out + said.err
+    rows = [line for line in said.out.splitlines() if line.startswith("  worker ")]
+    assert [sum(map(int, re.findall(r"(\d+)%", row))) for row in rows] == [100, 100, 100]
 
 
 def test_quiet_says_nothing(orchestra: Orchestra) -> None:
@@ -185,10 +188,16 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, t
     said = orchestra("resume", "broken", "--steps", str(saved + 50), "--json")
     assert said.code == 0
     assert said.json["steps"] == saved + 50
-    complete = orchestra("resume", "broken")
-    assert complete.code == 2
-    assert "is complete, nothing left to do: it was to end after epochs=100" in complete.err
-    assert "--epochs 200 would go on" in complete.err
+    before = {path: path.stat().st_mtime_ns for path in Path("broken").rglob("*")}
+    complete = orchestra("resume", "broken", "--json")
+    assert (complete.code, complete.json) == (0, said.json)
+    assert f"is complete, nothing left to do: it was to end after steps={saved + 50}" in complete.err
+    assert f"--steps {2 * (saved + 50)} would go on" in complete.err
+    told = orchestra("resume", "broken", "--steps", str(saved + 50))
+    assert told.code == 0
+    assert f"broken is complete: {saved + 50} steps in " in told.err
+    assert f"{saved + 50} steps of each worker" in told.out
+    assert {path: path.stat().st_mtime_ns for path in Path("broken").rglob("*")} == before
 
 
 def test_a_demo_is_not_put_over_something_else(orchestra: Orchestra) -> None:

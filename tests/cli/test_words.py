@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -14,13 +15,14 @@ from tests.cli.conftest import Orchestra
 from tests.processes import environ_of
 from tests.zoo import train
 
-from orchestra import LARS, AllReduce, Warmup, expression
+from orchestra import LARS, AllReduce, Attached, Warmup, expression
 from orchestra.budget import Epochs, Seconds, Target
 from orchestra.cli.options import Options, read_partition, split_strategies
 from orchestra.cluster import Local
 from orchestra.data.partitions import Dirichlet, LabelSorted
 from orchestra.errors import ConfigError
 from orchestra.strategies import STRATEGIES
+from orchestra.words import percents
 
 VERBS = ("demo", "run", "resume", "compare", "strategies", "explain", "doctor", "data", "lab", "launch")
 
@@ -168,9 +170,43 @@ def test_resume_of_a_run_that_was_not_begun_here(orchestra: Orchestra, tmp_path:
     said = orchestra("resume", str(tmp_path))
     assert said.code == 7
     assert "no checkpoint" in said.err
+    (tmp_path / "config.json").write_text('{"note": {"recipe": "digits", "options": {}}, "loop": true}')
+    said = orchestra("resume", str(tmp_path))
+    assert said.code == 2
+    assert "a loop under orchestra.prepare, which keeps itself what it goes on from" in said.err
+
+
+def test_a_run_goes_on_as_it_was_started(orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = {"workers": 2, "servers": 1, "note": {"recipe": "digits", "options": {}}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(begun | {"cluster": {"kind": "attached"}}))
+    said = orchestra("resume", "run")
+    assert said.code == 2
+    assert "torchrun --standalone --nproc-per-node 3 -m orchestra resume run, orchestra launch" in said.err
+    (tmp_path / "run" / "config.json").write_text(json.dumps(begun | {"cluster": {"kind": "local"}}))
+    for name, value in environ_of(0, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    said = orchestra("resume", "run")
+    assert said.code == 2
+    assert "say `orchestra resume run` alone" in said.err
 
 
 # What options change in a call of `train`.
+
+
+def test_how_long_a_silent_machine_is_sought_is_said_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "is for processes that torchrun" in Options(grace=0).read()[1][0].message
+    for name, value in environ_of(0, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    cluster = Options(grace=0.0).changes()["cluster"]
+    assert cluster(None).grace == 0
+    assert cluster(Attached(grace=5, trusted=True)) == Attached(grace=0, trusted=True)
+    assert Options(grace=-1).read()[1][0].where == "grace"
+
+
+@pytest.mark.parametrize("verb", ["run", "resume"])
+def test_help_tells_of_silent_machines(verb: str, orchestra: Orchestra) -> None:
+    assert "--grace" in orchestra(verb, "--help").out
 
 
 def test_options_change_only_what_they_name() -> None:
@@ -226,3 +262,21 @@ def test_lists_and_partitions() -> None:
     assert read_partition("label-sorted") == LabelSorted()
     with pytest.raises(ConfigError):
         read_partition("iid:3")
+
+
+# Shares of time.
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([0.214, 0.277, 0.258], [21, 28, 26, 25]),
+        ([0.5, 0.25, 0.25], [50, 25, 25, 0]),
+        ([0.9, 0.4, 0.5], [50, 22, 28, 0]),
+        ([0.0, 0.0, 0.0], [0, 0, 0, 100]),
+        ([0.6, -0.002, 0.3], [60, 0, 30, 10]),
+    ],
+)
+def test_shares_of_time_come_to_a_hundred_percent(shares: list[float], expected: list[int]) -> None:
+    assert percents(shares) == expected
+    assert sum(percents(shares)) == 100

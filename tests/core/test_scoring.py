@@ -260,6 +260,7 @@ def test_no_snapshot_is_lost_when_the_first_worker_is_slow(tmp_path: Path) -> No
     assert saved.node(0)["counts"][3] < saved.node(2)["counts"][3]  # snapshots
     kept = (tmp_path / "scores.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "scores.jsonl").write_text("".join(kept[:1]))  # as if it had died before any of them was scored
+    (tmp_path / "ending.json").unlink()
     again = tmp_path / "snapshots"
     for number in range(1, saved.node(2)["counts"][3] + 1):
         snapshot.write(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,13 +19,29 @@ import pytest
 import torch
 from tests.core.test_scoring import error
 from tests.processes import environ_of
-from tests.zoo import BATCH, SEED, Dicey, Paced, ended, events, make_data, my_rank, paced, train
+from tests.zoo import (
+    BATCH,
+    SEED,
+    Dicey,
+    Paced,
+    Trap,
+    assert_same,
+    ended,
+    events,
+    make_data,
+    my_rank,
+    paced,
+    press_ctrl_c,
+    train,
+    trapped,
+)
 from torch import Tensor
 
 from orchestra import (
     ASP,
     AllReduce,
     Attached,
+    Budget,
     Epochs,
     Local,
     LocalSGD,
@@ -184,15 +201,69 @@ def test_a_checkpoint_past_the_budget_is_not_taken_for_success(tmp_path: Path) -
 def test_a_budget_that_is_spent_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3)}
     train(AllReduce(), tmp_path, budget=Steps(5), **given)
-    with pytest.raises(ConfigError, match=r"nothing left to do: it ends at step 3.*--steps 6, or budget=Steps\(6\)"):
+    with pytest.raises(ConfigError, match=r"nothing left to do: it ends at step 3.*--steps 8, or budget=Steps\(8\)"):
         train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given)
     with pytest.raises(ConfigError, match=r"it ends after 1e-09 s, and .* s of training are already done; --seconds 1"):
         train(AllReduce(), tmp_path, budget=Seconds(1e-9), resume=True, **given)
     (tmp_path / "ending.json").unlink()  # broken off after the last step: what it learned is not lost
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000005")
     assert train(AllReduce(), tmp_path, budget=Steps(3), resume=True, **given).summary.steps == 3
     assert "nothing left to do: it ends at step 3" in capsys.readouterr().err
     more = train(AllReduce(), tmp_path, budget=Epochs(2), resume=True, **given)
     assert more.summary.steps > 5
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(tau=4), ParameterServer(), asynchronous], ids=repr)
+def test_a_run_that_is_complete_stays_as_it_is(
+    strategy: Strategy[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {
+        "workers": 2, "checkpoint_every": Steps(2), "evaluate": error, "evaluation_data": make_data,
+    }  # fmt: skip
+    first = train(strategy, tmp_path, budget=Steps(5), **given)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    again = train(strategy, tmp_path, budget=Steps(5), resume=True, **given)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+    assert (again.metrics, again.summary) == (first.metrics, first.summary)
+    assert_same(again.model, first.model)
+    assert not again.model.training
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is complete: 5 steps in " in said
+    assert "Nothing is trained; --steps 10, or budget=Steps(10), would go on." in said
+    with pytest.raises(ConfigError, match="it ends at step 4, and the run is already at 5"):
+        train(strategy, tmp_path, budget=Steps(4), resume=True, **given)
+
+
+@pytest.mark.parametrize("end", [Steps(5), Seconds(0.4)], ids=["steps", "the clock"])
+@pytest.mark.parametrize("strategy", [LocalSGD(tau=4), ParameterServer()], ids=repr)
+def test_a_larger_budget_goes_on_from_the_end(strategy: Strategy[Any], end: Budget, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(1000), "model": paced(0.02, 0.02)}
+    first = train(strategy, tmp_path / "run", budget=end, **given).summary
+    saved, _ = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert saved.step == first.steps
+    resumed = train(strategy, tmp_path / "run", budget=Steps(first.steps + 3), resume=True, **given)
+    assert (tmp_path / "run" / "events-0.jsonl").read_text().count('"stepped"') == first.steps + 3
+    whole = train(strategy, tmp_path / "whole", budget=Steps(first.steps + 3), **given)
+    assert_same(resumed.model, whole.model)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["budget"] == [f"steps={first.steps + 3}"]
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(tau=4), ParameterServer(servers=2)], ids=repr)
+def test_ctrl_c_in_the_last_step_of_a_run_that_saves(strategy: Strategy[Any], tmp_path: Path) -> None:
+    """Too late to stop it: whoever would save now would be taken to have been broken off."""
+    pressed = Trap.at(0, 3, partial(press_ctrl_c, os.getpid()), size=2)
+    slow = Trap.at(1, 3, partial(time.sleep, 0.3), size=2)
+    given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3)}
+    result = train(strategy, tmp_path, model=trapped(pressed, slow), budget=Steps(4), **given)
+    assert (result.summary.steps, result.summary.stopped_by) == (4, "budget")
+    more = train(strategy, tmp_path, model=trapped(), budget=Steps(6), resume=True, **given)
+    assert_same(more.model, train(strategy, tmp_path / "whole", model=trapped(), budget=Steps(6), **given).model)
+
+
+def test_without_checkpoints_a_complete_run_cannot_go_on(tmp_path: Path) -> None:
+    train(AllReduce(), tmp_path, workers=2, budget=Steps(2))
+    with pytest.raises(CheckpointError, match="is complete, and no checkpoint was kept to go on from"):
+        train(AllReduce(), tmp_path, workers=2, budget=Steps(4), resume=True)
 
 
 def test_another_number_of_workers_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,11 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 4 and 6, to be copied and spoilt."""
+    """A run with checkpoints of steps 4 and 6, to be copied and spoilt, and the model of step 7."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    train(AllReduce(), out, workers=2, budget=Steps(7), checkpoint_every=Steps(2))
+    train(AllReduce(), out, workers=2, budget=Steps(6), checkpoint_every=Steps(2))
+    train(AllReduce(), out.parent / "whole", workers=2, budget=Steps(7))
+    shutil.copy(out.parent / "whole" / "model.safetensors", out)
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["latest", "step-00000004", "step-00000006"]
     assert (out / "checkpoints" / "latest").read_text() == "step-00000006"
     return out
@@ -254,7 +256,7 @@ def test_a_part_that_cannot_be_written_does_not_end_the_training(tmp_path: Path)
     assert result.summary.steps == 7
     assert "could not save at step 4" in json.loads((out / "ending.json").read_text())["warnings"][0]
     saved, complaints = checkpoint.newest(out / "checkpoints")
-    assert saved.step == 6
+    assert saved.step == 7
     assert complaints == []
 
 

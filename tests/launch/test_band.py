@@ -80,6 +80,13 @@ def test_a_signal_is_passed_on_once(number: int, word: str, code: int, capfd: py
     assert capfd.readouterr().err.count(told) == 1
 
 
+def test_what_all_are_asked_is_what_they_can_do(capfd: pytest.CaptureFixture[str]) -> None:
+    for asking in ("stop, and waits for those that save first", "stop"):
+        band = Band(["here"], News(), asking=asking)
+        band._stop(signal.SIGINT)
+        assert capfd.readouterr().err == f"orchestra: asked all to {asking}; once more kills them\n"
+
+
 def test_a_second_signal_kills_and_a_deaf_host_does_not_keep_us() -> None:
     news = News()
     deaf = Deaf(0, news)

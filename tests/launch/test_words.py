@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.conftest import Orchestra
@@ -14,7 +16,7 @@ from tests.processes import environ_of
 from orchestra.attached import Attached
 from orchestra.cluster import Cluster, Local
 from orchestra.errors import ClusterError, ConfigError
-from orchestra.launch import remote, ssh
+from orchestra.launch import on_ray, remote, ssh
 from orchestra.launch.agreement import agree
 from orchestra.launch.hosts import Host, read_hosts, seats
 
@@ -119,14 +121,46 @@ def test_bad_input_is_refused_with_a_hint(arguments: tuple[str, ...], hint: str,
             "`orchestra resume runs/a --token-file t`, started in 3 processes as this run was",
         ),
         (Local(), "", "orchestra resume runs/a"),
+        (Attached(), "torchrun", "torchrun --standalone --nproc-per-node 3 -m orchestra resume runs/a"),
+        (
+            Attached(token_file="t"),
+            "torchrun of many",
+            "`torchrun ... -m orchestra resume runs/a --token-file t` on every machine, with the options of torchrun "
+            "that this run had",
+        ),
+        (Attached(trusted=True), "ray", "orchestra resume runs/a --trusted-network --on ray --ray-address h:6379"),
     ],
 )
 def test_how_to_go_on_is_what_was_typed(
     cluster: Cluster, started: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (environ_of(0, 3, 29500) | {"ORCHESTRA_STARTED_BY": started}).items():
+    more = {
+        "torchrun": {"TORCHELASTIC_RUN_ID": "none"},
+        "torchrun of many": {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1"},
+        "ray": {"ORCHESTRA_STARTED_ON": "--on ray --ray-address h:6379"},
+    }.get(started, {"ORCHESTRA_STARTED_BY": started})
+    for name, value in (environ_of(0, 3, 29500) | more).items():
         monkeypatch.setenv(name, value)
     assert cluster.how_to_resume(Path("runs/a")) == expected
+
+
+def test_a_cluster_goes_on_in_as_many_processes(
+    orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = {"recipe": "digits", "options": {}}
+    config = {"workers": 2, "servers": 1, "device": "cpu", "note": note}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked: list[Any] = []
+
+    def launch(*given: Any, **more: Any) -> int:
+        asked.append((given[:2], more))
+        return 0
+
+    monkeypatch.setattr(on_ray, "launch", launch)
+    assert orchestra("resume", str(tmp_path), "--on", "ray", "--steps", "9", "--grace", "3", "-q").code == 0
+    words = ["resume", str(tmp_path), "--steps", "9", "--grace", "3.0", "--quiet"]
+    assert asked == [((words, 3), {"address": "auto", "gpus": 0})]
+    assert "did you mean 'ray'" in orchestra("resume", str(tmp_path), "--on", "rai").err
 
 
 def test_what_is_typed_again(orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from tests.processes import together
 
+from orchestra import alive
+
 SCRIPT = """
 import os, sys, torch, orchestra
 rank, dataset = int(os.environ.get("RANK", 0)), torch.utils.data.TensorDataset(torch.ones(36, 3))
@@ -180,6 +182,67 @@ def test_a_death_is_the_exit_code_of_the_others() -> None:
     (code, said), (other, _) = scripts(2, at_a_step="rank == 0 or os.kill(os.getpid(), 9)")
     assert (code, other) == (6, -9)
     assert said.startswith("WorkerLost: worker 1 died: its connection")
+
+
+# Being stopped.
+
+
+def line(name: str, steps: str, out: Path) -> str:
+    return (
+        f"stopped by {name} after {steps}. A loop goes on from what it saved itself, model.state_dict() and "
+        f"optimizer.state_dict(): nothing else was saved. What happened is in {out}.\n"
+    )
+
+
+@pytest.mark.parametrize("who", ["True", "rank == 0", "rank == 1"])
+def test_a_loop_that_is_stopped_says_so_in_one_line(who: str, tmp_path: Path) -> None:
+    (code, said), (other, told) = scripts(
+        2, kept(tmp_path / "run"), at_a_step=f"if i == 2 and ({who}): raise KeyboardInterrupt"
+    )
+    assert (code, other) == (130, 130)
+    assert said in [line("SIGINT", f"{steps} steps", tmp_path / "run") for steps in (2, 3, 4)]  # when it is heard
+    assert told == ""
+    word = alive.ask(tmp_path / "run")
+    assert (word.fate, word.why) == ("stopped", said.rstrip())
+
+
+def test_sigterm_stops_a_loop_likewise(tmp_path: Path) -> None:
+    found = scripts(1, kept(tmp_path / "run"), at_a_step="if i == 1: os.kill(os.getpid(), 15)")
+    assert found == [(143, line("SIGTERM", "2 steps", tmp_path / "run"))]
+    assert alive.ask(tmp_path / "run").fate == "stopped"
+
+
+def test_stopped_before_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = "import orchestra.loop.preparing as p; p._meet = lambda *given: os.kill(os.getpid(), 2)"
+    assert scripts(1, before=early) == [(130, "stopped by SIGINT before the loop began.\n")]
+
+
+def test_a_fork_of_a_loop_ends_by_sigterm_as_others_do() -> None:
+    fork = "pid = os.fork() or (os.kill(os.getpid(), 15), os._exit(0)); print(os.waitpid(pid, 0)[1], file=sys.stderr)"
+    assert scripts(1, at_a_step=f"if i == 1: {fork}") == [(0, "15\n")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loop_that_fails_leaves_why(rank: int, tmp_path: Path) -> None:
+    scripts(2, kept(tmp_path / "run"), at_a_step=f"assert i < 2 or rank != {rank}, 'no such luck'")
+    word = alive.ask(tmp_path / "run")
+    assert word.fate == "failed"
+    assert "AssertionError: no such luck" in word.why
+    assert '"stepped"' in (tmp_path / "run" / "events-0.jsonl").read_text()
+
+
+def test_a_loop_holds_its_folder_while_it_goes_on(tmp_path: Path) -> None:
+    look = f"from orchestra import alive; from pathlib import Path; out = Path('{tmp_path / 'run'}')"
+    (found,) = scripts(
+        1, kept(tmp_path / "run"), before=look, at_a_step="assert alive.ask(out).alive",
+        at_the_end="optimizer.finish(); assert alive.ask(out).alive is None",
+    )  # fmt: skip
+    assert found == (0, "")
+
+
+def kept(out: Path) -> str:
+    """A strategy, and where its run is kept."""
+    return f'localsgd(tau=2)", out="{out}'
 
 
 def as_process(text: str, folder: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -48,6 +48,7 @@ class Alone:
     """Nothing is saved and nobody is asked."""
 
     def after_step(self, before: int) -> None: ...
+    def after_steps(self) -> None: ...
     def interrupted(self) -> bool:
         return False
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra run --on`: the same run, but its nodes are started by a cluster."""
+"""`orchestra run --on` and `resume --on`: the same run, but its nodes are started by a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from orchestra.cli.in_lab import flags
 from orchestra.cli.options import Options
@@ -18,18 +21,36 @@ def run_on(
     cluster: str, source: Source, chosen: Options, args: Sequence[str], *, as_json: bool, quiet: bool, at: str
 ) -> int:
     """Have a cluster carry out the run; gives its exit code."""
-    problems = [] if cluster in _CLUSTERS else [Problem("on", cluster, f"is no cluster; {nearest(cluster, _CLUSTERS)}")]
-    problems += chosen.read(of_script=source.path is not None)[1]
+    here = replace(chosen, grace=None)  # which is for the processes there
+    problems = [*_problems_of(cluster), *here.read(of_script=source.path is not None)[1]]
     if chosen.workers is not None and chosen.workers < 1:
         problems.append(Problem("workers", chosen.workers, "must be at least 1"))
     if problems:
         raise ConfigError(problems)
+    words = ["run", source.name if source.path is None else str(source.path), *flags(chosen)]
+    words += ["--json"] * as_json + ["--quiet"] * quiet + (["--", *args] if args else [])
+    return _launch(words, nodes_of(chosen), at, chosen.device)
+
+
+def resume_on(cluster: str, run: Path, more: Options, *, as_json: bool, quiet: bool, at: str) -> int:
+    """Have a cluster go on with a run, in as many processes as before; gives its exit code."""
+    if problems := [*_problems_of(cluster)]:
+        raise ConfigError(problems)
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    words = ["resume", str(run), *flags(more)] + ["--json"] * as_json + ["--quiet"] * quiet
+    return _launch(words, int(config["workers"]) + int(config["servers"]), at, str(config.get("device")))
+
+
+def _problems_of(cluster: str) -> Iterator[Problem]:
+    if cluster not in _CLUSTERS:
+        yield Problem("on", cluster, f"is no cluster; {nearest(cluster, _CLUSTERS)}")
+
+
+def _launch(words: Sequence[str], nodes: int, at: str, device: str | None) -> int:
     from orchestra.launch import on_ray
     from orchestra.transports import token
 
-    words = ["run", source.name if source.path is None else str(source.path), *flags(chosen)]
-    words += ["--json"] * as_json + ["--quiet"] * quiet + (["--", *args] if args else [])
-    return on_ray.launch(words, nodes_of(chosen), token.new(), address=at, gpus=int(chosen.device == "cuda"))
+    return on_ray.launch(words, nodes, token.new(), address=at, gpus=int(device == "cuda"))
 
 
 def nodes_of(chosen: Options) -> int:

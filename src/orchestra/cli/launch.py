@@ -57,10 +57,10 @@ def launch(
 
     The hosts are asked first whether they answer and have the same versions. Then each runs the same command and finds
     its rank in the environment, as under torchrun; the last ranks are the servers, if the strategy has any. Rank 0
-    speaks for the run; what the others say goes to standard error, with the host in front. Ctrl-C asks all to stop: a
-    run saves first, a script with a loop of its own if it does so itself; once more kills them. If a process fails, the
-    others are stopped and the first cause is told; its exit code is this command's. Nothing stays behind on any host,
-    even if this command is killed.
+    speaks for the run; what the others say goes to standard error, with the host in front. Ctrl-C lets the run save and
+    stop (a loop under orchestra.prepare just stops), once more kills it. If a process fails, the others are stopped and
+    the first cause is told; its exit code is this command's. Nothing stays behind on any host, even if this command is
+    killed.
 
     For example:
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from orchestra.launch.band import News, Wire
 
 _HOST = "localhost"
-_TAKES = ("strategy", "workers", "servers", "seed", "out", "token_file", "trusted")
+_TAKES = ("strategy", "workers", "servers", "seed", "out", "token_file", "trusted", "grace")
 
 
 def problems_of(chosen: Options, *, as_json: bool) -> Iterator[Problem]:
@@ -50,7 +50,7 @@ def start(source: Source, chosen: Options, args: Sequence[str]) -> int:
     nodes, news = nodes_of(chosen), News()
     command = ["run", source.name, *flags(chosen), *(["--", *args] if args else [])]
     workers = {} if chosen.workers is None else {WORKERS: str(chosen.workers)}
-    return Band([_HOST] * nodes, news).play(_wires(command, nodes, workers, news))
+    return Band([_HOST] * nodes, news, asking="stop").play(_wires(command, nodes, workers, news))
 
 
 def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, Wire]:

@@ -141,6 +141,14 @@ Order = Annotated[
         "Default: measured.",
     ),
 ]
+Grace = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Under torchrun: how long a machine that is silent, or whose connection broke, is sought before it counts "
+        "as lost. More on a network with pauses; 0 ends the run at the first break. Default: 10.",
+    ),
+]
 On = Annotated[
     str | None, typer.Option("--on", metavar="CLUSTER", help="ray: on a Ray cluster. Default: on this machine.")
 ]
@@ -186,6 +194,7 @@ class Options:
     token_file: str | None = None
     trusted: bool | None = None
     order: str | None = None
+    grace: float | None = None
     evaluate_every: float | None = None
     trace: bool | None = None
 

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from orchestra import environment
+from orchestra.cli import elsewhere, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli import sources
 from orchestra.cli.options import Options
 from orchestra.cli.run import carry_out, conclude
 from orchestra.errors import CheckpointError, ConfigError, Problem
+
+_ENDS = {"epochs", "steps", "seconds", "target"}
 
 
 def resume(
@@ -26,64 +29,126 @@ def resume(
     checkpoint_every: o.CheckpointEvery = None,
     token_file: o.TokenFile = None,
     trusted: o.Trusted = False,
+    grace: o.Grace = None,
+    on: o.On = None,
+    ray_address: o.RayAddress = "auto",
     json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Go on from the newest checkpoint of a run that `orchestra run` began.
 
     Model, data, strategy and cluster are those of the run. A budget given here replaces the run's own, and counts from
-    the run's beginning: `--epochs 10` ends after ten epochs in all.
+    the run's beginning: `--epochs 10` ends after ten epochs in all. Of a run that is complete the result is told, and
+    nothing is trained; a larger budget goes on with it.
 
     For example:
 
       orchestra resume runs/2026-01-31-120000-slowmo
       orchestra resume runs/mine --epochs 40
+      torchrun --standalone --nproc-per-node 4 -m orchestra resume runs/mine     if it was begun so
+      orchestra launch --hosts hosts.txt -- resume runs/mine                     likewise
+      orchestra resume runs/mine --on ray                                        likewise
     """
-    more = Options(epochs=epochs, steps=steps, seconds=seconds, target=target, checkpoint_every=checkpoint_every)
+    more = Options(
+        epochs=epochs, steps=steps, seconds=seconds, target=target, checkpoint_every=checkpoint_every, grace=grace
+    )
     joining = {"token_file": str(token_file) if token_file else None, "trusted": trusted or None}
-    source, before, args = _remembered(run)
+    if is_complete(run) and not _ENDS & more.given().keys() and not environment.launched():  # else `train` tells all
+        _tell_complete(run.absolute(), as_json=json_, quiet=quiet)
+        return
+    source, before, args = _remembered(run, together=on is not None or environment.launched())
+    if on is not None:
+        raise typer.Exit(elsewhere.resume_on(on, run, more, as_json=json_, quiet=quiet, at=ray_address))
     if not environment.is_member():  # else process 0 sees to it: this machine may not even see the run folder
-        _refuse_without_use(run, more)
+        _refuse_without_use(run)
     chosen = Options(**_joined(before, more.given()) | {"out": str(run)} | joining)
     runs = carry_out(source, chosen, args, quiet=quiet, more={"resume": lambda old: True})
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
 
 
-def _refuse_without_use(run: Path, more: Options) -> None:
-    """Nothing to go on from, or nothing to do."""
-    if not list((run / "checkpoints").glob("step-*")):
-        raise CheckpointError(
-            f"{run} has no checkpoint. Ctrl-C writes one, and so does `orchestra run --checkpoint-every`."
-        )
-    if (run / "ending.json").exists() and not more.given():
-        message = f"is complete, nothing left to do: {_ended(run)} would go on"
-        raise ConfigError([Problem("run", str(run), message)])
+def is_complete(run: Path) -> bool:
+    """Whether a run came to its end."""
+    return (run / "ending.json").is_file() and (run / "config.json").is_file()
 
 
-def _ended(run: Path) -> str:
-    """What ended a run, and an option that goes further."""
+def _tell_complete(run: Path, *, as_json: bool, quiet: bool) -> None:
+    """Say how a run went that is over, and what would go on with it."""
+    from orchestra.report.facts import facts_of
+
+    facts = facts_of(run)
+    if not quiet:
+        summary.say(f"{summary.nearby(run)} is complete, nothing left to do: {_further(run)}")
+    if as_json:
+        summary.print_json(summary.as_record(run, facts))
+    else:
+        print(summary.describe(run, facts), flush=True)
+
+
+def _further(run: Path) -> str:
+    """What ended a run, and an option that goes further, if anything was kept to go on from."""
     budget = json.loads((run / "config.json").read_text(encoding="utf-8")).get("budget") or []
+    ended = f"it was to end after {', '.join(map(str, budget))}" if budget else "its loop came to its end"
+    if not _checkpoints(run):
+        return f"{ended}; there is no checkpoint to go on from"
     for part in budget:
         name, _, value = str(part).partition("=")
         if name in ("epochs", "steps", "seconds"):
-            return f"it was to end after {', '.join(map(str, budget))}; --{name} {2 * float(value):g}"
-    return "a larger budget, e.g. --epochs 10,"
+            return f"{ended}; --{name} {2 * float(value):g} would go on"
+    return f"{ended}; a larger budget, e.g. --epochs 10, would go on"
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    return [path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".tmp"]
+
+
+def _refuse_without_use(run: Path) -> None:
+    """Nothing to go on from."""
+    if not _checkpoints(run) and not is_complete(run):  # of a complete one, `train` sees whether any is needed
+        raise CheckpointError(
+            f"{run} has no checkpoint. Ctrl-C writes one, and so does `orchestra run --checkpoint-every`."
+        )
 
 
 def _joined(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """New options over old ones. A new end of the run takes the place of every old one."""
-    ends = {"epochs", "steps", "seconds"}
+    ends = _ENDS - {"target"}
     if ends & more.keys():
         before = {name: value for name, value in before.items() if name not in ends}
     return before | more
 
 
-def _remembered(run: Path) -> tuple[sources.Source, dict[str, Any], list[str]]:
-    """How the run was begun, as its config.json tells."""
+def _unfit(run: Path, config: dict[str, Any], together: bool) -> str:
+    """Why a run cannot go on as it is asked to here, and how it can; nothing if it can."""
+    if config.get("loop"):
+        return (
+            "was made by a loop under orchestra.prepare, which keeps itself what it goes on from: start it again as "
+            "before, with another folder"
+        )
+    kind, command = (config.get("cluster") or {}).get("kind"), shlex.join(["resume", str(run)])
+    if kind == "local" and together:
+        return f"was begun by one process, which started the others: say `orchestra {command}` alone"
+    if kind == "attached" and not together:
+        nodes = int(config["workers"]) + int(config["servers"])
+        return (
+            f"was begun in {nodes} processes, and goes on as it was started: torchrun --standalone --nproc-per-node "
+            f"{nodes} -m orchestra {command}, orchestra launch --hosts FILE -- {command}, or orchestra {command} --on "
+            "ray"
+        )
+    return ""
+
+
+def _remembered(run: Path, *, together: bool) -> tuple[sources.Source, dict[str, Any], list[str]]:
+    """How the run was begun, as its config.json tells; it cannot go on in another way.
+
+    `together`: this process is one of several, or is to start them.
+    """
     if not run.is_dir():
         raise ConfigError([Problem("run", str(run), "there is no such folder")])
     try:
-        note = json.loads((run / "config.json").read_text(encoding="utf-8")).get("note") or {}
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        if why := _unfit(run, config, together):
+            raise ConfigError([Problem("run", str(run), why)])
+        note = config.get("note") or {}
         known = {field for field in Options.__dataclass_fields__}
         options = {name: value for name, value in dict(note["options"]).items() if name in known}
         return sources.find(str(note["recipe"])), options, [str(arg) for arg in note.get("args", [])]

@@ -25,8 +25,9 @@ def run(
     schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None,
     precision: o.Precision = None, device: o.Device = None, delay: o.Delay = None,
     checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
-    token_file: o.TokenFile = None, trusted: o.Trusted = False, order: o.Order = None, on: o.On = None,
-    ray_address: o.RayAddress = "auto", evaluate_every: o.EvaluateEvery = None, trace: o.Trace = False,
+    token_file: o.TokenFile = None, trusted: o.Trusted = False, order: o.Order = None, grace: o.Grace = None,
+    on: o.On = None, ray_address: o.RayAddress = "auto", evaluate_every: o.EvaluateEvery = None,
+    trace: o.Trace = False,
 ) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 
@@ -54,7 +55,7 @@ def run(
         target=target, seed=seed, batch=batch, lr=lr, optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
-        token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order,
+        token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order, grace=grace,
         evaluate_every=evaluate_every, trace=trace or None,
     )  # fmt: skip
     source = find(recipe, chosen)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.words import plural, size
+from orchestra.words import percents, plural, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,11 +88,11 @@ def _steps(facts: Facts) -> str:
 
 
 def _nodes(facts: Facts) -> list[str]:
-    lines = ["  time of     compute  communicate  wait"]
+    lines = ["  time of     compute  communicate  wait  other"]
     for share in facts.shares[:_MOST_NODES]:
         name = f"worker {share.node}" if share.role == "worker" else f"server {share.node - facts.workers}"
-        communicate = max(0.0, share.communicate)  # a difference, which rounding may leave below nothing
-        lines.append(f"  {name:<10} {share.compute:8.0%} {communicate:12.0%} {share.wait:5.0%}")
+        compute, communicate, wait, other = percents([share.compute, share.communicate, share.wait])
+        lines.append(f"  {name:<10} {compute:7}% {communicate:11}% {wait:4}% {other:5}%")
     if len(facts.shares) > _MOST_NODES:
         lines.append(f"  … and {len(facts.shares) - _MOST_NODES} more nodes")
     return lines

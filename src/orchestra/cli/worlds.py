@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,9 @@ def read_cluster(o: Options) -> dict[str, Change]:
     if joins:
         given = _as_one_of_many(o, given)
     else:
-        of_many = {"token-file": o.token_file, "trusted-network": o.trusted, "order": o.order}
+        of_many = {"token-file": o.token_file, "trusted-network": o.trusted, "order": o.order, "grace": o.grace}
         message = "is for processes that torchrun or `orchestra launch` started, which this one is not"
-        if wrong := [Problem(name, value, message) for name, value in of_many.items() if value]:
+        if wrong := [Problem(name, value, message) for name, value in of_many.items() if value is not None]:
             raise ConfigError(wrong)
     if not given and not o.sim and not joins:
         return {}
@@ -72,7 +73,9 @@ def _as_one_of_many(o: Options, given: dict[str, Any]) -> dict[str, Any]:
     order: str | tuple[int, ...] | None = o.order
     if o.order is not None and o.order.replace(",", "").isdecimal():
         order = tuple(int(process) for process in o.order.split(",") if process)
-    more = {"token_file": o.token_file, "trusted": o.trusted, "order": order}
+    if o.grace is not None and not 0 <= o.grace < math.inf:
+        raise ConfigError([Problem("grace", o.grace, "must be a number of seconds, or 0 to seek nobody")])
+    more = {"token_file": o.token_file, "trusted": o.trusted, "order": order, "grace": o.grace}
     return given | {name: value for name, value in more.items() if value is not None}
 
 

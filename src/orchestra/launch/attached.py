@@ -33,6 +33,7 @@ from orchestra.launch.notes import HOME
 from orchestra.launch.overseer import Overseer, counting
 from orchestra.launch.party import Party
 from orchestra.snapshot import FINAL
+from orchestra.transports.exchange import Exchange
 from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT
 from orchestra.transports.wire import BadFrame
 
@@ -211,12 +212,7 @@ class Home(Overseer):
 
     def _tell(self, told: Callable[[], Told]) -> None:
         """Tell the others how it went."""
-        said = asdict(told())
-        model = said.pop("model")
-        for node in range(1, self.nodes):
-            with contextlib.suppress(OrchestraError):  # who is lost now has done its part
-                self.exchange.note(node, {"kind": "over", **said, "bytes": len(model)})
-                self.exchange.ship(node, model)
+        _tell_all(self.exchange, self.nodes, told())
 
     def _close(self) -> None:
         self.party.close()
@@ -258,9 +254,12 @@ class Member:
             self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
             self.exchange.when_waiting = self._glance
             try:
-                job, tell = self._receive_order(Path(scratch))
-                broken_off = party.live(job, tell=tell, show=self._show, asked=asked)
-                tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
+                whom = "worker 0 to say where the run folder is"
+                self._await(lambda: self.order is not None or self.over is not None, whom)
+                if self.order is not None:  # else all was done another day
+                    job, tell = self._receive_order(self.order, Path(scratch))
+                    broken_off = party.live(job, tell=tell, show=self._show, asked=asked)
+                    tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
                 self._await(lambda: self.over is not None and len(self.model) == self.over["bytes"], "worker 0")
             except BaseException as error:
                 raise self._end_for_all(error) from None
@@ -268,13 +267,11 @@ class Member:
         assert self.over is not None
         return Told(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
 
-    def _receive_order(self, scratch: Path) -> tuple[Job, Callable[[dict[str, Any]], None]]:
+    def _receive_order(self, order: dict[str, Any], scratch: Path) -> tuple[Job, Callable[[dict[str, Any]], None]]:
         """What only home knows: the run folder, and what to go on from."""
-        self._await(lambda: self.order is not None, "worker 0 to say where the run folder is")
-        assert self.order is not None
-        self.show(self._progress(Path(self.order["run"])))
-        folder, launch, resume = Path(self.order["run"]), str(self.order["launch"]), self.order["resume"]
-        self.transport.words.learn(SAVE_WANTED, int(self.order["resumed_from"]))
+        self.show(self._progress(Path(order["run"])))
+        folder, launch, resume = Path(order["run"]), str(order["launch"]), order["resume"]
+        self.transport.words.learn(SAVE_WANTED, int(order["resumed_from"]))
         if _reads(folder / f".launch-{launch}") == launch:
             saved = None if resume is None else folder / "checkpoints" / resume
             return replace(self.job, run=folder, launch=launch, resume=saved), self._tell
@@ -368,6 +365,22 @@ class Member:
             error, said = WorkerFailed(self.party.name, trace), {"message": f"{self.party.name} failed", "code": 1}
         self.party.give_up(said)
         return error
+
+
+def pass_on(job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, told: Told) -> None:
+    """As home of a run that is over already: tell the others."""
+    party = Party(job, x0, cluster, about)
+    _tell_all(party.exchange, job.workers + job.servers, told)
+    party.close()
+
+
+def _tell_all(exchange: Exchange, nodes: int, told: Told) -> None:
+    said = asdict(told)
+    model = said.pop("model")
+    for node in range(1, nodes):
+        with contextlib.suppress(OrchestraError):  # who is lost now has done its part
+            exchange.note(node, {"kind": "over", **said, "bytes": len(model)})
+            exchange.ship(node, model)
 
 
 def _could_not_keep(source: int, path: Path, error: OSError) -> None:

@@ -106,6 +106,7 @@ class Band:
     names: Sequence[str]  # of the host of each rank
     news: News
     grace: float = GRACE  # seconds between asking to stop and killing
+    asking: str = "stop, and waits for those that save first"  # whether a script does, nobody knows
     wires: dict[int, Wire] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)  # in the order in which they ended
     tails: dict[int, deque[bytes]] = field(default_factory=dict)
@@ -168,7 +169,7 @@ class Band:
             return
         self._asked = number
         self._say("SIGINT" if number == signal.SIGINT else "SIGTERM")
-        _tell("asked all to stop, and waits for those that save first; once more kills them")
+        _tell(f"asked all to {self.asking}; once more kills them")
 
     def _ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status

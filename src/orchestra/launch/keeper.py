@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: who saves when, agreed upon through words that all nodes can read.
 
-    in step             all workers save after the same step and wait for the servers, which save when every worker has
+    in step             all workers save after the same step and wait for the servers, which save when every worker has;
+                        after the last step as well
     each at its pace    the first worker that is not done asks the others, who save at the end of the step they are in:
                         nobody waits for another to catch up; or before a step that others do not let them begin
     with one x          worker 0 saves it for all, when the others have saved and wait for that, or are done
@@ -95,9 +96,7 @@ class NodeKeeper:
         due = crossed(before, life.node.steps, life.job.checkpoint_every) and not spent(life)
         if self._life.in_step:
             if due:
-                words.set(SAVE_WANTED, life.node.steps)  # for those that have retired
-                self._transport.ring_everybody()
-                self._save_with_servers(life.node.steps)
+                self._save_in_step()
             return
         first = all(self._begun(w) == NOTHING_MORE for w in range(life.rank))
         if due and first and words[SAVE_WANTED] == self._saved_as:
@@ -105,6 +104,20 @@ class NodeKeeper:
             self._transport.ring_everybody()
         if words[SAVE_WANTED] > self._saved_as:
             self._save_with_servers(words[SAVE_WANTED])
+
+    def after_steps(self) -> None:
+        """Save the end as well, where all stand at the same step; of others, the newest there is has to do."""
+        life, steps = self._life, self._life.node.steps
+        if life.job.checkpoint_every is None or not life.in_step or steps <= self._saved_as:
+            return
+        # Who is to break off after this very step would be taken to have done so: all see alike whether that is asked.
+        if self._transport.proceed(steps, in_step=True) or not self.interrupted():
+            self._save_in_step()
+
+    def _save_in_step(self) -> None:
+        self._words.set(SAVE_WANTED, self._life.node.steps)  # for those that have retired
+        self._transport.ring_everybody()
+        self._save_with_servers(self._life.node.steps)
 
     def _while_at_rest(self) -> None:
         """Save if asked to while another lets this worker wait: it might do so until this one has saved."""

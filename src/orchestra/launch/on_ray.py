@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import socket
 import sys
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty
 from typing import Any
 
+from orchestra.environment import STARTED_ON
 from orchestra.errors import ClusterError, EnvironmentProblem
 from orchestra.launch.agreement import agree
 from orchestra.launch.band import GRACE, SILENCE, Band, News, Pipe
@@ -117,7 +119,8 @@ def launch(command: Sequence[str], size: int, token: str, *, address: str = "aut
             "--address HOST:6379` on the other machines; or say --ray-address."
         ) from None
     try:
-        return _play(command, token, _desks(size, gpus))
+        again = shlex.join(["--on", "ray", *(["--ray-address", address] if address != "auto" else [])])
+        return _play(command, token, _desks(size, gpus), again)
     except ray.exceptions.RayError as error:
         raise ClusterError(
             f"the Ray cluster cannot carry the run: {str(error).strip().splitlines()[-1]}. This package must be "
@@ -161,7 +164,7 @@ def _desks(size: int, gpus: int) -> list[Any]:
     ]
 
 
-def _play(command: Sequence[str], token: str, desks: Sequence[Any]) -> int:
+def _play(command: Sequence[str], token: str, desks: Sequence[Any], again: str) -> int:
     import ray
 
     asked = {"cwd": os.getcwd(), "port": PORT, "any_port": True, "first": False}
@@ -180,7 +183,7 @@ def _play(command: Sequence[str], token: str, desks: Sequence[Any]) -> int:
             "do": "run",
             "command": list(command),
             "cwd": asked["cwd"],
-            "environment": found | {"ORCHESTRA_TOKEN": token},
+            "environment": found | {"ORCHESTRA_TOKEN": token, STARTED_ON: again},
             "mark": f"{mark}:{rank}.",
             "silence": SILENCE,
             "grace": GRACE,

@@ -16,7 +16,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import orchestra
-from orchestra import checkpoint, checks, environment, expression, groups
+from orchestra import alive, checkpoint, checks, environment, expression, groups
 from orchestra.attached import Attached
 from orchestra.errors import Problem
 from orchestra.fingerprint import code, in_parts, parts_of_data, settings_of
@@ -232,4 +232,4 @@ class Asked:
 
 
 def _is_taken(out: Path) -> bool:
-    return out.exists() and (not out.is_dir() or any(out.iterdir()))
+    return out.exists() and (not out.is_dir() or (any(out.iterdir()) and not alive.never_began(out)))

@@ -6,6 +6,8 @@ makes the folder, with a mark in it     →   does it see the mark? then it writ
                                         ←   else to a folder of its own machine
                                         ←   in the end the files, if it is not there, and that it has written all
 takes them in; sums up when all have
+
+Meanwhile worker 0 holds the folder's lock; if there is no such end, it leaves there why.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import contextlib
 import secrets
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestra.errors import ConfigError, Problem
+from orchestra import alive
+from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.launch.courier import Courier, Reception, files_of
 from orchestra.loop.company import Company
 from orchestra.transports.exchange import Exchange
@@ -34,6 +38,7 @@ class Folder:
         self._is_home, self._others = rank == _HOME, size - 1
         self._courier: Courier | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._hold: alive.Hold | None = None
         self.path = self._offer(out) if self._is_home else self._find()
 
     def _offer(self, out: Path | None) -> Path | None:
@@ -44,6 +49,8 @@ class Folder:
         path = out.absolute()
         try:
             path.mkdir(parents=True, exist_ok=True)
+            alive.make_room(path)
+            self._hold = alive.Hold(path)
             if not self._others:
                 return path
             mark = path / f".mark-{secrets.token_hex(8)}"
@@ -86,6 +93,17 @@ class Folder:
     def collect(self) -> None:
         """As worker 0: wait until everybody has delivered."""
         self._await(lambda: len(self._company.written) == self._others, "the others to write their files")
+
+    def close(self) -> None:
+        """The loop came to its end, and all is written."""
+        if self._hold is not None:
+            self._hold.let_go()
+
+    def leave(self, error: BaseException) -> None:
+        """It did not: whoever looks at the folder shall know why."""
+        if self._hold is not None:
+            ours = isinstance(error, OrchestraError)
+            self._hold.leave(type(error).__name__, str(error) if ours else "".join(traceback.format_exception(error)))
 
     def _await(self, ready: Callable[[], bool], whom: str) -> None:
         self._exchange.attend(ready, lambda: whom, forever=True)

@@ -40,7 +40,7 @@ from orchestra.launch.party import Party
 from orchestra.loop.asked import Asked
 from orchestra.loop.company import Company
 from orchestra.loop.folder import Folder
-from orchestra.loop.leaving import tell_in_short
+from orchestra.loop.leaving import interrupted, tell_in_short
 from orchestra.loop.loader import Loader
 from orchestra.loop.optimizer import Prepared
 from orchestra.loop.player import Given, Player, Taken
@@ -142,8 +142,9 @@ def prepare(
         refuse(asked.problems())
         made, shared = _join_in(asked, since)
         return (model, made) if shared is None else (model, made, shared)
-    except OrchestraError as error:
-        raise error.with_traceback(None) from None
+    except (OrchestraError, KeyboardInterrupt) as error:
+        told = interrupted(error, "before the loop began.")
+        raise (error if told is None else told).with_traceback(None) from None
 
 
 def _as_started(cluster: Any) -> Attached:
@@ -184,14 +185,19 @@ def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
     """Join the others, who must not wait if this process cannot go on."""
     job, x0 = asked.job(), flatten(asked.model)
     transport, company = _meet(asked, job, x0.cpu())
+    folder: Folder | None = None
     try:
         folder = Folder(company, transport.exchange, asked.rank, asked.size, asked.out)
         log = _open_log(asked, job, folder.path)
         return _take_part(asked, replace(job, run=folder.path or Path()), x0, transport, company, folder, log, since)
-    except OrchestraError as error:
+    except (OrchestraError, KeyboardInterrupt) as error:
+        told = interrupted(error, "before the loop began.") or error
+        assert isinstance(told, OrchestraError)
         if not isinstance(error, Stopped):
-            company.give_up(f"{company.name}: {error}", error.exit_code)
-        raise
+            company.give_up(f"{company.name}: {told}", told.exit_code)
+        if folder is not None:
+            folder.leave(told)
+        raise told from None
 
 
 def _take_part(
@@ -254,6 +260,7 @@ def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
         return _Nowhere()
     if asked.rank == 0:
         config = asked.about(job) | {
+            "loop": True,
             "defining": asked.strategy.defining,
             "parameters": job.parameters,
             "budget": [] if job.last_step is None else [f"steps={job.last_step}"],

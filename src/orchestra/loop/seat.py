@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from orchestra.node import Comm
 from orchestra.ops import Message, Recv
 from orchestra.replica import persistent_buffers
 from orchestra.report.facts import facts_of
+from orchestra.words import plural
 
 FINAL = 0xFFFE  # the tag of a server's last message
 PIECE = 1 << 20  # bytes of what is never trained that are sent at a time
@@ -39,7 +41,7 @@ class Seat:
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
         self.hook: RemovableHandle | None = None  # on the model
-        self._exit = Exit(company, self.finish)
+        self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
     @property
     def rank(self) -> int:
@@ -103,6 +105,21 @@ class Seat:
 
     # The end.
 
+    def _how_far(self) -> str:
+        """What is left of a loop that is broken off: nothing but what it has saved itself."""
+        kept = "" if self._folder.path is None else f" What happened is in {self._folder.path}."
+        return (
+            f"after {plural(self.steps, 'step')}. A loop goes on from what it saved itself, model.state_dict() and "
+            f"optimizer.state_dict(): nothing else was saved.{kept}"
+        )
+
+    def _broken_off(self, error: BaseException) -> None:
+        """Keep what happened, and why it went no farther."""
+        with contextlib.suppress(OSError):
+            if isinstance(self._life.log, EventLog):
+                self._life.log.flush()
+        self._folder.leave(error)
+
     def finish(self) -> None:
         """End together with the others, with one model; twice is once."""
         if self._player.over:
@@ -125,6 +142,7 @@ class Seat:
         average_(node.comm, [b for b in persistent_buffers(self._module).values() if b.is_floating_point()])
         if self.is_home and isinstance(life.log, EventLog):
             self._conclude()
+        self._folder.close()
         if self.hook is not None:
             self.hook.remove()
         self._exit.close()

@@ -30,6 +30,9 @@ class _Giver:
     def after_step(self, before: int) -> None:
         """Servers make none."""
 
+    def after_steps(self) -> None:
+        """Nor a last one."""
+
     def interrupted(self) -> bool:
         """Nobody asks."""
         return False
@@ -56,7 +59,7 @@ class _Giver:
 def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, folder: Folder, x0: Tensor) -> NoReturn:
     """Serve until every worker has finished, and end the script."""
     began = time.perf_counter()
-    door = Exit(company)
+    door = Exit(company, how_far=lambda: "while it served.")
     x = x0[job.range_of(comm.rank)].clone()
     x.copy_(comm.recv(0).x)
     node = run.server(job, comm.rank, comm, log, x)

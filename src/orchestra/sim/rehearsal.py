@@ -301,6 +301,9 @@ class _Keeper:
             if order.scorer.target_reached():
                 self.rehearsal.stop("target")
 
+    def after_steps(self) -> None:
+        """Nothing to save."""
+
     def interrupted(self) -> bool:
         """Never: Ctrl-C ends a rehearsal at once."""
         return False
