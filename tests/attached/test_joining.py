@@ -10,6 +10,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,21 @@ def test_torch_is_told_an_address_that_others_can_reach() -> None:
             found[node] = open_.enter_context(socket.create_connection(door.getsockname()))
         assert party._own_address(found) == own_address()
         assert party._own_address({1: found[1]}) == "127.0.0.1"
+
+
+def test_who_cannot_agree_on_an_order_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ClusterError("no order")
+
+    for name, value in environ_of(0, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    job, here = SimpleNamespace(workers=2, servers=0), socket.create_server(("127.0.0.1", 0))
+    with here, socket.create_connection(here.getsockname()) as line:
+        monkeypatch.setattr(party, "_meet", lambda *_: {1: line})
+        monkeypatch.setattr(party, "_arrange", fail)
+        with pytest.raises(ClusterError, match="no order"):
+            party.Party(job, torch.zeros(3), Attached(), {})  # type: ignore[arg-type]
+        assert line.fileno() == -1
 
 
 @pytest.mark.parametrize("trusted", [False, True])

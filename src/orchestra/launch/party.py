@@ -32,7 +32,7 @@ from orchestra.ops import Sleep, Traffic
 from orchestra.transports.addresses import door_of, is_loopback, plain, resolve, show
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.measuring import Found, agree, announce, measure
-from orchestra.transports.meeting import Meeting
+from orchestra.transports.meeting import Meeting, closed_on_failure
 from orchestra.transports.memory import Plan
 from orchestra.transports.neighbours import arrange
 from orchestra.transports.token import Token
@@ -58,11 +58,12 @@ class Party:
         finally:
             cluster.forget_token()  # a run that did not come together must not leave it to the next
         self.host = _own_address(connections)
-        self.order, self.links = _arrange(cluster, job, connections)
-        self.rank = self.order.index(cluster.place.rank)
         largest = max(most, x0.numel() * x0.element_size()) + _SLACK
-        nodes = {self.order.index(process): sock for process, sock in connections.items()}
-        arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
+        with closed_on_failure(connections):
+            self.order, self.links = _arrange(cluster, job, connections)
+            self.rank = self.order.index(cluster.place.rank)
+            nodes = {self.order.index(process): sock for process, sock in connections.items()}
+            arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
         self.exchange = Exchange(
             self.rank,
             job.workers,
@@ -191,8 +192,10 @@ def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> 
         found = resolve(place.host, place.port, patience=cluster.patience, tell=_tell)
         meeting = made(host=door_of(found, one_machine=place.one_machine), port=0 if store else place.port)
         if store is not None:
-            with _torchrun(cluster):
+            with contextlib.ExitStack() as failing, _torchrun(cluster):
+                failing.callback(meeting.close)
                 store.set(_door_key(), str(meeting.address[1]))
+                failing.pop_all()
         return meeting.welcome(size, patience=cluster.patience, known_as=(place.host, meeting.address[1]))
     port = place.port
     if store is not None:
