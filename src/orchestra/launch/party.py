@@ -21,7 +21,7 @@ from torch import Tensor
 
 from orchestra import run, topology
 from orchestra.board import Report, name_of
-from orchestra.errors import ClusterError, OrchestraError, Stalled, WorkerLost
+from orchestra.errors import ClusterError, OrchestraError, Stalled
 from orchestra.events import EventLog, Reunited
 from orchestra.job import Job
 from orchestra.launch.joined import JoinedTransport
@@ -82,8 +82,8 @@ class Party:
 
     def require_everybody(self) -> None:
         """Raise if the connection to anybody broke: nobody leaves before the run is over."""
-        for node, cause in self.exchange.lost.items():
-            raise WorkerLost(name_of(node, self.plan.workers), cause)
+        for error in self.exchange.lost.values():
+            raise error
 
     def live(self, job: Job, *, tell: Tell, show: Callable[[Report], None], asked: float) -> bool:
         """Train or serve as this node; gives whether the run was broken off."""
