@@ -128,6 +128,7 @@ class Party:
             exchange.sleep(Sleep(_GLANCE))
             exchange.when_waiting()
         self.transport.means = made.result()
+        self.transport.means.when_waiting = exchange.poll
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What broke a mean off, if that is known: torch does not say who was lost."""
