@@ -31,7 +31,7 @@ from orchestra.delays import Delay
 from orchestra.environment import NEEDED, STARTED_BY, is_member
 from orchestra.errors import ClusterError, ConfigError, Exposed, Problem
 from orchestra.transports import token
-from orchestra.transports.addresses import bare, is_loopback, resolve
+from orchestra.transports.addresses import Reminder, bare, is_loopback, resolve, show, speak
 from orchestra.transports.token import Token
 
 if TYPE_CHECKING:
@@ -244,11 +244,12 @@ def _own_token(place: Place, patience: float) -> str:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(text)
         return text
-    until = time.monotonic() + patience
+    until, remind = time.monotonic() + patience, Reminder(speak)
     while time.monotonic() < until:
         # Process 0 writes before it listens: what lies there when it answers is of this run, not left by another.
         if _answers(place) and path.exists() and path.stat().st_uid == os.getuid() and path.stat().st_size:
             return token.read(path)
+        remind(lambda: f"process {place.rank} waits for process 0 to come to {show((place.host, place.port))}")
         time.sleep(_AGAIN)
     raise ClusterError(f"process 0 left no token in {path}: was it started, on this machine and by this user?")
 

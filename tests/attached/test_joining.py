@@ -22,6 +22,7 @@ from orchestra import Attached, ConfigError, Steps, environment, fingerprint
 from orchestra.attached import Place
 from orchestra.errors import ClusterError, Exposed
 from orchestra.launch import party
+from orchestra.transports import addresses
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -252,3 +253,15 @@ def test_it_is_the_default_where_a_launcher_started_this(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     assert environment.launched()
     assert not Attached().is_home
+
+
+def test_who_waits_for_process_0_to_leave_a_token_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(addresses, "_QUIET", 0.05)
+    port = free_port()
+    for name, value in environ_of(1, 2, port).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError, match="process 0 left no token"):
+        Attached(patience=0.5).token()
+    assert f"orchestra: process 1 waits for process 0 to come to 127.0.0.1:{port}\n" in capfd.readouterr().err

@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -29,7 +28,7 @@ from orchestra.launch.living import Tell, live
 from orchestra.launch.notes import HOME, LONGEST
 from orchestra.node import Comm, Node
 from orchestra.ops import Sleep, Traffic
-from orchestra.transports.addresses import door_of, is_loopback, plain, resolve, show
+from orchestra.transports.addresses import door_of, is_loopback, plain, resolve, show, speak
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.measuring import Found, agree, announce, measure
 from orchestra.transports.meeting import Meeting, closed_on_failure
@@ -188,9 +187,9 @@ def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> 
     """Connections to all the others."""
     place = cluster.place
     store = _store(cluster)
-    made = partial(Meeting, place.rank, token, about, one_machine=place.one_machine, tell=_tell)
+    made = partial(Meeting, place.rank, token, about, one_machine=place.one_machine, tell=speak)
     if place.rank == HOME:
-        found = resolve(place.host, place.port, patience=cluster.patience, tell=_tell)
+        found = resolve(place.host, place.port, patience=cluster.patience, tell=speak)
         meeting = made(host=door_of(found, one_machine=place.one_machine), port=0 if store else place.port)
         if store is not None:
             with contextlib.ExitStack() as failing, _torchrun(cluster):
@@ -203,10 +202,6 @@ def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> 
         with _torchrun(cluster):
             port = int(store.get(_door_key()))
     return made(host=None).join((place.host, port), patience=cluster.patience)
-
-
-def _tell(text: str) -> None:
-    print(f"orchestra: {text}", file=sys.stderr, flush=True)
 
 
 def _store(cluster: Attached) -> Any:

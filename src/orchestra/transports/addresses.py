@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import sys
 import time
 from collections.abc import Callable
 
@@ -64,6 +65,11 @@ def ends(sock: socket.socket) -> str:
     """Both ends of a connection, for people; known only while it stands."""
     here, there = sock.getsockname(), sock.getpeername()
     return f"{show((plain(here[0]), here[1]))} to {show((plain(there[0]), there[1]))}"
+
+
+def speak(text: str) -> None:
+    """Tell whoever started this process."""
+    print(f"orchestra: {text}", file=sys.stderr, flush=True)
 
 
 class Reminder:

@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from queue import Empty, Queue
 from typing import Any
 
@@ -158,13 +159,23 @@ class Meeting:
             failing.callback(self.close)
             first = failing.enter_context(self._call(0, (bare(host[0]), host[1]), until))
             try:
-                first.settimeout(max(_PROOF, until - time.monotonic()))  # it waits for everybody
+                self._await_word(first, until, host)
+                first.settimeout(_PROOF)
                 doors = [(str(name), int(port)) for name, port in hear(first)["doors"]]
             except (OSError, KeyError, TypeError, ValueError) as error:
                 why = "it gave up waiting for the others" if isinstance(error, OSError) else error
                 raise ClusterError(f"node 0 at {show(host)} did not say where the others are: {why}") from None
             failing.pop_all()
         return self.gather(doors, patience=patience, known={0: first})
+
+    def _await_word(self, first: socket.socket, until: float, host: Address) -> None:
+        """Node 0 waits for everybody; it says for whom, this one that it waits."""
+        until, remind = max(until, time.monotonic() + _PROOF), Reminder(self._tell)
+        waits = f"node {self._rank} is with node 0 at {show(host)}, which waits for others: it says for whom"
+        while not wait([first], timeout=_GLANCE):
+            if time.monotonic() > until:
+                raise TimeoutError("timed out")
+            remind(lambda: waits)
 
     def gather(
         self, addresses: Sequence[Address], *, patience: float, known: Mapping[int, socket.socket] | None = None
@@ -272,7 +283,7 @@ class Meeting:
 
     def _call(self, node: int, address: Address, until: float) -> socket.socket:
         """Call until somebody answers as he should: who was dropped because too many came at once comes again."""
-        remind, wait = Reminder(self._tell), _AGAIN
+        remind, pause = Reminder(self._tell), _AGAIN
         while True:
             try:
                 return self._try(node, address, until)
@@ -281,8 +292,8 @@ class Meeting:
                     raise self._shut_out(node, address, error) from None
                 why = error
             remind(lambda why=why: f"node {self._rank} calls node {node} at {show(address)}: {why}")  # type: ignore[misc]
-            time.sleep(max(0.0, min(wait, until - time.monotonic())))
-            wait = min(2 * wait, _MOST)
+            time.sleep(max(0.0, min(pause, until - time.monotonic())))
+            pause = min(2 * pause, _MOST)
 
     def _try(self, node: int, address: Address, until: float) -> socket.socket:
         soon = time.monotonic() + _PROOF
