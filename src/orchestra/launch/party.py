@@ -51,6 +51,8 @@ class Party:
     def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
         self.cluster, self.x0 = cluster, x0
         traffic = Traffic()
+        if cluster.trusted and cluster.place.rank == HOME and job.workers + job.servers > 1:
+            speak(_trusting(job))
         token = cluster.token()
         try:
             connections = _meet(cluster, token, job.workers + job.servers, about)
@@ -151,6 +153,15 @@ class Party:
         with contextlib.suppress(OrchestraError):
             self.exchange.tell_all({"kind": "stopped", **said, "message": said["message"][-LONGEST:]})
         self.close()
+
+
+def _trusting(job: Job) -> str:
+    """What it means that the network is trusted: nobody should find out later."""
+    means = " Means by torch.distributed do not even ask for the token." if job.torch_means else ""
+    return (
+        "the network is trusted: connections are authenticated, but not encrypted. Whoever is on it can read what the "
+        f"run sends, and change it on the way.{means}"
+    )
 
 
 def _arrange(
