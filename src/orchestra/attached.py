@@ -32,7 +32,7 @@ from orchestra.delays import Delay
 from orchestra.environment import NEEDED, STARTED_BY, STARTED_ON, is_member
 from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Exposed, Problem
 from orchestra.transports import token
-from orchestra.transports.addresses import bare, is_loopback, resolve
+from orchestra.transports.addresses import Reminder, bare, is_loopback, resolve, show, speak
 from orchestra.transports.token import Token
 
 if TYPE_CHECKING:
@@ -269,11 +269,12 @@ def _own_token(place: Place, patience: float) -> str:
     path = _left_at(place)
     if place.rank == 0:
         return _leave(token.new(), path)
-    until = time.monotonic() + patience
+    until, remind = time.monotonic() + patience, Reminder(speak)
     while time.monotonic() < until:
         # Process 0 writes before it listens: what lies there when it answers is of this run, not left by another.
         if _answers(place) and _is_private(path.parent) and path.exists() and path.stat().st_size:
             return token.read(path)
+        remind(lambda: f"process {place.rank} waits for process 0 to come to {show((place.host, place.port))}")
         time.sleep(_AGAIN)
     raise ClusterError(f"process 0 left no token in {path}: was it started, on this machine and by this user?")
 

@@ -6,7 +6,7 @@ OrchestraError                 1
 ├── EnvironmentProblem         3   this machine lacks something
 ├── ClusterError               4   the nodes did not come together
 │   ├── WorkerFailed           1   a node raised; its traceback comes first
-│   ├── WorkerLost             6   a node died without a word
+│   ├── WorkerLost             6   a node died without a word, or is out of reach
 │   ├── Stopped                10  another process ended the run, and said why: that one is the cause
 │   ├── Stalled                4   a wait passed its deadline; names whom it waited for
 │   └── Deadlock               4   in virtual time: everybody waits for somebody
@@ -84,14 +84,14 @@ class WorkerFailed(ClusterError):
 
 
 class WorkerLost(ClusterError):
-    """A node died without saying why (killed, out of memory, crashed)."""
+    """A node died without saying why (killed, out of memory, crashed), or its machine is out of reach."""
 
     exit_code = 6
 
-    def __init__(self, who: str, cause: str) -> None:
+    def __init__(self, who: str, cause: str, *, fate: str = "died", advice: str = "") -> None:
         self.who = who
         self.cause = cause
-        super().__init__(f"{who} died: {cause}; the other nodes were stopped.")
+        super().__init__(f"{who} {fate}: {cause}; the other nodes were stopped.{advice and ' '}{advice}")
 
 
 class Stopped(ClusterError):

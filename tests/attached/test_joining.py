@@ -11,17 +11,21 @@ import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.processes import Processes, environ_of, free_port
-from tests.zoo import BATCH, make_data, make_large, train
+from tests.zoo import BATCH, make_data, make_large, make_model, train
 
+import orchestra
 from orchestra import Attached, ConfigError, Steps, attached, environment, fingerprint
 from orchestra.attached import Place
+from orchestra.cli import invoke
 from orchestra.errors import ClusterError, EnvironmentProblem, Exposed
 from orchestra.launch import party
+from orchestra.transports import addresses
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -247,6 +251,21 @@ def test_torch_is_told_an_address_that_others_can_reach() -> None:
         assert party._own_address({1: found[1]}) == "127.0.0.1"
 
 
+def test_who_cannot_agree_on_an_order_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise ClusterError("no order")
+
+    for name, value in environ_of(0, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    job, here = SimpleNamespace(workers=2, servers=0), socket.create_server(("127.0.0.1", 0))
+    with here, socket.create_connection(here.getsockname()) as line:
+        monkeypatch.setattr(party, "_meet", lambda *_: {1: line})
+        monkeypatch.setattr(party, "_arrange", fail)
+        with pytest.raises(ClusterError, match="no order"):
+            party.Party(job, torch.zeros(3), Attached(), {})  # type: ignore[arg-type]
+        assert line.fileno() == -1
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_ipv6(trusted: bool, tmp_path: Path) -> None:
     if not socket.has_ipv6:
@@ -271,3 +290,55 @@ def test_it_is_the_default_where_a_launcher_started_this(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     assert environment.launched()
     assert not Attached().is_home
+
+
+def test_who_waits_for_process_0_to_leave_a_token_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(addresses, "_QUIET", 0.05)
+    port = free_port()
+    for name, value in environ_of(1, 2, port).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError, match="process 0 left no token"):
+        Attached(patience=0.5).token()
+    assert f"orchestra: process 1 waits for process 0 to come to 127.0.0.1:{port}\n" in capfd.readouterr().err
+
+
+def begin_train(out: Path, **given: Any) -> None:
+    train("allreduce", out, cluster=Attached(**given))
+
+
+def begin_prepare(out: Path, **given: Any) -> None:
+    model = make_model()
+    orchestra.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), cluster=Attached(**given))
+
+
+def begin_run(out: Path, *, trusted: bool = False, collectives: str = "") -> None:
+    words = ["run", "digits", "--out", str(out), "--quiet", *(["--trusted-network"] if trusted else [])]
+    if invoke(words) == ClusterError.exit_code:
+        raise ClusterError("nobody came")
+
+
+@pytest.mark.parametrize("begin", [begin_train, begin_prepare, begin_run])
+def test_that_a_network_is_trusted_is_told_when_a_run_begins(
+    begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nobody(*_: Any) -> Any:
+        raise ClusterError("nobody came")
+
+    def told(rank: int, **given: Any) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(ClusterError, match="nobody came"):
+            begin(tmp_path / f"run-{rank}-{len(given)}", **given)
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(party, "_meet", nobody)
+    for name, value in {**environ_of(0, 2, free_port()), "ORCHESTRA_TOKEN": TOKEN}.items():
+        monkeypatch.setenv(name, value)
+    said = told(0, trusted=True)
+    assert said.count("orchestra: the network is trusted: connections are authenticated, but not encrypted.") == 1
+    assert "do not even ask for the token" in said
+    assert "the network is trusted" not in told(0)
+    assert "the network is trusted" not in told(1, trusted=True)
+    if begin is not begin_run:
+        assert "even ask" not in told(0, trusted=True, collectives="messages")

@@ -252,6 +252,24 @@ def test_who_waits_says_for_whom_and_who_calls_whom(monkeypatch: pytest.MonkeyPa
     assert said[0].startswith(f"node 1 calls node 0 at 127.0.0.1:{home.address[1]}: ")
 
 
+@both_ways
+def test_who_has_come_says_that_it_waits_for_those_who_have_not(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_QUIET", 0.2)
+    said: list[str] = []
+    home, second = some(0, trusted=trusted), some(1, trusted=trusted, host=None, tell=said.append)
+    third = some(2, trusted=trusted, host=None)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(home.welcome, 3, patience=20)
+        other = pool.submit(second.join, home.address, patience=20)
+        deadline = time.monotonic() + 15
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found = first, other, pool.submit(third.join, home.address, patience=20)
+        hang_up(*(each.result() for each in found))
+    port = home.address[1]
+    assert said[0] == f"node 1 is with node 0 at 127.0.0.1:{port}, which waits for others: it says for whom"
+
+
 def test_a_node_that_leaves_before_all_have_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     home, other = some(0), some(1, host=None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from tests.transports.test_exchange import SECRET, at_once, both_ways, meet, rec
 
 from orchestra.errors import WorkerLost
 from orchestra.ops import Group, Send, Traffic
-from orchestra.transports import lines, neighbours
+from orchestra.transports import lines, neighbours, reunion
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.reunion import Arrival
 from orchestra.transports.token import Token
@@ -28,7 +29,9 @@ BOTH = Group((0, 1))
 
 
 @contextmanager
-def machines(monkeypatch: pytest.MonkeyPatch, *, apart: bool, trusted: bool = False, **given: Any) -> Iterator[Any]:
+def machines(
+    monkeypatch: pytest.MonkeyPatch, *, apart: bool, trusted: bool = False, grace: float = 3.0, **given: Any
+) -> Iterator[Any]:
     """Two nodes, on one machine or as if on two."""
     if apart:
         names = itertools.count()
@@ -36,7 +39,7 @@ def machines(monkeypatch: pytest.MonkeyPatch, *, apart: bool, trusted: bool = Fa
     token, sockets = Token(SECRET, trusted=trusted), meet(2, trusted=trusted)
     with ThreadPoolExecutor(2) as pool:
         both = pool.map(
-            lambda rank: neighbours.arrange(rank, sockets[rank], token, longest=1 << 20, grace=3.0, patience=10),
+            lambda rank: neighbours.arrange(rank, sockets[rank], token, longest=1 << 20, grace=grace, patience=10),
             range(2),
         )
     made = [
@@ -188,6 +191,60 @@ def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> No
 
         at_once(wait, lambda: b._wait(done.is_set, lambda: "it", []))
         assert heard == list(range(2000))
+
+
+# What people read.
+
+
+def test_it_is_told_when_a_node_is_looked_for_and_when_it_is_found(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lines, "_SOON", 0.0)
+    with machines(monkeypatch, apart=True) as (a, b):
+        cut(b)
+        while not a._peers[1].missed:
+            a._lines.pump(0.05)
+        at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: worker 1 ")]
+    assert len(told) == 2
+    assert re.search(r"is looked for since \d\d:\d\d:\d\d: its connection to worker 0 broke: .*for 3 s\.$", told[0])
+    assert re.search(r"was found after \d+\.\d s and is connected again: its connection to worker 0 broke", told[1])
+
+
+def test_a_node_that_is_found_at_once_was_hardly_missed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lines, "_SOON", 1e9)
+    with machines(monkeypatch, apart=True) as (a, b):
+        cut(b)
+        at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
+    assert "is looked for" not in capfd.readouterr().err
+
+
+def test_a_machine_that_gives_no_answer_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost_on_the_way(*_: Any, **__: Any) -> Any:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(reunion, "connect", lost_on_the_way)
+    with machines(monkeypatch, apart=True, grace=0.3) as (a, b):
+        cut(b)
+        with pytest.raises(
+            WorkerLost,
+            match=r"^worker 1 is out of reach since \d\d:\d\d:\d\d: its .* for 0\.3 s: .*Attached\(grace=\.\.\.\)",
+        ):
+            recv(a, 1, BOTH)
+        with pytest.raises(WorkerLost, match="out of reach"):  # whatever else is asked of it
+            a.send(Send(1, torch.ones(1)))
+
+
+def test_a_node_that_answers_but_does_not_come_back_is_waited_for_as_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with machines(monkeypatch, apart=True) as (a, b):
+        b._lines._reunion._over = True  # it does not call, as if it were computing
+        cut(b)
+        a._lines.patience = 0.3
+        while not a.lost:
+            a._lines.pump(0.05)
+        assert re.search(r"did not come back within 0\.3 s\. .*Attached\(patience=", str(a.lost[1]))
 
 
 def test_one_that_dies_while_it_is_sought_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

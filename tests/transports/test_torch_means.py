@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from tests.processes import Outcome, Processes
 from tests.transports.hosts import HOST, Hosts, Machine, Trained, hosts, trained
 from tests.zoo import INPUTS, adam, make_large, make_model
 from torch import Tensor, nn
@@ -238,6 +242,31 @@ def test_the_same_bits_every_time(machines: Hosts, tmp_path: Path) -> None:
 
 
 # Those who are lost.
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals, tmp_path: Path) -> None:
+    """And then ends, though a mean is under way that never will."""
+
+    def wait_in_vain() -> None:
+        store = torch_means.file_store(tmp_path / "store", 2)
+        means = torch_means.TorchMeans(store, int(os.environ["RANK"]), 2, torch.device("cpu"), patience=100)
+        if os.environ["RANK"] == "1":
+            signal.pause()
+        signal.signal(number, signal.default_int_handler)
+        means.when_waiting = (tmp_path / "waiting").touch
+        means.mean(torch.zeros(3), 1.0)
+
+    with Processes([wait_in_vain] * 2) as processes:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "waiting").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(processes.pid(0), number)
+        assert wait([processes.ends[0]], timeout=30)
+        outcome: Outcome = pickle.loads(processes.ends[0].recv_bytes())
+    assert outcome.kind == "crash"
+    assert "KeyboardInterrupt" in outcome.error
 
 
 def mean_or_die(machine: Machine, who: int) -> None:

@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from orchestra import run, topology
 from orchestra.board import Report, name_of
-from orchestra.errors import ClusterError, OrchestraError, Stalled, WorkerLost
+from orchestra.errors import ClusterError, OrchestraError, Stalled
 from orchestra.events import EventLog, Reunited
 from orchestra.job import Job
 from orchestra.launch.joined import JoinedTransport
@@ -29,10 +28,10 @@ from orchestra.launch.living import Tell, live
 from orchestra.launch.notes import HOME, LONGEST
 from orchestra.node import Comm, Node
 from orchestra.ops import Sleep, Traffic
-from orchestra.transports.addresses import door_of, is_loopback, plain, resolve, show
+from orchestra.transports.addresses import door_of, is_loopback, plain, resolve, show, speak
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.measuring import Found, agree, announce, measure
-from orchestra.transports.meeting import Meeting
+from orchestra.transports.meeting import Meeting, closed_on_failure
 from orchestra.transports.memory import Plan
 from orchestra.transports.neighbours import arrange
 from orchestra.transports.token import Token
@@ -52,17 +51,20 @@ class Party:
     def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
         self.cluster, self.x0 = cluster, x0
         traffic = Traffic()
+        if cluster.trusted and cluster.place.rank == HOME and job.workers + job.servers > 1:
+            speak(_trusting(job))
         token = cluster.token()
         try:
             connections = _meet(cluster, token, job.workers + job.servers, about)
         finally:
             cluster.forget_token()  # a run that did not come together must not leave it to the next
         self.host = _own_address(connections)
-        self.order, self.links = _arrange(cluster, job, connections)
-        self.rank = self.order.index(cluster.place.rank)
         largest = max(most, x0.numel() * x0.element_size()) + _SLACK
-        nodes = {self.order.index(process): sock for process, sock in connections.items()}
-        arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
+        with closed_on_failure(connections):
+            self.order, self.links = _arrange(cluster, job, connections)
+            self.rank = self.order.index(cluster.place.rank)
+            nodes = {self.order.index(process): sock for process, sock in connections.items()}
+            arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
         self.exchange = Exchange(
             self.rank,
             job.workers,
@@ -81,8 +83,8 @@ class Party:
 
     def require_everybody(self) -> None:
         """Raise if the connection to anybody broke: nobody leaves before the run is over."""
-        for node, cause in self.exchange.lost.items():
-            raise WorkerLost(name_of(node, self.plan.workers), cause)
+        for error in self.exchange.lost.values():
+            raise error
 
     def live(self, job: Job, *, tell: Tell, show: Callable[[Report], None], asked: float) -> bool:
         """Train or serve as this node; gives whether the run was broken off."""
@@ -127,6 +129,7 @@ class Party:
             exchange.sleep(Sleep(_GLANCE))
             exchange.when_waiting()
         self.transport.means = made.result()
+        self.transport.means.when_waiting = exchange.poll
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What broke a mean off, if that is known: torch does not say who was lost."""
@@ -150,6 +153,15 @@ class Party:
         with contextlib.suppress(OrchestraError):
             self.exchange.tell_all({"kind": "stopped", **said, "message": said["message"][-LONGEST:]})
         self.close()
+
+
+def _trusting(job: Job) -> str:
+    """What it means that the network is trusted: nobody should find out later."""
+    means = " Means by torch.distributed do not even ask for the token." if job.torch_means else ""
+    return (
+        "the network is trusted: connections are authenticated, but not encrypted. Whoever is on it can read what the "
+        f"run sends, and change it on the way.{means}"
+    )
 
 
 def _arrange(
@@ -186,23 +198,21 @@ def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> 
     """Connections to all the others."""
     place = cluster.place
     store = _store(cluster)
-    made = partial(Meeting, place.rank, token, about, one_machine=place.one_machine, tell=_tell)
+    made = partial(Meeting, place.rank, token, about, one_machine=place.one_machine, tell=speak)
     if place.rank == HOME:
-        found = resolve(place.host, place.port, patience=cluster.patience, tell=_tell)
+        found = resolve(place.host, place.port, patience=cluster.patience, tell=speak)
         meeting = made(host=door_of(found, one_machine=place.one_machine), port=0 if store else place.port)
         if store is not None:
-            with _torchrun(cluster):
+            with contextlib.ExitStack() as failing, _torchrun(cluster):
+                failing.callback(meeting.close)
                 store.set(_door_key(), str(meeting.address[1]))
+                failing.pop_all()
         return meeting.welcome(size, patience=cluster.patience, known_as=(place.host, meeting.address[1]))
     port = place.port
     if store is not None:
         with _torchrun(cluster):
             port = int(store.get(_door_key()))
     return made(host=None).join((place.host, port), patience=cluster.patience)
-
-
-def _tell(text: str) -> None:
-    print(f"orchestra: {text}", file=sys.stderr, flush=True)
 
 
 def _store(cluster: Attached) -> Any:

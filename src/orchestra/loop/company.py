@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.board import name_of
-from orchestra.errors import ClusterError, OrchestraError, Stopped, WorkerLost
+from orchestra.errors import ClusterError, OrchestraError, Stopped
 from orchestra.launch import notes
 from orchestra.ops import Sleep
 from orchestra.transports.exchange import Exchange
@@ -72,8 +72,8 @@ class Company:
                 raise Stopped(said["message"], said["code"])
 
     def _glance(self) -> None:
-        for node, cause in self._exchange.lost.items():
-            raise WorkerLost(name_of(node, self._workers), cause)
+        for error in self._exchange.lost.values():
+            raise error
         begun = self._begun()
         for node, steps in self._finished.items():
             if begun is not None and steps < begun:

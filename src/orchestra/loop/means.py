@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means by torch.distributed under a loop of one's own: for networks that are trusted, as in `train`.
 
-Torch does not say whom it waited for. So before a mean, and when one breaks off, this process hears what others said.
+Torch does not say whom it waited for. So before a mean, while it takes long, and when it breaks off, this process hears
+what others said.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Means(TorchMeans):
         self._company = company
         store = tcp_store(exchange, rank, workers, host, patience)
         TorchMeans.__init__(self, store, rank, workers, torch.device("cpu"), host=host, patience=patience)
+        self.when_waiting = company.listen
         company.hang_up = self.close
 
     def mean(self, x: Tensor, weight: float) -> tuple[Tensor, float]:

@@ -66,8 +66,8 @@ class Exchange:
         self._turn = 0
 
     @property
-    def lost(self) -> dict[int, str]:
-        """Nodes whose connection broke, and how."""
+    def lost(self) -> dict[int, WorkerLost]:
+        """Nodes whose connection broke, and what to say of it."""
         return self._lines.lost
 
     # Sending.

@@ -28,6 +28,7 @@ from orchestra.transports.reunion import Arrival, Reunion
 AHEAD = 8  # messages of one sender that are taken in before they are asked for
 _BEAT = 0.5  # seconds between two signs of life of a node that waits
 _SILENT = 3.0  # seconds without one from the other machine's kernel, after which the connection is taken to be broken
+_SOON = 1.0  # seconds after which people are told that somebody is sought
 _DAMAGED = 3  # messages of a connection that may come otherwise than they were sent
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -48,7 +49,7 @@ class Lines:
         summed: bool,
         arranged: Arrangement,
     ) -> None:
-        self.lost: dict[int, str] = {}  # nodes whose connection broke, and how
+        self.lost: dict[int, WorkerLost] = {}  # nodes whose connection broke, and what to say of it
         self.when_reunited: Callable[[int, float, str], None] = lambda node, seconds, why: None
         self.ahead = AHEAD
         self.patience = patience  # seconds
@@ -75,7 +76,7 @@ class Lines:
     def post(self, peer: Peer, kind: int, body: memoryview, x: Tensor, op: Send | None) -> None:
         """Have a message sent."""
         if peer.lost is not None:
-            raise WorkerLost(name_of(peer.rank, self._workers), peer.lost)
+            raise peer.lost
         if peer.ahead and not peer.reading:
             self.read(peer)
         idle = not peer.out
@@ -167,7 +168,7 @@ class Lines:
     def require(self, peer: Peer) -> None:
         """Raise if nothing more can come from a node, and nothing lies here."""
         if peer.lost is not None and not peer.kept:
-            raise WorkerLost(name_of(peer.rank, self._workers), peer.lost)
+            raise peer.lost
 
     def names(self, nodes: Sequence[int]) -> str:
         """As people call them."""
@@ -201,7 +202,7 @@ class Lines:
             peer.damaged += 1
             mendable = peer.damaged <= _DAMAGED
         if self._reunion is None or not peer.keeps or peer.gone or not mendable:
-            self._give_up(peer, why)
+            self._give_up(peer, WorkerLost(self.names([peer.rank]), why))
         else:
             self._part(peer, why)
 
@@ -211,12 +212,12 @@ class Lines:
         peer.part(time.perf_counter(), why)
         self._reunion.seek(peer.rank, peer.taken)
 
-    def _give_up(self, peer: Peer, why: str) -> None:
+    def _give_up(self, peer: Peer, error: WorkerLost) -> None:
         """Of consequence only if somebody still needs it."""
         self._unwatch(peer)
-        peer.lost, peer.parted = why, None
+        peer.lost, peer.parted = error, None
         if not peer.gone:
-            self.lost[peer.rank] = why
+            self.lost[peer.rank] = error
         peer.hang_up()
 
     @property
@@ -229,10 +230,36 @@ class Lines:
         for came in reunion.arrivals():
             self._take_up(reunion, self.peers[came.node], came)
         for peer in self.peers.values():
-            if peer.parted is not None:
-                since = time.perf_counter() - peer.parted
-                if reunion.is_gone(peer.rank) or reunion.silent_for(peer.rank) > reunion.grace or since > self.patience:
-                    self._give_up(peer, peer.why)
+            if peer.parted is None:
+                continue
+            sought = time.perf_counter() - peer.parted
+            if (error := self._end_of_patience(reunion, peer, sought)) is not None:
+                self._give_up(peer, error)
+            elif sought > _SOON and not peer.missed:
+                peer.missed = True
+                _warn(
+                    f"{self.names([peer.rank])} is looked for since {_clock(sought)}: {peer.why}. It is given up when "
+                    f"its machine has not answered for {reunion.grace:g} s."
+                )
+
+    def _end_of_patience(self, reunion: Reunion, peer: Peer, sought: float) -> WorkerLost | None:
+        """What ends the search for a node, if anything does."""
+        name, fate = self.names([peer.rank]), f"is out of reach since {_clock(sought)}"
+        if reunion.is_gone(peer.rank):
+            return WorkerLost(name, peer.why)
+        if reunion.silent_for(peer.rank) > reunion.grace:
+            advice = (
+                f"It was looked for for {reunion.grace:g} s: are its machine and the network up? Where machines may be "
+                "away for longer, give Attached(grace=...) more seconds."
+            )
+            return WorkerLost(name, peer.why, fate=fate, advice=advice)
+        if sought > self.patience:
+            advice = (
+                f"Its machine answers, but it did not come back within {self.patience:g} s. If a step may take longer, "
+                "give Attached(patience=...) more seconds."
+            )
+            return WorkerLost(name, peer.why, fate=fate, advice=advice)
+        return None
 
     def _take_up(self, reunion: Reunion, peer: Peer, came: Arrival) -> None:
         """Go on over a new connection, unless it is of an earlier search, or broken already."""
@@ -252,15 +279,17 @@ class Lines:
             return
         except wire.BadFrame as error:
             came.sock.close()
-            self._give_up(peer, f"its connection could not be taken up again: {error}")
+            why = f"its connection could not be taken up again: {error}"
+            self._give_up(peer, WorkerLost(self.names([peer.rank]), why))
             return
         reunion.found(peer.rank)
         self._write(peer)
         self.read(peer)  # what came with the introduction is not seen by the selector
         self.watch(peer)
         if peer.parted is None:
-            sys.stderr.write(f"warning: {self.names([peer.rank])} is connected again: {peer.why}\n")
-            self.when_reunited(peer.rank, time.perf_counter() - parted, peer.why)
+            seconds = time.perf_counter() - parted
+            _warn(f"{self.names([peer.rank])} was found after {seconds:.1f} s and is connected again: {peer.why}")
+            self.when_reunited(peer.rank, seconds, peer.why)
 
     def close(self, until: float) -> None:
         """Hang up; by then even if somebody does not listen."""
@@ -271,6 +300,15 @@ class Lines:
         if self._reunion is not None:
             self._reunion.close()
         self._selector.close()
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"warning: {text}\n")
+
+
+def _clock(seconds: float) -> str:
+    """The time of day so long ago."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
 
 
 def _hang_up(sock: socket.socket, until: float) -> None:

@@ -20,7 +20,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from queue import Empty, Queue
 from typing import Any
 
@@ -30,7 +31,9 @@ from orchestra.transports.addresses import (
     Address,
     Reminder,
     Tell,
+    accept,
     bare,
+    connect,
     is_loopback,
     listen,
     plain,
@@ -46,6 +49,9 @@ _AGAIN, _MOST = 0.1, 1.0  # seconds between two calls: at first, and at most
 _GLANCE = 0.5  # seconds between two looks at whether there is something to say
 
 
+Admit = Callable[[socket.socket, socket.socket], None]
+
+
 class Unproven:
     """Callers of whom nobody knows who they are. There is room for some; then the oldest makes way."""
 
@@ -54,14 +60,24 @@ class Unproven:
         self._handles: dict[socket.socket, None] = {}  # in the order in which they came
         self._lock = threading.Lock()
 
-    def enter(self, sock: socket.socket) -> socket.socket:
-        """Somebody calls. Gives a second handle of the connection, since TLS takes over the first."""
-        handle = sock.dup()
+    def receive(self, door: socket.socket, admit: Admit) -> None:
+        """Somebody calls: a thread of its own sees who it is, and closes the connection if it is nobody of ours.
+
+        `admit` gets a second handle of the connection as well, since TLS takes over the first.
+        """
+        with contextlib.ExitStack() as failing:
+            sock = failing.enter_context(accept(door))
+            handle = failing.enter_context(sock.dup())
+            self._enter(handle)
+            failing.callback(self.leave, handle)
+            threading.Thread(target=admit, args=(sock, handle), name="doorman", daemon=True).start()
+            failing.pop_all()  # it is the thread's now
+
+    def _enter(self, handle: socket.socket) -> None:
         with self._lock:
             if len(self._handles) >= self._room:
                 self._drop_oldest()
             self._handles[handle] = None
-        return handle
 
     def leave(self, handle: socket.socket) -> None:
         """It is known who that was."""
@@ -125,35 +141,41 @@ class Meeting:
         """As node 0: wait for everybody, and tell them where the others are."""
         found = self.gather([known_as or self.address] * size, patience=patience)
         doors = [self._doors[node] for node in range(size)]
-        for node, sock in found.items():
-            try:
-                say(sock, {"rank": self._rank, "doors": [_reachable(door, sock) for door in doors]})
-            except OSError as error:
-                for each in found.values():
-                    each.close()
-                where = show(self._doors[node])
-                raise ClusterError(
-                    f"node {node} at {where} was there and left before all had come: {error}. See what it said."
-                ) from None
+        with closed_on_failure(found):
+            for node, sock in found.items():
+                try:
+                    say(sock, {"rank": self._rank, "doors": [_reachable(door, sock) for door in doors]})
+                except OSError as error:
+                    where = show(self._doors[node])
+                    raise ClusterError(
+                        f"node {node} at {where} was there and left before all had come: {error}. See what it said."
+                    ) from None
         return found
 
     def join(self, host: Address, *, patience: float) -> dict[int, socket.socket]:
         """As any other node: go to node 0, hear where the others are, and find them."""
         until = time.monotonic() + patience
-        try:
-            first = self._call(0, (bare(host[0]), host[1]), until)
-        except BaseException:
-            self._close()
-            raise
-        try:
-            first.settimeout(max(_PROOF, until - time.monotonic()))  # it waits for everybody
-            doors = [(str(name), int(port)) for name, port in hear(first)["doors"]]
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            first.close()
-            self._close()
-            why = "it gave up waiting for the others" if isinstance(error, OSError) else error
-            raise ClusterError(f"node 0 at {show(host)} did not say where the others are: {why}") from None
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.close)
+            first = failing.enter_context(self._call(0, (bare(host[0]), host[1]), until))
+            try:
+                self._await_word(first, until, host)
+                first.settimeout(_PROOF)
+                doors = [(str(name), int(port)) for name, port in hear(first)["doors"]]
+            except (OSError, KeyError, TypeError, ValueError) as error:
+                why = "it gave up waiting for the others" if isinstance(error, OSError) else error
+                raise ClusterError(f"node 0 at {show(host)} did not say where the others are: {why}") from None
+            failing.pop_all()
         return self.gather(doors, patience=patience, known={0: first})
+
+    def _await_word(self, first: socket.socket, until: float, host: Address) -> None:
+        """Node 0 waits for everybody; it says for whom, this one that it waits."""
+        until, remind = max(until, time.monotonic() + _PROOF), Reminder(self._tell)
+        waits = f"node {self._rank} is with node 0 at {show(host)}, which waits for others: it says for whom"
+        while not wait([first], timeout=_GLANCE):
+            if time.monotonic() > until:
+                raise TimeoutError("timed out")
+            remind(lambda: waits)
 
     def gather(
         self, addresses: Sequence[Address], *, patience: float, known: Mapping[int, socket.socket] | None = None
@@ -164,24 +186,21 @@ class Meeting:
         self._unproven = Unproven(_STRANGERS + len(addresses))
         doorman = threading.Thread(target=self._attend, args=(self._door,), name="doorman", daemon=True)
         doorman.start()
-        try:
-            for node, address in enumerate(addresses[: self._rank]):
-                if node not in found:
-                    found[node] = self._call(node, address, until)
-            remind = Reminder(self._tell)
-            while len(found) < len(addresses) - 1:
-                missing = [node for node in range(len(addresses)) if node not in (*found, self._rank)]
-                node, sock = self._next(until, missing, addresses[self._rank], remind)
-                if node not in missing:
-                    sock.close()
-                    raise ClusterError(f"two processes call themselves node {node}: give each its own rank")
-                found[node] = sock
-        except BaseException:
-            for sock in found.values():
-                sock.close()
-            raise
-        finally:
-            self._shut(doorman)
+        with closed_on_failure(found):
+            try:
+                for node, address in enumerate(addresses[: self._rank]):
+                    if node not in found:
+                        found[node] = self._call(node, address, until)
+                remind = Reminder(self._tell)
+                while len(found) < len(addresses) - 1:
+                    missing = [node for node in range(len(addresses)) if node not in (*found, self._rank)]
+                    node, sock = self._next(until, missing, addresses[self._rank], remind)
+                    if node not in missing:
+                        sock.close()
+                        raise ClusterError(f"two processes call themselves node {node}: give each its own rank")
+                    found[node] = sock
+            finally:
+                self._shut(doorman)
         return found
 
     def _next(
@@ -208,15 +227,12 @@ class Meeting:
     def _attend(self, door: socket.socket) -> None:
         while True:
             try:
-                sock, _ = door.accept()
-                handle = self._unproven.enter(sock)
-            except OSError:
+                self._unproven.receive(door, self._admit)
+            except (OSError, RuntimeError):
                 if self._is_shut:
                     return
-                self._unproven.make_room()  # too many files are open, say
+                self._unproven.make_room()  # too many files are open, or threads there are
                 time.sleep(_AGAIN)
-                continue
-            threading.Thread(target=self._admit, args=(sock, handle), daemon=True).start()
 
     def _admit(self, sock: socket.socket, handle: socket.socket) -> None:
         until = time.monotonic() + _PROOF
@@ -234,21 +250,29 @@ class Meeting:
         except ClusterError as error:
             sock.close()
             self._arrived.put(error)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             sock.close()  # nobody of ours
         finally:
             self._unproven.leave(handle)
+        if self._is_shut:
+            self._turn_away()
 
     def _shut(self, doorman: threading.Thread) -> None:
-        self._close()
+        self.close()
         doorman.join(1.0)
         self._unproven.make_room(1 << 30)
-        while not self._arrived.empty():  # too late, or twice
-            came = self._arrived.get()
-            if not isinstance(came, Exception):
-                came[1].close()
+        self._turn_away()
 
-    def _close(self) -> None:
+    def _turn_away(self) -> None:
+        """Those who came too late, or twice."""
+        with contextlib.suppress(Empty):
+            while True:
+                came = self._arrived.get_nowait()
+                if not isinstance(came, Exception):
+                    came[1].close()
+
+    def close(self) -> None:
+        """Listen no more."""
         self._is_shut = True
         if self._door is not None:
             with contextlib.suppress(OSError):
@@ -259,7 +283,7 @@ class Meeting:
 
     def _call(self, node: int, address: Address, until: float) -> socket.socket:
         """Call until somebody answers as he should: who was dropped because too many came at once comes again."""
-        remind, wait = Reminder(self._tell), _AGAIN
+        remind, pause = Reminder(self._tell), _AGAIN
         while True:
             try:
                 return self._try(node, address, until)
@@ -268,12 +292,12 @@ class Meeting:
                     raise self._shut_out(node, address, error) from None
                 why = error
             remind(lambda why=why: f"node {self._rank} calls node {node} at {show(address)}: {why}")  # type: ignore[misc]
-            time.sleep(max(0.0, min(wait, until - time.monotonic())))
-            wait = min(2 * wait, _MOST)
+            time.sleep(max(0.0, min(pause, until - time.monotonic())))
+            pause = min(2 * pause, _MOST)
 
     def _try(self, node: int, address: Address, until: float) -> socket.socket:
         soon = time.monotonic() + _PROOF
-        sock = socket.create_connection(address, timeout=max(0.1, min(_PROOF, until - time.monotonic())))
+        sock = connect(address, timeout=max(0.1, min(_PROOF, until - time.monotonic())))
         try:
             sock = self._token.secure(sock, server=False, until=soon)
             if not self._doors:
@@ -310,6 +334,17 @@ class Meeting:
                 f"node {self._rank} and node {theirs.get('rank')} do not do the same: {difference}. Start all of them "
                 "with the same command, code and data."
             )
+
+
+@contextlib.contextmanager
+def closed_on_failure(connections: Mapping[int, socket.socket]) -> Iterator[None]:
+    """Whoever cannot go on hangs up; the others hear it."""
+    try:
+        yield
+    except BaseException:
+        for sock in connections.values():
+            sock.close()
+        raise
 
 
 def _reachable(door: Address, sock: socket.socket) -> Address:

@@ -40,8 +40,24 @@ def arrange(
     machines = _tell(rank, connections, lambda node: {"machine": home})
     near = [node for node, said in machines.items() if said.get("machine") == home]
     apart = frozenset(connections) - frozenset(near)
-    outlets = {node: outlet for node in near if (outlet := Outlet.make(longest)) is not None}
     door = _open_door([connections[node] for node in apart]) if apart and grace > 0 else None
+    outlets = {node: outlet for node in near if (outlet := Outlet.make(longest)) is not None}
+    try:
+        return _agree(rank, connections, token, grace, apart, door, outlets)
+    except BaseException:
+        for outlet in outlets.values():
+            outlet.close()
+        if door is not None:
+            door.close()
+        raise
+
+
+def _agree(
+    rank: int, connections: Connections, token: Token, grace: float, apart: frozenset[int],
+    door: socket.socket | None, outlets: dict[int, Outlet],
+) -> Arrangement:  # fmt: skip
+    """Offer those of this machine memory, the others a door."""
+    near = frozenset(connections) - apart
     words = {node: secrets.token_hex(16) for node in apart}
 
     def offer(node: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from orchestra.errors import WorkerLost
 from orchestra.ops import Departed, Message, Send
 from orchestra.transports import wire
 from orchestra.transports.ring import Outlet
@@ -52,9 +53,10 @@ class Peer:
     pieces: deque[Message] = field(default_factory=deque)  # likewise, of what a whole group does
     left: bool = False  # it sends nothing more
     gone: bool = False  # it has said so
-    lost: str | None = None  # why nothing can be sent to it or come from it
+    lost: WorkerLost | None = None  # why nothing can be sent to it or come from it
     parted: float | None = None  # since when the connection is broken, and
     why: str = ""
+    missed: bool = False  # and people were told
     failing: OSError | None = None  # nothing more can be sent, but its last words may lie here
     reading: bool = False  # somebody takes in what has come
     damaged: int = 0  # messages that did not come as they were sent
@@ -74,7 +76,6 @@ class Peer:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if sock.family == socket.AF_UNIX:
             return
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for name, value in _KEEPALIVE:
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -201,7 +202,7 @@ class Peer:
 
     def part(self, now: float, why: str) -> None:
         """The connection is broken: what was half read is dropped, and will come again."""
-        self.parted, self.why = now, why
+        self.parted, self.why, self.missed = now, why, False
         self.hang_up()
 
     def resume(self, sock: socket.socket, heard: int) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from orchestra.transports.addresses import Address
+from orchestra.transports.addresses import Address, connect
 from orchestra.transports.meeting import Unproven, hear, say
 from orchestra.transports.token import Token
 
@@ -118,7 +118,7 @@ class Reunion:
     def _seek(self, node: int, taken: int, search: int) -> None:
         while self._seeks(node, search):
             try:
-                sock = socket.create_connection(self._invitations[node].door, timeout=_KNOCK)
+                sock = connect(self._invitations[node].door, timeout=_KNOCK)
             except ConnectionRefusedError:
                 self._gone.add(node)
                 return
@@ -136,11 +136,12 @@ class Reunion:
 
     def _call(self, node: int, sock: socket.socket, taken: int) -> bool:
         """Introduce oneself, for as long as it takes: the other may be in the middle of a long step."""
-        handle = sock.dup()  # TLS takes over the first
-        self._calls[node] = handle
         self._called[node] = call = self._called.get(node, 0) + 1
         self._answered[node] = float("inf")
         try:
+            self._calls[node] = sock.dup()  # TLS takes over the first
+            if self._over:
+                raise ConnectionAbortedError("nobody is sought any more")
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE:
@@ -157,19 +158,27 @@ class Reunion:
             return False
         finally:
             self._answered[node] = time.monotonic()
-            self._calls.pop(node, None)
-            handle.close()
-        self._arrivals.put(Arrival(node, sock, heard, taken, 0))
+            if (handle := self._calls.pop(node, None)) is not None:
+                handle.close()
+        self._arrive(Arrival(node, sock, heard, taken, 0))
         return True
+
+    def _arrive(self, came: Arrival) -> None:
+        """Somebody is there; too late, if nobody looks any more."""
+        self._arrivals.put(came)
+        if self._over:
+            self._turn_away()
+
+    def _turn_away(self) -> None:
+        for came in self.arrivals():
+            came.sock.close()
 
     # The door.
 
     def open(self) -> None:
         """Somebody is at the door."""
-        with contextlib.suppress(OSError):
-            sock, _ = self.door.accept()
-            handle = self._unproven.enter(sock)
-            threading.Thread(target=self._admit, args=(sock, handle), name="doorman", daemon=True).start()
+        with contextlib.suppress(OSError, RuntimeError):
+            self._unproven.receive(self.door, self._admit)
 
     def _admit(self, sock: socket.socket, handle: socket.socket) -> None:
         until = time.monotonic() + _PROOF
@@ -177,9 +186,9 @@ class Reunion:
             sock = self._token.secure(sock, server=True, until=until)
             said = hear(sock, until)
             node, taken, call = _numbers(said, "rank", "taken", "call")
-            if self._over or said.get("word") != self._words.get(node, ""):
+            if node not in self._words or said.get("word") != self._words[node]:
                 raise ValueError(f"node {node} is not of this run")
-            self._arrivals.put(Arrival(node, sock, taken, None, call))
+            self._arrive(Arrival(node, sock, taken, None, call))
         except (OSError, ValueError):
             sock.close()  # nobody of ours
         finally:
@@ -192,8 +201,8 @@ class Reunion:
         for handle in [*self._calls.values()]:
             with contextlib.suppress(OSError):
                 handle.shutdown(socket.SHUT_RDWR)
-        for came in self.arrivals():
-            came.sock.close()
+        self._unproven.make_room(1 << 30)
+        self._turn_away()
 
 
 def _numbers(said: dict[str, Any], *names: str) -> tuple[int, ...]:

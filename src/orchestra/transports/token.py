@@ -21,6 +21,7 @@ import stat
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from orchestra.errors import ConfigError, Problem
 
@@ -55,6 +56,18 @@ class WrongToken(ConnectionError):
 
     def __init__(self) -> None:
         super().__init__("the other end does not have the run's token")
+
+
+class _Secured(ssl.SSLSocket):
+    """Is closed when the handshake fails, whenever that is.
+
+    While it is made ssl asks whether it is connected, and forgets to close it if it is not any more. So it says that it
+    is, and the handshake finds out: then ssl closes it.
+    """
+
+    def getpeername(self) -> Any:
+        """Who is at the other end, once that is proven."""
+        return None if self.version() is None else super().getpeername()
 
 
 class Token:
@@ -102,6 +115,7 @@ class Token:
         if server not in self._contexts:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
             context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.sslsocket_class = _Secured
             context.verify_mode = ssl.CERT_REQUIRED
             context.check_hostname = not server
             if server:

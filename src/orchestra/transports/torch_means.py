@@ -22,6 +22,9 @@ networks that are trusted, and nothing else.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +42,9 @@ from orchestra.transports.exchange import Exchange
 _BUCKET = 1 << 22  # bytes
 _THREADS = 2  # of Gloo: as many buckets are under way at once
 _HEAD = 16  # elements before a vector, which leave it at a cache line; the last two are added up with it
+_SOON = 1e-3  # seconds in which most sums are there: nobody sleeps so briefly
+_SHARE = 0.02  # of the time waited for a sum, until it is looked for again
+_SLICE = 0.2  # seconds between two looks at whatever else there may be to hear
 _EXACT = (torch.float32, torch.float64)  # in which numbers of samples can be added up
 
 
@@ -97,11 +103,33 @@ def _backend(store: Store, rank: int, workers: int, device: torch.device, host: 
 # Adding up.
 
 
+def _await(work: Work, meanwhile: Callable[[], None]) -> None:
+    """Wait without Gloo, which hears neither signals nor what others say; and cannot be asked again once it gave up."""
+    began = glance = time.perf_counter()
+    while not work.is_completed():
+        now = time.perf_counter()
+        if now - began < _SOON:
+            os.sched_yield()
+            continue
+        if now - glance > _SLICE:
+            glance = now
+            meanwhile()
+        time.sleep(min(_SHARE * (now - began), _SLICE))
+    work.wait()  # says what went wrong
+
+
+def _never_end(backend: _Backend) -> None:
+    """Gloo waits for all that is under way before it lets go of its memory; who should take part in it may be gone."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
 class _Sum:
     """Σ wᵢ xᵢ / W, under way."""
 
-    def __init__(self, backend: _Backend, x: Tensor, room: Tensor, weight: float, whole: float) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: _Backend, x: Tensor, room: Tensor, weight: float, whole: float, wait: Callable[[Work], None]
+    ) -> None:
+        self._backend, self._wait = backend, wait
         self._x, self._room = x, room
         self._weight, self.whole = weight, whole
         self._length = _BUCKET // x.element_size()
@@ -149,7 +177,7 @@ class _Sum:
         while len(self._works) < self._count:
             self._send()
         for work in self._works:
-            work.wait()
+            self._wait(work)
         total, wrong = self._room[_HEAD - 2 : _HEAD].tolist()
         return total, wrong > 0
 
@@ -168,7 +196,9 @@ class TorchMeans:
         patience: float = 300.0,
     ) -> None:
         self.workers = workers
+        self.when_waiting: Callable[[], None] = lambda: None  # now and then, for as long as a mean takes
         self._patience = patience
+        self._blocks = device.type == "cpu"  # NCCL has the GPU wait
         try:
             self._backend = _backend(
                 store() if callable(store) else store, rank, workers, device, host, timedelta(seconds=patience)
@@ -230,11 +260,18 @@ class TorchMeans:
 
     def _total(self, weight: float, device: torch.device) -> float:
         total = torch.tensor([weight], dtype=torch.float64, device=device)
-        self._backend.allreduce([total]).wait()
+        self._wait(self._backend.allreduce([total]))
         return float(total)
 
     def _sum(self, x: Tensor, weight: float, whole: float) -> _Sum:
-        return _Sum(self._backend, x, self._room(x)[0], weight, whole)
+        return _Sum(self._backend, x, self._room(x)[0], weight, whole, self._wait)
+
+    def _wait(self, work: Work) -> None:
+        try:
+            _await(work, self.when_waiting) if self._blocks else work.wait()
+        except BaseException:
+            _never_end(self._backend)
+            raise
 
     def _room(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Memory for such a vector with what goes before it, and for the vector alone."""
@@ -246,4 +283,6 @@ class TorchMeans:
 
     def close(self) -> None:
         """Hang up."""
+        if self._begun is not None:
+            _never_end(self._backend)
         self._backend.shutdown()

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections themselves: what is said goes out at once, and none is forgotten, whatever fails on the way."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import socket
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.transports.test_exchange import SECRET, at_once, both_ways, meet, recv
+from tests.transports.test_reunion import BOTH, cut, machines
+
+from orchestra.errors import ClusterError
+from orchestra.ops import Send
+from orchestra.transports import measuring, neighbours
+from orchestra.transports.addresses import accept, connect
+from orchestra.transports.meeting import Meeting, Unproven, hear, say
+from orchestra.transports.reunion import Arrival, Reunion
+from orchestra.transports.token import Token
+
+
+@contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Who called, and the other end at the door."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        connect(door.getsockname(), timeout=5) as far,
+        accept(door) as near,
+    ):
+        yield far, near
+
+
+def is_prompt(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end hung up; not, if it says nothing for long."""
+    sock.settimeout(10)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+# What is said goes out at once.
+
+
+@both_ways
+def test_a_short_word_does_not_wait_for_more_when_connections_are_measured(
+    trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a neighbour may seem 40 ms away, and a ring goes the long way round."""
+    really, seen = measuring._there_and_back, []
+
+    def look(sock: socket.socket, *, first: bool) -> float:
+        seen.append(is_prompt(sock))
+        return really(sock, first=first)
+
+    monkeypatch.setattr(measuring, "_there_and_back", look)
+    sockets = meet(2, trusted=trusted)
+    at_once(lambda: measuring.measure(0, sockets[0]), lambda: measuring.measure(1, sockets[1]))
+    for each in sockets:
+        for sock in each.values():
+            sock.close()
+    assert seen == [True, True]
+
+
+@both_ways
+def test_nor_over_a_connection_that_was_made_anew(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with machines(monkeypatch, apart=True, trusted=trusted) as (a, b):
+        before = a._peers[1].sock
+        cut(a)
+        at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
+        assert a._peers[1].sock is not before
+        assert is_prompt(a._peers[1].sock)
+        assert is_prompt(b._peers[0].sock)
+
+
+# None is forgotten.
+
+
+def test_who_is_gone_before_the_handshake_leaves_nothing_open() -> None:
+    gc.collect()  # what others left
+    with connected() as (far, near), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        far.close()  # which resets the connection
+        until = time.monotonic() + 10
+        with pytest.raises(ConnectionResetError):
+            Token(SECRET).secure(near, server=True, until=until)
+        gc.collect()
+        assert [str(warning.message) for warning in told] == []
+
+
+@pytest.mark.parametrize("lacking", ["files", "threads"])
+def test_a_caller_for_whom_there_is_no_room_is_hung_up_on(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files") if lacking == "files" else RuntimeError("no new thread")
+
+    unproven = Unproven(4)
+    with socket.create_server(("127.0.0.1", 0)) as door, connect(door.getsockname(), timeout=5) as far:
+        with monkeypatch.context() as patch:
+            patch.setattr(*((socket.socket, "dup", fail) if lacking == "files" else (threading.Thread, "start", fail)))
+            with pytest.raises((OSError, RuntimeError)):
+                unproven.receive(door, lambda sock, handle: None)
+        assert is_closed(far)
+        assert not unproven._handles
+
+
+def test_who_comes_when_all_are_there_is_turned_away() -> None:
+    token = Token(SECRET, trusted=True)
+    meeting = Meeting(0, token, {})
+    meeting._unproven = Unproven(4)
+    meeting.close()
+    with connected() as (far, near), ThreadPoolExecutor(1) as pool:
+        pool.submit(meeting._admit, near, near.dup())
+        token.secure(far, server=False)
+        say(far, {"rank": 1, "about": {}, "door": ["127.0.0.1", 1]})
+        hear(far)
+        say(far, {"rank": 1})
+        assert is_closed(far)
+
+
+def test_who_is_found_when_nobody_looks_any_more_is_turned_away() -> None:
+    reunion = Reunion(0, Token(SECRET), socket.create_server(("127.0.0.1", 0)), {}, {}, 1.0)
+    reunion.close()
+    with connected() as (far, near):
+        reunion._arrive(Arrival(1, near, 0, None, 0))
+        assert is_closed(far)
+
+
+def test_who_comes_to_no_arrangement_leaves_no_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, really, doors = itertools.count(), neighbours._open_door, []
+
+    def open_door(connections: list[socket.socket]) -> socket.socket:
+        doors.append(really(connections))
+        return doors[-1]
+
+    monkeypatch.setattr(neighbours, "machine", lambda: f"machine {next(names)}")
+    monkeypatch.setattr(neighbours, "_open_door", open_door)
+    with connected() as (far, near):
+        say(far, {"rank": 1, "machine": "another"})
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises(ClusterError, match="could not come to an arrangement with node 1"):
+            neighbours.arrange(0, {1: near}, Token(SECRET), longest=1 << 10, grace=1.0, patience=5)
+    assert [door.fileno() for door in doors] == [-1]
