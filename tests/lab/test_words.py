@@ -141,7 +141,9 @@ def test_a_lab_is_the_network_that_is_rehearsed() -> None:
 
 def services(text: str) -> dict[str, Any]:
     read = yaml.safe_load(text)
-    assert set(read) == {"name", "services", "networks"}
+    assert set(read) == {"name", "services", "networks", "secrets"}
+    assert read["secrets"] == {"token": {"file": f"./{read['name']}.token"}}
+    assert f"(umask 077 && openssl rand -hex 32 > {read['name']}.token)" in text  # who makes it
     assert read["networks"] == {"lab": {"driver": "bridge"}}
     found: dict[str, Any] = read["services"]
     return found
@@ -157,6 +159,8 @@ def test_a_compose_file_has_a_service_for_each_host() -> None:
         assert service["cpus"] == (0.25 if k == 3 else 0.5)
         assert service["environment"]["ORCHESTRA_LAB_RANK"] == str(k - 1)
         assert service["environment"]["MASTER_ADDR"] == "host-1"
+        assert service["environment"]["ORCHESTRA_TOKEN_FILE"] == "/run/secrets/token"
+        assert service["secrets"] == ["token"]
         assert all(isinstance(value, str) for value in service["environment"].values())
         shell, flag, script, nothing = service["entrypoint"]
         assert (shell, flag, nothing) == ("sh", "-c", "sh")

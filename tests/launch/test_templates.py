@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +41,7 @@ def test_there_is_nothing_to_fill_in_and_nothing_secret(kind: str) -> None:
 
 SRUN = """\
 #!/bin/sh
+test "$1" = --kill-on-bad-exit=1 && test "$SRUN_CPUS_PER_TASK" = 4 && shift || exit 9
 for task in 0 1 2 3 4 5; do
   SLURM_PROCID=$task SLURM_LOCALID=$((task % 3)) SLURM_NTASKS=6 SLURM_NTASKS_PER_NODE=3 "$@" || exit 1
 done
@@ -51,7 +51,8 @@ PYTHON = """\
 test "$1" = -c && exec {python} "$@"
 exec {python} -c 'import json, os, stat, sys
 path = os.environ["ORCHESTRA_TOKEN_FILE"]
-found = dict(os.environ) | {{"argv": sys.argv[1:], "token": open(path).read().strip(), "mode": os.stat(path).st_mode}}
+modes = [stat.S_IMODE(os.stat(each).st_mode) for each in (os.path.dirname(path), path)]
+found = dict(os.environ) | {{"argv": sys.argv[1:], "token": open(path).read().strip(), "modes": modes}}
 print(json.dumps(found))' "$@"
 """
 
@@ -71,7 +72,12 @@ def test_slurm(orchestra: Orchestra, tmp_path: Path) -> None:
         ["bash"],
         input=text,
         cwd=tmp_path,
-        env={"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]"},
+        env={
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "123456",
+            "SLURM_JOB_NODELIST": "n[7-8]",
+            "SLURM_CPUS_PER_TASK": "4",
+        },
         capture_output=True,
         text=True,
         check=True,
@@ -84,8 +90,8 @@ def test_slurm(orchestra: Orchestra, tmp_path: Path) -> None:
         assert (task["MASTER_ADDR"], task["MASTER_PORT"]) == ("n7", "23456")
         assert task["argv"] == ["-m", "orchestra", *COMMAND]
         assert re.fullmatch("[0-9a-f]{64}", task["token"])
-        assert stat.S_IMODE(task["mode"]) == 0o600
-    assert not list(tmp_path.glob(".*token"))  # it is gone with the job
+        assert task["modes"] == [0o700, 0o600]
+    assert not list(tmp_path.glob(".*"))  # they are gone with the job
 
 
 # Kubernetes.
@@ -100,11 +106,13 @@ def test_kubernetes(orchestra: Orchestra) -> None:
     ]
     name = job["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
     assert service["spec"]["selector"] == {"job-name": name}
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 6, 6)
     assert spec["backoffLimit"] == 0
     assert pod["restartPolicy"] == "Never"
+    assert pod["shareProcessNamespace"] is True  # else SIGTERM is not heard by who has no handler for it
     assert pod["subdomain"] == service["metadata"]["name"]
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     (container,) = pod["containers"]
@@ -145,6 +153,12 @@ def test_compose(orchestra: Orchestra) -> None:
         assert all(isinstance(value, str) for value in told.values())
         assert [word.replace("$$", "$") for word in service["command"]] == ["python", "-m", "orchestra", *COMMAND]
         assert "$(a)" not in json.dumps(service["command"]).replace("$$", "")
+
+
+def test_a_token_beside_a_checkout_gets_into_no_image_and_no_commit() -> None:
+    """The files say to make one there, and to build an image of that folder."""
+    for name in (".dockerignore", ".gitignore"):
+        assert "*.token" in (Path(__file__).parents[2] / name).read_text().splitlines()
 
 
 def test_what_cannot_be_printed(orchestra: Orchestra) -> None:

@@ -206,6 +206,8 @@ def compose(
 ) -> None:  # fmt: skip
     """Print the same lab as a Docker Compose file: a service for each host, which shapes its own link.
 
+    The token that runs in it need is a secret, in a file beside it that you make; its first lines say how.
+
     For example:
 
       orchestra lab compose --hosts 4 --rate 100mbit --latency 1ms > lab.yaml
@@ -214,7 +216,8 @@ def compose(
     from orchestra.lab.compose import compose as written
 
     print(written(_plan(name, hosts, rate, latency, cpu, host), image), end="", flush=True)
-    summary.say("next: docker compose -f FILE up -d --build")
+    made = f"(umask 077 && openssl rand -hex 32 > {name}.token)"
+    summary.say(f"next: {made} && docker compose -f FILE up -d --build")
 
 
 for _verb in (up, show, down, compose):

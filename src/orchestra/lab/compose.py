@@ -24,10 +24,13 @@ RUN pip install --no-cache-dir -c /orchestra/constraints.txt /orchestra
 _ABOUT = """\
 # {name}: {count} hosts. Written by `orchestra lab compose`, which can be asked for another.
 #
+#   (umask 077 && openssl rand -hex 32 > {name}.token)
 #   docker compose -f FILE up -d --build                 {build}
 #   docker compose -f FILE exec host-1 COMMAND           on one host; its name and rank are in ORCHESTRA_LAB_*
-#   docker compose -f FILE down
+#   docker compose -f FILE down && rm {name}.token
 #
+# The token lets a process of orchestra take part in a run. It is in the file that the first command makes, which only
+# you can read; every host finds it by ORCHESTRA_TOKEN_FILE.
 # Latencies need the host's sch_netem, the shaping of what is received needs its ifb (modprobe sch_netem ifb).
 """
 
@@ -40,7 +43,12 @@ def compose(plan: Plan, image: str | None = None) -> str:
     if image is None:
         made["build"] = {"context": ".", "dockerfile_inline": _IMAGE}
     services = {f"host-{k}": made | _service(plan, k) for k in range(1, len(plan.machines) + 1)}
-    file = {"name": plan.name, "services": services, "networks": {"lab": {"driver": "bridge"}}}
+    file = {
+        "name": plan.name,
+        "services": services,
+        "networks": {"lab": {"driver": "bridge"}},
+        "secrets": {"token": {"file": f"./{plan.name}.token"}},
+    }
     about = _ABOUT.format(
         name=plan.name,
         count=len(plan.machines),
@@ -70,7 +78,8 @@ def _service(plan: Plan, k: int) -> dict[str, Any]:
         "init": True,
         "cap_add": ["NET_ADMIN"],
         "networks": ["lab"],
-        "environment": told(plan.name, k - 1, names),
+        "secrets": ["token"],
+        "environment": {"ORCHESTRA_TOKEN_FILE": "/run/secrets/token", **told(plan.name, k - 1, names)},
         "entrypoint": ["sh", "-c", script.replace("$", "$$"), "sh"],  # Compose has its own use for a single $
         "command": ["sleep", "infinity"],
     }

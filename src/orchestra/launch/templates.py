@@ -37,12 +37,12 @@ def template(kind: str, command: Sequence[str], *, nodes: int = 2, per_host: int
 _SLURM = """\
 #!/bin/bash
 # {count} processes of one run: {shown}
-# Start it with sbatch FILE. scancel, and the end of the time, let the run save and stop.
+# Start it with sbatch FILE. scancel, and the end of the time, let the run save and stop (a script, if it does).
 
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={per_host}
-# Change: cores of each process, and how long it may take; two minutes before, all are asked to save and stop.
+# Change: cores of each process, and how long it may take; two minutes before, all are asked to stop.
 #SBATCH --cpus-per-task=4
 #SBATCH --time=01:00:00
 #SBATCH --signal=TERM@120
@@ -54,17 +54,20 @@ set -euo pipefail
 # Change: whatever makes `python` the one that has orchestra, the same on every node
 # source "$HOME/venv/bin/activate"
 
-# The token lets a process take part. The file is in the folder of the job, which all nodes must see.
-export ORCHESTRA_TOKEN_FILE="$PWD/.{name}-$SLURM_JOB_ID.token"
-trap 'rm -f "$ORCHESTRA_TOKEN_FILE"' EXIT
+# The token lets a process take part. It is in a folder that only you can enter, inside that of the job, which all nodes
+# must see; both are gone with the job.
+private=$(mktemp -d "$PWD/.{name}-$SLURM_JOB_ID-XXXXXX")
+trap 'rm -rf "$private"' EXIT
+export ORCHESTRA_TOKEN_FILE="$private/token"
 (umask 077 && python -c 'import secrets; print(secrets.token_hex(32))' > "$ORCHESTRA_TOKEN_FILE")
 
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))    # jobs that share a node differ
 
-# A process that fails ends the others by itself; --kill-on-bad-exit would also end those that are still saving.
-srun bash -c '
+# A process that fails ends the others: they are asked to stop (SIGTERM), and killed half a minute later (KillWait).
+export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-1}}    # srun does not take it over by itself
+srun --kill-on-bad-exit=1 bash -c '
   export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
   export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
   exec "$@"' {name} \\
@@ -99,7 +102,7 @@ metadata:
   name: {name}
 spec:
   clusterIP: None
-  publishNotReadyAddresses: true
+  publishNotReadyAddresses: true    # they look for each other while they start
   selector:
     job-name: {name}
 ---
@@ -126,7 +129,8 @@ spec:
     spec:
       subdomain: {name}
       restartPolicy: Never
-      terminationGracePeriodSeconds: 120   # to save when the job is deleted
+      terminationGracePeriodSeconds: 120   # to save when the job is deleted, or another pod has failed
+      shareProcessNamespace: true          # a first process of a container would not hear that it is to end
       containers:
         - name: node
           image: {image}   # Change: one that the cluster can pull, with orchestra and your script in it
@@ -181,7 +185,7 @@ _COMPOSE = """\
 #   docker compose -f FILE down && rm {name}.token
 #
 # The token lets a process take part. It is in the file that the first command makes, which only you can read.
-# Ctrl-C lets the run save and stop. For several machines: orchestra launch --hosts.{build}
+# Ctrl-C lets the run save and stop (a script, if it does). For several machines: orchestra launch --hosts.{build}
 name: {name}
 
 x-node: &node
