@@ -15,6 +15,7 @@ import contextlib
 import os
 import shlex
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +30,7 @@ from orchestra import delays
 from orchestra.cluster import Cluster, Device, Ending, Order
 from orchestra.delays import Delay
 from orchestra.environment import NEEDED, STARTED_BY, is_member
-from orchestra.errors import ClusterError, ConfigError, Exposed, Problem
+from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Exposed, Problem
 from orchestra.transports import token
 from orchestra.transports.addresses import bare, is_loopback, resolve
 from orchestra.transports.token import Token
@@ -221,7 +222,7 @@ class Attached(Cluster):
     def forget_token(self) -> None:
         """Everybody is there: what process 0 left for the others of this machine can go."""
         if self.is_home:
-            _left_at(self.place).unlink(missing_ok=True)
+            _clear(_left_at(self.place))
 
 
 def _is_loopback(host: str) -> bool:
@@ -232,25 +233,50 @@ def _is_loopback(host: str) -> bool:
 
 def _left_at(place: Place) -> Path:
     started_by = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
-    return Path(tempfile.gettempdir()) / f"orchestra-{os.getuid()}-{place.port}-{started_by}.token"
+    return Path(tempfile.gettempdir()) / f"orchestra-{os.getuid()}-{place.port}-{started_by}" / "token"
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is ours alone: a name that all can guess, others may have taken."""
+    with contextlib.suppress(OSError):
+        found = folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return False
+
+
+def _clear(path: Path) -> None:
+    if _is_private(path.parent):
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what else lies there is not ours to remove
+            path.parent.rmdir()
 
 
 def _own_token(place: Place, patience: float) -> str:
     """A token for processes of one user on one machine: process 0 leaves it where only they can read it."""
     path = _left_at(place)
     if place.rank == 0:
-        path.unlink(missing_ok=True)
-        text = token.new()
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(text)
-        return text
+        return _leave(token.new(), path)
     until = time.monotonic() + patience
     while time.monotonic() < until:
         # Process 0 writes before it listens: what lies there when it answers is of this run, not left by another.
-        if _answers(place) and path.exists() and path.stat().st_uid == os.getuid() and path.stat().st_size:
+        if _answers(place) and _is_private(path.parent) and path.exists() and path.stat().st_size:
             return token.read(path)
         time.sleep(_AGAIN)
     raise ClusterError(f"process 0 left no token in {path}: was it started, on this machine and by this user?")
+
+
+def _leave(text: str, path: Path) -> str:
+    try:
+        _clear(path)  # of a run that was killed
+        path.parent.mkdir(mode=0o700)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(text)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"no token can be left in {path.parent} for the other processes here: {error.strerror}. Remove it, "
+            "set TMPDIR to a folder of yours for all of them, or make a token and set ORCHESTRA_TOKEN_FILE."
+        ) from None
+    return text
 
 
 def _answers(place: Place) -> bool:

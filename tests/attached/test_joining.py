@@ -7,6 +7,7 @@ import importlib
 import os
 import socket
 import sys
+import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,9 @@ import torch
 from tests.processes import Processes, environ_of, free_port
 from tests.zoo import BATCH, make_data, make_large, train
 
-from orchestra import Attached, ConfigError, Steps, environment, fingerprint
+from orchestra import Attached, ConfigError, Steps, attached, environment, fingerprint
 from orchestra.attached import Place
-from orchestra.errors import ClusterError, Exposed
+from orchestra.errors import ClusterError, EnvironmentProblem, Exposed
 from orchestra.launch import party
 
 TOKEN = "0123456789abcdef" * 2
@@ -51,6 +52,40 @@ def test_who_has_another_token_gets_nowhere(tmp_path: Path) -> None:
     assert home.code == stranger.code == 4
     assert "waited in vain for node 1" in home.error
     assert "Has it the same token?" in stranger.error
+
+
+def test_a_token_for_one_machine_is_in_a_private_folder_and_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, value in environ_of(0, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    cluster = Attached()
+    tokens = {attached._own_token(cluster.place, 1.0) for _ in range(2)}  # the first as of a run that was killed
+    (folder,) = tmp_path.iterdir()
+    assert (folder.stat().st_mode & 0o777, (folder / "token").stat().st_mode & 0o777) == (0o700, 0o600)
+    assert (folder / "token").read_text() in tokens
+    assert len(tokens) == 2
+    cluster.forget_token()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("by", ["folder", "link"])
+def test_a_place_for_a_token_that_another_took_is_told(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / "mine" / "token").write_text("not to be touched")
+    place = Place.of(environ_of(0, 2, free_port()))
+    taken = attached._left_at(place).parent
+    taken.parent.mkdir()
+    taken.mkdir(mode=0o755) if by == "folder" else taken.symlink_to(tmp_path / "mine")
+    with pytest.raises(EnvironmentProblem, match="set TMPDIR"):
+        attached._own_token(place, 1.0)
+    attached._clear(taken / "token")
+    assert taken.exists()
+    assert (tmp_path / "mine" / "token").exists()
 
 
 def test_without_encryption_the_token_still_counts(tmp_path: Path) -> None:

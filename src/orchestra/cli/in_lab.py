@@ -6,10 +6,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from orchestra.cli.options import Options
@@ -69,15 +67,11 @@ def with_token() -> Iterator[None]:
     if "ORCHESTRA_TOKEN" in os.environ or "ORCHESTRA_TOKEN_FILE" in os.environ:
         yield
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        secret = Path(scratch) / "token"
-        secret.touch(mode=0o600)
-        secret.write_text(token.new(), encoding="ascii")
-        os.environ["ORCHESTRA_TOKEN_FILE"] = str(secret)
-        try:
-            yield
-        finally:
-            del os.environ["ORCHESTRA_TOKEN_FILE"]
+    os.environ["ORCHESTRA_TOKEN"] = token.new()  # in no file that could be left behind
+    try:
+        yield
+    finally:
+        del os.environ["ORCHESTRA_TOKEN"]
 
 
 def flags(chosen: Options, without: Sequence[str] = ("workers",)) -> Iterator[str]:

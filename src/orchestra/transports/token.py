@@ -18,7 +18,6 @@ import secrets
 import socket
 import ssl
 import stat
-import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,13 +108,11 @@ class Token:
                 context.num_tickets = 0  # every connection proves itself anew
             key, certificate = self._identity()
             context.load_verify_locations(cadata=certificate.decode("ascii"))
-            descriptor, path = tempfile.mkstemp()  # ssl reads keys from files only; 0600, and gone at once
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(key + certificate)
-                context.load_cert_chain(path)
-            finally:
-                os.unlink(path)
+            # ssl reads keys from files only: this one is in memory, and on no disk even if we are killed now.
+            with os.fdopen(os.memfd_create(_NAME), "wb") as file:
+                file.write(key + certificate)
+                file.flush()
+                context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
             self._contexts[server] = context
         return self._contexts[server]
 
