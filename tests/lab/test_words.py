@@ -96,6 +96,20 @@ def test_up_show_list_run_and_down(name: str, orchestra: Orchestra) -> None:
     assert "no such lab is up" in said.err
 
 
+def test_a_lab_that_is_up_is_not_replaced(name: str, orchestra: Orchestra) -> None:
+    """Something may run in it."""
+    from orchestra.lab import build, kernel
+    from orchestra.lab.look import look
+
+    build.up(make_plan(name=name, hosts=1))
+    home = kernel.identity(kernel.NAMESPACES / host_of(name, 1))
+    said = orchestra("lab", "up", "--hosts", "2", "--name", name)
+    assert said.code == 2
+    assert f"take it down first (orchestra lab down --name {name}), or say another --name" in said.err
+    assert kernel.identity(kernel.NAMESPACES / host_of(name, 1)) == home
+    assert look(name).size == 1
+
+
 def test_without_root_the_exit_code_says_environment(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     said = orchestra("lab", "up", "--hosts", "2")

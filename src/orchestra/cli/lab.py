@@ -71,7 +71,7 @@ def up(
     hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, host: Exceptions = None,
     name: Name = _NAME, json_: Json = False, quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """Build a lab. One of the same name that is up is built anew, as asked; what ran in it is ended.
+    """Build a lab. Refused where one of the same name is up, in which something may run: take it down first.
 
     For example:
 
@@ -82,7 +82,7 @@ def up(
     from orchestra.lab.look import look
 
     plan = _plan(name, hosts, rate, latency, cpu, host)
-    build.up(plan)
+    build.up(plan, instead=False)
     _show(look(name), json_=json_)
     if json_ or quiet:
         return

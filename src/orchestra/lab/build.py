@@ -29,7 +29,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from orchestra.errors import EnvironmentProblem
+from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.lab.cgroups import Cgroups, find_cgroups
 from orchestra.lab.kernel import NAMESPACES, Kernel, alone, identity, living_in, namespaces, refuse_without
 from orchestra.lab.plan import Machine, Plan, host_of, owner_of, subnet_of, switch_of
@@ -49,13 +49,16 @@ _TUN = "Latencies need TAP devices (CONFIG_TUN; try modprobe tun)."
 _TBF = "The kernel must have token buckets (CONFIG_NET_SCH_TBF; try modprobe sch_tbf)."
 
 
-def up(plan: Plan) -> None:
-    """Build a lab. One of that name that was there is taken down first, with all that ran in it."""
+def up(plan: Plan, *, instead: bool = True) -> None:
+    """Build a lab, `instead` of one of that name that is there, with all that runs in it; else refuse where one is."""
     refuse_without(delayed=plan.delayed)
     shares = find_cgroups()
     if shares is None and any(machine.cpu for machine in plan.machines):
         raise EnvironmentProblem("this machine has no cgroups that share out its processor. Leave --cpu away.")
     with alone() as k:
+        if not instead and plan.name in names():
+            remedy = f"take it down first (orchestra lab down --name {plan.name}), or say another --name"
+            raise ConfigError([Problem("name", plan.name, f"a lab of this name is up, or half built: {remedy}")])
         _take_down(k, plan.name)
         try:
             _make_namespaces(k, plan)

@@ -32,7 +32,7 @@ class Found:
         if self.cut:
             raise EnvironmentProblem(
                 f"the lab {self.name} is not whole: it was half built, or its delay line died. "
-                f"Build it anew (orchestra lab up) or remove it (orchestra lab down --name {self.name})."
+                f"Take it down (orchestra lab down --name {self.name}), and build it anew."
             )
 
 
