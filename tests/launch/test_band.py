@@ -149,6 +149,21 @@ def test_who_was_stopped_by_another_is_not_the_cause(
     assert f"rank {cause} on {'abc'[cause]} failed first" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("status", "cause"), [(2, 1), (1, 0)])
+def test_who_says_what_is_wrong_with_the_command_is_named(
+    status: int, cause: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One process of each host says it; the others found it as well, and may have ended sooner."""
+    news = News()
+    news.put((0, ("end", status)))
+    news.put((1, ("err", b"batch = -1\n")))
+    news.put((1, ("end", status)))
+    assert play(Deaf(0, news), Deaf(1, news)) == status
+    err = capfd.readouterr().err
+    assert f"rank {cause} on {'ab'[cause]} failed first: exit status {status}" in err
+    assert err.count("batch = -1") == 1 + cause
+
+
 def test_a_cause_that_takes_its_time_is_found(capfd: pytest.CaptureFixture[str]) -> None:
     """It has more to do than those it stopped, and may have been asked to stop by then."""
     news = News()

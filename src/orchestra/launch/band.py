@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import IO, Any, Literal, Protocol
 
-from orchestra.errors import ClusterError, Stopped, WorkerLost
+from orchestra.errors import ClusterError, ConfigError, Stopped, WorkerLost
 
 Heard = tuple[Literal["out", "err"], bytes]
 Ended = tuple[Literal["end"], int]
@@ -38,6 +38,7 @@ _KILLED = 5.0  # seconds to be gone after being killed
 _LAST_WORDS = 1.0  # seconds for what was said and is not yet read
 _TAIL = 12  # lines of standard error that are repeated
 _OPENINGS = 1 << 16  # bytes of a line that does not end
+_REFUSED = ConfigError.exit_code  # of those who find something wrong with the command
 # Exit codes of those who noticed that another was gone, the likeliest cause first: all say so if its host is gone.
 _CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
 
@@ -244,7 +245,11 @@ class Band:
         for known in range(len(_CONSEQUENCES) + 1):
             suspects = [rank for rank in self._failed if self.statuses[rank] not in _CONSEQUENCES[known:]]
             if suspects:
-                return suspects[0]
+                first = suspects[0]
+                if self.statuses[first] == _REFUSED:  # all find it, and one process of each host says it: that one
+                    alike = (rank for rank in suspects if self.statuses[rank] == _REFUSED and self.tails[rank])
+                    first = next(alike, first)
+                return first
         return self._failed[0]
 
 
