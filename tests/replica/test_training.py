@@ -227,10 +227,15 @@ def test_optimizers_that_need_a_closure_are_refused(tmp_path: Path) -> None:
         train(AllReduce(), tmp_path, optimizer=partial(torch.optim.SparseAdam, lr=0.1))
 
 
+def test_groups_of_layers_go_with_servers(tmp_path: Path) -> None:
+    result = train(ParameterServer(), tmp_path, workers=2, optimizer=two_groups, budget=Steps(4))
+    assert_close(result.model, plain(optimizer=two_groups, size=2, steps=4))
+
+
 @pytest.mark.usefixtures("no_process")
-def test_whole_layers_do_not_go_with_servers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has groups of layers, but a server of ParameterServer"):
-        train(ParameterServer(), tmp_path, optimizer=two_groups)
+def test_momenta_of_groups_are_not_handed_over(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="several groups, and what it keeps of them cannot be handed over: use"):
+        train("switch(when=atshare(share=0.5))", tmp_path, optimizer=two_groups)
 
 
 def only_matrices(params: list[nn.Parameter]) -> torch.optim.Optimizer:
