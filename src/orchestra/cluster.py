@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from orchestra import delays
 from orchestra.delays import Delay
-from orchestra.environment import launched
+from orchestra.environment import half_set, launched
 from orchestra.errors import Problem
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ class Local(Cluster):
                 "every process that torchrun started would begin a run of its own: leave it out, or say Attached()"
             )
             yield Problem("cluster", "Local(...)", message)
+        yield from half_set()
         if isinstance(self.workers, int) and self.workers > 512:
             yield Problem("cluster.workers", self.workers, "is more than one machine will bear: at most 512")
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):

@@ -7,7 +7,7 @@ import os
 import sys
 from types import TracebackType
 
-from orchestra.errors import ConfigError, Exposed
+from orchestra.errors import ConfigError, Exposed, Problem
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WORKERS = "ORCHESTRA_WORKERS"  # how many of the processes are meant to be workers, where somebody has said it
@@ -19,6 +19,20 @@ _OWN = ("RANK", "LOCAL_RANK")  # what is wrong with these concerns one process o
 def launched() -> bool:
     """Whether this process was started as one of several: by torchrun, `orchestra launch` or the like."""
     return all(os.environ.get(name) for name in NEEDED)
+
+
+def half_set() -> list[Problem]:
+    """What is missing where the rest is there: this process was meant to be one of several, and would train alone."""
+    missing = [name for name in NEEDED if not os.environ.get(name)]
+    there = [name for name in NEEDED if name not in missing]
+    if not missing or not there:
+        return []
+    are = f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'}"
+    message = (
+        f"is not set, but {are}: start with torchrun or `orchestra launch`, which set all of them, or unset "
+        f"{' '.join(there)} to train on this machine alone"
+    )
+    return [Problem(name, None, message) for name in missing]
 
 
 def is_member() -> bool:

@@ -305,7 +305,7 @@ def test_who_waits_for_process_0_to_leave_a_token_says_so(
 
 
 def begin_train(out: Path, **given: Any) -> None:
-    train("allreduce", out, cluster=Attached(**given))
+    train("allreduce", out, cluster=Attached(**given) if given or environment.launched() else None)
 
 
 def begin_prepare(out: Path, **given: Any) -> None:
@@ -342,3 +342,44 @@ def test_that_a_network_is_trusted_is_told_when_a_run_begins(
     assert "the network is trusted" not in told(1, trusted=True)
     if begin is not begin_run:
         assert "even ask" not in told(0, trusted=True, collectives="messages")
+
+
+LOOP = """
+import orchestra, torch
+model = torch.nn.Linear(2, 1)
+model, optimizer = orchestra.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+print("alone")
+"""
+
+
+def begin_loop(out: Path) -> None:
+    out.with_suffix(".py").write_text(LOOP)
+    assert invoke(["run", str(out.with_suffix(".py"))]) == 2
+    assert invoke(["run", str(out.with_suffix(".py")), "--workers", "2"]) == 2
+
+
+@pytest.mark.parametrize("begin", [begin_train, begin_prepare, begin_run, begin_loop])
+@pytest.mark.parametrize("given", [("RANK",), ("RANK", "WORLD_SIZE", "MASTER_ADDR"), ("MASTER_ADDR", "MASTER_PORT")])
+def test_half_an_environment_is_no_reason_to_train_alone(
+    begin: Any, given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name in given:
+        monkeypatch.setenv(name, environ_of(0, 2, 29500)[name])
+    told = ""
+    try:
+        begin(tmp_path / "run")
+    except ConfigError as error:
+        told = str(error)
+    said = told + "".join(capsys.readouterr())
+    for name in environment.NEEDED:
+        assert (f"{name} = None    is not set, but {' and '.join(given)} " in said) is (name not in given)
+    assert "alone" not in said.splitlines()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_whole_environment_or_none_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.half_set() == []
+    for name, value in environ_of(1, 2, 29500).items():
+        monkeypatch.setenv(name, value)
+    assert environment.half_set() == []

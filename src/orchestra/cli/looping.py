@@ -20,7 +20,7 @@ from orchestra.cli.elsewhere import nodes_of
 from orchestra.cli.in_lab import flags
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
-from orchestra.environment import WORKERS
+from orchestra.environment import WORKERS, half_set
 from orchestra.errors import Problem
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def problems_of(chosen: Options, *, as_json: bool) -> Iterator[Problem]:
             yield Problem(name.replace("_", "-"), value, message)
     if as_json:
         yield Problem("json", True, "a script with a loop of its own prints what it likes: leave it out")
+    yield from half_set()
     if chosen.workers is not None and chosen.workers < 1:
         yield Problem("workers", chosen.workers, "must be at least 1")
 

@@ -83,6 +83,7 @@ class Asked:
     def problems(self) -> Iterator[Problem]:
         """All that cannot be."""
         name, servers = type(self.strategy).__name__, self.strategy.servers
+        yield from environment.half_set()
         if self.workers < 1:
             start = f"torchrun --nproc-per-node {servers + 2}"
             message = (
