@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from orchestra.environment import NEEDED
 from orchestra.launch import forkserver
 
 
@@ -20,6 +22,15 @@ def _one_thread() -> None:
 def _ctrl_c_is_heard() -> None:
     """Shells start what runs in the background deaf to Ctrl-C, and so would be all that the tests start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_of_nobody() -> Iterator[None]:
+    """Tests are no process of a run, whatever the shell says in which they were started."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*NEEDED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ORCHESTRA_TOKEN", "ORCHESTRA_TOKEN_FILE"):
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture

@@ -17,15 +17,17 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 NAME = "running"
 _LONGEST = 10_000  # characters of what is left behind, or of what is believed
 _OF_A_START = ("config.json", NAME, "scores.jsonl", "topology.json", ".launch-*", ".mark-*", "nccl-*")
 _OF_EVENTS = ("events-*.jsonl", "trace-*.jsonl")
+_MOMENT = 0.5  # seconds
 _FEW = 1 << 20  # bytes of events before the first step: more are not looked through
 
 
@@ -122,11 +124,26 @@ def _owned(run: Path) -> Iterator[bool]:
     with contextlib.ExitStack() as files:
         try:
             file = files.enter_context(open(run / NAME, opener=_at_once))
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = isinstance(_config(run).get("strategy"), str) and all(map(_is_of_a_start, run.iterdir()))
+            _lock(file, _MOMENT)
+            there = [*run.iterdir()]
+            told = [path.name for path in there] == [NAME] or isinstance(_config(run).get("strategy"), str)
+            ours = told and all(map(_is_of_a_start, there))
         except OSError:
             ours = False
         yield ours
+
+
+def _lock(file: IO[Any], within: float) -> None:
+    """Hold a lock alone. Who only asks holds it for a moment, too; a run holds it for as long as it goes on."""
+    until = time.monotonic() + within
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(within / 50)
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -158,11 +158,12 @@ class Attached(Cluster):
 
     def how_to_resume(self, run: Path) -> str:
         """As it was started: the same on every machine."""
-        words = ["resume", str(run), *(["--trusted-network"] if self.trusted else [])]
-        if started := os.environ.get(STARTED_BY):
-            return f"{started} {shlex.join(words)}"
+        words = ["resume", str(run)]
         if on := os.environ.get(STARTED_ON):
             return f"orchestra {shlex.join(words)} {on}"
+        words += ["--trusted-network"] if self.trusted else []
+        if started := os.environ.get(STARTED_BY):
+            return f"{started} {shlex.join(words)}"
         words += ["--token-file", str(self.token_file)] if self.token_file else []
         command, place = f"orchestra {shlex.join(words)}", self.place
         if "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 
 from orchestra.errors import ConfigError, Exposed, Problem
@@ -25,14 +26,17 @@ def half_set() -> list[Problem]:
     """What is missing where the rest is there: this process was meant to be one of several, and would train alone."""
     missing = [name for name in NEEDED if not os.environ.get(name)]
     there = [name for name in NEEDED if name not in missing]
-    if not missing or not there:
+    if not missing or not {"RANK", "WORLD_SIZE"} & {*there}:  # where to meet says nothing of whether there are others
         return []
-    are = f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'}"
     message = (
-        f"is not set, but {are}: start with torchrun or `orchestra launch`, which set all of them, or unset "
-        f"{' '.join(there)} to train on this machine alone"
+        f"{_are(missing)} not set, but {' and '.join(there)} {_are(there)}: start with torchrun or `orchestra launch`, "
+        f"which set all of them, or unset {' '.join(there)} to train on this machine alone"
     )
-    return [Problem(name, None, message) for name in missing]
+    return [Problem(", ".join(missing), None, message)]
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def is_member() -> bool:

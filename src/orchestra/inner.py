@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from orchestra import groups
 from orchestra.groups import is_one
 from orchestra.optimizers import ProximalSGD
 
@@ -100,21 +101,23 @@ class Inner:
             group["lr"] = base * factor
 
     def rates(self) -> Iterator[tuple[slice, float]]:
-        """The learning rate of each range of x: of all of it, unless groups differ; zero of what is in no group."""
+        """The learning rate of each range of x, the same ranges every time: all of it, or layers if there are groups.
+
+        That of what is in no group is zero.
+        """
         scale = self._scale if self._lent else 1.0
         by_layer = {p: float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
-        rates = [by_layer.get(p, 0.0) for p in self._layers]
-        if len({*rates}) < 2:
+        if self._flat is not None or is_one(self.optimizer, self._layers):
             yield slice(None), self.lr
             return
         start = 0
-        for p, rate in zip(self._layers, rates, strict=True):
-            yield slice(start, start := start + p.numel()), rate
+        for p in self._layers:
+            yield slice(start, start := start + p.numel()), by_layer.get(p, 0.0)
 
     def follow(self, name: str, first: int, values: Sequence[Any]) -> None:
         """Go on with what a schedule elsewhere says of the groups from `first` on: learning rates, momenta, ..."""
         for group, value in zip(self.optimizer.param_groups[first:], values, strict=False):
-            if name in group:  # schedules keep things of their own there, too
+            if name in groups.settings(group):  # schedules keep things of their own there, too
                 group[name] = value * self._scale if name == "lr" else value
 
     def step(self, g: Tensor) -> None:

@@ -334,9 +334,13 @@ class Node:
         step = Compute(lambda: self.inner.step(g), numbers=g.numel(), draws=self.inner.draws)
         self.comm.transport.start(step).wait()
 
+    def rates(self) -> Iterator[tuple[slice, float]]:
+        """γ of each range of x: of all of it, or of each layer where the optimizer has groups of them."""
+        return self.inner.rates()
+
     def descend(self, g: Tensor) -> None:
         """x ← x − γ g, plainly; where groups of layers have each their own γ, with that."""
-        for part, rate in self.inner.rates():
+        for part, rate in self.rates():
             self.x[part].sub_(g[part], alpha=rate)
 
     def average(self, pushes: Sequence[Message]) -> float:

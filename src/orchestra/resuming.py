@@ -50,13 +50,35 @@ def _look_at_course(path: Path, before: dict[str, Any], about: dict[str, Any], c
             raise CheckpointError(f"{path} was written with {key} = {before.get(key)!r}, now it is {value!r}. {remedy}")
 
 
+def left_by(folder: Path) -> tuple[dict[str, Any], Facts]:
+    """What a run that came to its end says of itself: how it was asked for, and what it came to."""
+    try:
+        config = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return config, facts_of(folder)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise damaged(folder, error) from None
+
+
+def damaged(folder: Path, error: Exception) -> CheckpointError:
+    """A run is over, but what it left cannot be read."""
+    return CheckpointError(
+        f"{folder} is complete, but what it left is damaged: {error}. If it has checkpoints, remove its ending.json: "
+        "resumed, it is concluded anew."
+    )
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a run of `train` came to its end, and its model is there."""
+    return (folder / "ending.json").exists() and (folder / "model.safetensors").exists()
+
+
 def as_it_ended(
     folder: Path, about: dict[str, Any], cluster: Cluster, job: Job, budget: Budget, words: list[str]
 ) -> Facts | None:
     """The facts of a run that came to its end, if this budget, in `words` as well, asks for just that."""
-    if not (folder / "ending.json").exists() or not (folder / "model.safetensors").exists():
+    if not is_complete(folder):
         return None
-    config, facts = json.loads((folder / "config.json").read_text(encoding="utf-8")), facts_of(folder)
+    config, facts = left_by(folder)
     reached = any(part.reached(facts.metrics) for part in budgets.parts(budget) if isinstance(part, Target))
     if not reached and config.get("budget") != words and job.last_step != facts.steps:
         return None
@@ -73,7 +95,7 @@ def look_at_budget(folder: Path, saved: Saved, job: Job, budget: Budget, done: f
     A run that was broken off after its last step may still be concluded.
     """
     spent, why, step, what = False, "", saved.step, "the checkpoint"
-    ended = facts_of(folder) if (folder / "ending.json").exists() else None
+    ended = left_by(folder)[1] if is_complete(folder) else None
     if ended is not None:
         step, done, what = ended.steps, ended.seconds, "the run"
     seconds = next((part.count for part in budgets.parts(budget) if isinstance(part, Seconds)), math.inf)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -202,9 +203,12 @@ class _Training:
         scorer = self._scorer()
         if self.saved is None:
             metrics = scorer.initial()
-            self._open_folder(job)
-            scorer.begin(metrics)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            alive.make_room(self.folder)
         with alive.holding(self.folder):
+            if self.saved is None:
+                self._write_config(job)
+                scorer.begin(metrics)
             return self._carry_out(job, scorer, resumed_at)
 
     def _carry_out(self, job: Job, scorer: Scorer, resumed_at: float) -> Result:
@@ -238,12 +242,16 @@ class _Training:
 
     def _as_it_ended(self, job: Job, facts: Facts) -> Result:
         """The result of a run that is over, for the other processes as well."""
+        x0, about = flatten(self.module), self._fingerprint(job)
         model = (self.folder / "model.safetensors").read_bytes()
+        try:
+            adopt(self.module, model)
+        except (SafetensorError, RuntimeError) as error:
+            raise resuming.damaged(self.folder, error) from None
         if callable(show := self.given.progress):  # which remembers the folder
             show(Progress(job.run, facts.strategy, job.workers, job.servers, job.last_step, False, facts.seconds, ()))
         told = Told(str(self.folder), facts.metrics, facts.as_dict(), model)
-        self.given.cluster.pass_on(job, flatten(self.module), self._fingerprint(job), told)
-        adopt(self.module, model)
+        self.given.cluster.pass_on(job, x0, about, told)
         self.module.eval()
         return Result(self.module, facts.metrics, facts, self.folder)
 
@@ -322,9 +330,7 @@ class _Training:
         given, about = self.given, self._about(job)
         return fingerprint.fingerprint(orchestra.__version__, given, self.strategy, self.module, self.data, about)
 
-    def _open_folder(self, job: Job) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        alive.make_room(self.folder)
+    def _write_config(self, job: Job) -> None:
         seed_everything(self.given.seed)  # samples may be drawn
         config = self._about(job) | {
             "defining": self.strategy.defining,

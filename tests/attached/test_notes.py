@@ -63,6 +63,8 @@ def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, An
         (0, {"kind": "order", "run": "", "launch": "a", "resume": "../step-00000001", "resumed_from": 0}, "resume = "),
         (0, {"kind": "order", "run": "", "launch": "../a", "resume": None, "resumed_from": 0}, "launch = "),
         (1, {"kind": "failed", "traceback": "x" * 10**6}, "traceback = 'xxx"),
+        (1, {"kind": "settings", "name": "lr", "first": 0, "values": [float("nan")]}, "values = "),
+        (1, {"kind": "settings", "name": "betas", "first": 0, "values": [[0.9, float("inf")]]}, "values = "),
         (1, {}, "of kind None"),
     ],
 )

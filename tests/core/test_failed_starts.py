@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,24 @@ def test_a_folder_that_a_run_holds_is_not_taken(folder: Path) -> None:
         assert not alive.never_began(folder)
         alive.make_room(folder)
         assert (folder / "config.json").exists()
+
+
+def test_who_only_asks_does_not_keep_the_next_start_out(folder: Path) -> None:
+    with (folder / "running").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        asking = threading.Timer(0.05, fcntl.flock, [file, fcntl.LOCK_UN])
+        asking.start()
+        alive.make_room(folder)
+        asking.join()
+    assert not any(folder.iterdir())
+
+
+def test_a_start_that_could_not_even_say_what_it_was_leaves_room(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), alive.holding(tmp_path):
+        raise OSError("the disk is full")
+    assert [path.name for path in tmp_path.iterdir()] == ["running"]
+    assert alive.never_began(tmp_path)
+    assert train(AllReduce(), tmp_path, workers=1, budget=Steps(1)).summary.steps == 1
 
 
 def test_the_same_call_can_be_made_again(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.zoo import INPUTS, Watched, adam, assert_same, make_data, make_model,
 from torch import nn
 
 from orchestra import AllReduce, Local, LocalSGD, ParameterServer, Steps, checkpoint
+from orchestra.cli import invoke
 from orchestra.errors import CheckpointError
 from orchestra.launch.local import Coordinator
 
@@ -339,3 +340,41 @@ def test_a_run_resumed_twice(tmp_path: Path) -> None:
     assert_same(last.model, never.model)
     assert last.summary.samples == never.summary.samples
     assert last.summary.sent_per_worker == never.summary.sent_per_worker
+
+
+ENDS: dict[str, tuple[str, bytes]] = {
+    "an ending": ("ending.json", b'{"steps": 6, '),
+    "a config": ("config.json", b"[]"),
+    "a model": ("model.safetensors", b"\xff" * 40),
+}
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_a_complete_run_that_is_damaged_is_told_as_that(
+    what: str, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    name, data = ENDS[what]
+    (run / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match="what it left is damaged"):
+        resume(run, budget=Steps(6))
+    if what != "a model":  # of which the command line only says where it is
+        assert invoke(["resume", str(run)]) == CheckpointError.exit_code
+        assert "what it left is damaged" in capfd.readouterr().err
+
+
+def test_a_complete_run_whose_model_is_gone_is_concluded_anew(run: Path) -> None:
+    before = (run.parent / "again").with_suffix(".safetensors")
+    train(AllReduce(), run.parent / "six", workers=2, budget=Steps(6))
+    shutil.copy(run.parent / "six" / "model.safetensors", before)
+    (run / "model.safetensors").unlink()
+    resume(run, budget=Steps(6))
+    assert (run / "model.safetensors").read_bytes() == before.read_bytes()
+
+
+def test_a_complete_run_without_a_model_or_a_checkpoint_is_no_success(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "model.safetensors").unlink()
+    assert invoke(["resume", str(run)]) == CheckpointError.exit_code
+    assert "model.safetensors is gone" in capfd.readouterr().err

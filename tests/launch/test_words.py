@@ -128,7 +128,7 @@ def test_bad_input_is_refused_with_a_hint(arguments: tuple[str, ...], hint: str,
             "`torchrun ... -m orchestra resume runs/a --token-file t` on every machine, with the options of torchrun "
             "that this run had",
         ),
-        (Attached(trusted=True), "ray", "orchestra resume runs/a --trusted-network --on ray --ray-address h:6379"),
+        (Attached(trusted=True), "ray", "orchestra resume runs/a --on ray --ray-address h:6379"),
     ],
 )
 def test_how_to_go_on_is_what_was_typed(

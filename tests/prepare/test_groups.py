@@ -231,3 +231,27 @@ def test_without_servers_nobody_makes_another_optimizer() -> None:
     assert found is not None
     assert expected is not None
     assert equal(found, expected)
+
+
+def test_a_note_says_nothing_of_what_a_group_holds() -> None:
+    p = nn.Parameter(torch.ones(2))
+    inner = Inner(partial(torch.optim.SGD, lr=0.1), torch.ones(2), layers=[p])
+    inner.follow("params", 0, [3])
+    inner.follow("lr", 0, [0.2])
+    assert inner.optimizer.param_groups[0]["params"] == [p]
+    assert inner.lr == 0.2
+
+
+@pytest.mark.parametrize("strategy", ["slowmo(tau=2)", "slowmo(tau=2, beta=0.5, alpha=0.7)"])
+def test_slow_momentum_goes_by_the_rate_of_each_group_whichever_comes_first(strategy: str) -> None:
+    """Also where a group is not trained at all, or its rate has become too small for any number to be divided by it."""
+
+    def order(model: nn.Module, *, turn: int) -> torch.optim.Optimizer:
+        first, second, *rest = model.parameters()
+        groups = [{"params": [first], "lr": 0.0}, {"params": [second], "lr": 1e-45}, {"params": rest, "lr": 0.05}]
+        return torch.optim.SGD(groups[turn:] + groups[:turn], lr=0.1)
+
+    alone = script(strategy, optimizer=lambda model: torch.optim.SGD([*model.parameters()][2:], lr=0.05)) or {}
+    assert all(tensor.isfinite().all() for tensor in alone.values())
+    for turn in range(3):
+        assert equal(script(strategy, optimizer=partial(order, turn=turn)) or {}, alone)

@@ -167,6 +167,7 @@ def test_what_is_frozen_is_that_of_worker_0_as_well() -> None:
         with torch.no_grad():
             for p in model.parameters():
                 p.random_(0, 100)
+        model.one = nn.Parameter(torch.ones(3, 1).expand(3, 2), requires_grad=False)  # its elements share memory
         model, optimizer = orchestra.prepare(model, sgd(model[0].parameters()))
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         optimizer.finish()

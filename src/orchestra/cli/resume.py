@@ -17,6 +17,7 @@ from orchestra.cli.options import Options
 from orchestra.cli.run import carry_out, conclude
 from orchestra.errors import CheckpointError, ConfigError, Problem
 
+_OWN_TOKEN = "is not for --on: the processes that it starts get a token of their own"
 _ENDS = {"epochs", "steps", "seconds", "target"}
 
 
@@ -58,6 +59,8 @@ def resume(
         return
     source, before, args = _remembered(run, together=on is not None or environment.launched())
     if on is not None:
+        if unfit := [Problem(name, value, _OWN_TOKEN) for name, value in joining.items() if value is not None]:
+            raise ConfigError(unfit)
         raise typer.Exit(elsewhere.resume_on(on, run, more, as_json=json_, quiet=quiet, at=ray_address))
     if not environment.is_member():  # else process 0 sees to it: this machine may not even see the run folder
         _refuse_without_use(run)
@@ -67,26 +70,29 @@ def resume(
 
 
 def is_complete(run: Path) -> bool:
-    """Whether a run came to its end."""
-    return (run / "ending.json").is_file() and (run / "config.json").is_file()
+    """Whether a run came to its end; one whose model is gone since can be concluded anew, from a checkpoint."""
+    over = (run / "ending.json").is_file() and (run / "config.json").is_file()
+    return over and ((run / "model.safetensors").is_file() or not _checkpoints(run))
 
 
 def _tell_complete(run: Path, *, as_json: bool, quiet: bool) -> None:
     """Say how a run went that is over, and what would go on with it."""
-    from orchestra.report.facts import facts_of
+    from orchestra import resuming
 
-    facts = facts_of(run)
+    config, facts = resuming.left_by(run)
+    if not config.get("loop") and not (run / "model.safetensors").is_file():
+        raise CheckpointError(f"{run} is complete, but its model.safetensors is gone, and no checkpoint was kept.")
     if not quiet:
-        summary.say(f"{summary.nearby(run)} is complete, nothing left to do: {_further(run)}")
+        summary.say(f"{summary.nearby(run)} is complete, nothing left to do: {_further(run, config)}")
     if as_json:
         summary.print_json(summary.as_record(run, facts))
     else:
         print(summary.describe(run, facts), flush=True)
 
 
-def _further(run: Path) -> str:
+def _further(run: Path, config: dict[str, Any]) -> str:
     """What ended a run, and an option that goes further, if anything was kept to go on from."""
-    budget = json.loads((run / "config.json").read_text(encoding="utf-8")).get("budget") or []
+    budget = config.get("budget") or []
     ended = f"it was to end after {', '.join(map(str, budget))}" if budget else "its loop came to its end"
     if not _checkpoints(run):
         return f"{ended}; there is no checkpoint to go on from"

@@ -96,6 +96,8 @@ def told(lab: str, rank: int, addresses: Sequence[str]) -> dict[str, str]:
         # For torch.distributed, with one process on each host. torchrun puts its own RANK and WORLD_SIZE over these.
         "RANK": str(rank),
         "WORLD_SIZE": str(len(addresses)),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": addresses[0],
         "MASTER_PORT": "29500",
         "GLOO_SOCKET_IFNAME": "eth0",

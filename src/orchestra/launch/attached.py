@@ -369,9 +369,8 @@ class Member:
 
 def pass_on(job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, told: Told) -> None:
     """As home of a run that is over already: tell the others."""
-    party = Party(job, x0, cluster, about)
-    _tell_all(party.exchange, job.workers + job.servers, told)
-    party.close()
+    with contextlib.closing(Party(job, x0, cluster, about)) as party:
+        _tell_all(party.exchange, job.workers + job.servers, told)
 
 
 def _tell_all(exchange: Exchange, nodes: int, told: Told) -> None:

@@ -12,6 +12,7 @@ with other fields or of another size ends the connection to whoever sent it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,7 +47,11 @@ def _truth(value: Any) -> bool:
 def _settings(value: Any) -> bool:
     if not isinstance(value, list) or len(value) > ENTRIES:
         return False
-    return all(_number(v) or _truth(v) or (_numbers(v) and len(v) <= _TOGETHER) for v in value)
+    return all(_truth(v) or (_finite([v]) or (_finite(v) and len(v) <= _TOGETHER)) for v in value)
+
+
+def _finite(value: Any) -> bool:
+    return _numbers(value) and all(math.isfinite(v) for v in value)
 
 
 def _text(value: Any) -> bool:

@@ -84,7 +84,7 @@ class Party:
     def require_everybody(self) -> None:
         """Raise if the connection to anybody broke: nobody leaves before the run is over."""
         for error in self.exchange.lost.values():
-            raise error
+            raise error.with_traceback(None)
 
     def live(self, job: Job, *, tell: Tell, show: Callable[[Report], None], asked: float) -> bool:
         """Train or serve as this node; gives whether the run was broken off."""

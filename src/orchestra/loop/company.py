@@ -73,7 +73,7 @@ class Company:
 
     def _glance(self) -> None:
         for error in self._exchange.lost.values():
-            raise error
+            raise error.with_traceback(None)
         begun = self._begun()
         for node, steps in self._finished.items():
             if begun is not None and steps < begun:

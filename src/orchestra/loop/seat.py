@@ -194,7 +194,9 @@ def spread_frozen_(comm: Comm, tensors: Sequence[Tensor]) -> None:
         whole = t.detach().reshape(-1).view(torch.uint8)
         for piece in torch.split(whole, PIECE):
             comm.broadcast_(piece)
-        t.copy_(whole.view(t.dtype).view(t.shape))
+        first = whole.view(t.dtype).view(t.shape)
+        if not torch.equal(t, first):  # elements of one that was expanded share their memory, and cannot be written
+            t.copy_(first)
 
 
 def spread_(comm: Comm, tensors: Sequence[Tensor]) -> None:

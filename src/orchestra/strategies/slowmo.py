@@ -12,7 +12,8 @@ ICLR 2020. https://arxiv.org/abs/1910.00643  (Algorithm 1)
         x₀ ← x₀ − α γ u;   x ← x₀               slow step, and start again from there
 
 α=1, β=0 is Local SGD; τ=1 on top of that is synchronous SGD. β>0 is BMUF with block momentum β.
-One worker, β=0, α<1 is Lookahead. A round in which γ was zero has no direction: it ends in the plain mean.
+One worker, β=0, α<1 is Lookahead. A round in which γ was zero has no direction: it ends in the plain mean. Where the
+optimizer has groups of layers, γ is that of each.
 
 Bytes sent per worker and round of τ steps: 2 (N−1)/N · S on average, as much again for each buffer that is averaged
 (and 4 (N−1) to agree that all have one), and what the base strategy sends.
@@ -42,7 +43,7 @@ class SlowMoState:
     base: Any
     steps: int = 0  # of the run, when the round began
     samples: int = 0  # likewise
-    gamma: float = 0.0  # sum of the learning rates of the round
+    gamma: list[float] = field(default_factory=list)  # sums of the learning rates of the round, by range of x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,8 @@ class SlowMo(Strategy[SlowMoState]):
     def step(self, node: Node, s: SlowMoState) -> None:
         """A step of the base, and the slow step when the round is over."""
         self.base.step(node, s.base)
-        s.gamma += node.lr
+        rates = [rate for _, rate in node.rates()]
+        s.gamma = [total + rate for total, rate in zip(s.gamma or [0.0] * len(rates), rates, strict=True)]
         if node.steps - s.steps >= self.tau:
             self._slow_step(node, s)
 
@@ -89,18 +91,21 @@ class SlowMo(Strategy[SlowMoState]):
     @torch.no_grad()
     def _slow_step(self, node: Node, s: SlowMoState) -> None:
         node.comm.mean_(node.x, weight=node.samples - s.samples)
-        gamma = s.gamma / (node.steps - s.steps)
-        if gamma > 0:
-            s.u.mul_(self.beta).add_((s.x0 - node.x) / gamma)
-            s.x0.sub_(s.u, alpha=self.alpha * gamma)
-            node.x.copy_(s.x0)
-        else:
-            s.x0.copy_(node.x)
+        for (part, _), total in zip(node.rates(), s.gamma, strict=True):
+            self._move(node.x[part], s.x0[part], s.u[part], total / (node.steps - s.steps))
         if self.buffers == "reset":
             node.inner.reset()
         elif self.buffers == "average":
             self._average_buffers(node)
-        s.steps, s.samples, s.gamma = node.steps, node.samples, 0.0
+        s.steps, s.samples, s.gamma = node.steps, node.samples, []
+
+    def _move(self, x: Tensor, x0: Tensor, u: Tensor, gamma: float) -> None:
+        if gamma > torch.finfo(x.dtype).tiny:  # else nothing can be divided by it
+            u.mul_(self.beta).add_((x0 - x) / gamma)
+            x0.sub_(u, alpha=self.alpha * gamma)
+            x.copy_(x0)
+        else:
+            x0.copy_(x)
 
     def _average_buffers(self, node: Node) -> None:
         buffers = node.inner.vectors()

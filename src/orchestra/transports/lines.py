@@ -76,7 +76,7 @@ class Lines:
     def post(self, peer: Peer, kind: int, body: memoryview, x: Tensor, op: Send | None) -> None:
         """Have a message sent."""
         if peer.lost is not None:
-            raise peer.lost
+            raise peer.lost.with_traceback(None)  # which may have been raised before
         if peer.ahead and not peer.reading:
             self.read(peer)
         idle = not peer.out
@@ -168,7 +168,7 @@ class Lines:
     def require(self, peer: Peer) -> None:
         """Raise if nothing more can come from a node, and nothing lies here."""
         if peer.lost is not None and not peer.kept:
-            raise peer.lost
+            raise peer.lost.with_traceback(None)  # which may have been raised before
 
     def names(self, nodes: Sequence[int]) -> str:
         """As people call them."""
