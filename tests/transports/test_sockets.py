@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -157,3 +158,17 @@ def test_who_comes_to_no_arrangement_leaves_no_door_open(monkeypatch: pytest.Mon
         with pytest.raises(ClusterError, match="could not come to an arrangement with node 1"):
             neighbours.arrange(0, {1: near}, Token(SECRET), longest=1 << 10, grace=1.0, patience=5)
     assert [door.fileno() for door in doors] == [-1]
+
+
+def test_who_encrypts_is_told_that_the_other_end_does_not() -> None:
+    with connected() as (far, near):
+        doorman = threading.Thread(target=_secure, args=(Token(SECRET, trusted=True), near), daemon=True)
+        doorman.start()
+        with pytest.raises(ConnectionError, match="--trusted-network must be said on every machine, or on none"):
+            Token(SECRET).secure(far, server=False, until=time.monotonic() + 10)
+        doorman.join(20)
+
+
+def _secure(token: Token, sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        token.secure(sock, server=True, until=time.monotonic() + 10)

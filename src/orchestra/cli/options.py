@@ -89,7 +89,8 @@ Spread = Annotated[
     ),
 ]
 CheckpointEvery = Annotated[
-    int | None, typer.Option(help="Save everything every so many steps. Ctrl-C always does.", metavar="K")
+    int | None,
+    typer.Option(help="Save everything every so many steps, and at the end. Ctrl-C always does.", metavar="K"),
 ]
 EvaluateEvery = Annotated[
     float | None, typer.Option(help="Epochs between two scores, taken off the clock. Default: 1.", metavar="E")

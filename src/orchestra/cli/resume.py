@@ -40,7 +40,7 @@ def resume(
 
     Model, data, strategy and cluster are those of the run. A budget given here replaces the run's own, and counts from
     the run's beginning: `--epochs 10` ends after ten epochs in all. Of a run that is complete the result is told, and
-    nothing is trained; a larger budget goes on with it.
+    nothing is trained; a larger budget goes on with it, if it was run with --checkpoint-every, which keeps the end too.
 
     For example:
 

@@ -51,9 +51,9 @@ class Party:
     def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
         self.cluster, self.x0 = cluster, x0
         traffic = Traffic()
+        token = cluster.token()
         if cluster.trusted and cluster.place.rank == HOME and job.workers + job.servers > 1:
             speak(_trusting(job))
-        token = cluster.token()
         try:
             connections = _meet(cluster, token, job.workers + job.servers, about)
         finally:

@@ -250,7 +250,7 @@ class Lines:
         if reunion.silent_for(peer.rank) > reunion.grace:
             advice = (
                 f"It was looked for for {reunion.grace:g} s: are its machine and the network up? Where machines may be "
-                "away for longer, give Attached(grace=...) more seconds."
+                "away for longer, give --grace, or Attached(grace=...), more seconds."
             )
             return WorkerLost(name, peer.why, fate=fate, advice=advice)
         if sought > self.patience:

@@ -51,11 +51,14 @@ def read(path: Path) -> str:
     return text
 
 
+_PLAIN = "the other end does not encrypt: --trusted-network must be said on every machine, or on none"
+
+
 class WrongToken(ConnectionError):
     """Somebody answered, and has another token: to ask again would not help."""
 
     def __init__(self) -> None:
-        super().__init__("the other end does not have the run's token")
+        super().__init__("the token there is another than the one here")
 
 
 class _Secured(ssl.SSLSocket):
@@ -93,6 +96,10 @@ class Token:
             return context.wrap_socket(sock, server_side=server, server_hostname=None if server else _NAME)
         except ssl.SSLCertVerificationError:
             raise WrongToken from None
+        except ssl.SSLError as error:
+            if error.reason != "WRONG_VERSION_NUMBER":
+                raise
+            raise ConnectionError(_PLAIN) from None
 
     def _derive(self, purpose: bytes) -> bytes:
         return hmac.digest(self._secret, purpose, "sha256")
