@@ -89,6 +89,16 @@ def as_it_ended(
     return facts
 
 
+def clock(saved: Saved) -> float:
+    """Seconds of training at a checkpoint. Whoever sets models aside did not save at the same moment as worker 0."""
+    return max(float(saved.node(node)["cost"][0]) for node in {0, _holder(saved)})
+
+
+def _holder(saved: Saved) -> int:
+    """The node that sets models aside."""
+    return int(saved.manifest["workers"]) if saved.manifest["servers"] else 0
+
+
 def look_at_budget(folder: Path, saved: Saved, job: Job, budget: Budget, done: float) -> None:
     """Refuse to do again what is done, which would look like a success; `done`: seconds of training so far.
 
@@ -141,8 +151,7 @@ def forget_after(run: Path, saved: Saved) -> None:
     shutil.rmtree(run / FINAL, ignore_errors=True)
     for draft in (run / "checkpoints").glob("*.tmp"):
         shutil.rmtree(draft, ignore_errors=True)
-    holder = saved.manifest["workers"] if saved.manifest["servers"] else 0
-    taken = saved.node(holder)["counts"][3] or saved.node(0)["counts"][3]  # servers may not have had their turn
+    taken = saved.node(_holder(saved))["counts"][3] or saved.node(0)["counts"][3]  # servers may not have had their turn
     for number, folder in numbered(run / "snapshots"):
         if number > taken:
             shutil.rmtree(folder)

@@ -196,7 +196,7 @@ class _Training:
             if (ended := resuming.as_it_ended(*course, job, given.budget, budget)) is not None:
                 return self._as_it_ended(job, ended)
             self.saved = resuming.find(*course)
-            job, resumed_at = self._job(), float(self.saved.node(0)["cost"][0])
+            job, resumed_at = self._job(), resuming.clock(self.saved)
             resuming.look_at_budget(self.folder, self.saved, job, given.budget, resumed_at)
             resuming.forget_after(self.folder, self.saved)
             resuming.remember(self.folder, budget=budget, note=given.note)

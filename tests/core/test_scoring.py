@@ -8,6 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from orchestra import (
     Strategy,
     Target,
     checkpoint,
+    resuming,
     snapshot,
 )
 from orchestra.budget import Budget
@@ -316,3 +318,9 @@ def test_a_module_with_a_state_of_its_own(tmp_path: Path) -> None:
 
     result = train(AllReduce(), tmp_path, workers=2, model=Stateful)
     assert isinstance(result.model, Stateful)
+
+
+@pytest.mark.parametrize(("servers", "seconds"), [(0, 1.0), (1, 3.0)])
+def test_the_clock_goes_on_after_the_last_model_that_was_set_aside(servers: int, seconds: float) -> None:
+    saved = mock.Mock(manifest={"workers": 2, "servers": servers}, node=lambda node: {"cost": [1.0 + node]})
+    assert resuming.clock(saved) == seconds
