@@ -70,7 +70,7 @@ class Seen:
 
 def look(run: Path) -> Seen:
     """What is in a run folder."""
-    events = [event for path in run.glob("events-*.jsonl") for event in read(path)]
+    events = [event for name in ("events", "trace") for path in run.glob(f"{name}-*.jsonl") for event in read(path)]
     sent = sum(event.sent for event in events if isinstance(event, Ended))
     stale = Counter(int(e.value) for e in events if isinstance(e, Logged) and e.name == "staleness")
     return Seen(per_step(run), sent, dict(stale), _computing(events), _holding(events))

@@ -56,7 +56,7 @@ CONSTANT, VARYING = "constant:0.1", "lognormal:0.1,0.3"
 QUIET = 0.15  # share of the cores that strangers may use when a lab begins
 BUSY = 0.6  # share of the cores that all programs together may use in the middle of the runs
 PATIENCE = 20  # looks at that, of a second each
-MOST = 19 * 60.0  # seconds in which cells are measured again
+MOST = 14 * 60.0  # seconds in which cells are measured again
 
 
 def cells_of(hosts: int, strategies: Sequence[str], kinds: Sequence[str]) -> Iterator[Cell]:
@@ -83,7 +83,7 @@ def foretell() -> None:
     """Calibrate, and write down what every cell will take."""
     known = list(cells_of(CALIBRATED, CALIBRATION, (CONSTANT,)))
     begun = time.monotonic()
-    model = fit(known, play_all(known, 2))
+    model = fit(known, play_all(known, 1))
     say(f"calibrated after {time.monotonic() - begun:.0f} s: {model}")
     write({cell: rehearse(cell, model) for cell in CELLS}, model)
 
@@ -147,7 +147,13 @@ def kept(seen: Mapping[Cell, list[Seen]]) -> Iterator[tuple[int, float]]:
     """By rate, bytes that a kernel holds of a connection: what was still there when a server's send returned."""
     for cell, each in seen.items():
         if cell.strategy == ASYNCHRONOUS and cell.parameters == LARGE:
-            passed = statistics.median(one.held or 0.0 for one in each) * cell.megabits * 1e6 / 8 / (1 + HEADERS)
+            passed = (
+                statistics.median(one.held for one in each if one.held is not None)
+                * cell.megabits
+                * 1e6
+                / 8
+                / (1 + HEADERS)
+            )
             yield cell.megabits, max(1.0, 4 * cell.parameters - passed)
 
 
