@@ -71,6 +71,11 @@ EXAMPLES: list[S] = [
     Hogwild(),
 ]
 every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
+every_other = pytest.mark.parametrize(  # the rest is slow, and not very different
+    "strategy",
+    [s if i % 2 == 0 else pytest.param(s, marks=pytest.mark.exhaustive) for i, s in enumerate(EXAMPLES)],
+    ids=[show(s) for s in EXAMPLES],
+)
 synchronous = pytest.mark.parametrize("strategy", [s for s in EXAMPLES if s.synchronous], ids=show)
 
 # A large ε: else Adam takes a whole step in a direction that is nothing but rounding.
@@ -226,7 +231,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
         assert resumed.summary.sent_per_worker == never.summary.sent_per_worker
 
 
-@every
+@every_other
 def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     out = tmp_path / "run"
     pressed = Trap.at(0, 3, partial(press_ctrl_c, os.getpid()), size=2)

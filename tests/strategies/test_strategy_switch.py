@@ -193,7 +193,15 @@ def test_all_workers_switch_after_the_same_step(strategy: S, cluster: Any, tmp_p
 
 
 @every_world
-@pytest.mark.parametrize("optimizer", [sgd, momentum, adam], ids=["sgd", "momentum", "adam"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(sgd, marks=pytest.mark.exhaustive),
+        momentum,
+        adam,
+    ],  # the first has nothing to hand over
+    ids=["sgd", "momentum", "adam"],
+)
 @pytest.mark.parametrize("first", [AllReduce(), ParameterServer(), ParameterServer(servers=2)], ids=str)
 @pytest.mark.parametrize("then", [AllReduce(), ParameterServer(), ParameterServer(servers=2)], ids=str)
 def test_from_synchronous_to_synchronous_nothing_changes(
