@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates that are not halved any more
 _GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
-_ERROR, _ERROR_OF_A_TENTH = 0.06, 0.258  # of a step's time: "Prediction in the laboratory" in benchmarks/RESULTS.md
+_ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies alone: benchmarks/RESULTS.md, laboratory
 
 Network = Annotated[
     str, typer.Option(metavar="RATE[,LATENCY]", help="The network between the machines, such as 50mbit or 1gbit,0.5ms.")
