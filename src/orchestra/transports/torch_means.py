@@ -23,8 +23,7 @@ networks that are trusted, and nothing else.
 from __future__ import annotations
 
 import ctypes
-import os
-import time
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -42,8 +41,6 @@ from orchestra.transports.exchange import Exchange
 _BUCKET = 1 << 22  # bytes
 _THREADS = 2  # of Gloo: as many buckets are under way at once
 _HEAD = 16  # elements before a vector, which leave it at a cache line; the last two are added up with it
-_SOON = 1e-3  # seconds in which most sums are there: nobody sleeps so briefly
-_SHARE = 0.02  # of the time waited for a sum, until it is looked for again
 _SLICE = 0.2  # seconds between two looks at whatever else there may be to hear
 _EXACT = (torch.float32, torch.float64)  # in which numbers of samples can be added up
 
@@ -104,17 +101,13 @@ def _backend(store: Store, rank: int, workers: int, device: torch.device, host: 
 
 
 def _await(work: Work, meanwhile: Callable[[], None]) -> None:
-    """Wait without Gloo, which hears neither signals nor what others say; and cannot be asked again once it gave up."""
-    began = glance = time.perf_counter()
-    while not work.is_completed():
-        now = time.perf_counter()
-        if now - began < _SOON:
-            os.sched_yield()
-            continue
-        if now - glance > _SLICE:
-            glance = now
+    """Wait in Python: Gloo hears neither signals nor what others say, and cannot be asked again once it gave up."""
+    if not work.is_completed():
+        over = threading.Lock()
+        over.acquire()
+        work.get_future().add_done_callback(lambda _: over.release())
+        while not over.acquire(timeout=_SLICE):
             meanwhile()
-        time.sleep(min(_SHARE * (now - began), _SLICE))
     work.wait()  # says what went wrong
 
 
