@@ -234,9 +234,9 @@ class Advice:
         yield from (f"{row.strategy} {_missed(self.table, row)}." for row in self.table.ranked if not row.always)
         yield from self.elsewhere
         yield (
-            "Rehearsed, not measured: between hosts of a laboratory the time of a step was foretold with a median "
-            f"error of {_ERROR:.0%}, one in ten with more than {_ERROR_OF_A_TENTH:.0%}. What is nearer together is "
-            "undecided: check with `orchestra compare` on the machines themselves."
+            "Rehearsed, not measured: between hosts of a laboratory the time of a step was foretold, from rates and "
+            f"latencies alone, with a median error of {_ERROR:.0%}, one in ten with more than {_ERROR_OF_A_TENTH:.0%}. "
+            "What is nearer together is undecided: check with `orchestra compare` on the machines themselves."
         )
 
     def left_out(self) -> list[str]:
