@@ -27,8 +27,8 @@ from orchestra import AllReduce, Dirichlet, Epochs, Steps, Strategy
 from orchestra.errors import Diverged
 from orchestra.events import Skipped, Stepped
 
-every = each_of(CERTAIN)
-steady = each_of([s for s in CERTAIN if not s.promotes])  # each keeps its samples to the end
+every = each_of(CERTAIN, slow=True)
+steady = each_of([s for s in CERTAIN if not s.promotes], slow=True)  # each keeps its samples to the end
 
 
 class Sick(nn.Module):

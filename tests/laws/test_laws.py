@@ -288,7 +288,7 @@ def processes() -> list[psutil.Process]:
     return [grandchild for child in psutil.Process().children() for grandchild in child.children(recursive=True)]
 
 
-@certain
+@stopped
 def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: Path) -> None:
     # After a promotion the deadly sample would be another's.
     workers, step = workers_for(strategy), 0 if strategy.promotes else EXAMPLES.index(strategy) % 4
@@ -303,7 +303,7 @@ def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: 
     assert {n for n in set(os.listdir("/dev/shm")) - shared if "orchestra" in n or "psm" in n} == set()
 
 
-@certain
+@stopped
 def test_a_worker_that_raises_ends_the_run_with_its_traceback_first(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     victim = workers - 1
@@ -320,7 +320,7 @@ def test_a_worker_that_raises_ends_the_run_with_its_traceback_first(strategy: S,
     assert processes() == []
 
 
-@pytest.mark.parametrize("strategy", [s for s in EXAMPLES if s.servers], ids=show)
+@each_of([s for s in EXAMPLES if s.servers], slow=True)
 def test_a_killed_server_ends_the_run(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     when: list[float] = []
