@@ -212,8 +212,8 @@ def parts_of_strategy(strategy: Any) -> dict[str, Any]:
     """
     found = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
     shown = {name: expression.show(v) if is_dataclass(v) else _plain(v) for name, v in found.items()}
-    name = expression.show(strategy).partition("(")[0]
-    return {"strategy": name} | {f"{name} of the strategy": value for name, value in shown.items()}
+    called = expression.show(strategy).partition("(")[0]
+    return {"strategy": called} | {f"{name} of the strategy": value for name, value in shown.items()}
 
 
 def parts_of_model(module: nn.Module) -> dict[str, str]:

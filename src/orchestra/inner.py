@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn, optim
 
 from orchestra import groups
-from orchestra.groups import is_one
 from orchestra.optimizers import ProximalSGD
 
 Factory = Callable[..., optim.Optimizer]
@@ -42,7 +41,7 @@ _FUSABLE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
     """Whether the optimizer a factory makes may be given ranges of a flat vector."""
     made = factory(list(params))
-    return type(made) in ELEMENTWISE and is_one(made, params)
+    return type(made) in ELEMENTWISE and groups.is_one(made, params)
 
 
 class Inner:
@@ -63,6 +62,7 @@ class Inner:
         self._given: Tensor | None = None  # the last g, and the layers' parts of it
         self._parts: tuple[Tensor, ...] = ()
         self.optimizer = factory(list(self._layers) if self._flat is None else [self._flat])
+        self._alike = self._flat is not None or groups.is_one(self.optimizer, self._layers)  # one rate for all of x
         if fused:
             self._fuse()
         # A user's own may add noise; torch's and ours draw nothing.
@@ -105,11 +105,11 @@ class Inner:
 
         That of what is in no group is zero.
         """
-        scale = self._scale if self._lent else 1.0
-        by_layer = {p: float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
-        if self._flat is not None or is_one(self.optimizer, self._layers):
+        if self._alike:
             yield slice(None), self.lr
             return
+        scale = self._scale if self._lent else 1.0
+        by_layer = {p: float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
         start = 0
         for p in self._layers:
             yield slice(start, start := start + p.numel()), by_layer.get(p, 0.0)

@@ -47,7 +47,7 @@ def _truth(value: Any) -> bool:
 def _settings(value: Any) -> bool:
     if not isinstance(value, list) or len(value) > ENTRIES:
         return False
-    return all(_truth(v) or (_finite([v]) or (_finite(v) and len(v) <= _TOGETHER)) for v in value)
+    return all(_truth(v) or _finite([v]) or (_finite(v) and len(v) <= _TOGETHER) for v in value)
 
 
 def _finite(value: Any) -> bool:
