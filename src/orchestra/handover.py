@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestra import kept
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.strategy import Strategy
@@ -50,15 +51,16 @@ def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: 
     parts = node.placement
     if first.servers:
         comm.pause()
+        outlines: list[kept.Outline] = []
         vectors: list[list[Tensor]] = []
-        outline: dict[str, Any] = {}
         for server, part in zip(comm.servers.members, parts, strict=True):
             node.x[part].copy_(comm.recv(server).x)
             if not then.servers:
                 outline, momenta = _receive(node, server)
+                outlines.append(outline)
                 vectors.append(momenta)
         if not then.servers:
-            node.inner.adopt(outline, [torch.cat(pieces) for pieces in zip(*vectors, strict=True)])
+            node.inner.adopt(*kept.joined(parts, outlines, vectors))
         return
     if first.model_at == "apart":
         comm.mean_(node.x, weight=float(max(1, node.samples)))
@@ -81,7 +83,7 @@ def at_server(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bo
         for worker in workers:
             comm.send(worker, node.x)
             if not then.servers:
-                _send(node, worker, slice(None))
+                _send(node, worker, slice(0, node.x.numel()))
         return True
     giver = workers[(comm.servers.index(node.rank) - len(comm.servers)) % len(workers)]
     came = comm.next_from(giver)
@@ -95,7 +97,7 @@ def at_server(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bo
 
 
 def _send(node: Node, to: int, part: slice) -> None:
-    outline, vectors = node.inner.outline(), node.inner.vectors()
+    outline, vectors = kept.within(node.inner.outline(), part, node.x.numel()), node.inner.vectors()
     text = torch.frombuffer(bytearray(json.dumps(outline).encode()), dtype=torch.uint8)
     node.comm.send(to, text, version=len(vectors))
     for vector in vectors:

@@ -4,18 +4,25 @@
 Optimizers that treat every element alike (SGD, Adam, ...) see one flat parameter, or one range of it, so a range can
 be updated by whoever owns it. Those that look at whole layers (LARS, LAMB, Muon) see the module's own parameters, and
 those with several parameter groups the pieces of them that there are.
+
+A layer without a gradient (marks.py) is left alone. When a flat parameter is first given one it is cut there, and what
+the optimizer keeps for it as well: each piece then has its own count of steps. Before that nothing is different.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
-from orchestra import groups
+from orchestra import groups, kept
+from orchestra.marks import Marks
 from orchestra.optimizers import ProximalSGD
+from orchestra.vectors import LINE
 
 Factory = Callable[..., optim.Optimizer]
 Schedule = Callable[[float], float]
@@ -45,7 +52,10 @@ def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
 
 
 class Inner:
-    """An optimizer over a flat vector `x` (`layers` None), or over a module's layers that are views of it."""
+    """An optimizer over a flat vector `x` (`layers` None), or over a module's layers that are views of it.
+
+    `pieces`: the layers of which `x` consists; without them none of its elements can lack a gradient.
+    """
 
     def __init__(
         self,
@@ -53,18 +63,23 @@ class Inner:
         x: Tensor,
         *,
         layers: Sequence[nn.Parameter] | None = None,
+        pieces: Sequence[slice] = (),
         schedule: Schedule | None = None,
         clip: float | None = None,
         fused: bool = False,
     ) -> None:
         self._flat = None if layers is not None else nn.Parameter(x, requires_grad=True)
-        self._layers = list(layers or [])
-        self._given: Tensor | None = None  # the last g, and the layers' parts of it
+        # What the optimizer sees, in the order of x: a layer each, or a piece of x, at first all of it.
+        self._params = list(layers or []) if self._flat is None else [self._flat]
+        self._given: Tensor | None = None  # the last g, and the parameters' parts of it
         self._parts: tuple[Tensor, ...] = ()
-        self.optimizer = factory(list(self._layers) if self._flat is None else [self._flat])
-        self._alike = self._flat is not None or groups.is_one(self.optimizer, self._layers)  # one rate for all of x
+        self.optimizer = factory(list(self._params))
+        self._alike = self._flat is not None or groups.is_one(self.optimizer, self._params)  # one rate for all of x
+        self._line = LINE if fused else 1
         if fused:
             self._fuse()
+        own = () if self._flat is not None else (part for part in self._slices() if part.start < part.stop)
+        self._marks = Marks(pieces or own, x.device if self._flat is not None else _device(self._params))
         # A user's own may add noise; torch's and ours draw nothing.
         self.draws = not type(self.optimizer).__module__.startswith(("torch.optim.", "orchestra.optimizers."))
         self._schedule = schedule
@@ -111,7 +126,7 @@ class Inner:
         scale = self._scale if self._lent else 1.0
         by_layer = {p: float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
         start = 0
-        for p in self._layers:
+        for p in self._params:
             yield slice(start, start := start + p.numel()), by_layer.get(p, 0.0)
 
     def follow(self, name: str, first: int, values: Sequence[Any]) -> None:
@@ -121,14 +136,11 @@ class Inner:
                 group[name] = value * self._scale if name == "lr" else value
 
     def step(self, g: Tensor) -> None:
-        """One update with gradient g, clipped in place if asked for; a layer's is its range of g."""
+        """One update with gradient g, clipped in place if asked for; layers without a gradient are left alone."""
         if self._clip is not None:
             with torch.no_grad():
                 g.mul_(torch.clamp(self._clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0))
-        if self._flat is not None:
-            self._flat.grad = g
-        else:
-            self._hand_out(g)
+        self._hand_out(g)
         if self._lent and self._scale != 1:
             self._step_scaled()
         else:
@@ -146,26 +158,90 @@ class Inner:
                 group["lr"] = rate
 
     def _hand_out(self, g: Tensor) -> None:
-        """Let every layer's gradient be its part of g, whoever filled it."""
+        """Let every parameter's gradient be its part of g, whoever filled it; None if it is absent there."""
+        absent = self._marks.absent(g)
+        if absent and self._flat is not None:
+            self._cut(absent)
+        if self._flat is not None and len(self._params) == 1:
+            self._params[0].grad = None if absent else g
+            return
         if g is not self._given:
-            pieces = zip(self._layers, torch.split_with_sizes(g, [p.numel() for p in self._layers]), strict=True)
-            self._given, self._parts = g, tuple(piece.view(p.shape) for p, piece in pieces)
-        for p, part in zip(self._layers, self._parts, strict=True):
+            pieces = torch.split_with_sizes(g, [p.numel() for p in self._params])
+            self._given = g
+            self._parts = tuple(piece.view(p.shape) for p, piece in zip(self._params, pieces, strict=True))
+        for p, part in zip(self._params, self._parts, strict=True):
             p.grad = part
+        for p, where in zip(self._params, self._slices(), strict=True) if absent else ():
+            if any(piece.start <= where.start < piece.stop for piece in absent):
+                p.grad = None
+
+    def _slices(self) -> Iterator[slice]:
+        """The range of x that each parameter is."""
+        return (slice(*ends) for ends in pairwise(self._edges()))
+
+    def _edges(self) -> list[int]:
+        return [*accumulate((p.numel() for p in self._params), initial=0)]
+
+    def _cut(self, absent: Sequence[slice]) -> None:
+        """Cut x where layers with a gradient and layers without one meet.
+
+        Fused kernels treat the last elements of a vector a little differently (vectors.py), so for them the cut is also
+        at the cache lines before and after: then the result does not depend on how many ranges of x there are.
+        """
+        edges, line = {*self._edges()}, self._line
+        last = max(edges)
+        for edge in {piece.start for piece in absent} ^ {piece.stop for piece in absent}:
+            edges |= {edge, edge // line * line, min(last, -(-edge // line) * line)}
+        if len(edges) > len(self._params) + 1:
+            self._arrange(sorted(edges))
+
+    def _arrange(self, edges: Sequence[int]) -> None:
+        """Let the optimizer see x in pieces with these edges. What it keeps is cut likewise, never joined."""
+        assert self._flat is not None
+        before = [
+            (part, self.optimizer.state.pop(p, None)) for part, p in zip(self._slices(), self._params, strict=True)
+        ]
+        self._params, self._given = [nn.Parameter(self._flat.data[a:b]) for a, b in pairwise(edges)], None
+        (group,) = self.optimizer.param_groups
+        group["params"] = list(self._params)
+        for p, piece in zip(self._params, self._slices(), strict=True):
+            part, state = next((part, state) for part, state in before if part.start <= piece.start < part.stop)
+            if state is not None:
+                inside = slice(piece.start - part.start, piece.stop - part.start)
+                length = part.stop - part.start
+                self.optimizer.state[p] = {name: _of_piece(v, inside, length) for name, v in state.items()}
 
     def reset(self) -> None:
         """Forget all momenta, as if the next step were the first."""
         self.optimizer.state.clear()
 
     def vectors(self) -> list[Tensor]:
-        """The optimizer's own vectors (momenta and the like), in a fixed order."""
-        return [
-            value.view(-1)
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            for _, value in sorted(self.optimizer.state.get(p, {}).items())
-            if isinstance(value, Tensor) and value.dim() > 0
+        """The optimizer's own vectors (momenta and the like), in a fixed order: each of all x, zero where it has none.
+
+        They may be copies, which `put` writes back. Those that are not as long as their layer are last, one by one.
+        """
+        if len(self._params) == 1:
+            return [v.view(-1) for v in self._kept(self._params[0], odd=False).values()]
+        found = [self._kept(p, odd=False) for p in self._params]
+        like = self._params[0] if self._params else torch.empty(0)
+        rows = list(zip(self._params, found, strict=True))
+        whole = [
+            torch.cat([mine[name].reshape(-1) if name in mine else like.new_zeros(p.numel()) for p, mine in rows])
+            for name in sorted({name for mine in found for name in mine})
         ]
+        return whole + [v.view(-1) for p in self._params for v in self._kept(p, odd=True).values()]
+
+    def put(self, vectors: Sequence[Tensor]) -> None:
+        """Keep what `vectors` gave, with other numbers."""
+        names = sorted({name for p in self._params for name in self._kept(p, odd=False)})
+        for p, part in zip(self._params, self._slices(), strict=True):
+            for name, vector in self._kept(p, odd=False).items():
+                vector.copy_(vectors[names.index(name)][part].view_as(vector))
+
+    def _kept(self, p: nn.Parameter, *, odd: bool) -> dict[str, Tensor]:
+        """The vectors kept for a parameter, by name: those of its length, or those of another."""
+        state = sorted(self.optimizer.state.get(p, {}).items())
+        return {n: v for n, v in state if isinstance(v, Tensor) and v.dim() and (v.numel() != p.numel()) == odd}
 
     def first_moments(self) -> list[Tensor]:
         """Those of them that are means of gradients, not of their squares."""
@@ -186,42 +262,46 @@ class Inner:
             group["lr"] *= factor
 
     def outline(self) -> dict[str, Any]:
-        """What the optimizer keeps beside `vectors`, and what those are called, as JSON can hold it."""
+        """What the optimizer keeps beside `vectors`, and what those are called, as JSON can hold it (kept.py)."""
         if self._flat is None:
             return {}
-        return {name: _outline(value) for name, value in sorted(self.optimizer.state.get(self._flat, {}).items())}
+        states = (kept.outline(self.optimizer.state.get(p, {}), p.numel()) for p in self._params)
+        return kept.by_range((part.start, part.stop, s) for part, s in zip(self._slices(), states, strict=True))
 
     def adopt(self, outline: dict[str, Any], vectors: Sequence[Tensor]) -> None:
         """Go on with what another one kept: its outline, and its vectors."""
+        self.reset()
         if not outline and not vectors:
-            self.reset()
             return
         assert self._flat is not None, "layers cannot take over what was kept for a flat vector"
-        left = iter(vectors)
-        self.optimizer.state[self._flat] = {
-            name: next(left) if value == _VECTOR else _value(value) for name, value in outline.items()
-        }
+        found = kept.ranges(outline, self._flat.numel())
+        named = dict(zip(kept.names(outline), vectors, strict=True))
+        self._arrange([0, *(stop for _, stop, _ in found)])
+        for p, (start, stop, words) in zip(self._params, found, strict=True):
+            if words:
+                self.optimizer.state[p] = kept.state(words, named, slice(start, stop))
 
     def state(self) -> dict[str, Any]:
         """All that changes, for a checkpoint."""
-        return {"optimizer": self.optimizer.state_dict(), "scale": self._scale}
+        cut = {"edges": self._edges()} if self._flat is not None and len(self._params) > 1 else {}
+        return {"optimizer": self.optimizer.state_dict(), "scale": self._scale} | cut
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to a saved state."""
         self.rescale(state["scale"] / self._scale)
+        if self._flat is not None:
+            self.reset()
+            self._arrange(state.get("edges", [0, self._flat.numel()]))
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-_VECTOR = "vector"
 _FIRST = ("momentum_buffer", "exp_avg")  # what torch calls first moments
 
 
-def _outline(value: Any) -> Any:
-    """Numbers are tensors without a dimension, or plain."""
-    if isinstance(value, Tensor):
-        return _VECTOR if value.dim() else {"tensor": value.item()}
-    return value
+def _of_piece(value: Any, piece: slice, length: int) -> Any:
+    """What an optimizer keeps for a piece of a parameter of some length, from what it kept for all of it."""
+    return value[piece] if kept.is_vector(value, length) else copy.deepcopy(value)
 
 
-def _value(outline: Any) -> Any:
-    return torch.tensor(outline["tensor"]) if isinstance(outline, dict) else outline
+def _device(params: Sequence[nn.Parameter]) -> torch.device:
+    return params[0].device if params else torch.device("cpu")

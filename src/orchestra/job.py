@@ -76,6 +76,12 @@ class Job:
             return ranges_of_layers([size for shape in self.layers if (size := math.prod(shape))], self.servers)
         return ranges(self.parameters, self.servers)
 
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Where the ranges of x begin that servers hold, or that workers update for all."""
+        owned = ranges(self.parameters, self.workers) if self.owns_range else []
+        return [part.start for part in (*self.placement, *owned) if part.start < part.stop]
+
     def range_of(self, rank: int) -> slice:
         """The range of x that a server holds."""
         return self.placement[rank - self.workers]

@@ -5,7 +5,8 @@
 so every algorithm is one line of vector arithmetic, and sharding, transport and checkpoints are ranges of a buffer.
 
 - A parameter used in several places (tied weights) stands once.
-- Frozen parameters are not in x: they never change. A parameter without a gradient in some step has gradient zero.
+- Frozen parameters are not in x: they never change. A parameter without a gradient in some step is marked as absent in
+  g (marks.py), so that optimizers leave it alone.
 - x has one dtype, the widest among the parameters. A parameter of another dtype is a rounded copy, refreshed
   before every forward pass: x is its master copy.
 - Buffers (BatchNorm's running statistics) stay with the module. Each is a linear function of what its worker saw, so
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from orchestra.errors import Problem
+from orchestra.marks import ABSENT, Marks
 from orchestra.vectors import LARGE
 
 Loss = Callable[[Any, Any], Tensor]
@@ -83,7 +85,7 @@ def flatten(module: nn.Module) -> Tensor:
 
 
 class Replica:
-    """A module whose parameters and gradients live in two given flat vectors."""
+    """A module whose parameters and gradients live in two flat vectors; `cuts`: where these are cut for others."""
 
     def __init__(
         self,
@@ -94,6 +96,7 @@ class Replica:
         loss: Loss,
         bf16: bool = False,
         accumulate: int = 1,
+        cuts: Sequence[int] = (),
     ) -> None:
         self.module = module
         self.x = x
@@ -122,6 +125,7 @@ class Replica:
                 p.data = p.data.to(x.device)
                 self._masters.append((p, here))
             start = stop
+        self._marks = _marks(self._ranges, cuts, g)
         self._hook(least=LARGE)
 
     def _hook(self, least: int) -> None:
@@ -210,12 +214,20 @@ class Replica:
         if more[0]:
             torch._foreach_add_(*more)
 
+    @torch.no_grad()
+    def present(self) -> None:
+        """Mark every parameter as one with a gradient in g, which is filled."""
+        self._marks.clear_(self.g)
+
     def _hand_back(self) -> None:
-        """Let every parameter's gradient be its part of g: zero if there was none."""
+        """Let every parameter's gradient be its part of g; mark in g those that have none."""
+        self.present()
         for p, slot in zip(self.parameters, self._slots, strict=True):
-            if p not in self._filled:
-                slot.zero_()
-            p.grad = slot if slot.dtype == p.dtype else None
+            if p in self._filled:
+                p.grad = slot if slot.dtype == p.dtype else None
+            else:
+                slot.fill_(ABSENT)
+                p.grad = None
 
     def _take_early(self, p: Tensor, slot: Tensor, part: slice) -> None:
         """Move a gradient as soon as it is there: it is still in the cache, and its memory serves the next."""
@@ -229,6 +241,7 @@ class Replica:
         self._filled.add(p)
         p.grad = None
         if self._ready is not None:
+            slot.view(-1)[:1].add_(0.0)  # marks it as present before it is sent: −0 becomes 0
             self._ready(part)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -237,6 +250,12 @@ class Replica:
     def buffers(self) -> dict[str, Tensor]:
         """The module's persistent buffers, by name."""
         return persistent_buffers(self.module)
+
+
+def _marks(layers: Sequence[slice], cuts: Sequence[int], g: Tensor) -> Marks:
+    """What marks every layer of g as present, and every piece of one that others hold."""
+    heads = {*cuts, *(layer.start for layer in layers if layer.start < layer.stop)}
+    return Marks((slice(head, head + 1) for head in sorted(heads)), g.device)
 
 
 def _parts(batch: Sequence[Any], size: int, count: int) -> Iterator[tuple[Sequence[Any], float]]:

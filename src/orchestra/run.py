@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from orchestra import checkpoint, groups, snapshot
+from orchestra import checkpoint, groups, marks, snapshot
 from orchestra.board import Report
 from orchestra.data.feed import Samples, fold, make_feed
 from orchestra.events import Ended, Snapped, Stepped
-from orchestra.inner import Inner
+from orchestra.inner import Factory, Inner
 from orchestra.job import Job
 from orchestra.node import Comm, Log, Node
 from orchestra.replica import Replica
@@ -100,12 +100,12 @@ def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data
     module = job.model().to(x.device)
     data = job.data() if data is None else data
     seed_everything(fold(job.seed, rank + 1))
-    replica = Replica(module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate)
-    mine = x[ranges(x.numel(), job.workers)[rank]] if job.owns_range else x
+    replica = Replica(module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate, cuts=job.cuts)
     layers = list(replica.parameters) if job.layerwise else None
+    mine = ranges(x.numel(), job.workers)[rank] if job.owns_range else slice(0, x.numel())
     return Node(
         comm,
-        Inner(job.optimizer, mine, layers=layers, schedule=job.schedule, clip=job.clip, fused=x.numel() >= LARGE),
+        _inner(job, job.optimizer, x[mine], mine, layers),
         x,
         log=log,
         seed=fold(job.seed, rank, 1),
@@ -117,6 +117,13 @@ def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data
         last_step=job.last_step,
         validation=_validation(job, rank, replica),
     )
+
+
+def _inner(job: Job, optimizer: Factory, x: Tensor, part: slice, layers: Sequence[nn.Parameter] | None = None) -> Inner:
+    """The optimizer of a range of the model."""
+    pieces = marks.pieces_of([math.prod(shape) for shape in job.layers], part)
+    fused = job.parameters >= LARGE
+    return Inner(optimizer, x, layers=layers, pieces=pieces, schedule=job.schedule, clip=job.clip, fused=fused)
 
 
 def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
@@ -139,11 +146,11 @@ def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[flo
 
 def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
     """A server whose x already holds its range of the initial parameters."""
-    optimizer, fused = job.optimizer, job.parameters >= LARGE
+    optimizer, part = job.optimizer, job.range_of(rank)
     layers: list[nn.Parameter] | None = None
     if job.layerwise:
-        optimizer, layers = groups.on_range(optimizer, job.layers, job.range_of(rank), x)
-    inner = Inner(optimizer, x, layers=layers, schedule=job.schedule, clip=job.clip, fused=fused)
+        optimizer, layers = groups.on_range(optimizer, job.layers, part, x)
+    inner = _inner(job, optimizer, x, part, layers)
     seed = fold(job.seed, rank, 1)
     return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, samples_per_epoch=job.samples_per_epoch)
 

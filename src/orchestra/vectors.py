@@ -18,7 +18,7 @@ BLOCK = 1 << 16
 # the last few elements of a range a little differently, which at such cuts happens at the very end of the vector only,
 # so the result does not depend on how many ranges there are.
 LARGE = 1 << 16
-_LINE = 64
+LINE = 64
 
 
 def is_small(length: int, parts: int) -> bool:
@@ -44,11 +44,11 @@ def split(length: int, parts: int) -> list[slice]:
 @lru_cache(maxsize=1 << 14)
 def range_of(length: int, parts: int, i: int) -> slice:
     """Range `i` of a vector cut into `parts` of nearly equal size, a long one at whole cache lines."""
-    if length < max(LARGE, _LINE * parts):
+    if length < max(LARGE, LINE * parts):
         return slice(cut(length, parts, i), cut(length, parts, i + 1))
-    lines = length // _LINE
-    stop = length if i == parts - 1 else cut(lines, parts, i + 1) * _LINE
-    return slice(cut(lines, parts, i) * _LINE, stop)
+    lines = length // LINE
+    stop = length if i == parts - 1 else cut(lines, parts, i + 1) * LINE
+    return slice(cut(lines, parts, i) * LINE, stop)
 
 
 def ranges(length: int, parts: int) -> list[slice]:
@@ -100,26 +100,37 @@ def weighted_mean(out: Tensor, vectors: Sequence[Tensor], weights: Sequence[floa
     """Write Σ wᵢ vᵢ / Σ wᵢ into `out`, which may be one of the vectors.
 
     In the order given, not in order of arrival: who was slow must not change the sum. A vector of weight zero is not
-    read at all, so a gradient that is not finite never reaches its peers. Each share is divided before it is added,
-    which keeps low precision from overflowing.
+    read at all, so a gradient that is not finite never reaches its peers. One vector after the other is blended into
+    the mean of those before it. So low precision does not overflow, and the mean of equal numbers is that number.
     """
-    total = sum(weights)
-    shares = [(v, w / total) for v, w in zip(vectors, weights, strict=True) if w]
+    shares = [(v, w / total) for v, w, total in zip(vectors, weights, accumulate(weights), strict=True) if w]
     with torch.no_grad():
-        if len(shares) == 1:
-            out.copy_(shares[0][0])
-            return
-        if len(shares) == 2:  # one pass over memory
-            (first, _), (second, share) = shares
-            torch.lerp(first, second, share, out=out)
-            return
-        aliased = any(v.data_ptr() == out.data_ptr() for v, _ in shares[1:])
-        for start in range(0, out.numel(), BLOCK):
-            stop = start + BLOCK
-            block = out.new_empty(min(BLOCK, out.numel() - start)) if aliased else out[start:stop]
-            (first, share), *rest = shares
-            torch.mul(first[start:stop], share, out=block)
-            for v, share in rest:
-                block.add_(v[start:stop], alpha=share)
-            if aliased:
-                out[start:stop] = block
+        (first, _), *rest = shares
+        if not rest:
+            out.copy_(first)
+        elif len(rest) == 1:  # one pass over memory
+            _blend(first, *rest[0], out)
+        else:
+            _blend_blocks(first, rest, out)
+
+
+def _blend_blocks(first: Tensor, rest: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+    """Blend several vectors into the first, a block of all of them at a time."""
+    aliased = any(v.data_ptr() == out.data_ptr() for v, _ in rest[1:])
+    for start in range(0, out.numel(), BLOCK):
+        stop = start + BLOCK
+        block = out.new_empty(min(BLOCK, out.numel() - start)) if aliased else out[start:stop]
+        mean = first[start:stop]
+        for v, share in rest:
+            _blend(mean, v[start:stop], share, block)
+            mean = block
+        if aliased:
+            out[start:stop] = block
+
+
+def _blend(a: Tensor, b: Tensor, share: float, out: Tensor) -> None:
+    """Write a + share (b − a) into `out`. It is −0 where both are (marks.py), as torch's lerp has it from 0.5 on."""
+    if share < 0.5:
+        torch.lerp(b, a, 1 - share, out=out)
+    else:
+        torch.lerp(a, b, share, out=out)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from orchestra.marks import Marks
 from orchestra.replica import Replica, flatten, problems_of, trainable, vector_dtype
 
 BATCH = (torch.linspace(-1, 1, 40).view(8, 5), torch.linspace(0, 1, 8).view(8, 1))
@@ -102,6 +103,17 @@ class Picky(nn.Module):
         return y
 
 
+class Sums(nn.Module):
+    """Whose gradients are all equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.one = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.some.sum() + self.one.sum()
+
+
 class Meddling(Sweeping):
     """Runs a backward pass of its own and drops what it leaves."""
 
@@ -157,21 +169,40 @@ def test_parameters_and_gradients_are_views(make: Callable[[], nn.Module]) -> No
     replica.x.zero_()
     for p in trainable(module).values():
         assert not p.detach().any()
-        assert p.grad is not None
+        if p.grad is None:  # those that were not used
+            assert isinstance(module, Scalar | Picky)
+            continue
         assert p.grad.numel() == 0 or p.grad.untyped_storage().data_ptr() == replica.g.untyped_storage().data_ptr()
 
 
 @pytest.mark.usefixtures("early")
-def test_an_unused_parameter_has_gradient_zero_in_that_step_only() -> None:
+def test_an_unused_parameter_is_marked_in_that_step_only() -> None:
     torch.manual_seed(0)
-    replica = replica_of(Picky())
+    module = Picky()
+    replica = replica_of(module)
     half = len(replica.g) // 2
+    marks = Marks([slice(0, 5), slice(5, 6), slice(6, 11), slice(11, 12)], replica.g.device)
     replica.gradient((torch.ones(8, 5), BATCH[1]), 8)
     assert replica.g[:half].abs().sum() > 0
     assert not replica.g[half:].any()
+    assert marks.absent(replica.g) == [slice(6, 11), slice(11, 12)]
+    assert module.plus.weight.grad is not None
+    assert module.minus.weight.grad is None
     replica.gradient((-torch.ones(8, 5), BATCH[1]), 8)
     assert not replica.g[:half].any()
     assert replica.g[half:].abs().sum() > 0
+    assert marks.absent(replica.g) == [slice(0, 5), slice(5, 6)]
+
+
+@pytest.mark.usefixtures("early")
+def test_a_gradient_of_negative_zeros_is_there() -> None:
+    """Also for whoever has a range of a parameter only."""
+    module = Sums()
+    x = flatten(module)
+    replica = Replica(module, x, torch.zeros_like(x), loss=lambda y, target: -0.0 * y, cuts=[0, 3])
+    replica.gradient(BATCH, 8)
+    assert torch.signbit(replica.g).tolist() == [False, True, True, False, True, False]
+    assert Marks([slice(0, 3), slice(3, 5), slice(5, 6)], x.device).absent(replica.g) == []
 
 
 def test_tied_weights_stand_once() -> None:

@@ -33,6 +33,7 @@ from orchestra.collectives.hierarchical import hierarchical
 from orchestra.collectives.one_device import one_device
 from orchestra.collectives.ring import ring
 from orchestra.collectives.tree import tree
+from orchestra.marks import ABSENT
 from orchestra.node import Comm
 
 Sum = Callable[[Comm, Tensor, float], float]
@@ -61,7 +62,7 @@ def mean_(comm: Comm, x: Tensor, weight: float, add_up: Sum, *, most: float = 1.
     if weight:
         x.mul_(weight / whole)
     else:
-        x.zero_()
+        x.fill_(ABSENT)
     total = add_up(comm, x, weight)
     if total:
         x.mul_(whole / total)

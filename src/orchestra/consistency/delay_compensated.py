@@ -43,15 +43,14 @@ class DelayCompensated(Correction):
 
     @torch.no_grad()
     def correct(self, node: Node, s: ServerState, push: Push) -> Tensor:
-        """g + λ g ⊙ g ⊙ (w − w_bak)."""
+        """g + λ g ⊙ g ⊙ (w − w_bak), as g ⊙ (1 + λ g ⊙ (w − w_bak)): that is still −0 where g is (marks.py)."""
         g = push.x
-        gg = g * g
-        drift = gg * (node.x - s.sent[push.source])
+        drift = g * (node.x - s.sent[push.source])
         if not self.adaptive:
-            return g + self.lam * drift
+            return g * (1 + self.lam * drift)
         (ms,) = s.squares
-        ms.mul_(self.rho).add_(gg, alpha=1 - self.rho)
-        return g + self.lam * drift / (ms + _EPSILON).sqrt()
+        ms.mul_(self.rho).addcmul_(g, g, value=1 - self.rho)
+        return g * (1 + self.lam * drift / (ms + _EPSILON).sqrt())
 
     def answered(self, node: Node, s: ServerState, worker: int) -> None:
         """Remember what it reads."""

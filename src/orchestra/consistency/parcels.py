@@ -22,6 +22,7 @@ from orchestra.clocks import RangeClock
 from orchestra.consistency.base import ServerState
 from orchestra.filters import sparse
 from orchestra.filters.base import Filter
+from orchestra.marks import ABSENT
 from orchestra.node import Node
 from orchestra.ops import Message, Send, Stamp
 from orchestra.vectors import split
@@ -94,7 +95,7 @@ class Parcels:
             return None
         clock.set(start, stop, t)
         if packed:
-            message.x = self._vector(message, start, node.x.new_zeros(stop - start))
+            message.x = self._vector(message, start, node.x.new_full((stop - start,), ABSENT))
         if stop - start == node.x.numel():
             return message
         mine = node.placement[node.comm.servers.index(node.rank)]

@@ -21,7 +21,7 @@ class Filter:
         """Make room for what has to be remembered."""
 
     def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved | None:
-        """On a worker: of its gradient on a server's range. What does not pass counts as zero."""
+        """On a worker: of its gradient on a server's range. What does not pass counts as `ABSENT`, a zero."""
         return None
 
     def answer(self, node: Node, s: ServerState, worker: int) -> Sieved | None:

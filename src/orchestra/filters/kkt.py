@@ -23,6 +23,7 @@ from torch import Tensor
 
 from orchestra.consistency.base import ServerState
 from orchestra.filters.base import Filter, Sieved
+from orchestra.marks import ABSENT
 from orchestra.node import Node
 from orchestra.strategy import knob
 
@@ -38,4 +39,4 @@ class KKT(Filter):
     def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved:
         """Entries that may leave zero, and those that have."""
         active = (node.parts(node.x)[server] != 0) | (g.abs() >= self.l1 - self.margin)
-        return torch.where(active, g, 0), active
+        return torch.where(active, g, ABSENT), active

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from orchestra.consistency.base import ServerState
 from orchestra.filters.base import Filter, Sieved
+from orchestra.marks import ABSENT
 from orchestra.node import Node
 from orchestra.strategy import knob
 
@@ -35,4 +36,4 @@ class RandomSkip(Filter):
         """Entries as drawn."""
         drawn = torch.empty(g.numel()).bernoulli_(1 - self.probability, generator=node.rng).to(g.device) > 0
         scale = 1 / (1 - self.probability) if self.unbiased else 1.0
-        return torch.where(drawn, g * scale, 0), drawn
+        return torch.where(drawn, g * scale, ABSENT), drawn

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from orchestra.consistency.base import ServerState
 from orchestra.filters.base import Filter, Sieved
+from orchestra.marks import ABSENT
 from orchestra.node import Node
 from orchestra.strategy import knob
 
@@ -43,7 +44,7 @@ class Significant(Filter):
         """What has accumulated, where it is enough."""
         r = s.rest[server].add_(g)
         significant = r.abs() > self.threshold
-        v = torch.where(significant, r, 0)
+        v = torch.where(significant, r, ABSENT)
         r.masked_fill_(significant, 0)
         return v, significant
 

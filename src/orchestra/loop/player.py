@@ -69,8 +69,8 @@ class Given:
 class Taken(Replica):
     """The loop's own module: its gradients are there already."""
 
-    def __init__(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
-        super().__init__(module, x, g, loss=lambda output, target: output)
+    def __init__(self, module: nn.Module, x: Tensor, g: Tensor, cuts: Sequence[int] = ()) -> None:
+        super().__init__(module, x, g, loss=lambda output, target: output, cuts=cuts)
         self.known_loss: float | None = None
         where = {p: p.data_ptr() for p in self.parameters}
         homes = ((name, part._parameters) for name, part in module.named_modules())

@@ -111,7 +111,8 @@ def prepare(
     serve in this call, and the script ends there. All begin with the model of worker 0. The loader is shared out among
     the workers: every sample once an epoch, in another order each time, batches of the size it was made with on each of
     them. Means are weighted by samples. Between two steps the parameters are the strategy's model as this worker has
-    it. What has no gradient has gradient zero.
+    it. A parameter whose `.grad` is None stays as it is, as in PyTorch: in strategies that average gradients it must be
+    None on all workers for that, or it counts as zero on those that have none.
 
     Args:
         model: stays the same object; its parameters become views of one vector.
@@ -214,7 +215,7 @@ def _take_part(
 
         patience = asked.cluster.patience
         transport.means = Means(company, transport.exchange, asked.rank, asked.workers, company.host, patience)
-    replica = Taken(asked.model, x0, torch.zeros_like(x0))
+    replica = Taken(asked.model, x0, torch.zeros_like(x0), job.cuts)
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     spread_frozen_(comm, asked.frozen)
     if asked.rank == 0:

@@ -109,12 +109,22 @@ def pays(module: nn.Module, device: str, workers: int) -> bool:
     return small and workers >= _MANY and all(isinstance(part, nn.Linear) for part in holders)
 
 
+def _have_gradients(module: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> list[bool]:
+    """Which parameters have a gradient. In one call for many mini-batches those without would have zeros."""
+    *inputs, target = batch
+    parameters = list(trainable(module.train()).values())
+    found = torch.autograd.grad(loss(module(*inputs), target), parameters, allow_unused=True)
+    return [g is not None for g in found]
+
+
 def why_not(module: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> str | None:
     """Why gradients of a model cannot be taken together, or None if they can."""
     if len({p.dtype for p in trainable(module).values()}) > 1:
         return "the parameters have several dtypes"
     x0, twin = flatten(module), copy.deepcopy(module)
     try:
+        if not all(_have_gradients(copy.deepcopy(module), loss, batch)):
+            return "some parameters have no gradient"
         batched = Batched(twin, loss)
         both = [batched.begin(x, batch) for x in (x0, 1.01 * x0)]
         g, value = batched.end(both[0])

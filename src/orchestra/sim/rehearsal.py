@@ -160,6 +160,8 @@ class Rehearsal:
         def answer() -> float:
             g, loss = together.end(pending)
             node.g.copy_(g)
+            if node.replica is not None:
+                node.replica.present()
             return loss
 
         return answer

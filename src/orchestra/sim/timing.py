@@ -120,6 +120,9 @@ class _Inner:
         """Have them if another one had."""
         self._begun = bool(vectors)
 
+    def put(self, vectors: Sequence[Tensor]) -> None:
+        """There are no numbers to keep."""
+
     def vectors(self) -> list[Tensor]:
         """Those it has."""
         return self._momenta if self._begun else []

@@ -13,8 +13,7 @@ https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks  (the cl
 
 d is the inner optimizer's; the paper's is Adagrad (`torch.optim.Adagrad`), whose state lives with the range. A local
 step is plain SGD with the learning rate γ in force, of each group of layers its own. The paper's loop fetches before a
-step and pushes after it; here both come after it, and what is due at once is one message and its answer. A run ends
-with a push of what is left in Δ.
+step; here push and fetch come after it, as one message and its answer. A run ends with a push of what is left in Δ.
 
 n_push = n_fetch = 1, as in the paper's experiments, is the asynchronous parameter server, `ps(consistency=asp())`.
 The paper starts with one replica and lets the others join later; here all start at once.
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import Problem
+from orchestra.marks import ABSENT
 from orchestra.node import Node
 from orchestra.strategies.owners import owners, too_many
 from orchestra.strategy import Strategy, knob
@@ -81,7 +81,7 @@ class Downpour(Strategy[DownpourState]):
 
     def init(self, node: Node) -> DownpourState:
         """Nothing was pushed, and everybody has version 0."""
-        return DownpourState(torch.zeros_like(node.x), 0, 0, [0] * len(node.comm.workers))
+        return DownpourState(torch.full_like(node.x, ABSENT), 0, 0, [0] * len(node.comm.workers))
 
     def step(self, node: Node, s: DownpourState) -> None:
         """A local step, then what is due."""
@@ -105,7 +105,7 @@ class Downpour(Strategy[DownpourState]):
             for server, part in owners(node):
                 node.comm.send(server, what[part], version=t, weight=s.samples)
         if push:
-            s.delta.zero_()
+            s.delta.fill_(ABSENT)  # a zero, which stays for parameters that have no gradient until the next push
             s.samples = 0
         if fetch:
             for server, part in owners(node):

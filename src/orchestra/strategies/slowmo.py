@@ -112,5 +112,5 @@ class SlowMo(Strategy[SlowMoState]):
         # A worker that could make no update yet has none: then all of them wait for the next round.
         counts = node.comm.gather(torch.tensor([float(len(buffers))]))
         if all(torch.equal(count, counts[0]) for count in counts):
-            for buffer in buffers:
-                node.comm.mean_(buffer)
+            means = [node.comm.mean(buffer) for buffer in buffers]
+            node.inner.put(means)

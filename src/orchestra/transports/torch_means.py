@@ -34,6 +34,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPStore, Work
 
 from orchestra.errors import Stalled
+from orchestra.marks import ABSENT
 from orchestra.ops import All
 from orchestra.transports.addresses import listen
 from orchestra.transports.exchange import Exchange
@@ -159,7 +160,7 @@ class _Sum:
         if self._weight:
             torch.mul(mine, self._weight / self.whole, out=ours)
         else:
-            ours.zero_()  # x may hold anything
+            ours.fill_(ABSENT)  # x may hold anything
         first = start + _HEAD if start or self._x.dtype not in _EXACT else _HEAD - 2
         self._works.append(self._backend.allreduce([self._room[first : _HEAD + stop]]))
 

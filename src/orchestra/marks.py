@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters without a gradient, and how the vector g says which they are: by the sign of its zeros.
+
+    absent      every element of the parameter's part of g is −0
+    present     its first element is not −0, nor is that of any range in which a server or a worker holds a piece of it
+
+PyTorch leaves a parameter alone that has no gradient in a step: no weight decay, no momentum, no step of Adam counted.
+Here g is one vector, added up by shared memory, sockets, Gloo, NCCL and every algorithm in `collectives/`. The zeros
+carry the mark through all of them, without a byte: −0 + −0 = −0, c · −0 = −0 for c > 0, and −0 + 0 = a − a = 0.
+So a parameter is absent in a mean if and only if no worker had a gradient for it, as in DistributedDataParallel with
+`find_unused_parameters=True`; one that some workers had is the mean with zeros for the others.
+
+The rule for code that handles gradients: sums begin with a term or with `ABSENT`, never with 0, and factors are
+positive. A vector of weight zero takes no part, or takes part as all `ABSENT`.
+
+What is lost: a filter that lets nothing of a parameter pass makes it absent in that push. So does a gradient of which
+every element is negative and too small to be represented once it is multiplied by its worker's share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+ABSENT = -0.0
+
+
+def pieces_of(lengths: Sequence[int], part: slice) -> list[slice]:
+    """The pieces of layers that a range of x is made of, counted from its beginning; empty layers have none.
+
+    >>> pieces_of([4, 0, 3, 3], slice(2, 8))
+    [slice(0, 2, None), slice(2, 5, None), slice(5, 6, None)]
+    """
+    bounds = ((max(a, part.start), min(b, part.stop)) for a, b in pairwise(accumulate(lengths, initial=0)))
+    return [slice(low - part.start, high - part.start) for low, high in bounds if low < high]
+
+
+class Marks:
+    """Finds absent pieces of a gradient, and keeps present ones from looking like them."""
+
+    def __init__(self, pieces: Iterable[slice], device: torch.device) -> None:
+        self._pieces = list(pieces)
+        self._heads = torch.tensor([piece.start for piece in self._pieces], dtype=torch.int64, device=device)
+
+    def absent(self, g: Tensor) -> list[slice]:
+        """The pieces without a gradient. In the usual case this reads one element of each piece."""
+        heads = g.index_select(0, self._heads).tolist() if self._pieces else []
+        if 0.0 not in heads:
+            return []
+        marked = (piece for piece, v in zip(self._pieces, heads, strict=True) if v == 0 and math.copysign(1, v) < 0)
+        return [piece for piece in marked if torch.signbit(g[piece]).all() and not g[piece].any()]
+
+    def clear_(self, g: Tensor) -> None:
+        """Mark every piece as present: its first element becomes 0 if it is −0."""
+        heads = g.index_select(0, self._heads)
+        if g.device.type != "cpu" or 0.0 in heads.tolist():  # a GPU would have to be waited for
+            g.index_copy_(0, self._heads, heads + 0.0)

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters without a gradient, in no step or in some: as in plain PyTorch and its DistributedDataParallel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.laws.examples import EXAMPLES, WORKERS, alone, each_of, workers_for
+from tests.processes import Outcome, together
+from tests.zoo import BATCH, INPUTS, SEED, assert_close, assert_same, make_data, plain, train
+from torch import Tensor, nn
+
+import orchestra
+from orchestra import (
+    AllReduce,
+    AtShare,
+    Attached,
+    LocalSGD,
+    ParameterServer,
+    Simulated,
+    SlowMo,
+    Steps,
+    Strategy,
+    StrategySwitch,
+    kept,
+)
+from orchestra.data.feed import IndexedFeed
+from orchestra.inner import Factory, Inner
+from orchestra.marks import ABSENT, pieces_of
+from orchestra.rng import seed_everything
+from orchestra.vectors import weighted_mean
+
+sgd: Factory = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
+adam: Factory = partial(torch.optim.Adam, lr=0.01, weight_decay=0.1)
+adamw: Factory = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+OPTIMIZERS = {"sgd": sgd, "adam": adam, "adamw": adamw}
+FIXED = Simulated(workers=WORKERS, network="1000gbit,0s", delay="constant:1", numerics="real")
+
+
+class Choosy(nn.Module):
+    """Layers that are never used, and two of which a mini-batch uses one, the other, or neither."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.never = nn.Linear(3, 5)
+        self.first = nn.Linear(INPUTS, width)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.plus = nn.Linear(width, width)
+        self.idle = nn.Parameter(torch.ones(()))
+        self.minus = nn.Linear(width, width)
+        self.last = nn.Linear(width, 1)
+        self.rest = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        total = float(x[:, 1].sum())
+        if total > 1:
+            y = y + self.plus(y)
+        if total < -2:
+            y = y + self.minus(y) * self.gain
+        z: Tensor = self.last(y)
+        return z
+
+
+NEVER = ("never", "idle", "rest")
+
+
+class Lacking(nn.Module):
+    """As many parameters as there are inputs, half of them never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.never = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(INPUTS - 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :3] @ self.used[:, None]
+
+
+def choosy() -> nn.Module:
+    return Choosy().double()
+
+
+def wide() -> nn.Module:
+    """80,941 parameters: fused kernels, ranges at whole cache lines, layers at none."""
+    return Choosy(197)
+
+
+def doubles() -> tuple[Tensor, Tensor]:
+    x, y = make_data()
+    return x.double(), y.double()
+
+
+def start_of(model: Callable[[], nn.Module] = choosy) -> dict[str, Tensor]:
+    seed_everything(SEED)
+    return model().state_dict()
+
+
+def assert_never_moved(state: dict[str, Tensor], start: dict[str, Tensor]) -> None:
+    for name, value in state.items():
+        assert torch.equal(value, start[name]) == name.startswith(NEVER), name
+
+
+def run(strategy: Strategy[Any] | str, out: Path, **given: Any) -> nn.Module:
+    asked: dict[str, Any] = {"model": choosy, "data": doubles, "optimizer": adam, "budget": Steps(8)}
+    return train(strategy, out, **asked | given).model
+
+
+def gradients(module: nn.Module, batch: Any) -> list[Tensor | None]:
+    module.zero_grad()
+    *inputs, target = batch
+    torch.autograd.backward(F.mse_loss(module(*inputs), target))
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def ddp(optimizer: Factory, size: int = WORKERS, steps: int = 8) -> nn.Module:
+    """As DistributedDataParallel has it: the mean, with zeros for workers that have none, unless no worker has any."""
+    seed_everything(SEED)
+    module = choosy()
+    inner = optimizer(list(module.parameters()))
+    feeds = [IndexedFeed(doubles(), batch=BATCH, seed=SEED, rank=r, size=size) for r in range(size)]
+    patterns = set()
+    for _ in range(steps):
+        found = [(gradients(module, batch), count) for batch, count in (feed.next() for feed in feeds) if count]
+        total = sum(count for _, count in found)
+        for i, p in enumerate(module.parameters()):
+            shares = [g * (count / total) for each, count in found if (g := each[i]) is not None]
+            p.grad = sum(shares[1:], shares[0]) if shares else None
+        patterns.add(tuple(p.grad is None for p in module.parameters()))
+        inner.step()
+    assert len(patterns) > 1, "no layer was left out in some of the steps only: this would show nothing"
+    return module
+
+
+def local(optimizer: Factory, tau: int, size: int = WORKERS, steps: int = 8) -> nn.Module:
+    """Workers of their own, each plain PyTorch, and the mean of what they have."""
+    modules = []
+    for _ in range(size):
+        seed_everything(SEED)
+        modules.append(choosy())
+    inners = [optimizer(list(module.parameters())) for module in modules]
+    feeds = [IndexedFeed(doubles(), batch=BATCH, seed=SEED, rank=r, size=size) for r in range(size)]
+    for start in range(0, steps, tau):
+        weights = [0] * size
+        for _ in range(min(tau, steps - start)):
+            for i, (module, inner, feed) in enumerate(zip(modules, inners, feeds, strict=True)):
+                batch, count = feed.next()
+                if count:
+                    gradients(module, batch)
+                    inner.step()
+                weights[i] += count
+        with torch.no_grad():
+            for each in zip(*(module.parameters() for module in modules), strict=True):
+                mean = sum(p * (w / sum(weights)) for p, w in zip(each, weights, strict=True))
+                for p in each:
+                    p.copy_(mean)
+    return modules[0]
+
+
+# Never used.
+
+
+@each_of(EXAMPLES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_what_is_never_used_stays_as_it_was(strategy: Strategy[Any], optimizer: str, tmp_path: Path) -> None:
+    cluster = Simulated(workers=workers_for(strategy), delay="lognormal:0.05,0.3")
+    made = run(strategy, tmp_path / "run", optimizer=OPTIMIZERS[optimizer], cluster=cluster, budget=Steps(9))
+    state, start = made.state_dict(), start_of()
+    for name, value in state.items():
+        if name.startswith(NEVER):
+            assert torch.equal(value, start[name]), name
+    assert not torch.equal(state["first.weight"], start["first.weight"])
+
+
+REAL = [
+    "allreduce", "ps(servers=2)", "ps(consistency=asp)", "ps(consistency=ssp)", "localsgd(tau=2)", "slowmo(tau=2)",
+    "easgd", "synceasgd(tau=2)", "downpour(n_push=2, n_fetch=2)", "hogwild", "switch(when=atshare)",
+    "allreduce(algorithm=ring)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", REAL)
+def test_nor_does_it_move_in_processes(strategy: str, tmp_path: Path) -> None:
+    assert_never_moved(run(strategy, tmp_path / "run", optimizer=sgd).state_dict(), start_of())
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    for outcome in outcomes:
+        assert not outcome.kind, outcome.error
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps", "localsgd(tau=2)"])
+def test_nor_over_sockets(strategy: str, tmp_path: Path) -> None:
+    """Where the synchronous strategies give the same bits as in the shared memory of one machine."""
+    here = run(strategy, tmp_path / "here", optimizer=sgd, workers=2)
+
+    def call() -> Any:
+        return run(strategy, tmp_path / "there", optimizer=sgd, cluster=Attached(patience=20)).state_dict()
+
+    start = start_of()
+    for state in values(together(3 if strategy == "ps" else 2, call)):
+        assert_never_moved(state, start)
+        assert all(torch.equal(value, here.state_dict()[name]) for name, value in state.items())
+
+
+def test_nor_where_torch_takes_the_means(tmp_path: Path) -> None:
+    """Gloo adds up, with unequal weights: 101 samples, so that some have none in the last step of an epoch."""
+
+    def call() -> Any:
+        cluster = Attached(patience=20, trusted=True)
+        return run("allreduce", tmp_path / "run", optimizer=adamw, cluster=cluster).state_dict()
+
+    expected = ddp(adamw).state_dict()
+    for state in values(together(WORKERS, call)):
+        assert_never_moved(state, start_of())
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
+
+
+# Used in some steps.
+
+
+@each_of(EXAMPLES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_worker_alone_is_plain_torch(strategy: Strategy[Any], optimizer: str, tmp_path: Path) -> None:
+    expected = plain(model=choosy, data=doubles, optimizer=OPTIMIZERS[optimizer], steps=8)
+    cluster = Simulated(workers=1, numerics="real")
+    found = run(alone(strategy), tmp_path / "run", optimizer=OPTIMIZERS[optimizer], cluster=cluster)
+    assert_close(found, expected, tolerance=1e-12)
+
+
+LIKE_DDP: list[Strategy[Any]] = [
+    AllReduce(),
+    *(AllReduce(algorithm=name) for name in ("ring", "butterfly", "halving_doubling", "tree", "double_tree")),
+    *(AllReduce(algorithm=name) for name in ("hierarchical", "one_device")),
+    ParameterServer(),
+    ParameterServer(servers=3),
+    ParameterServer(servers=2, pieces=3),
+    StrategySwitch(when=AtShare(share=0.5), then=ParameterServer(servers=2)),
+    StrategySwitch(when=AtShare(share=0.5), first=ParameterServer(servers=2), then=AllReduce()),
+]
+
+
+@pytest.mark.parametrize("strategy", LIKE_DDP, ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_workers_together_are_as_in_ddp(strategy: Strategy[Any], optimizer: str, tmp_path: Path) -> None:
+    found = run(strategy, tmp_path / "run", optimizer=OPTIMIZERS[optimizer], cluster=FIXED)
+    assert_close(found, ddp(OPTIMIZERS[optimizer]), tolerance=1e-11)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_workers_apart_are_plain_torch_each(optimizer: str, tmp_path: Path) -> None:
+    found = run(LocalSGD(tau=3), tmp_path / "run", optimizer=OPTIMIZERS[optimizer])
+    assert_close(found, local(OPTIMIZERS[optimizer], 3), tolerance=1e-11)
+    slow = run(SlowMo(tau=3, beta=0.0, buffers="maintain"), tmp_path / "slow", optimizer=OPTIMIZERS[optimizer])
+    assert_close(slow, local(OPTIMIZERS[optimizer], 3), tolerance=1e-11)
+
+
+@pytest.mark.parametrize("model", [choosy, wide])
+def test_the_worlds_agree_to_the_last_bit(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """However many ranges there are, also of a large model, which fused kernels update."""
+    given: dict[str, Any] = {"model": model, "optimizer": adamw, "data": doubles if model is choosy else make_data}
+    expected = run("allreduce", tmp_path / "here", **given)
+    for i, strategy in enumerate(("ps", "ps(servers=2)", "ps(servers=3)", "switch(when=atshare, then=ps(servers=2))")):
+        assert_same(run(strategy, tmp_path / f"{i}", cluster=FIXED, **given), expected)
+    assert_same(run("ps(servers=2)", tmp_path / "there", **given), expected)
+    assert_never_moved(expected.state_dict(), start_of(model))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=2)", "localsgd(tau=2)"])
+def test_a_run_goes_on_from_its_checkpoint(strategy: str, tmp_path: Path) -> None:
+    """With what was kept for each layer by itself."""
+    given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(5)}
+    run(strategy, tmp_path / "run", budget=Steps(5), **given)
+    resumed = run(strategy, tmp_path / "run", budget=Steps(10), resume=True, **given)
+    assert_same(resumed, run(strategy, tmp_path / "whole", budget=Steps(10), workers=2))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=2)", "allreduce(algorithm=ring)", "localsgd(tau=2)"])
+def test_no_bytes_are_spent_on_it(strategy: str, tmp_path: Path) -> None:
+    """As many as for a model of the same size in which every layer is used."""
+
+    models = (partial(nn.Linear, INPUTS, 1, bias=False), Lacking)
+    runs = [train(strategy, tmp_path / f"{i}", model=model, cluster=FIXED) for i, model in enumerate(models)]
+    sent = [run.summary.sent_total for run in runs]
+    assert sent[0] == sent[1] > 0
+
+
+def test_one_micro_batch_is_enough(tmp_path: Path) -> None:
+    """A layer that one part of a mini-batch uses has a gradient in that mini-batch."""
+    found = run("allreduce", tmp_path / "run", workers=1, accumulate=2, batch=2, budget=Steps(12))
+    seed_everything(SEED)
+    module = choosy()
+    inner = adam(list(module.parameters()))
+    feed = IndexedFeed(doubles(), batch=2, seed=SEED, rank=0, size=1)
+    for _ in range(12):
+        module.zero_grad()
+        (x, y), _ = feed.next()
+        for i in range(2):
+            torch.autograd.backward(F.mse_loss(module(x[i : i + 1]), y[i : i + 1]) / 2)
+        inner.step()
+    assert_close(found, module, tolerance=1e-12)
+
+
+# A loop of one's own.
+
+
+def script(strategy: str | None, *, size: int = 1, set_to_none: bool = True) -> dict[str, Tensor] | None:
+    """The model of an ordinary loop; of two workers each takes every other sample."""
+    seed_everything(SEED)
+    model, rank = choosy(), 0
+    made: Any = adamw(list(model.parameters()))
+    if strategy is not None:
+        try:
+            model, made = orchestra.prepare(model, made, strategy=strategy, cluster=Attached(patience=20))
+        except SystemExit:
+            return None
+        rank = made.orchestra.rank
+    x, y = doubles()
+    for step in range(10):
+        chosen = (
+            slice(step * 2 * BATCH + rank, (step + 1) * 2 * BATCH, size)
+            if size > 1
+            else slice(step * BATCH, (step + 1) * BATCH)
+        )
+        made.zero_grad(set_to_none=set_to_none)
+        torch.autograd.backward(F.mse_loss(model(x[chosen]), y[chosen]))
+        made.step()
+    if strategy is not None:
+        made.finish()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loop_alone_is_plain_torch(set_to_none: bool) -> None:
+    """Zeros that the loop leaves in place of gradients count as gradients, as they do in torch."""
+    expected, found = (script(strategy, set_to_none=set_to_none) for strategy in (None, "allreduce"))
+    assert expected is not None
+    assert found is not None
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    assert_never_moved(found, start_of())
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps", "localsgd(tau=2)", "downpour"])
+def test_a_loop_leaves_alone_what_is_never_used(strategy: str) -> None:
+    servers = strategy in ("ps", "downpour")
+    states = [state for state in values(together(2 + servers, partial(script, strategy, size=2))) if state is not None]
+    assert len(states) == 2
+    for state in states:
+        assert_never_moved(state, start_of())
+
+
+# The parts.
+
+
+def test_marks_survive_every_weighted_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for size in range(1, 6):
+            for n in (1, 5, 64, 70_001):
+                weights = torch.randint(0, 9, (size,), generator=generator).tolist()
+                weights[0] += not any(weights)
+                vectors = [torch.full((n,), ABSENT, dtype=dtype) for _ in range(size)]
+                out = torch.empty(n, dtype=dtype)
+                weighted_mean(out, vectors, weights)
+                assert torch.signbit(out).all()
+                taking_part = next(i for i, weight in enumerate(weights) if weight)
+                vectors[taking_part].zero_()
+                weighted_mean(out, vectors, weights)
+                assert not torch.signbit(out).any()
+
+
+def test_the_mean_of_equal_numbers_is_that_number() -> None:
+    """So that workers that each take the mean of their models do not move what none of them has changed."""
+    x = torch.randn(10_001, generator=torch.Generator().manual_seed(0))
+    for size in range(1, 9):
+        out = torch.empty_like(x)
+        weighted_mean(out, [x.clone() for _ in range(size)], [32.0] * (size - 1) + [7.0])
+        assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_was_cut_is_handed_over_in_parts(optimizer: str) -> None:
+    """From one optimizer to two with a range each, and back to one, by way of text as on a wire."""
+    layers, parts = [4, 3, 2, 5], [slice(0, 6), slice(6, 14)]
+    whole = Inner(OPTIMIZERS[optimizer], torch.ones(14), pieces=pieces_of(layers, slice(0, 14)))
+    g = torch.arange(1.0, 15.0)
+    for lacking in ((), (1,), (1, 3), (0,)):
+        given = g.clone()
+        for i in lacking:
+            given[pieces_of(layers, slice(0, 14))[i]] = ABSENT
+        whole.step(given)
+    x = whole._flat.data  # type: ignore[union-attr]
+    heirs = [Inner(OPTIMIZERS[optimizer], x[part].clone(), pieces=pieces_of(layers, part)) for part in parts]
+    for heir, part in zip(heirs, parts, strict=True):
+        words = json.loads(json.dumps(kept.within(whole.outline(), part, 14)))
+        heir.adopt(words, [vector[part].clone() for vector in whole.vectors()])
+        heir.step(g[part].clone())
+    again = torch.cat([heir._flat.data for heir in heirs])  # type: ignore[union-attr]
+    back = Inner(OPTIMIZERS[optimizer], again, pieces=pieces_of(layers, slice(0, 14)))
+    said = [json.loads(json.dumps(heir.outline())) for heir in heirs]
+    back.adopt(*kept.joined(parts, said, [heir.vectors() for heir in heirs]))
+    whole.step(g.clone())
+    for _ in range(2):
+        assert torch.equal(back._flat.data, whole._flat.data)  # type: ignore[union-attr]
+        back.step(g.clone())
+        whole.step(g.clone())
