@@ -55,6 +55,8 @@ class Comm:
         self.servers = servers
         self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
         self._paused: set[int] = set()  # workers that send nothing more for now
+        self.progress = 0.0  # epochs dealt before the gradient that this worker takes; every message carries it
+        self.known: dict[int, float] = {}  # the same of each worker's latest gradient, as far as this server knows
         self.pack: Callable[[Send], Sequence[Send]]  # what is sent for a message
         self.unpack: Callable[[Message], Message | None]  # None: there is more to come
         self.send_as_given()
@@ -88,13 +90,14 @@ class Comm:
     def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
         """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
         self._require(to)
-        for message in self.pack(Send(to, x, version, weight, tag=tag)):
+        for message in self.pack(Send(to, x, version, weight, tag=tag, progress=self.progress)):
             self.transport.start(message).wait()
 
     def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
         """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
         self._require(to)
-        handles = [self.transport.start(m) for m in self.pack(Send(to, x, version, weight, lend=True))]
+        message = Send(to, x, version, weight, lend=True, progress=self.progress)
+        handles = [self.transport.start(m) for m in self.pack(message)]
         return handles[0] if len(handles) == 1 else All(handles)
 
     def _require(self, other: int) -> None:
@@ -144,6 +147,8 @@ class Comm:
                 if departures:
                     return Departed(came.source)
             elif (whole := self.unpack(came)) is not None:
+                if not whole.tag:
+                    self.known[whole.source] = whole.progress
                 return whole
         return None
 
@@ -190,7 +195,6 @@ class Node:
         feed: Feed | None = None,
         placement: Sequence[slice] = (),
         fuses: bool = False,
-        samples_per_epoch: int | None = None,
         tolerate: int = 10,
         last_step: int | None = None,
         validation: Callable[[], tuple[float, float]] | None = None,
@@ -213,7 +217,6 @@ class Node:
         self.placement = placement  # the range of x that each server holds
         self._lengths = [part.stop - part.start for part in placement]
         self._fuses = fuses  # the world takes means and updates in one
-        self._samples_per_epoch = samples_per_epoch
         self._tolerate, self._in_a_row = tolerate, 0
         self._last_step, self._validation = last_step, validation
         # A sum in half precision may overflow although every element is finite.
@@ -253,10 +256,16 @@ class Node:
 
     @property
     def epochs(self) -> float:
-        """Passes over the data so far, as a fraction."""
+        """Passes over the data that were dealt to the workers, whether or not their gradients were used.
+
+        A worker goes by its own feed. A server goes by the mean over the workers of the progress that each last sent;
+        a worker that has finished counts with its last one.
+        """
         if self.feed is not None:
             return self.feed.epochs
-        return self.samples / self._samples_per_epoch if self._samples_per_epoch else 0.0
+        known = [self.comm.known.get(worker, 0.0) for worker in self.comm.workers.members]
+        least = min(known)  # subtracted first: where all are equal, the mean is exactly that
+        return least + math.fsum(progress - least for progress in known) / len(known)
 
     @property
     def budget(self) -> float:
@@ -277,7 +286,8 @@ class Node:
         """
         assert self.feed is not None
         start = self.comm.transport.start
-        self.inner.set_progress(self.epochs)
+        self.comm.progress = self.epochs
+        self.inner.set_progress(self.comm.progress)
         batch, size = start(Compute(self.feed.next, draws=self.feed.draws)).wait()
         self.steps += 1
         self.abandoned = False

@@ -145,7 +145,7 @@ def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
         optimizer, layers = groups.on_range(optimizer, job.layers, job.range_of(rank), x)
     inner = Inner(optimizer, x, layers=layers, schedule=job.schedule, clip=job.clip, fused=fused)
     seed = fold(job.seed, rank, 1)
-    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, samples_per_epoch=job.samples_per_epoch)
+    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement)
 
 
 # Train, serve.
@@ -310,6 +310,7 @@ def everything(life: Life) -> dict[str, Any]:
         "strategy": life.state,
         "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
         "counts": [node.steps, node.samples, node.skipped, life.snapshots],
+        "progress": [node.comm.progress, node.comm.known],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
         "sent_to": {str(node): nbytes for node, nbytes in traffic.sent_to.items()},
         "node_rng": node.rng.get_state(),
@@ -336,6 +337,7 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
         checkpoint.restore_into(life.state, saved["strategy"])
         life.job.strategy.attach(node, life.state)
     node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]
+    node.comm.progress, node.comm.known = saved["progress"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]
     traffic.sent_to.update({int(node): nbytes for node, nbytes in saved["sent_to"].items()})
     node.rng.set_state(saved["node_rng"])

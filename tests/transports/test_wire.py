@@ -30,12 +30,14 @@ def read(header: bytes, *, source: int = 3, number: int = 7, largest: int = 1 <<
     version=st.integers(-(2**63), 2**63 - 1),
     weight=st.floats(allow_nan=False),
     stamp=st.tuples(*[st.integers(0, 2**64 - 1)] * 3),
+    progress=st.floats(allow_nan=False),
     check=st.integers(0, 2**64 - 1),
 )
 def test_what_is_written_is_read(
-    kind: int, dtype: torch.dtype, numel: int, tag: int, version: int, weight: float, stamp: tuple[int, ...], check: int
-) -> None:
-    frame = wire.Frame(kind, 3, 7, dtype, numel, tag, version, weight, Stamp(*stamp), check)
+    kind: int, dtype: torch.dtype, numel: int, tag: int, version: int, weight: float, stamp: tuple[int, ...],
+    progress: float, check: int,
+) -> None:  # fmt: skip
+    frame = wire.Frame(kind, 3, 7, dtype, numel, tag, version, weight, Stamp(*stamp), progress, check)
     header = wire.encode(frame, RUN)
     assert len(header) == wire.LENGTH
     assert read(header) == frame

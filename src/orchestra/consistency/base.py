@@ -109,6 +109,7 @@ class Service:
     correction: Correction
     active: set[int] = field(init=False)  # workers that have not left
     asking: dict[int, int] = field(default_factory=dict)  # who waits for x, and the version it has
+    ahead: dict[int, float] = field(default_factory=dict)  # the progress at which each goes on when it has x
     warned: set[int] = field(default_factory=set)  # who knows that there is a newer x
 
     def __post_init__(self) -> None:
@@ -151,6 +152,7 @@ class Service:
 
     def answer(self, worker: int) -> None:
         """Let a worker read x, which it need not if it has it already."""
+        self.node.comm.known[worker] = self.ahead.pop(worker)  # not before: it waits
         if self.asking.pop(worker) == self.version:
             self.node.comm.send(worker, self.node.x[:0], version=self.version, tag=UNCHANGED)
             return
@@ -176,7 +178,7 @@ class OnRequest(Consistency):
                 at.active.discard(came.source)
                 at.asking.pop(came.source, None)
             elif came.tag == QUESTION:
-                at.asking[came.source] = came.version
+                at.asking[came.source], at.ahead[came.source] = came.version, came.progress
                 at.warned.discard(came.source)
             else:
                 self.take(at, came)
@@ -199,6 +201,7 @@ class OnRequest(Consistency):
 def pull(node: Node, s: ServerState) -> None:
     """x[R] ← the server's, for every R, as soon as it may be read."""
     servers = node.comm.servers.members
+    node.comm.progress = node.epochs
     for server, version in zip(servers, s.versions, strict=True):
         node.comm.send(server, node.x[:0], version=version, tag=QUESTION)
     # Nothing is written before all have answered, so that until then the worker is as it was.
