@@ -54,7 +54,6 @@ class Inner:
         *,
         layers: Sequence[nn.Parameter] | None = None,
         schedule: Schedule | None = None,
-        clip: float | None = None,
         fused: bool = False,
     ) -> None:
         self._flat = None if layers is not None else nn.Parameter(x, requires_grad=True)
@@ -68,7 +67,6 @@ class Inner:
         # A user's own may add noise; torch's and ours draw nothing.
         self.draws = not type(self.optimizer).__module__.startswith(("torch.optim.", "orchestra.optimizers."))
         self._schedule = schedule
-        self._clip = clip
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._scale = 1.0
         self._lent = False  # somebody else sets the learning rate: it is scaled for the moment of a step only
@@ -121,10 +119,7 @@ class Inner:
                 group[name] = value * self._scale if name == "lr" else value
 
     def step(self, g: Tensor) -> None:
-        """One update with gradient g, clipped in place if asked for; a layer's is its range of g."""
-        if self._clip is not None:
-            with torch.no_grad():
-                g.mul_(torch.clamp(self._clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0))
+        """One update with gradient g; a layer's is its range of g."""
         if self._flat is not None:
             self._flat.grad = g
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from orchestra.ops import (
     Transport,
 )
 from orchestra.replica import Ready, Replica
-from orchestra.vectors import weighted_mean
+from orchestra.vectors import clip_, weighted_mean
 
 _PAUSE = 0xFFFF  # a tag
 
@@ -195,6 +195,7 @@ class Node:
         feed: Feed | None = None,
         placement: Sequence[slice] = (),
         fuses: bool = False,
+        clip: float | None = None,
         tolerate: int = 10,
         last_step: int | None = None,
         validation: Callable[[], tuple[float, float]] | None = None,
@@ -210,13 +211,13 @@ class Node:
         self.skipped = 0  # gradients that were not finite
         self.abandoned = False  # whether the last mini-batch was given up
         self.retired = False  # whether this worker has made way for a server
-        self.replica = replica
-        self.feed = feed
-        self.inner = inner
+        self.replica, self.feed, self.inner = replica, feed, inner
         self._log = log
         self.placement = placement  # the range of x that each server holds
         self._lengths = [part.stop - part.start for part in placement]
         self._fuses = fuses  # the world takes means and updates in one
+        self.clip = clip  # the largest norm allowed
+        self.clips: Literal["own", "mean"] = "own"  # that of which gradient: as the strategy in force says
         self._tolerate, self._in_a_row = tolerate, 0
         self._last_step, self._validation = last_step, validation
         # A sum in half precision may overflow although every element is finite.
@@ -256,11 +257,7 @@ class Node:
 
     @property
     def epochs(self) -> float:
-        """Passes over the data that were dealt to the workers, whether or not their gradients were used.
-
-        A worker goes by its own feed. A server goes by the mean over the workers of the progress that each last sent;
-        a worker that has finished counts with its last one.
-        """
+        """Passes over the data as dealt to the workers, used or not; on a server, the mean of what each last sent."""
         if self.feed is not None:
             return self.feed.epochs
         known = [self.comm.known.get(worker, 0.0) for worker in self.comm.workers.members]
@@ -309,6 +306,8 @@ class Node:
             self.weight = float(size)
             self.samples += size
             self._in_a_row = 0
+            if self.clip is not None and self.clips == "own":
+                clip_(self.g, self.clip)
         else:
             self._skip()
         return self.g
@@ -341,8 +340,14 @@ class Node:
         if self.feed is None:
             self.steps += 1
             self.inner.set_progress(self.epochs)
-        step = Compute(lambda: self.inner.step(g), numbers=g.numel(), draws=self.inner.draws)
+        step = Compute(lambda: self._step(g), numbers=g.numel(), draws=self.inner.draws)
         self.comm.transport.start(step).wait()
+
+    def _step(self, g: Tensor) -> None:
+        """The inner optimizer's step; g is clipped first if it is the mean that `clip` bounds."""
+        if self.clip is not None and self.clips == "mean":
+            clip_(g, self.clip)
+        self.inner.step(g)
 
     def rates(self) -> Iterator[tuple[slice, float]]:
         """γ of each range of x: of all of it, or of each layer where the optimizer has groups of them."""
@@ -375,7 +380,7 @@ class Node:
         What g holds afterwards is nobody's business.
         """
         if self._fuses:
-            op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self.inner.step)
+            op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self._step)
             self.comm.transport.start(op).wait()
             return
         if self.comm.mean_(g, weight=self.weight):

@@ -67,6 +67,7 @@ class Life:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
+        self.node.clips = self.job.strategy.clips
         self.state = self.job.strategy.init(self.node)
         self.job.strategy.attach(self.node, self.state)
 
@@ -105,7 +106,7 @@ def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data
     layers = list(replica.parameters) if job.layerwise else None
     return Node(
         comm,
-        Inner(job.optimizer, mine, layers=layers, schedule=job.schedule, clip=job.clip, fused=x.numel() >= LARGE),
+        Inner(job.optimizer, mine, layers=layers, schedule=job.schedule, fused=x.numel() >= LARGE),
         x,
         log=log,
         seed=fold(job.seed, rank, 1),
@@ -113,6 +114,7 @@ def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data
         feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
         placement=job.placement,
         fuses=job.owns_range or job.torch_means,
+        clip=job.clip,
         tolerate=job.tolerate,
         last_step=job.last_step,
         validation=_validation(job, rank, replica),
@@ -143,9 +145,9 @@ def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
     layers: list[nn.Parameter] | None = None
     if job.layerwise:
         optimizer, layers = groups.on_range(optimizer, job.layers, job.range_of(rank), x)
-    inner = Inner(optimizer, x, layers=layers, schedule=job.schedule, clip=job.clip, fused=fused)
+    inner = Inner(optimizer, x, layers=layers, schedule=job.schedule, fused=fused)
     seed = fold(job.seed, rank, 1)
-    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement)
+    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, clip=job.clip)
 
 
 # Train, serve.

@@ -71,13 +71,13 @@ def forged(offset: int, form: str, value: int) -> bytes:
 @pytest.mark.parametrize(
     ("header", "complaint"),
     [
-        (forged(3, "B", 9), "version 9, not 2"),
+        (forged(3, "B", 9), "version 9, not 3"),
         (forged(4, "B", 77), "kind 77"),
         (forged(5, "B", 255), "type 255"),
         (forged(8, "<Q", 1), "another run's"),
         (forged(16, "<I", 2), "in the name of node 2"),
         (forged(20, "<Q", 6), "message 6 instead of 7"),
-        (forged(80, "<Q", 2**62), "nothing longer than 1,048,576"),
+        (forged(88, "<Q", 2**62), "nothing longer than 1,048,576"),
     ],
 )
 def test_a_forgery_is_named(header: bytes, complaint: str) -> None:

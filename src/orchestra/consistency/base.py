@@ -24,6 +24,7 @@ from orchestra.clocks import Piece
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.ops import Departed, Handle, Message
+from orchestra.strategy import Clipped
 
 QUESTION, NOTICE, UNCHANGED = 1, 2, 3  # tags of messages that carry no vector
 
@@ -81,6 +82,11 @@ class Consistency(ABC):
     def updates(self, workers: int) -> float:
         """How many full steps as many gradients as there are workers make."""
         return 1.0
+
+    @property
+    def clips(self) -> Clipped:
+        """What `clip` bounds: the mean that makes an update, or every worker's own gradient."""
+        return "mean"
 
     @property
     def meets(self) -> bool:
