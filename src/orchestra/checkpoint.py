@@ -25,7 +25,7 @@ from torch import Tensor
 
 from orchestra.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 KEEP = 2
 _MAX_MANIFEST = 16 << 20  # bytes
 _NAMES = {  # of dtypes in safetensors

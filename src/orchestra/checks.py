@@ -18,6 +18,7 @@ from orchestra.data.feed import Samples, is_tensors
 from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 from orchestra.errors import Problem
 from orchestra.inner import ELEMENTWISE, elementwise
+from orchestra.phases import Phases
 from orchestra.replica import trainable
 from orchestra.strategy import Strategy, check_fields
 
@@ -45,8 +46,8 @@ def check_numbers(
             yield Problem(name, value, f"must be at least {least}")
         elif value > 2**48:
             yield Problem(name, value, "is too large")
-    if clip is not None and not (isinstance(clip, int | float) and math.isfinite(clip) and clip > 0):
-        yield Problem("clip", clip, "must be the largest allowed norm of the gradient, above zero, or None")
+    if clip is not None:
+        yield from check_norm("clip", clip)
     if precision not in ("float32", "bf16"):
         yield Problem("precision", precision, 'must be "float32" or "bf16"')
     if isinstance(batch, int) and isinstance(accumulate, int) and 1 <= batch < accumulate:
@@ -121,10 +122,22 @@ def check_strategy(strategy: Strategy[Any], workers: int, clip: float | None) ->
         return
     if isinstance(workers, int) and workers >= 1:
         yield from strategy.demands(workers)
-    if clip is not None and strategy.servers > 1:
-        yield Problem(
-            "clip", clip, "needs the norm of the whole gradient, but each server sees only its range: use servers=1"
-        )
+    if clip is not None:
+        yield from check_whole(strategy, "clip", clip)
+
+
+def check_norm(name: str, most: object) -> Iterator[Problem]:
+    """A bound that a norm can have."""
+    if not (isinstance(most, int | float) and math.isfinite(most) and most > 0):
+        yield Problem(name, most, "must be the largest allowed norm of the gradient, above zero, or None")
+
+
+def check_whole(strategy: Strategy[Any], name: str, most: float) -> Iterator[Problem]:
+    """What is clipped must be whole on the node that clips it."""
+    phases = (strategy.first, strategy.then) if isinstance(strategy, Phases) else (strategy,)
+    if any(phase.servers > 1 and phase.clips == "mean" for phase in phases):
+        message = "needs the norm of the whole mean, but each server sees only its range: use servers=1"
+        yield Problem(name, most, message)
 
 
 def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterator[Problem]:

@@ -6,8 +6,8 @@
     servers → workers       every worker gets x and the momenta from all servers
     servers → servers       every worker gets x; momenta stay
 
-Momenta that are to be forgotten are not sent. Servers also learn how many samples there were, by which the schedule
-goes on.
+Momenta that are to be forgotten are not sent. Servers also learn how many samples there were, and how far all workers
+are in the data, by which the schedule goes on.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def at_server(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bo
     samples = came.version
     node.inner.adopt(*_receive(node, giver))
     node.samples = samples  # now that it holds everything
+    comm.known = dict.fromkeys(workers, came.progress)  # all workers are at the same step
     return True
 
 

@@ -65,7 +65,6 @@ class Inner:
         layers: Sequence[nn.Parameter] | None = None,
         pieces: Sequence[slice] = (),
         schedule: Schedule | None = None,
-        clip: float | None = None,
         fused: bool = False,
     ) -> None:
         self._flat = None if layers is not None else nn.Parameter(x, requires_grad=True)
@@ -83,7 +82,6 @@ class Inner:
         # A user's own may add noise; torch's and ours draw nothing.
         self.draws = not type(self.optimizer).__module__.startswith(("torch.optim.", "orchestra.optimizers."))
         self._schedule = schedule
-        self._clip = clip
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._scale = 1.0
         self._lent = False  # somebody else sets the learning rate: it is scaled for the moment of a step only
@@ -136,10 +134,7 @@ class Inner:
                 group[name] = value * self._scale if name == "lr" else value
 
     def step(self, g: Tensor) -> None:
-        """One update with gradient g, clipped in place if asked for; layers without a gradient are left alone."""
-        if self._clip is not None:
-            with torch.no_grad():
-                g.mul_(torch.clamp(self._clip / (torch.linalg.vector_norm(g) + 1e-6), max=1.0))
+        """One update with gradient g; layers without a gradient are left alone."""
         self._hand_out(g)
         if self._lent and self._scale != 1:
             self._step_scaled()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from orchestra.ops import (
     Transport,
 )
 from orchestra.replica import Ready, Replica
-from orchestra.vectors import weighted_mean
+from orchestra.vectors import clip_, weighted_mean
 
 _PAUSE = 0xFFFF  # a tag
 
@@ -55,6 +55,8 @@ class Comm:
         self.servers = servers
         self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
         self._paused: set[int] = set()  # workers that send nothing more for now
+        self.progress = 0.0  # epochs dealt before the gradient that this worker takes; every message carries it
+        self.known: dict[int, float] = {}  # the same of each worker's latest gradient, as far as this server knows
         self.pack: Callable[[Send], Sequence[Send]]  # what is sent for a message
         self.unpack: Callable[[Message], Message | None]  # None: there is more to come
         self.send_as_given()
@@ -88,13 +90,14 @@ class Comm:
     def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
         """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
         self._require(to)
-        for message in self.pack(Send(to, x, version, weight, tag=tag)):
+        for message in self.pack(Send(to, x, version, weight, tag=tag, progress=self.progress)):
             self.transport.start(message).wait()
 
     def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
         """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
         self._require(to)
-        handles = [self.transport.start(m) for m in self.pack(Send(to, x, version, weight, lend=True))]
+        message = Send(to, x, version, weight, lend=True, progress=self.progress)
+        handles = [self.transport.start(m) for m in self.pack(message)]
         return handles[0] if len(handles) == 1 else All(handles)
 
     def _require(self, other: int) -> None:
@@ -144,6 +147,8 @@ class Comm:
                 if departures:
                     return Departed(came.source)
             elif (whole := self.unpack(came)) is not None:
+                if not whole.tag:
+                    self.known[whole.source] = whole.progress
                 return whole
         return None
 
@@ -190,7 +195,7 @@ class Node:
         feed: Feed | None = None,
         placement: Sequence[slice] = (),
         fuses: bool = False,
-        samples_per_epoch: int | None = None,
+        clip: float | None = None,
         tolerate: int = 10,
         last_step: int | None = None,
         validation: Callable[[], tuple[float, float]] | None = None,
@@ -206,14 +211,13 @@ class Node:
         self.skipped = 0  # gradients that were not finite
         self.abandoned = False  # whether the last mini-batch was given up
         self.retired = False  # whether this worker has made way for a server
-        self.replica = replica
-        self.feed = feed
-        self.inner = inner
+        self.replica, self.feed, self.inner = replica, feed, inner
         self._log = log
         self.placement = placement  # the range of x that each server holds
         self._lengths = [part.stop - part.start for part in placement]
         self._fuses = fuses  # the world takes means and updates in one
-        self._samples_per_epoch = samples_per_epoch
+        self.clip = clip  # the largest norm allowed
+        self.clips: Literal["own", "mean"] = "own"  # that of which gradient: as the strategy in force says
         self._tolerate, self._in_a_row = tolerate, 0
         self._last_step, self._validation = last_step, validation
         # A sum in half precision may overflow although every element is finite.
@@ -253,10 +257,12 @@ class Node:
 
     @property
     def epochs(self) -> float:
-        """Passes over the data so far, as a fraction."""
+        """Passes over the data as dealt to the workers, used or not; on a server, the mean of what each last sent."""
         if self.feed is not None:
             return self.feed.epochs
-        return self.samples / self._samples_per_epoch if self._samples_per_epoch else 0.0
+        known = [self.comm.known.get(worker, 0.0) for worker in self.comm.workers.members]
+        least = min(known)  # subtracted first: where all are equal, the mean is exactly that
+        return least + math.fsum(progress - least for progress in known) / len(known)
 
     @property
     def budget(self) -> float:
@@ -277,7 +283,8 @@ class Node:
         """
         assert self.feed is not None
         start = self.comm.transport.start
-        self.inner.set_progress(self.epochs)
+        self.comm.progress = self.epochs
+        self.inner.set_progress(self.comm.progress)
         batch, size = start(Compute(self.feed.next, draws=self.feed.draws)).wait()
         self.steps += 1
         self.abandoned = False
@@ -299,6 +306,8 @@ class Node:
             self.weight = float(size)
             self.samples += size
             self._in_a_row = 0
+            if self.clip is not None and self.clips == "own":
+                clip_(self.g, self.clip)
         else:
             self._skip()
         return self.g
@@ -331,8 +340,14 @@ class Node:
         if self.feed is None:
             self.steps += 1
             self.inner.set_progress(self.epochs)
-        step = Compute(lambda: self.inner.step(g), numbers=g.numel(), draws=self.inner.draws)
+        step = Compute(lambda: self._step(g), numbers=g.numel(), draws=self.inner.draws)
         self.comm.transport.start(step).wait()
+
+    def _step(self, g: Tensor) -> None:
+        """The inner optimizer's step; g is clipped first if it is the mean that `clip` bounds."""
+        if self.clip is not None and self.clips == "mean":
+            clip_(g, self.clip)
+        self.inner.step(g)
 
     def rates(self) -> Iterator[tuple[slice, float]]:
         """γ of each range of x: of all of it, or of each layer where the optimizer has groups of them."""
@@ -365,7 +380,7 @@ class Node:
         What g holds afterwards is nobody's business.
         """
         if self._fuses:
-            op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self.inner.step)
+            op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self._step)
             self.comm.transport.start(op).wait()
             return
         if self.comm.mean_(g, weight=self.weight):

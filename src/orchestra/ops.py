@@ -131,7 +131,10 @@ _UNSTAMPED = Stamp()
 
 @dataclass(slots=True)
 class Send(Op[None]):
-    """A message to one node. `lend`: x is read in place and must not change until the handle's `wait` returns."""
+    """A message to one node. `lend`: x is read in place and must not change until the handle's `wait` returns.
+
+    `progress`: where the sender is in the data, in epochs; part of the header, so it adds no bytes to the body.
+    """
 
     to: int
     x: Tensor
@@ -140,6 +143,7 @@ class Send(Op[None]):
     lend: bool = False
     tag: int = 0
     stamp: Stamp = _UNSTAMPED
+    progress: float = 0.0
 
 
 @dataclass(slots=True)
@@ -184,6 +188,7 @@ class Message:
     weight: float
     tag: int = 0
     stamp: Stamp = _UNSTAMPED
+    progress: float = 0.0
 
 
 @dataclass(slots=True)

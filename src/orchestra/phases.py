@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from orchestra.strategy import Placement, Strategy, Where
+from orchestra.strategy import Clipped, Placement, Strategy, Where
 from orchestra.triggers import Trigger, Watch
 
 
@@ -56,6 +56,11 @@ class Phases(Strategy[SwitchState]):
     def updates(self, workers: int) -> float:
         """Those of the first: at the switch the learning rate follows."""
         return self.first.updates(workers)
+
+    @property
+    def clips(self) -> Clipped:
+        """As the first does: `attach` says what the strategy in force does."""
+        return self.first.clips
 
     @property
     def synchronous(self) -> bool:

@@ -67,6 +67,7 @@ class Life:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
+        self.node.clips = self.job.strategy.clips
         self.state = self.job.strategy.init(self.node)
         self.job.strategy.attach(self.node, self.state)
 
@@ -113,6 +114,7 @@ def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data
         feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
         placement=job.placement,
         fuses=job.owns_range or job.torch_means,
+        clip=job.clip,
         tolerate=job.tolerate,
         last_step=job.last_step,
         validation=_validation(job, rank, replica),
@@ -123,7 +125,7 @@ def _inner(job: Job, optimizer: Factory, x: Tensor, part: slice, layers: Sequenc
     """The optimizer of a range of the model."""
     pieces = marks.pieces_of([math.prod(shape) for shape in job.layers], part)
     fused = job.parameters >= LARGE
-    return Inner(optimizer, x, layers=layers, pieces=pieces, schedule=job.schedule, clip=job.clip, fused=fused)
+    return Inner(optimizer, x, layers=layers, pieces=pieces, schedule=job.schedule, fused=fused)
 
 
 def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
@@ -152,7 +154,7 @@ def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
         optimizer, layers = groups.on_range(optimizer, job.layers, part, x)
     inner = _inner(job, optimizer, x, part, layers)
     seed = fold(job.seed, rank, 1)
-    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, samples_per_epoch=job.samples_per_epoch)
+    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, clip=job.clip)
 
 
 # Train, serve.
@@ -317,6 +319,7 @@ def everything(life: Life) -> dict[str, Any]:
         "strategy": life.state,
         "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
         "counts": [node.steps, node.samples, node.skipped, life.snapshots],
+        "progress": [node.comm.progress, node.comm.known],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
         "sent_to": {str(node): nbytes for node, nbytes in traffic.sent_to.items()},
         "node_rng": node.rng.get_state(),
@@ -343,6 +346,7 @@ def restore(life: Life, saved: dict[str, Any]) -> None:
         checkpoint.restore_into(life.state, saved["strategy"])
         life.job.strategy.attach(node, life.state)
     node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]
+    node.comm.progress, node.comm.known = saved["progress"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]
     traffic.sent_to.update({int(node): nbytes for node, nbytes in saved["sent_to"].items()})
     node.rng.set_state(saved["node_rng"])

@@ -17,8 +17,12 @@ Goyal et al. "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017.
     warmup(epochs=5, factor=1, reference=None, start=1, how=gradual, then=constant)     k = factor · samples / reference
     stepdecay(at=(30, 60, 80), by=0.1)          polynomial(epochs=90, power=2)          constant
 
-A schedule goes by samples seen, on servers as well, so batch and workers do not shift it, and a resumed run is where it
-was. Linear scaling supposes that all workers' gradients make one step (all-reduce, a synchronous server). Where each is
+A schedule goes by samples dealt to the workers, so batch and workers do not shift it, and a resumed run is where it
+was. A sample counts when its mini-batch begins, also if the gradient is skipped, cancelled or too late. Servers go by
+the mean over the workers, which send their progress with every push: a worker that has finished counts with its last
+one. For workers in step that is what the log says, bit for bit.
+
+Linear scaling supposes that all workers' gradients make one step (all-reduce, a synchronous server). Where each is
 applied by itself, as in local steps or by an asynchronous server, say `factor`.
 
 Remark 1 of the paper, momentum correction (v ← v γ/γ_before whenever γ changes), is for momenta that contain the rate:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
+Clipped = Literal["own", "mean"]
 Where = Literal["everywhere", "copies", "shared", "servers", "apart"]
 Placement = Literal["even", "layers"]
 
@@ -76,6 +77,11 @@ class Strategy(ABC, Generic[S]):
     def updates(self, workers: int) -> float:
         """How many full steps of the optimizer as many gradients as there are workers make, one after the other."""
         return 1.0
+
+    @property
+    def clips(self) -> Clipped:
+        """Whose norm `clip` bounds: every worker's `own` gradient, where it is computed, or the `mean` of an update."""
+        return "own"
 
     @property
     def hands_over(self) -> bool:

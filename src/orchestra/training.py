@@ -120,7 +120,7 @@ def train(
         seed: of everything random.
         out: the run folder; a new one under `runs/` by default.
         schedule: factor on the learning rate as a function of epochs done.
-        clip: largest norm of the gradient.
+        clip: largest norm of the gradient: of the mean where gradients are averaged, else of each worker's own.
         accumulate: parts in which a batch is computed, to save memory.
         precision: `"bf16"` computes forward and backward in mixed precision.
         partition: how samples are divided among workers: `IID()`, `LabelSorted()`, `Dirichlet(alpha=0.5)`.

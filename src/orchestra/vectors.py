@@ -96,6 +96,12 @@ def share_of_mean(x: Tensor, parts: int, index: int) -> int:
     return x.numel() * x.element_size() - own + (parts - 1) * own
 
 
+def clip_(g: Tensor, most: float) -> None:
+    """Scale g down to a norm of `most` if it is longer, as `torch.nn.utils.clip_grad_norm_` does."""
+    with torch.no_grad():
+        g.mul_(torch.clamp(most / (torch.linalg.vector_norm(g) + 1e-6), max=1.0))
+
+
 def weighted_mean(out: Tensor, vectors: Sequence[Tensor], weights: Sequence[float]) -> None:
     """Write Σ wᵢ vᵢ / Σ wᵢ into `out`, which may be one of the vectors.
 

@@ -82,11 +82,11 @@ def test_what_is_sent_arrives(trusted: bool, dtype: torch.dtype, numel: int) -> 
     with nodes(2, trusted=trusted) as (a, b):
         x = torch.arange(numel).to(dtype)
         everybody = Group((0, 1))
-        sent = Send(1, x, version=-5, weight=0.25, tag=9)
+        sent = Send(1, x, version=-5, weight=0.25, tag=9, progress=2 / 3)
         _, came = at_once(lambda: a.send(sent).wait(), lambda: recv(b, 0, everybody))
         assert torch.equal(came.x, x)
         assert came.x.dtype == dtype
-        assert (came.source, came.version, came.weight, came.tag) == (0, -5, 0.25, 9)
+        assert (came.source, came.version, came.weight, came.tag, came.progress) == (0, -5, 0.25, 9, 2 / 3)
         assert a._traffic.sent == b._traffic.received == numel * x.element_size()
 
 

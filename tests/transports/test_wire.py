@@ -30,12 +30,14 @@ def read(header: bytes, *, source: int = 3, number: int = 7, largest: int = 1 <<
     version=st.integers(-(2**63), 2**63 - 1),
     weight=st.floats(allow_nan=False),
     stamp=st.tuples(*[st.integers(0, 2**64 - 1)] * 3),
+    progress=st.floats(allow_nan=False),
     check=st.integers(0, 2**64 - 1),
 )
 def test_what_is_written_is_read(
-    kind: int, dtype: torch.dtype, numel: int, tag: int, version: int, weight: float, stamp: tuple[int, ...], check: int
-) -> None:
-    frame = wire.Frame(kind, 3, 7, dtype, numel, tag, version, weight, Stamp(*stamp), check)
+    kind: int, dtype: torch.dtype, numel: int, tag: int, version: int, weight: float, stamp: tuple[int, ...],
+    progress: float, check: int,
+) -> None:  # fmt: skip
+    frame = wire.Frame(kind, 3, 7, dtype, numel, tag, version, weight, Stamp(*stamp), progress, check)
     header = wire.encode(frame, RUN)
     assert len(header) == wire.LENGTH
     assert read(header) == frame
@@ -69,13 +71,13 @@ def forged(offset: int, form: str, value: int) -> bytes:
 @pytest.mark.parametrize(
     ("header", "complaint"),
     [
-        (forged(3, "B", 9), "version 9, not 2"),
+        (forged(3, "B", 9), "version 9, not 3"),
         (forged(4, "B", 77), "kind 77"),
         (forged(5, "B", 255), "type 255"),
         (forged(8, "<Q", 1), "another run's"),
         (forged(16, "<I", 2), "in the name of node 2"),
         (forged(20, "<Q", 6), "message 6 instead of 7"),
-        (forged(80, "<Q", 2**62), "nothing longer than 1,048,576"),
+        (forged(88, "<Q", 2**62), "nothing longer than 1,048,576"),
     ],
 )
 def test_a_forgery_is_named(header: bytes, complaint: str) -> None:

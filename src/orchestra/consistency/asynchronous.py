@@ -16,6 +16,7 @@ Bytes per worker and step: S sent, S received.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from orchestra.consistency.base import Consistency, Correction, Push, ServerState, exchange
 from orchestra.node import Node
@@ -28,6 +29,11 @@ class ASP(Consistency):
     def updates(self, workers: int) -> float:
         """Each makes one."""
         return float(workers)
+
+    @property
+    def clips(self) -> Literal["own"]:
+        """A gradient is applied by itself."""
+        return "own"
 
     def work(self, node: Node, s: ServerState) -> None:
         """Push the gradient, pull the parameters."""

@@ -24,6 +24,7 @@ from orchestra.clocks import Piece
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.ops import Departed, Handle, Message
+from orchestra.strategy import Clipped
 
 QUESTION, NOTICE, UNCHANGED = 1, 2, 3  # tags of messages that carry no vector
 
@@ -83,6 +84,11 @@ class Consistency(ABC):
         return 1.0
 
     @property
+    def clips(self) -> Clipped:
+        """What `clip` bounds: the mean that makes an update, or every worker's own gradient."""
+        return "mean"
+
+    @property
     def meets(self) -> bool:
         """Whether all workers can come to the same step."""
         return True
@@ -109,6 +115,7 @@ class Service:
     correction: Correction
     active: set[int] = field(init=False)  # workers that have not left
     asking: dict[int, int] = field(default_factory=dict)  # who waits for x, and the version it has
+    ahead: dict[int, float] = field(default_factory=dict)  # the progress at which each goes on when it has x
     warned: set[int] = field(default_factory=set)  # who knows that there is a newer x
 
     def __post_init__(self) -> None:
@@ -151,6 +158,7 @@ class Service:
 
     def answer(self, worker: int) -> None:
         """Let a worker read x, which it need not if it has it already."""
+        self.node.comm.known[worker] = self.ahead.pop(worker)  # not before: it waits
         if self.asking.pop(worker) == self.version:
             self.node.comm.send(worker, self.node.x[:0], version=self.version, tag=UNCHANGED)
             return
@@ -176,7 +184,7 @@ class OnRequest(Consistency):
                 at.active.discard(came.source)
                 at.asking.pop(came.source, None)
             elif came.tag == QUESTION:
-                at.asking[came.source] = came.version
+                at.asking[came.source], at.ahead[came.source] = came.version, came.progress
                 at.warned.discard(came.source)
             else:
                 self.take(at, came)
@@ -199,6 +207,7 @@ class OnRequest(Consistency):
 def pull(node: Node, s: ServerState) -> None:
     """x[R] ← the server's, for every R, as soon as it may be read."""
     servers = node.comm.servers.members
+    node.comm.progress = node.epochs
     for server, version in zip(servers, s.versions, strict=True):
         node.comm.send(server, node.x[:0], version=version, tag=QUESTION)
     # Nothing is written before all have answered, so that until then the worker is as it was.

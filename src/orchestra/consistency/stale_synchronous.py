@@ -21,6 +21,7 @@ Bytes per worker and step: S sent, S received.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from orchestra.consistency.base import OnRequest, Push, Service
 from orchestra.ops import Message
@@ -32,6 +33,11 @@ class SSP(OnRequest):
     """Stale synchronous: nobody is more than s steps ahead of the slowest."""
 
     staleness: int = knob(3, "s: steps that a worker may be ahead of the slowest", least=0)
+
+    @property
+    def clips(self) -> Literal["own"]:
+        """A gradient is clipped before it is divided by N."""
+        return "own"
 
     def take(self, at: Service, push: Message) -> None:
         """Apply its share at once."""

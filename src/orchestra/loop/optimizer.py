@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, optim
 from torch.utils.hooks import RemovableHandle
 
-from orchestra import checkpoint, expression
+from orchestra import checkpoint, checks, expression
 from orchestra.errors import CheckpointError, ConfigError, OrchestraError, Problem
 from orchestra.loop.player import Player
-from orchestra.loop.seat import Seat
+from orchestra.loop.seat import CLIP, Seat
 
 _OURS = "orchestra"  # in a state_dict
 
@@ -125,7 +125,28 @@ class Prepared(optim.Optimizer):
         vars(self._inner)["_opt_called"] = True  # schedulers look for it, also where only a server's optimizer steps
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         self._player.step(size if self._usable() else 0, None if loss is None else float(loss))
+        self._player.life.node.clip = None
         return value
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Bound the norm of the gradient in the next `step`; gives the norm of this worker's own gradient.
+
+        `torch.nn.utils.clip_grad_norm_` clips what this worker computed, before any mean. This clips what the optimizer
+        sees: the mean over the workers where the strategy averages gradients (all-reduce, most servers), as after
+        DistributedDataParallel; each worker's own gradient where every gradient is applied by itself. Call it after
+        `backward` in every step, on every worker and with the same value.
+        """
+        life = self._player.life
+        problems = [
+            *checks.check_norm("max_norm", max_norm),
+            *checks.check_whole(life.job.strategy, "max_norm", max_norm),
+        ]
+        if problems:
+            raise ConfigError(problems)
+        life.node.clip = float(max_norm)
+        norms = [torch.linalg.vector_norm(p.grad) for p in self._replica.parameters if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
     def _usable(self) -> bool:
         """Whether there are gradients that are finite as far as a GradScaler knows; they are unscaled here."""
@@ -148,7 +169,8 @@ class Prepared(optim.Optimizer):
     def _settings(self) -> dict[str, list[Any]]:
         """What is a number, or some of them, by group: the learning rates, the momenta; not what schedulers keep."""
         found = {name: [_number(group.get(name)) for group in self.param_groups] for name in self.defaults}
-        return {name: values for name, values in found.items() if None not in values}
+        clip = {CLIP: [self._player.life.node.clip or False]}
+        return clip | {name: values for name, values in found.items() if None not in values}
 
     def finish(self) -> None:
         """After the last step: the strategy's last words, one model on all workers, and farewell."""

@@ -28,6 +28,7 @@ from orchestra.report.facts import facts_of
 from orchestra.words import plural
 
 FINAL = 0xFFFE  # the tag of a server's last message
+CLIP = "clip_grad_norm_"  # what servers are told of it: the largest norm of the mean, or False
 PIECE = 1 << 20  # bytes of what is never trained that are sent at a time
 
 

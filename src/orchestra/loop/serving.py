@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from orchestra.job import Job
 from orchestra.loop.company import Company
 from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import Exit
-from orchestra.loop.seat import FINAL
+from orchestra.loop.seat import CLIP, FINAL
 from orchestra.node import Comm, Log
 from orchestra.transports.middleware import Metered
 
@@ -63,7 +63,14 @@ def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, fold
     x = x0[job.range_of(comm.rank)].clone()
     x.copy_(comm.recv(0).x)
     node = run.server(job, comm.rank, comm, log, x)
-    company.when_settings_change(node.inner.follow)
+
+    def follow(name: str, first: int, values: list[Any]) -> None:
+        if name == CLIP:
+            node.clip = values[0] or None
+        else:
+            node.inner.follow(name, first, values)
+
+    company.when_settings_change(follow)
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     log.write(Began(node.now(), node.rank, "server", time.perf_counter() - began))
     run.serve(life, _Giver(life, folder))

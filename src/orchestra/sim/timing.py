@@ -41,8 +41,8 @@ class _TimedNode(Node):
     """Takes its time over gradients, averages and updates, and does nothing."""
 
     def __init__(self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, job: Job, feed: Any = None) -> None:
-        key, value = ("samples_per_epoch", job.samples_per_epoch) if feed is None else ("last_step", job.last_step)
-        more: dict[str, Any] = {key: value, "placement": job.placement, "fuses": job.owns_range}
+        last = None if feed is None else job.last_step
+        more: dict[str, Any] = {"last_step": last, "placement": job.placement, "fuses": job.owns_range}
         super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, **more)
         self._at_once = at_once
         self._parts: dict[torch.dtype, Sequence[Tensor]] = {}

@@ -156,7 +156,7 @@ class SimTransport:
             read = Promise(self._kernel, self._reader, to)
         elif not x.is_meta:
             x = x.detach().clone()
-        message = Message(self.rank, x, op.version, op.weight, op.tag, op.stamp)
+        message = Message(self.rank, x, op.version, op.weight, op.tag, op.stamp, op.progress)
         letter = _Letter(message, self.rank, size, self._kernel.now, read)
         if way.keeps is None or read is not None:
             self._post(to, way, letter)

@@ -54,6 +54,11 @@ class AllReduce(Strategy[None]):
         """All replicas are equal after every step."""
         return "everywhere" if self.algorithm == "native" else "copies"
 
+    @property
+    def clips(self) -> Literal["mean"]:
+        """The mean is what the optimizer sees."""
+        return "mean"
+
     def init(self, node: Node) -> None:
         """Nothing to remember."""
 

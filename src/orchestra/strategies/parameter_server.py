@@ -53,7 +53,7 @@ from orchestra.errors import Problem
 from orchestra.filters import Everything, Filter
 from orchestra.node import Node
 from orchestra.strategies.owners import too_many
-from orchestra.strategy import Strategy, knob
+from orchestra.strategy import Clipped, Strategy, knob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,11 @@ class ParameterServer(Strategy[ServerState]):
     def updates(self, workers: int) -> float:
         """As the consistency makes them."""
         return self.consistency.updates(workers)
+
+    @property
+    def clips(self) -> Clipped:
+        """As the consistency has it; each gradient before it is corrected, if it is."""
+        return self.consistency.clips if isinstance(self.correction, AsPushed) else "own"
 
     @property
     def meets(self) -> bool:

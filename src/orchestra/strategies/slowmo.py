@@ -31,7 +31,7 @@ from torch import Tensor
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.strategies.solo import Solo
-from orchestra.strategy import Strategy, knob
+from orchestra.strategy import Clipped, Strategy, knob
 
 
 @dataclass
@@ -64,6 +64,11 @@ class SlowMo(Strategy[SlowMoState]):
     def synchronous(self) -> bool:
         """As its base is."""
         return self.base.synchronous
+
+    @property
+    def clips(self) -> Clipped:
+        """As its base does."""
+        return self.base.clips
 
     def demands(self, workers: int) -> Iterator[Problem]:
         """A base that keeps the model on servers would undo the slow step at once."""

@@ -98,6 +98,7 @@ class StrategySwitch(Phases):
         if s.switched and self.promote:
             node.retire(self.then.servers)
         strategy, state = self.in_force(s)
+        node.clips = strategy.clips
         strategy.attach(node, state)
 
     def step(self, node: Node, s: SwitchState) -> None:

@@ -187,7 +187,8 @@ class Exchange:
             case wire.FAREWELL:
                 peer.arrived.append(Departed(peer.rank))
             case _:
-                message = Message(peer.rank, body, frame.version, frame.weight, frame.tag, frame.stamp)
+                about = (frame.version, frame.weight, frame.tag, frame.stamp, frame.progress)
+                message = Message(peer.rank, body, *about)
                 (peer.pieces if frame.kind == wire.PIECE else peer.arrived).append(message)
 
     # The run as a whole.

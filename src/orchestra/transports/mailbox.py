@@ -21,7 +21,7 @@ from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sl
 from orchestra.transports.memory import UNDER_WAY, Arena
 from orchestra.transports.waiting import Waiter
 
-_HEADER = struct.Struct("=HHIQQqdQQQ")  # kind, dtype, tag, place, numel, version, weight, stamp
+_HEADER = struct.Struct("=HHIQQqddQQQ")  # kind, dtype, tag, place, numel, version, weight, progress, stamp
 _BODY, _FAREWELL = 1, 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 _LEND_FROM = 1 << 16  # bytes; copying less than this costs less than making the sender wait for its vector
@@ -71,7 +71,8 @@ class Mailbox:
             arena.require_room(x)
             place = self._place(to, number, nbytes)
             arena.tensor(place, x.numel(), x.dtype).copy_(x.reshape(-1))
-        self._post(to, _BODY, _DTYPES.index(x.dtype), op.tag, place, x.numel(), op.version, op.weight, *op.stamp)
+        about = (op.tag, place, x.numel(), op.version, op.weight, op.progress)
+        self._post(to, _BODY, _DTYPES.index(x.dtype), *about, *op.stamp)
         if to not in self._near:
             self._traffic.count(to, nbytes)
         return _Lent(self, to, number + 1) if lent else Done(None)
@@ -81,7 +82,7 @@ class Mailbox:
         for to in op.group.members:
             self._release(to)
             self._await_header(to)
-            self._post(to, _FAREWELL, 0, 0, 0, 0, 0, 0.0, 0, 0, 0)
+            self._post(to, _FAREWELL, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
         return Done(None)
 
     def _await_header(self, to: int) -> None:
@@ -182,7 +183,7 @@ class Mailbox:
         number = self._taken[source]
         self._taken[source] = number + 1
         self._turn = source + 1
-        kind, dtype, tag, place, numel, version, weight, *stamp = _HEADER.unpack_from(
+        kind, dtype, tag, place, numel, version, weight, progress, *stamp = _HEADER.unpack_from(
             self._arena.memory, self._headers_by[source][number % UNDER_WAY]
         )
         if kind == _FAREWELL:
@@ -192,7 +193,7 @@ class Mailbox:
         x = self._arena.tensor(place, numel, _DTYPES[dtype])
         if source not in self._near:
             self._traffic.received += x.numel() * x.element_size()
-        return Message(source, x, version, weight, tag, Stamp(*stamp))
+        return Message(source, x, version, weight, tag, Stamp(*stamp), progress)
 
     def _release(self, source: int) -> None:
         """Tell a sender that what came from it so far is no longer looked at."""

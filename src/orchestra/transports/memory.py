@@ -31,7 +31,7 @@ from orchestra.errors import EnvironmentProblem
 from orchestra.transports.futex import Words
 
 _PAGE = 4096
-HEADER = 64  # bytes of a message header
+HEADER = 128  # bytes set aside for a message header: whole cache lines
 SLACK = _PAGE  # a message may be a little longer than the model: a vector and its weight travel together
 UNDER_WAY = 4  # messages from one node to another that have not been read
 

@@ -113,7 +113,7 @@ class Peer:
     def post(self, me: int, run: int, kind: int, body: memoryview, x: Tensor, op: Send | None, *, summed: bool) -> None:
         """Have a message sent. Where it is kept or laid into common memory, `body` may change at once."""
         place = None if self.outlet is None else self.outlet.put(self.sent, body)
-        about = (op.tag, op.version, op.weight, op.stamp) if op is not None else ()
+        about = (op.tag, op.version, op.weight, op.stamp, op.progress) if op is not None else ()
         frame = wire.Frame(kind, me, self.sent, x.dtype, x.numel(), *about)
         inline = place is None and len(body) > 0
         frame = frame._replace(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes over a wire between two machines: a header of fixed length, then numbers as they lie in memory.
 
-    magic "ONO", version, kind, dtype · run · sender, number, heard · tag, version, weight · stamp · size, place · sums
+    magic "ONO", version, kind, dtype · run · sender, number, heard · tag, version, weight, progress · stamp ·
+    size, place · sums
 
 Everything is checked before memory is set aside for a body: that it is ours, of this run and of this sender, the next
 in turn, of a type we know and not longer than anything that could be asked for. Nothing is ever unpickled.
@@ -29,8 +30,8 @@ if sys.byteorder != "little":
 BODY, FAREWELL, PIECE, NOTE, FILE, BEAT = range(1, 7)
 INLINE = 2**64 - 1  # the place of a body that follows its header
 LONGEST = {NOTE: 1 << 17, FILE: 1 << 20, BEAT: 0}  # bytes
-_MAGIC, _VERSION = b"ONO", 2
-_FIELDS = struct.Struct("<3sBBBHQIQQIqdQQQQQQ")  # all but the check of the header itself
+_MAGIC, _VERSION = b"ONO", 3
+_FIELDS = struct.Struct("<3sBBBHQIQQIqddQQQQQQ")  # all but the check of the header itself
 _CHECK = struct.Struct("<I")
 LENGTH = _FIELDS.size + _CHECK.size
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -57,6 +58,7 @@ class Frame(NamedTuple):
     version: int = 0
     weight: float = 1.0
     stamp: Stamp = Stamp()
+    progress: float = 0.0  # of the sender in the data, in epochs
     check: int = 0  # of the body
     heard: int = 0  # how many of the other's messages were here when this was sent
     place: int = INLINE  # where the body lies in memory that both nodes see
@@ -72,7 +74,7 @@ def encode(frame: Frame, run: int) -> bytes:
     dtype = _DTYPES.index(frame.dtype)
     fields = _FIELDS.pack(
         _MAGIC, _VERSION, frame.kind, dtype, 0, run, frame.source, frame.number, frame.heard, frame.tag, frame.version,
-        frame.weight, *frame.stamp, frame.numel, frame.place, frame.check,
+        frame.weight, frame.progress, *frame.stamp, frame.numel, frame.place, frame.check,
     )  # fmt: skip
     return fields + _CHECK.pack(zlib.crc32(fields))
 
@@ -81,7 +83,7 @@ def decode(header: bytes | bytearray | memoryview, run: int, *, source: int, num
     """Read a header that should be message `number` of node `source` with at most `largest` bytes; or refuse it."""
     fields = bytes(header[: _FIELDS.size])
     magic, version, kind, dtype, zero, of, sender, count, heard, *rest = _FIELDS.unpack(fields)
-    tag, v, weight, clock, start, stop, numel, place, check = rest
+    tag, v, weight, progress, clock, start, stop, numel, place, check = rest
     if magic != _MAGIC or _CHECK.unpack(header[_FIELDS.size : LENGTH])[0] != zlib.crc32(fields):
         raise BadFrame(f"node {source} sent {fields[:16].hex()}..., which is no message of ours")
     wrong = (
@@ -96,7 +98,7 @@ def decode(header: bytes | bytearray | memoryview, run: int, *, source: int, num
         if is_wrong:
             raise BadFrame(f"node {source} sent {what}")
     stamp = Stamp(clock, start, stop)
-    frame = Frame(kind, source, count, _DTYPES[dtype], numel, tag, v, weight, stamp, check, heard, place)
+    frame = Frame(kind, source, count, _DTYPES[dtype], numel, tag, v, weight, stamp, progress, check, heard, place)
     largest = LONGEST.get(kind, largest)
     if frame.nbytes > largest:
         raise BadFrame(f"node {source} announced {frame.nbytes:,} bytes; nothing longer than {largest:,} is expected")
