@@ -42,7 +42,7 @@ class ForkServer:
         source = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         # Threads that wait for each other by spinning take the cores from the processes they wait for.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": path}
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _hash_seed() | {"PYTHONPATH": path}
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from orchestra.launch import forkserver; forkserver.main()", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -72,6 +72,14 @@ class ForkServer:
             self._socket.close()
             self._process.kill()
             self._process.wait()
+
+
+def _hash_seed() -> dict[str, str]:
+    """PYTHONHASHSEED as this program was started with: what os.environ says since then does not change its hashes."""
+    if sys.flags.ignore_environment:
+        return {}
+    started = [os.fsdecode(entry).partition("=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0")]
+    return {name: value for name, _, value in started if name == "PYTHONHASHSEED"}
 
 
 _server: ForkServer | None = None
