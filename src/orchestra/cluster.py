@@ -34,6 +34,8 @@ class Order:
 
     job: Job
     x0: Tensor  # the initial parameters
+    module: nn.Module  # the caller's own
+    data: Any  # likewise
     about: dict[str, Any]  # for the manifest of checkpoints
     seconds: float | None  # budget by the clock
     resumed_at: float  # seconds of training before

@@ -151,7 +151,7 @@ class Interrupted(OrchestraError, KeyboardInterrupt):
 
 def by_name(name: str) -> type[OrchestraError]:
     """The error class that another process named."""
-    return {cls.__name__: cls for cls in (EnvironmentProblem, Stalled, Diverged, CheckpointError)}.get(
+    return {cls.__name__: cls for cls in (EnvironmentProblem, ClusterError, Stalled, Diverged, CheckpointError)}.get(
         name, OrchestraError
     )
 

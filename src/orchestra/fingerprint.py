@@ -30,6 +30,7 @@ from orchestra.strategy import Strategy
 
 _LOOKED_AT = 16  # samples
 _MOST_SAID = 12_000  # bytes about a model, what it begins with, an optimizer, or its groups
+_OPENING = 1 << 16  # elements
 _SOON = 2.0  # seconds
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -222,11 +223,8 @@ def parts_of_model(module: nn.Module) -> dict[str, str]:
     >>> parts_of_model(nn.Linear(3, 2))
     {'parameter weight': '2×3 float32', 'parameter bias': '2 float32'}
     """
-    found = {
-        f"parameter {name}": _shape(p) + ("" if p.requires_grad else ", frozen")
-        for name, p in module.named_parameters()
-    }
-    found |= {f"buffer {name}": _shape(b) for name, b in persistent_buffers(module).items()}
+    found = {f"parameter {name}": shape_of(p) for name, p in module.named_parameters()}
+    found |= {f"buffer {name}": shape_of(b) for name, b in persistent_buffers(module).items()}
     return _no_longer_than(_MOST_SAID, found, "what else the model has")
 
 
@@ -244,7 +242,7 @@ def parts_of_data(data: Any) -> dict[str, str]:
     '3 float32, a number int64, in sum 772ba160'
     """
     return {
-        f"sample {index}": ", ".join([*(_shape(part[0]) for part in sample), f"in sum {_sum(sample)[:8]}"])
+        f"sample {index}": ", ".join([*(shape_of(part[0]) for part in sample), f"in sum {_sum(sample)[:8]}"])
         for index, sample in _some(data)
     }
 
@@ -277,8 +275,15 @@ def parts_of_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict
     return _no_longer_than(_MOST_SAID, found, "the groups of what else there is")
 
 
-def _shape(p: Tensor) -> str:
-    return f"{'×'.join(map(str, p.shape)) or 'a number'} {str(p.dtype).removeprefix('torch.')}"
+def shape_of(p: Tensor) -> str:
+    """Shape and dtype as text, and whether a parameter is frozen."""
+    frozen = ", frozen" if isinstance(p, nn.Parameter) and not p.requires_grad else ""
+    return f"{'×'.join(map(str, p.shape)) or 'a number'} {str(p.dtype).removeprefix('torch.')}{frozen}"
+
+
+def opening_sum(tensor: Tensor) -> str:
+    """A sum of the first elements of a tensor, of which there may be very many."""
+    return _sum([tensor.reshape(-1)[:_OPENING]])
 
 
 def _plain(value: Any) -> Any:

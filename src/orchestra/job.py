@@ -52,7 +52,8 @@ class Job:
     steps_per_epoch: int | None  # of each worker
     samples_per_epoch: int | None
     shards: tuple[int, ...] | None  # samples of each worker, where that is settled beforehand
-    layers: tuple[tuple[int, ...], ...]  # shapes of the parameters that make up x
+    names: tuple[str, ...]  # of the parameters that make up x, in its order
+    layers: tuple[tuple[int, ...], ...]  # their shapes
     layerwise: bool  # the optimizer must see whole layers
     resume: Path | None  # a verified checkpoint
     threads: int

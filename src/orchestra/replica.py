@@ -63,6 +63,12 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
+def in_order(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
+    """The parameters with these names, in this order: another process may have registered them in another one."""
+    known = dict(module.named_parameters(remove_duplicate=False))
+    return {name: known[name] for name in names}
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to the model's state, by name: not masks and tables that any copy can make anew."""
     state = set(module.state_dict(keep_vars=True))
@@ -97,6 +103,7 @@ class Replica:
         bf16: bool = False,
         accumulate: int = 1,
         cuts: Sequence[int] = (),
+        names: Sequence[str] | None = None,
     ) -> None:
         self.module = module
         self.x = x
@@ -104,8 +111,9 @@ class Replica:
         self._loss = loss
         self._bf16 = bf16
         self._accumulate = accumulate
-        self._names = list(trainable(module))
-        self.parameters = list(trainable(module).values())
+        named = trainable(module) if names is None else in_order(module, names)
+        self._names = list(named)
+        self.parameters = list(named.values())
         self._slots: list[Tensor] = []
         self._ranges: list[slice] = []  # of x and g, by parameter
         self._hooked: set[Tensor] = set()  # parameters whose gradients are taken as backward leaves them

@@ -45,6 +45,8 @@ def _look_at_course(path: Path, before: dict[str, Any], about: dict[str, Any], c
     for key, value in about.items():
         if before.get(key) != value:
             remedy = "Resume with the same model, data, optimizer, strategy and cluster."
+            if key == "model":
+                remedy += " Where its layers come from a set, whose order changes: sort it, or set PYTHONHASHSEED."
             if key in ("workers", "servers"):
                 remedy = cluster.how_to_have(int(before["workers"]), int(before["servers"]))
             raise CheckpointError(f"{path} was written with {key} = {before.get(key)!r}, now it is {value!r}. {remedy}")

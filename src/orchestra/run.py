@@ -24,6 +24,8 @@ from orchestra.strategy import Where
 from orchestra.transports.middleware import Metered
 from orchestra.vectors import LARGE, ranges
 
+Look = Callable[[nn.Module, Any, int], None]  # at model and data, with the seed
+
 _REPORT_EVERY = 0.02  # seconds between a busy server's reports: they are for eyes
 
 
@@ -95,13 +97,22 @@ class Life:
 # Set up.
 
 
-def worker(job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None) -> Node:
-    """A worker whose x already holds the initial parameters. Several in one process may be given the same data."""
+def worker(
+    job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None, look: Look | None = None
+) -> Node:
+    """A worker whose x already holds the initial parameters. Several in one process may be given the same data.
+
+    `look` compares model and data with those of the caller, where that is another process.
+    """
     seed_everything(job.seed)
     module = job.model().to(x.device)
     data = job.data() if data is None else data
+    if look is not None:
+        look(module, data, job.seed)
     seed_everything(fold(job.seed, rank + 1))
-    replica = Replica(module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate, cuts=job.cuts)
+    replica = Replica(
+        module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate, cuts=job.cuts, names=job.names
+    )
     layers = list(replica.parameters) if job.layerwise else None
     mine = ranges(x.numel(), job.workers)[rank] if job.owns_range else slice(0, x.numel())
     return Node(

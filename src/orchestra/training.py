@@ -218,6 +218,8 @@ class _Training:
         order = Order(
             job=job,
             x0=flatten(self.module),
+            module=self.module,
+            data=self.data,
             about=self._about(job),
             seconds=seconds,
             resumed_at=resumed_at,
@@ -298,6 +300,7 @@ class _Training:
             steps_per_epoch=per_epoch,
             shards=feed.shards,
             samples_per_epoch=None if streamed else len(Samples(self.data)),
+            names=tuple(trainable(self.module)),
             layers=tuple(tuple(p.shape) for p in trainable(self.module).values()),
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
             resume=None if self.saved is None else self.saved.path.absolute(),

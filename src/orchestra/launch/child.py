@@ -22,6 +22,8 @@ from orchestra.errors import OrchestraError
 from orchestra.events import EventLog
 from orchestra.job import Job
 from orchestra.launch.living import Tell, live
+from orchestra.launch.origin import Origin
+from orchestra.launch.torch_settings import TorchSettings
 from orchestra.node import Comm, Node
 from orchestra.transports.local import LocalTransport
 from orchestra.transports.memory import Arena, Plan
@@ -39,6 +41,8 @@ class Handover:
     path: list[str]
     folder: str
     environment: dict[str, str]
+    origin: Origin
+    torch_settings: TorchSettings
     asked: float  # when the processes were asked for
     patience: float  # seconds a node waits for another
 
@@ -74,7 +78,7 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
     transport = LocalTransport(arena, rank, patience=handover.patience, near=job.near(rank))
 
     def make_node(comm: Comm, log: EventLog) -> Node:
-        node = _node(job, arena, rank, comm, log)
+        node = _node(job, arena, rank, comm, log, handover.origin)
         if job.torch_means and node.feed is not None:
             from orchestra.transports.torch_means import TorchMeans, file_store  # not needed otherwise
 
@@ -91,7 +95,7 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
     tell({"kind": "done", "node": rank, "interrupted": interrupted})
 
 
-def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
+def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog, origin: Origin) -> Node:
     plan = arena.plan
     start = arena.tensor(plan.start, plan.numel, plan.dtype)
     if rank >= job.workers:
@@ -107,7 +111,7 @@ def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog) -> Node:
         torch.cuda.set_device(device)
         x, g = x.to(device), g.to(device)
         arena.pin(rank)
-    return run.worker(job, rank, comm, log, x, g)
+    return run.worker(job, rank, comm, log, x, g, look=origin.require_same)
 
 
 def _read(fd: int) -> Handover:
@@ -125,3 +129,4 @@ def _move_in(handover: Handover) -> None:
     sys.path[:] = handover.path
     os.chdir(handover.folder)
     torch.set_grad_enabled(True)
+    handover.torch_settings.apply()

@@ -9,7 +9,9 @@
     kill          one byte                         →     SIGKILL to those of this run still alive
     EOF           the client is gone or done       →     likewise
 
-Every run has a socket of its own. Children die with the server, and the server with its client: no orphans. The server
+Every run has a socket of its own. Children die with the server, and the server with its client, at any moment: the
+kernel kills it while it imports torch, and later it watches the client's pidfd. Sockets alone are not enough, because
+forks of the client hold copies of them. The server
 is in a session of its own, so Ctrl-C reaches the client alone, which then decides.
 """
 
@@ -32,6 +34,16 @@ from typing import Any
 
 _MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
+# The first lines come before any import that takes time. Until torch is imported nothing else notices that the client
+# has died.
+_PROGRAM = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+if os.getppid() != int(sys.argv[2]):  # it died before the line above took effect
+    os._exit(1)
+from orchestra.launch import forkserver
+forkserver.main()
+"""
 
 
 class ForkServer:
@@ -42,9 +54,9 @@ class ForkServer:
         source = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         # Threads that wait for each other by spinning take the cores from the processes they wait for.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {"PYTHONPATH": path}
+        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _hash_seed() | {"PYTHONPATH": path}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from orchestra.launch import forkserver; forkserver.main()", str(theirs.fileno())],
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -72,6 +84,14 @@ class ForkServer:
             self._socket.close()
             self._process.kill()
             self._process.wait()
+
+
+def _hash_seed() -> dict[str, str]:
+    """PYTHONHASHSEED as this program was started with: what os.environ says since then does not change its hashes."""
+    if sys.flags.ignore_environment:
+        return {}
+    started = [os.fsdecode(entry).partition("=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0")]
+    return {name: value for name, _, value in started if name == "PYTHONHASHSEED"}
 
 
 _server: ForkServer | None = None
@@ -106,15 +126,17 @@ class _Run:
                 os.kill(pid, signal.SIGKILL)
 
 
-def serve(channel: socket.socket) -> None:
-    """Fork on request until the client is gone."""
+def serve(channel: socket.socket, client: int) -> None:
+    """Fork on request until the client is gone. `client`: its pidfd."""
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     runs: list[_Run] = []
     while True:
-        readable, _, _ = select.select([channel, woken, *(run.channel for run in runs)], [], [])
+        readable, _, _ = select.select([channel, client, woken, *(run.channel for run in runs)], [], [])
+        if client in readable:
+            return _leave(runs)
         if woken in readable:
             woken.recv(4096)
             _reap(runs)
@@ -126,11 +148,14 @@ def serve(channel: socket.socket) -> None:
         if channel in readable:
             request, fds, _, _ = socket.recv_fds(channel, _MAX, 16)
             if not request:
-                for run in runs:
-                    run.kill()
-                signal.set_wakeup_fd(-1)  # the sockets close before the last child is gone
-                return
+                return _leave(runs)
             runs.append(_fork(json.loads(request)["nodes"], fds))
+
+
+def _leave(runs: list[_Run]) -> None:
+    for run in runs:
+        run.kill()
+    signal.set_wakeup_fd(-1)  # the sockets close before the last child is gone
 
 
 def _reap(runs: list[_Run]) -> None:
@@ -190,4 +215,10 @@ def main() -> None:
 
     # The first optimizer of a process imports a second's worth of torch; better once, here.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    client = os.pidfd_open(os.getppid())
+    # The kernel would also kill this process when the client's thread that started it ends. From here on the pidfd
+    # tells when the client as a whole does.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+    if os.getppid() != int(sys.argv[2]):  # the client died before the pidfd was its own
+        os._exit(1)
+    serve(socket.socket(fileno=int(sys.argv[1])), client)

@@ -20,7 +20,9 @@ from orchestra.cluster import Ending
 from orchestra.errors import ClusterError, WorkerLost
 from orchestra.launch import forkserver
 from orchestra.launch.child import Handover
+from orchestra.launch.origin import Origin
 from orchestra.launch.overseer import Overseer, counting
+from orchestra.launch.torch_settings import TorchSettings
 from orchestra.transports import memory
 from orchestra.transports.memory import ABORT, GO, NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT, Arena, Plan
 
@@ -75,6 +77,8 @@ class Coordinator(Overseer):
                 path=list(sys.path),
                 folder=os.getcwd(),
                 environment=dict(os.environ),
+                origin=Origin.of(self.order.module, self.order.data, self.job.seed),
+                torch_settings=TorchSettings.current(),
                 asked=time.perf_counter(),
                 patience=self.patience,
             )

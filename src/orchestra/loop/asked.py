@@ -197,6 +197,7 @@ class Asked:
             steps_per_epoch=None,
             samples_per_epoch=samples,
             shards=None,
+            names=tuple(trainable(self.model)),
             layers=tuple(tuple(p.shape) for p in layers),
             layerwise=type(self.optimizer) not in ELEMENTWISE or not groups.is_one(self.optimizer, layers),
             resume=None,

@@ -42,6 +42,9 @@ from orchestra.transports.addresses import (
 from orchestra.transports.token import Token, WrongToken, exactly
 
 _LENGTH = struct.Struct("<I")
+_OTHER_ORDER = (
+    "the order differs: {} is here where {} is there (sort the set that it comes from, or set PYTHONHASHSEED)"
+)
 _LONGEST = 1 << 16  # bytes of an introduction
 _PROOF = 5.0  # seconds for a proof and an introduction, however slowly they come
 _STRANGERS = 64  # that may be at the door at once, beside those who belong there
@@ -372,7 +375,8 @@ def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str 
             return f"{key} is {'here' if key in mine else 'there'} only"
         elif here != there:
             return f"{key} is {here!r} here and {there!r} there"
-    return None
+    changed = next(((here, there) for here, there in zip(mine, theirs, strict=True) if here != there), None)
+    return None if changed is None else _OTHER_ORDER.format(*changed)
 
 
 def say(sock: socket.socket, what: Mapping[str, Any]) -> None:

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program told torch for all that it computes: read in the caller, set in the processes it starts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import backends
+
+
+def _flushes_denormals() -> bool:
+    """Whether numbers too small to be normal become zero. Torch has no getter, so compute one."""
+    return float(torch.tensor(1e-310, dtype=torch.float64, device="cpu") * 0.5) == 0.0
+
+
+def _of(place: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return lambda: getattr(place, name), lambda value: setattr(place, name, value)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _default_device() -> torch.device | None:
+    """None if the caller chose none: a chosen one costs a little time in every call."""
+    chosen = torch._GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context")
+    return None if chosen is None else torch.get_default_device()
+
+
+# How each is read and set.
+_ALL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (_default_device, torch.set_default_device),
+    "deterministic algorithms": (
+        _deterministic,
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    "fill uninitialized memory": _of(torch.utils.deterministic, "fill_uninitialized_memory"),
+    "precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "flush denormals": (_flushes_denormals, torch.set_flush_denormal),
+    "detect anomalies": (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.autograd.set_detect_anomaly(*value),
+    ),
+    "mkldnn": _of(backends.mkldnn, "enabled"),
+    **{f"cudnn {name}": _of(backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")},
+    **{
+        f"half products {name}": _of(backends.cuda.matmul, name)
+        for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+    },
+    "flash attention": (backends.cuda.flash_sdp_enabled, backends.cuda.enable_flash_sdp),
+    "memory-efficient attention": (backends.cuda.mem_efficient_sdp_enabled, backends.cuda.enable_mem_efficient_sdp),
+    "plain attention": (backends.cuda.math_sdp_enabled, backends.cuda.enable_math_sdp),
+    "cudnn attention": (backends.cuda.cudnn_sdp_enabled, backends.cuda.enable_cudnn_sdp),
+}
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """All of them, by name."""
+
+    values: dict[str, Any]
+
+    @classmethod
+    def current(cls) -> TorchSettings:
+        """Read what is in force in this process."""
+        return cls(dict(_readable()))
+
+    def apply(self) -> None:
+        """Set what differs here."""
+        here = dict(_readable())
+        for name, value in self.values.items():
+            if here.get(name) != value:
+                _ALL[name][1](value)
+
+
+def _readable() -> Iterator[tuple[str, Any]]:
+    """Torch raises for some where a newer setting of the same thing was used: then those are left alone."""
+    for name, (read, _) in _ALL.items():
+        with contextlib.suppress(RuntimeError):
+            yield name, read()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A launcher that is killed while it starts leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_MARK = "TEST_OF_ORPHANS"
+_SCRIPT = """
+import os, sys, time
+from functools import partial
+from pathlib import Path
+import torch, torch.nn.functional as F
+import orchestra
+
+FOLDER = Path(sys.argv[1])
+CALLER = os.getpid()
+
+def make_model():
+    if os.getpid() != CALLER:
+        (FOLDER / "in the factory").touch()
+        time.sleep(100)
+    return torch.nn.Linear(3, 1)
+
+def make_data():
+    return torch.ones(8, 3), torch.ones(8, 1)
+
+if __name__ == "__main__":
+    if "beside" in sys.argv:
+        from orchestra.launch import forkserver
+        forkserver.warm()
+        if os.fork() == 0:  # it holds copies of all the launcher's sockets
+            time.sleep(100)
+            os._exit(0)
+    orchestra.train(model=make_model, data=make_data, loss=F.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
+                    batch=2, out=FOLDER / "run", cluster=orchestra.Local(workers=2), progress=False)
+"""
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The processes that descend from a program with a mark in its environment, and their commands."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # it has just ended
+                continue
+    return found
+
+
+def until(ready: Callable[[], object], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@contextmanager
+def started(tmp_path: Path, *command: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A program; whatever is left of it in the end is killed."""
+    mark = uuid.uuid4().hex
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    environ = os.environ | {_MARK: mark}
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=said, stderr=said)
+    try:
+        yield process, mark
+    finally:
+        process.kill()
+        process.wait()
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+def forkservers(mark: str) -> list[int]:
+    return [pid for pid, command in marked(mark).items() if "forkserver" in command]
+
+
+def maps_torch(pid: int) -> bool:
+    try:
+        return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+SCRIPT = (sys.executable, "script.py", ".")
+RUN = (sys.executable, "-m", "orchestra", "run", "digits", "--workers", "2", "--out", "run")
+
+
+@pytest.mark.parametrize("command", [SCRIPT, RUN], ids=["train", "orchestra run"])
+def test_while_torch_is_imported(tmp_path: Path, command: tuple[str, ...]) -> None:
+    with started(tmp_path, *command) as (process, mark):
+        assert until(lambda: any(map(maps_torch, forkservers(mark))), 60)
+        (server,) = forkservers(mark)
+        os.kill(server, signal.SIGSTOP)  # so that it cannot notice anything itself
+        process.kill()
+        process.wait()
+        assert until(lambda: not marked(mark), 10), marked(mark)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])
+def test_soon_after_the_server_appears(tmp_path: Path, seconds: float) -> None:
+    with started(tmp_path, *SCRIPT) as (process, mark):
+        assert until(lambda: forkservers(mark), 60)
+        time.sleep(seconds)
+        process.kill()
+        process.wait()
+        assert until(lambda: not marked(mark), 10), marked(mark)
+
+
+@pytest.mark.parametrize("more", [(), ("beside",)], ids=["alone", "with a fork of the launcher"])
+def test_while_the_processes_make_their_models(tmp_path: Path, more: tuple[str, ...]) -> None:
+    with started(tmp_path, *SCRIPT, *more) as (process, mark):
+        assert until((tmp_path / "in the factory").exists, 60)
+        process.kill()
+        process.wait()
+        assert until(lambda: not forkservers(mark), 10), marked(mark)

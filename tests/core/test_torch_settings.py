@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the caller told torch holds in the processes of `Local` as well, and in no later run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.zoo import BATCH, INPUTS, SEED, assert_same, make_data, make_model, my_rank, train
+from torch import Tensor, nn
+
+from orchestra import Local, Simulated, Steps
+from orchestra.launch.torch_settings import TorchSettings
+
+
+@pytest.fixture(autouse=True)
+def back_again() -> Iterator[None]:
+    before = TorchSettings.current()
+    yield
+    before.apply()
+
+
+def in_force() -> dict[str, Any]:
+    """Asked of torch itself, and computed where it does not tell."""
+    return {
+        "dtype": str(torch.get_default_dtype()),
+        "device": str(torch.get_default_device()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "flushes": float(torch.tensor([1e-310], dtype=torch.float64) * 0.5) == 0.0,
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "benchmark": torch.backends.cudnn.benchmark,
+        "tf32": torch.backends.cudnn.allow_tf32,
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "flash": torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+        "anomaly": torch.is_anomaly_enabled(),
+    }
+
+
+def asking(folder: Path, when: str) -> Callable[[], nn.Module]:
+    """A model factory that writes down what is in force, when it makes a model and in a step."""
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if when == "made":
+                self.write()
+            self.inner = nn.Linear(INPUTS, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if when == "step" and self.training:
+                self.write()
+            y: Tensor = self.inner(x)
+            return y
+
+        def write(self) -> None:
+            if (rank := my_rank()) >= 0:
+                (folder / f"{rank}.json").write_text(json.dumps(in_force()))
+
+    return Asking
+
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "device": lambda: torch.set_default_device("cpu:0"),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "warn_only": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "matmul": lambda: torch.set_float32_matmul_precision("medium"),
+    "flushes": lambda: torch.set_flush_denormal(True),
+    "fill": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    "tf32": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "mkldnn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
+    "flash": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+}
+
+
+def doubles() -> tuple[Tensor, Tensor]:
+    x, y = make_data()
+    return x.to(torch.get_default_dtype()), y.to(torch.get_default_dtype())
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("when", ["made", "step"])
+def test_the_callers_settings_reach_every_process(tmp_path: Path, when: str) -> None:
+    before = in_force()
+    for name, change in CHANGES.items():
+        change()
+        here = in_force()
+        assert here[name] != before[name], name
+        folder = tmp_path / name
+        folder.mkdir()
+        train("allreduce", folder / "run", workers=2, model=asking(folder, when), data=doubles, budget=Steps(2))
+        for rank in range(2):
+            assert json.loads((folder / f"{rank}.json").read_text()) == here, name
+
+
+def test_settings_do_not_outlive_a_run(tmp_path: Path) -> None:
+    before = TorchSettings.current()
+    for name in ("dtype", "flushes", "deterministic"):
+        CHANGES[name]()
+    for name in ("changed", "as before"):
+        folder = tmp_path / name
+        folder.mkdir()
+        train("allreduce", folder / "run", workers=2, model=asking(folder, "made"), data=doubles, budget=Steps(2))
+        assert json.loads((folder / "1.json").read_text()) == in_force()
+        before.apply()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps", "localsgd(tau=2)", "easgd(tau=2)", "slowmo(tau=2)"])
+def test_double_precision_is_the_same_in_both_worlds(tmp_path: Path, strategy: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    given: dict[str, Any] = {"data": doubles, "model": make_model, "batch": BATCH, "seed": SEED}
+    workers = 1 if strategy.startswith("easgd") else 2  # of several, the order of arrival decides
+    local = train(strategy, tmp_path / "local", cluster=Local(workers=workers, patience=20), **given)
+    simulated = train(strategy, tmp_path / "simulated", cluster=Simulated(workers=workers), **given)
+    assert next(local.model.parameters()).dtype is torch.float64
+    assert_same(local.model, simulated.model)
