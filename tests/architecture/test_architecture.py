@@ -114,6 +114,7 @@ MAY_KNOW = {
         "vectors",
     },
     "training": {
+        "advice",
         "alive",
         "attached",
         "environment",
