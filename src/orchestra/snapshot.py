@@ -8,6 +8,7 @@ workers in either case, each with the number of samples it saw as its weight.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,11 @@ from safetensors.torch import load as parse_tensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from orchestra import checkpoint
+from orchestra import checkpoint, files
 from orchestra.replica import trainable
 
 FINAL = "final"
+_NAME = re.compile("([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,7 @@ def write(folder: Path, rank: int, part: Part) -> None:
 
 def parts(folder: Path) -> list[Part]:
     """All parts of a snapshot, by node."""
-    files = sorted(folder.glob("node-*.safetensors"), key=lambda p: int(p.stem.removeprefix("node-")))
-    return [Part(**checkpoint.read_tree(p)) for p in files]
+    return [Part(**checkpoint.read_tree(path)) for path in checkpoint.parts_in(folder).values()]
 
 
 def holds_x(folder: Path, node: int) -> bool:
@@ -59,13 +60,12 @@ def holds_x(folder: Path, node: int) -> bool:
 
 def parts_present(folder: Path) -> set[int]:
     """The nodes whose parts are there."""
-    return {int(p.stem.removeprefix("node-")) for p in folder.glob("node-*.safetensors")}
+    return {*checkpoint.parts_in(folder)}
 
 
 def numbered(folder: Path) -> Iterator[tuple[int, Path]]:
     """The snapshots of a run in order."""
-    for path in sorted(folder.glob("[0-9]*")):
-        yield int(path.name), path
+    yield from files.numbered(folder, _NAME)
 
 
 def load_into(module: nn.Module, found: list[Part]) -> None:

@@ -63,11 +63,12 @@ def test_there_is_something_to_look_at() -> None:
 
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
-    "alive": set[str](),
+    "alive": {"files"},
     "board": set[str](),
     "environment": {"errors"},
     "errors": set[str](),
-    "events": set[str](),
+    "events": {"files"},
+    "files": set[str](),
     "ops": set[str](),
     "vectors": set[str](),
     "strategy": {"errors", "node"},  # node only for its type
@@ -96,7 +97,7 @@ MAY_KNOW = {
     "groups": set[str](),
     "optimizers": {"optimizers"},
     "schedules": {"strategy"},
-    "transports": {"board", "errors", "events", "ops", "transports", "vectors"},
+    "transports": {"board", "errors", "events", "files", "ops", "transports", "vectors"},
     "run": {
         "board",
         "checkpoint",
@@ -181,6 +182,7 @@ MAY_KNOW = {
         "errors",
         "events",
         "expression",
+        "files",
         "filters",
         "report",
         "statistics",
@@ -188,7 +190,7 @@ MAY_KNOW = {
         "strategy",
         "words",
     },
-    "live": {"alive", "board", "budget", "errors", "events", "live", "progress", "report", "words"},
+    "live": {"alive", "board", "budget", "errors", "events", "files", "live", "progress", "report", "words"},
     "doctor": {
         "budget",
         "cluster",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import ssl
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_a_token_that_may_be_guessed_is_refused_wherever_it_comes_from(
     file.write_text(text + "\n")
     file.chmod(0o600)
     monkeypatch.setenv("ORCHESTRA_TOKEN", text)
-    sources = {
+    sources: dict[str, Callable[[], object]] = {
         "token_file": lambda: token.read(file),
         "ORCHESTRA_TOKEN": Attached().token,
         "token": lambda: Token(text),

@@ -10,10 +10,11 @@ A look at a file that has not grown costs one question to the file system.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from orchestra import files
 
 _CHUNK = 1 << 22  # bytes read at once; no line of ours is nearly as long
 
@@ -51,7 +52,7 @@ class Growing:
         if not self._grown:
             return
         try:
-            file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+            file = files.open_regular(self.path)
         except OSError:
             return
         with file:

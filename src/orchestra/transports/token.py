@@ -27,11 +27,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from orchestra import files
 from orchestra.errors import ConfigError, Problem
 
 _NAME = "orchestra"
 _NONCE = 32
 _FORM = re.compile("[0-9a-f]{32,1024}")  # 4 bits each: at least 128
+_LONGEST = 4096  # bytes of a file with one
 _VARIETY = 8  # different digits; 32 random ones have fewer once in 25 million tokens
 _HOW = "make one with `openssl rand -hex 32`"
 
@@ -64,7 +66,7 @@ def read(path: Path) -> str:
     """A token from a file that only its owner can read."""
     try:
         mode = path.stat().st_mode
-        text = path.read_text(encoding="ascii")
+        text = files.read_bytes(path, most=_LONGEST).decode("ascii")
     except OSError as error:
         raise ConfigError([Problem("token_file", str(path), f"cannot be read: {error}")]) from None
     except UnicodeDecodeError:
