@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from orchestra import advice, groups
+from orchestra import cautions, groups
 from orchestra.data.feed import Samples, is_tensors
 from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 from orchestra.errors import Problem
@@ -215,7 +215,7 @@ def rehearse(module: nn.Module, data: Any, loss: Any, batch: int, warn: Callable
             "and loss do not go together."
         )
         raise
-    if (summed := advice.about_loss(twin, sample, loss)) is not None:
+    if (summed := cautions.about_loss(twin, sample, loss)) is not None:
         warn(summed)
 
 

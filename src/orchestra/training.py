@@ -21,8 +21,8 @@ from torch.utils.data import IterableDataset
 import orchestra
 import orchestra.budget as budgets
 from orchestra import (
-    advice,
     alive,
+    cautions,
     checkpoint,
     environment,
     expression,
@@ -216,7 +216,7 @@ class _Training:
 
     def _carry_out(self, job: Job, scorer: Scorer, resumed_at: float) -> Result:
         given = self.given
-        doubts = advice.say(*self.doubts, advice.about_shards(job.shards, given.partition))
+        doubts = cautions.say(*self.doubts, cautions.about_shards(job.shards, given.partition))
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
         order = Order(

@@ -115,7 +115,7 @@ MAY_KNOW = {
         "vectors",
     },
     "training": {
-        "advice",
+        "cautions",
         "alive",
         "attached",
         "environment",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import orchestra
 from orchestra import Attached, Dirichlet, Epochs, Local, Simulated, Steps, snapshot
-from orchestra.advice import about_shards
+from orchestra.cautions import about_shards
 from orchestra.cluster import Cluster
 from orchestra.report.facts import scores_of
 

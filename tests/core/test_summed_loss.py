@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from orchestra import Attached, Local, Simulated, Steps
-from orchestra.advice import about_loss
+from orchestra.cautions import about_loss
 from orchestra.cluster import Cluster
 
 SAID = "the loss is a sum over the samples, not their mean"
@@ -127,5 +127,5 @@ def test_a_probe_that_fails_is_forgotten_and_leaves_no_trace(tmp_path: Path) -> 
 def test_the_result_is_that_without_a_probe(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"cluster": cluster, "model": Dicey, "loss": total, "budget": Steps(4)}
     probed = train("allreduce", tmp_path / "probed", **given)
-    monkeypatch.setattr("orchestra.advice.about_loss", lambda *asked: None)
+    monkeypatch.setattr("orchestra.cautions.about_loss", lambda *asked: None)
     assert_same(probed.model, train("allreduce", tmp_path / "plain", **given).model)
