@@ -249,7 +249,7 @@ def verify(path: Path) -> Saved:
         for name, expected in manifest["files"].items():
             _verify_part(path, name, expected)
         return Saved(path, step, manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not whole: {error}") from None
 
 
@@ -262,7 +262,7 @@ def _whole(manifest: dict[str, Any], name: str, least: int, most: int) -> int:
 
 def _verify_part(path: Path, name: str, expected: dict[str, Any]) -> None:
     file = path / name
-    if file.resolve().parent != path.resolve() or file.is_symlink():
+    if file.is_symlink() or file.resolve().parent != path.resolve():
         raise ValueError(f"{name} lies outside the checkpoint")
     if file.stat().st_size != expected["bytes"]:
         raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from orchestra import files
 
 _CHUNK = 1 << 22  # bytes read at once; no line of ours is nearly as long
+_MOST = 1 << 30  # bytes read in one look; the next look goes on from there
 
 
 class Growing:
@@ -57,7 +58,9 @@ class Growing:
             return
         with file:
             file.seek(self._offset)
-            while chunk := file.read(_CHUNK):
+            for _ in range(_MOST // _CHUNK):
+                if not (chunk := file.read(_CHUNK)):
+                    return
                 end = chunk.rfind(b"\n") + 1
                 if not end and len(chunk) < _CHUNK:
                     return  # cut short: perhaps the rest is being written
