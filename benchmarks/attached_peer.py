@@ -38,7 +38,7 @@ from orchestra.transports.middleware import Metered
 from orchestra.transports.token import Token
 from orchestra.transports.torch_means import TorchMeans, tcp_store
 
-SECRET = "a token that everybody may read"
+SECRET = "0123456789abcdef" * 2  # everybody may read it
 
 
 @dataclass(frozen=True, kw_only=True)

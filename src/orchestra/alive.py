@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from orchestra import files
+
 NAME = "running"
 _LONGEST = 10_000  # characters of what is left behind, or of what is believed
 _OF_A_START = ("config.json", NAME, "scores.jsonl", "topology.json", ".launch-*", ".mark-*", "nccl-*")
@@ -55,7 +57,7 @@ class Hold:
     def __init__(self, run: Path) -> None:
         self._path, self._file = run / NAME, contextlib.ExitStack()
         with contextlib.suppress(OSError):  # nobody will know from outside, and that is all
-            file = self._file.enter_context(self._path.open("w", encoding="utf-8"))
+            file = self._file.enter_context(_written(self._path))
             fcntl.flock(file, fcntl.LOCK_SH)
 
     def let_go(self) -> None:
@@ -66,8 +68,8 @@ class Hold:
 
     def leave(self, kind: str, why: str) -> None:
         """It did not: leave the kind of error, and the end of what there is to say of it, where what to do comes."""
-        with contextlib.suppress(OSError):
-            self._path.write_text(json.dumps({"kind": kind, "why": why[-_LONGEST:]}), encoding="utf-8")
+        with contextlib.suppress(OSError), _written(self._path) as file:
+            file.write(json.dumps({"kind": kind, "why": why[-_LONGEST:]}))
         self._file.close()
 
 
@@ -86,6 +88,12 @@ def holding(run: Path) -> Iterator[None]:
 def _at_once(path: str, flags: int) -> int:
     """Opens what is no file, too, without waiting for whoever should be at its other end."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _written(path: Path) -> IO[str]:
+    """Open a file for writing; not what a link leads to, and without waiting where it is a pipe."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+    return os.fdopen(fd, "w", encoding="utf-8")
 
 
 def ask(run: Path) -> Word:
@@ -148,7 +156,7 @@ def _lock(file: IO[Any], within: float) -> None:
 
 def _config(run: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        found = files.read_json(run / "config.json")
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -159,5 +167,5 @@ def _is_of_a_start(path: Path) -> bool:
     if path.is_dir():
         return path.name in ("checkpoints", "snapshots") and not any(path.iterdir())
     if any(path.match(name) for name in _OF_EVENTS):
-        return path.stat().st_size < _FEW and b'"event":"stepped"' not in path.read_bytes()
+        return files.is_regular(path) and path.stat().st_size < _FEW and b'"event":"stepped"' not in path.read_bytes()
     return any(path.match(name) for name in _OF_A_START)

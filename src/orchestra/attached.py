@@ -228,7 +228,7 @@ class Attached(Cluster):
             return Token(token.read(Path(file)), trusted=self.trusted)
         text = os.environ.get("ORCHESTRA_TOKEN")
         if text:
-            return Token(text, trusted=self.trusted)
+            return Token(token.checked(text, "ORCHESTRA_TOKEN"), trusted=self.trusted)
         if not self.place.loopback(self.patience):
             raise Exposed(self.place.host)
         return Token(_own_token(self.place, self.patience), trusted=self.trusted)

@@ -3,6 +3,7 @@
 
     checkpoints/step-00000120/node-0.safetensors …    one file per node: tensors, and the structure around them as JSON
                               manifest.json            format, step, fingerprint of the model, SHA-256 of every file
+                                                       and of the manifest itself
     checkpoints/latest                                 the name of the newest one
 
 A checkpoint is written as `step-….tmp`, every file synced, the manifest last, and then renamed: a crash at any moment
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -23,11 +25,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from orchestra import files
 from orchestra.errors import CheckpointError
 
 FORMAT = 3
 KEEP = 2
-_MAX_MANIFEST = 16 << 20  # bytes
+_MOST_NODES = 100_000
+_NAME = re.compile("step-([0-9]+)")
+_PART = re.compile(r"node-([0-9]+)\.safetensors")
 _NAMES = {  # of dtypes in safetensors
     torch.float64: "F64",
     torch.float32: "F32",
@@ -73,6 +78,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
 def read_tree(path: Path) -> Any:
     """Read what `write_tree` wrote."""
     try:
+        files.open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  not a dict
@@ -160,6 +166,16 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def found_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, by step, the newest last; drafts are left out."""
+    return [path for _, path in files.numbered(folder, _NAME)]
+
+
+def parts_in(folder: Path) -> dict[int, Path]:
+    """The parts in a folder, by node."""
+    return dict(files.numbered(folder, _PART))
+
+
 def draft(folder: Path, step: int) -> Path:
     """Where nodes write their parts of a checkpoint."""
     return folder / f"{name_of(step)}.tmp"
@@ -174,15 +190,15 @@ def open_draft(folder: Path, step: int) -> Path:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def commit(folder: Path, step: int, about: dict[str, Any]) -> Path:
     """Seal a draft: manifest, sync, rename, point `latest` at it, and drop all but the newest few."""
     path = draft(folder, step)
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in sorted(path.glob("node-*.safetensors"))}
-    manifest = {"format": FORMAT, "step": step, **about, "files": files}
+    parts = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in parts_in(path).values()}
+    manifest = sealed(json.loads(json.dumps({"format": FORMAT, "step": step, **about, "files": parts})))
     write_text(path / "manifest.json", json.dumps(manifest, indent=1))
     final = folder / name_of(step)
     if final.exists():
@@ -190,15 +206,22 @@ def commit(folder: Path, step: int, about: dict[str, Any]) -> Path:
     path.rename(final)
     sync(folder)
     write_text(folder / "latest", final.name)
-    for old in sorted(p for p in folder.glob("step-*") if p.suffix != ".tmp")[:-KEEP]:
+    for old in found_in(folder)[:-KEEP]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Add the SHA-256 of all else in a manifest: the step and the settings are covered as the files are."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    text = json.dumps(rest, sort_keys=True)
+    return rest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def newest(folder: Path) -> tuple[Saved, list[str]]:
     """The newest whole checkpoint, and what was wrong with any newer one that had to be passed over."""
     complaints: list[str] = []
-    for path in sorted((p for p in folder.glob("step-*") if p.suffix != ".tmp"), reverse=True):
+    for path in reversed(found_in(folder)):
         try:
             return verify(path), complaints
         except CheckpointError as error:
@@ -210,26 +233,41 @@ def newest(folder: Path) -> tuple[Saved, list[str]]:
 def verify(path: Path) -> Saved:
     """Check a checkpoint against its manifest: all files there, inside it, of the right size and content."""
     try:
-        source = path / "manifest.json"
-        if source.stat().st_size > _MAX_MANIFEST:
-            raise ValueError("manifest.json is too large")
-        manifest = json.loads(source.read_text(encoding="utf-8"))
+        manifest = files.read_json(path / "manifest.json")
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']} is not {FORMAT}: written by another version of this program")
-        missing = {part_name(r) for r in range(manifest["workers"] + manifest["servers"])} - {*manifest["files"]}
+        if sealed(manifest) != manifest:
+            raise ValueError("manifest.json was changed: its SHA-256 is not the one that it names")
+        step = _whole(manifest, "step", 0, 10**18)
+        if path.name != name_of(step):
+            raise ValueError(f"it is of step {step}, so its name should be {name_of(step)}")
+        nodes = _whole(manifest, "workers", 1, _MOST_NODES) + _whole(manifest, "servers", 0, _MOST_NODES)
+        missing = {part_name(r) for r in range(nodes)} - {*manifest["files"]}
         if missing:
-            raise ValueError(f"the parts {', '.join(sorted(missing))} are missing")
+            names = ", ".join(sorted(missing)[:5]) + (", …" if len(missing) > 5 else "")
+            raise ValueError(f"the parts {names} are missing")
         for name, expected in manifest["files"].items():
-            file = path / name
-            if file.resolve().parent != path.resolve() or file.is_symlink():
-                raise ValueError(f"{name} lies outside the checkpoint")
-            if file.stat().st_size != expected["bytes"]:
-                raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")
-            if digest(file) != expected["sha256"]:
-                raise ValueError(f"{name} was changed: its SHA-256 is not the one in the manifest")
-        return Saved(path, int(manifest["step"]), manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            _verify_part(path, name, expected)
+        return Saved(path, step, manifest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not whole: {error}") from None
+
+
+def _whole(manifest: dict[str, Any], name: str, least: int, most: int) -> int:
+    number = manifest[name]
+    if type(number) is not int or not least <= number <= most:
+        raise ValueError(f"{name} is {number!r}, which is no whole number from {least} to {most}")
+    return number
+
+
+def _verify_part(path: Path, name: str, expected: dict[str, Any]) -> None:
+    file = path / name
+    if file.is_symlink() or file.resolve().parent != path.resolve():
+        raise ValueError(f"{name} lies outside the checkpoint")
+    if file.stat().st_size != expected["bytes"]:
+        raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")
+    if digest(file) != expected["sha256"]:
+        raise ValueError(f"{name} was changed: its SHA-256 is not the one in the manifest")
 
 
 # Files that appear whole.
@@ -243,7 +281,9 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
+    temporary.unlink(missing_ok=True)  # what lies there may be a link to something else
+    with temporary.open("xb") as file:
+        file.write(content)
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)

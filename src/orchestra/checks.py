@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from orchestra import groups
+from orchestra import cautions, groups
 from orchestra.data.feed import Samples, is_tensors
 from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 from orchestra.errors import Problem
@@ -195,10 +195,11 @@ def _divisible(data: Any, partition: Any, workers: int) -> Iterator[Problem]:
         )
 
 
-def rehearse(module: nn.Module, data: Any, loss: Any, batch: int) -> Iterator[Problem]:
+def rehearse(module: nn.Module, data: Any, loss: Any, batch: int, warn: Callable[[str], object]) -> Iterator[Problem]:
     """Compute one small gradient on a copy of the model: what fails here would fail on every worker.
 
-    Misfits that can be named become problems; an exception out of the user's own code comes through as it is.
+    Misfits that can be named become problems; an exception out of the user's own code comes through as it is. `warn`
+    hears of a loss that is a sum.
     """
     few = min(batch, 8)
     try:
@@ -218,14 +219,17 @@ def rehearse(module: nn.Module, data: Any, loss: Any, batch: int) -> Iterator[Pr
     if len(sample) < 2:
         yield Problem("data", len(sample), "a sample must have at least an input and a target")
         return
+    twin = copy.deepcopy(module)
     try:
-        yield from _one_gradient(copy.deepcopy(module).train(), sample, loss, data)
+        yield from _one_gradient(twin.train(), sample, loss, data)
     except Exception as error:
         error.add_note(
             f"This was one gradient on {len(sample[-1])} samples, tried before any process was started: model, data "
             "and loss do not go together."
         )
         raise
+    if (summed := cautions.about_loss(twin, sample, loss)) is not None:
+        warn(summed)
 
 
 def _one_gradient(module: nn.Module, sample: list[Any], loss: Any, data: Any) -> Iterator[Problem]:

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
+
+from orchestra import files
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,9 @@ _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
     )
     for kind, cls in _KINDS.items()
 }
-_TOGETHER = 1000  # lines that are read at once
+_CHUNK = 1 << 18  # bytes that are read at once, some thousand lines
+_LONGEST = 1 << 22  # bytes of a line
+_MOST = 1 << 33  # bytes of a file
 _FLUSH = 0.5  # seconds an event may wait in memory
 
 
@@ -236,11 +239,34 @@ def _plain(value: Any) -> Any:
 
 def read(path: Path) -> Iterator[Event]:
     """The events of a file. Lines cut short or of an unknown kind are passed over: a run may be under way, or newer."""
-    if not path.exists():
+    try:
+        file = files.open_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while lines := list(islice(file, _TOGETHER)):
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # no file: nothing that a run wrote
+            return
+        raise
+    with file:
+        for lines in _lines(file):
             yield from decode(lines)
+
+
+def _lines(file: IO[bytes]) -> Iterator[list[str]]:
+    """Some lines at a time. What is too long for a line is passed over, and so is all after the most that is read."""
+    rest, too_long = b"", False
+    for _ in range(_MOST // _CHUNK):
+        if not (chunk := file.read(_CHUNK)):
+            break
+        whole, end, cut = chunk.rpartition(b"\n")
+        if end:
+            found = whole.partition(b"\n")[2] if too_long else rest + whole
+            yield [line for line in found.decode("utf-8", "replace").split("\n") if line]
+            rest, too_long = cut, False
+        elif len(rest := b"" if too_long else rest + chunk) > _LONGEST:
+            rest, too_long = b"", True
+    if rest:
+        yield [rest.decode("utf-8", "replace")]
 
 
 def decode(lines: list[str]) -> Iterator[Event]:

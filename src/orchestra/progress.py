@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from orchestra import files
 from orchestra.board import Progress, name_of
 from orchestra.words import plural
 
@@ -119,7 +120,7 @@ class Observer:
 def latest_score(run: Path) -> dict[str, float]:
     """The newest evaluation of a run under way; none before the first one after the start."""
     try:
-        with (run / "scores.jsonl").open("rb") as file:
+        with files.open_regular(run / "scores.jsonl") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _TAIL))
             score = json.loads(file.read().rsplit(b"\n", 2)[-2])

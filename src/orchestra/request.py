@@ -199,8 +199,10 @@ def _look_at_folder(given: Request) -> Iterator[Problem]:
             yield Problem("out", str(out), message)
 
 
-def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Iterator[Problem]:
-    """What shows only once model and data exist."""
+def second_look(
+    given: Request, strategy: Strategy[Any], module: nn.Module, data: Any, warn: Callable[[str], object]
+) -> Iterator[Problem]:
+    """What shows only once model and data exist; `warn` hears of what works, but is probably not meant."""
     unfit = [*problems_of(module)]
     yield from unfit
     if not unfit:
@@ -223,7 +225,7 @@ def second_look(given: Request, strategy: Strategy[Any], module: nn.Module, data
     found = [*checks.check_data(data, batch=batch, workers=workers, partition=given.partition)]
     yield from found
     if not found and not unfit:
-        found = [*checks.rehearse(module, data, given.loss, given.batch)]
+        found = [*checks.rehearse(module, data, given.loss, given.batch, warn)]
         yield from found or given.cluster.misfits(given, module, data)
 
 

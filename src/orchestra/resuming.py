@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import orchestra.budget as budgets
-from orchestra import checkpoint
+from orchestra import checkpoint, files
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.checkpoint import Saved
 from orchestra.cluster import Cluster
@@ -24,6 +25,8 @@ from orchestra.events import encode, read
 from orchestra.job import Job
 from orchestra.report.facts import Facts, facts_of, scores_of
 from orchestra.snapshot import FINAL, numbered
+
+_TOLD = re.compile(r"(?:events|trace)-([0-9]+)\.jsonl")
 
 
 def find(folder: Path, about: dict[str, Any], cluster: Cluster) -> Saved:
@@ -55,9 +58,9 @@ def _look_at_course(path: Path, before: dict[str, Any], about: dict[str, Any], c
 def left_by(folder: Path) -> tuple[dict[str, Any], Facts]:
     """What a run that came to its end says of itself: how it was asked for, and what it came to."""
     try:
-        config = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        config = dict(files.read_json(folder / "config.json"))
         return config, facts_of(folder)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (OSError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise damaged(folder, error) from None
 
 
@@ -93,7 +96,20 @@ def as_it_ended(
 
 def clock(saved: Saved) -> float:
     """Seconds of training at a checkpoint. Whoever sets models aside did not save at the same moment as worker 0."""
-    return max(float(saved.node(node)["cost"][0]) for node in {0, _holder(saved)})
+    return max(_said(saved, node)[0] for node in {0, _holder(saved)})
+
+
+def _said(saved: Saved, node: int) -> tuple[float, int]:
+    """How many seconds of training and how many snapshots a node's part tells of."""
+    try:
+        part = saved.node(node)
+        seconds, snapshots = part["cost"][0], part["counts"][3]
+        if not 0 <= seconds < math.inf or type(snapshots) is not int:
+            raise ValueError(f"{seconds!r} seconds, {snapshots!r} snapshots")
+        return float(seconds), snapshots
+    except (LookupError, TypeError, ValueError) as error:
+        what = f"tells neither the time nor the snapshots: {type(error).__name__} {error}"
+        raise CheckpointError(f"{saved.path / checkpoint.part_name(node)} {what}.") from None
 
 
 def _holder(saved: Saved) -> int:
@@ -129,7 +145,7 @@ def look_at_budget(folder: Path, saved: Saved, job: Job, budget: Budget, done: f
 def remember(folder: Path, **now: Any) -> None:
     """Put what is asked for now, such as the budget, in the place of what was asked for in the beginning."""
     path = folder / "config.json"
-    checkpoint.write_text(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | now, indent=1))
+    checkpoint.write_text(path, json.dumps(files.read_json(path) | now, indent=1))
 
 
 def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None) -> str:
@@ -153,12 +169,14 @@ def forget_after(run: Path, saved: Saved) -> None:
     shutil.rmtree(run / FINAL, ignore_errors=True)
     for draft in (run / "checkpoints").glob("*.tmp"):
         shutil.rmtree(draft, ignore_errors=True)
-    taken = saved.node(_holder(saved))["counts"][3] or saved.node(0)["counts"][3]  # servers may not have had their turn
+    taken = _said(saved, _holder(saved))[1] or _said(saved, 0)[1]  # servers may not have had their turn
     for number, folder in numbered(run / "snapshots"):
         if number > taken:
             shutil.rmtree(folder)
-    for path in (*run.glob("events-*.jsonl"), *run.glob("trace-*.jsonl")):
-        until = saved.node(int(path.stem.partition("-")[2]))["cost"][0]
+    for node, path in files.numbered(run, _TOLD):
+        if node >= saved.manifest["workers"] + saved.manifest["servers"]:
+            continue  # of no node of this run
+        until = _said(saved, node)[0]
         kept = [event for event in read(path) if event.t <= until]
         checkpoint.write_text(path, "".join(encode(event) for event in kept))
     scores = [score for score in scores_of(run) if score.number <= taken]

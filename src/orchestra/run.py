@@ -312,7 +312,8 @@ def set_aside(life: Life, folder: Path) -> bool:
     start = job.range_of(life.rank).start if life.is_server else 0
     x: Tensor | None = node.x if holds else None
     samples = job.samples_by(node.steps) if equal else node.samples
-    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers, where))
+    seen = node.samples if buffers else 0
+    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers, where, seen))
     return True
 
 

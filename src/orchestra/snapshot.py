@@ -3,12 +3,13 @@
 
 Each node that holds something writes its part: a server its range, workers their x and their buffers. What is scored
 is the servers' model put together, or the mean of the workers' models; BatchNorm statistics are averaged over all
-workers in either case.
+workers in either case, each with the number of samples it saw as its weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from safetensors.torch import load as parse_tensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from orchestra import checkpoint
+from orchestra import checkpoint, files
 from orchestra.replica import trainable
 
 FINAL = "final"
+_NAME = re.compile("([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Part:
     x: Tensor | None
     buffers: dict[str, Tensor]
     where: str = "servers"  # the model was then: see `Strategy.model_at`
+    seen: int = 0  # samples behind the buffers
 
 
 def write(folder: Path, rank: int, part: Part) -> None:
@@ -47,8 +50,7 @@ def write(folder: Path, rank: int, part: Part) -> None:
 
 def parts(folder: Path) -> list[Part]:
     """All parts of a snapshot, by node."""
-    files = sorted(folder.glob("node-*.safetensors"), key=lambda p: int(p.stem.removeprefix("node-")))
-    return [Part(**checkpoint.read_tree(p)) for p in files]
+    return [Part(**checkpoint.read_tree(path)) for path in checkpoint.parts_in(folder).values()]
 
 
 def holds_x(folder: Path, node: int) -> bool:
@@ -58,13 +60,12 @@ def holds_x(folder: Path, node: int) -> bool:
 
 def parts_present(folder: Path) -> set[int]:
     """The nodes whose parts are there."""
-    return {int(p.stem.removeprefix("node-")) for p in folder.glob("node-*.safetensors")}
+    return {*checkpoint.parts_in(folder)}
 
 
 def numbered(folder: Path) -> Iterator[tuple[int, Path]]:
     """The snapshots of a run in order."""
-    for path in sorted(folder.glob("[0-9]*")):
-        yield int(path.name), path
+    yield from files.numbered(folder, _NAME)
 
 
 def load_into(module: nn.Module, found: list[Part]) -> None:
@@ -81,18 +82,22 @@ def load_into(module: nn.Module, found: list[Part]) -> None:
         for p in trainable(module).values():
             p.copy_(x[start : start + p.numel()].view(p.shape))
             start += p.numel()
-        given = [part.buffers for part in found if part.buffers]
+        given = [part for part in found if part.buffers and part.seen] or [part for part in found if part.buffers]
         for name, buffer in module.named_buffers():
-            values = [buffers[name] for buffers in given if name in buffers]
+            values = {i: part.buffers[name] for i, part in enumerate(given) if name in part.buffers}
             if values:
-                buffer.copy_(_mean(values))
+                buffer.copy_(_mean([*values.values()], [given[i].seen for i in values]))
 
 
-def _mean(values: list[Tensor]) -> Tensor:
-    """The mean of equal-shaped tensors; of whole numbers (BatchNorm's counter) the first."""
+def _mean(values: list[Tensor], weights: Sequence[int] = ()) -> Tensor:
+    """Average equal-shaped tensors, weighted where weights differ; of whole numbers (BatchNorm's counter) the first."""
     if len(values) == 1 or not values[0].is_floating_point():
         return values[0]
-    return torch.stack([v.double() for v in values]).mean(0).to(values[0].dtype)
+    stacked = torch.stack([v.double() for v in values])
+    if len(set(weights)) < 2:
+        return stacked.mean(0).to(values[0].dtype)
+    shares = torch.tensor([weight / sum(weights) for weight in weights], dtype=torch.float64)
+    return torch.einsum("i,i...->...", shares, stacked).to(values[0].dtype)
 
 
 def export(module: nn.Module, path: Path) -> None:

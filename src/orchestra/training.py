@@ -22,6 +22,7 @@ import orchestra
 import orchestra.budget as budgets
 from orchestra import (
     alive,
+    cautions,
     checkpoint,
     environment,
     expression,
@@ -98,7 +99,8 @@ def train(
     """Train a model on several processes with a strategy, and block until it is done.
 
     Samples are dealt out anew every epoch, streams as well; every sample is used once an epoch, by one worker. Batch
-    statistics (BatchNorm) are each worker's own and averaged in the result, which comes in evaluation mode.
+    statistics (BatchNorm) are each worker's own; the result, which comes in evaluation mode, has their mean, weighted
+    by the samples that each worker saw.
 
     Args:
         model: makes the module. Every process calls it, with the same seed.
@@ -177,7 +179,8 @@ class _Training:
         seed_everything(given.seed)
         self.module = given.model()
         self.data = given.data()
-        refuse(second_look(given, self.strategy, self.module, self.data))
+        self.doubts: list[str] = []
+        refuse(second_look(given, self.strategy, self.module, self.data, self.doubts.append))
         self.given = replace(given, cluster=given.cluster.settled(given, self.strategy, self.module, self.data))
         if not given.cluster.trains:
             self.given = replace(self.given, evaluate=None)
@@ -213,6 +216,7 @@ class _Training:
 
     def _carry_out(self, job: Job, scorer: Scorer, resumed_at: float) -> Result:
         given = self.given
+        doubts = cautions.say(*self.doubts, cautions.about_shards(job.shards, given.partition))
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
         order = Order(
@@ -237,6 +241,7 @@ class _Training:
             if isinstance(display, progress.Display):
                 display.close()
         with closing(ending):
+            ending.warnings[:0] = doubts
             result = self._conclude(scorer, ending)
             model = (self.folder / "model.safetensors").read_bytes
             ending.tell(lambda: Told(str(result.run), result.metrics, result.summary.as_dict(), model()))
@@ -312,15 +317,9 @@ class _Training:
         given = self.given
         data = given.evaluation_data() if given.evaluate is not None and given.evaluation_data is not None else None
         return Scorer(
-            self.folder,
-            self.module,
-            given.evaluate,
-            data,
-            self.strategy,
-            given.cluster.workers,
-            self.targets,
+            self.folder, self.module, given.evaluate, data, self.strategy, given.cluster.workers, self.targets,
             given.keep_snapshots,
-        )
+        )  # fmt: skip
 
     def _about(self, job: Job) -> dict[str, Any]:
         return fingerprint.about(self.given, self.strategy, self.module, job)

@@ -63,11 +63,12 @@ def test_there_is_something_to_look_at() -> None:
 
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
-    "alive": set[str](),
+    "alive": {"files"},
     "board": set[str](),
     "environment": {"errors"},
     "errors": set[str](),
-    "events": set[str](),
+    "events": {"files"},
+    "files": set[str](),
     "kept": set[str](),
     "marks": set[str](),
     "ops": set[str](),
@@ -99,7 +100,7 @@ MAY_KNOW = {
     "groups": set[str](),
     "optimizers": {"optimizers"},
     "schedules": {"strategy"},
-    "transports": {"board", "errors", "events", "marks", "ops", "transports", "vectors"},
+    "transports": {"board", "errors", "events", "files", "marks", "ops", "transports", "vectors"},
     "run": {
         "board",
         "checkpoint",
@@ -118,6 +119,7 @@ MAY_KNOW = {
         "vectors",
     },
     "training": {
+        "cautions",
         "alive",
         "attached",
         "environment",
@@ -184,6 +186,7 @@ MAY_KNOW = {
         "errors",
         "events",
         "expression",
+        "files",
         "filters",
         "report",
         "statistics",
@@ -191,7 +194,7 @@ MAY_KNOW = {
         "strategy",
         "words",
     },
-    "live": {"alive", "board", "budget", "errors", "events", "live", "progress", "report", "words"},
+    "live": {"alive", "board", "budget", "errors", "events", "files", "live", "progress", "report", "words"},
     "doctor": {
         "budget",
         "cluster",

@@ -74,7 +74,7 @@ def reseal(folder: Path) -> None:
         p.name: {"bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
         for p in folder.glob("node-*.safetensors")
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(checkpoint.sealed(manifest)))
 
 
 def drop_a_part(folder: Path) -> None:

@@ -7,6 +7,7 @@ import gzip
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -262,3 +263,77 @@ def test_a_folder_that_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
         assert json.loads(gzip.decompress(telling.since()[1]))["runs"][0]["steps"] == 40
     finally:
         telling.close()
+
+
+# Many at once.
+
+
+def idle(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+
+
+def held(server: Server) -> int:
+    return len(server._held)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def ends(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_200_connections_are_held_and_one_more_is_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ask for nothing give way to those that do, the oldest first; no more than 200 threads are there."""
+    monkeypatch.setattr("orchestra.live.server._Handler.timeout", 60)
+    cookie, before = enter(server), {*threading.enumerate()}
+
+    def answering() -> int:
+        return sum(thread not in before for thread in threading.enumerate())
+
+    wait_for(lambda: not answering())
+    waiting = [idle(server) for _ in range(200)]
+    try:
+        wait_for(lambda: answering() == 200)
+        for _ in range(3):
+            assert Answer(server, "/since", Cookie=cookie).status == 200
+        assert all(map(ends, waiting[:1]))
+        assert not select.select(waiting[3:], [], [], 0)[0]  # the others are still there
+        waiting += [idle(server) for _ in range(100)]
+        wait_for(lambda: answering() == 200)
+        assert all(map(ends, waiting[:100]))
+        assert Answer(server, "/since", Cookie=cookie).status == 200
+    finally:
+        for connection in waiting:
+            connection.close()
+    wait_for(lambda: not answering())
+
+
+def test_when_all_are_being_answered_one_more_is_told_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that it should come again; and then it is answered."""
+    cookie, go_on, really = enter(server), threading.Event(), server.telling.since
+    wait_for(lambda: held(server) == 0)
+    monkeypatch.setattr("orchestra.live.server.MOST", 3)
+    monkeypatch.setattr(server.telling, "since", lambda: go_on.wait(60) and really())
+    found: list[int] = []
+    busy = [
+        threading.Thread(target=lambda: found.append(Answer(server, "/since", Cookie=cookie).status)) for _ in "abc"
+    ]
+    for thread in busy:
+        thread.start()
+    wait_for(lambda: list(server._held.values()) == ["asked"] * 3)
+    answer = Answer(server, "/since", Cookie=cookie)
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+    assert b"Try again" in answer.body
+    go_on.set()
+    for thread in busy:
+        thread.join()
+    assert found == [200] * 3
+    assert Answer(server, "/since", Cookie=cookie).status == 200

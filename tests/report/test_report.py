@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import threading
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from tests.report.folders import make_race, make_run
 
 from orchestra.budget import Target
@@ -29,7 +32,7 @@ from orchestra.cli import report as cli_report
 from orchestra.cli.patience import patiently
 from orchestra.errors import EnvironmentProblem
 from orchestra.events import Logged, Stepped, encode
-from orchestra.report import figures, formulas, page, plots, story, tables
+from orchestra.report import escaping, figures, formulas, page, plots, story, tables
 from orchestra.report.looks import COLOURS, MARKERS, looks
 from orchestra.report.plots import FIGURES
 
@@ -202,6 +205,69 @@ def test_spreadsheets_are_given_no_formulas(tmp_path: Path) -> None:
     (row,) = csv.DictReader(io.StringIO(tables.runs_csv(told)))
     assert row["strategy"] == "'=HYPERLINK(1)"
     assert float(row["final accuracy"]) == 0.9
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["=cmd|' /C calc'!A0", "+1", "-1", "@SUM(1)", " =1", "\t=1", "\n=1", "\uff1d1", '"=1', "a,b\n=c"],
+)
+def test_no_cell_begins_a_formula_whatever_a_run_is_called(name: str, tmp_path: Path) -> None:
+    """In either table, in the names of figures as well; what was asked for is still there."""
+    told = story.tell([make_run(tmp_path / "run", strategy=name)])
+    for run in told["runs"]:
+        run["metrics"], run["strategy"] = {name: 1.0}, name
+        run["scores"]["metrics"] = {name: run["scores"]["metrics"]["accuracy"]}
+    for text in (tables.runs_csv(told), tables.curves_csv(told)):
+        rows = [*csv.reader(io.StringIO(text))]
+        assert len({len(row) for row in rows}) == 1
+        strange = [
+            c for row in rows for c in row if c.lstrip().startswith(("=", "+", "@", "\uff1d")) or c[:1].isspace()
+        ]
+        assert not strange
+        assert any(c in (name, f"'{name}") for row in rows for c in row)
+        assert not any(c.startswith("-") and not c[1:2].isdigit() for row in rows for c in row)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a|b", "`x`", "<img src=x onerror=alert(1)>", "[x](http://evil)", "http://evil.org", "www.evil.org", "~~x~~",
+     "a\n# b", "# x", "- x", "1. x", "===", "x\n===", "$x$", "&lt;b&gt;", "a@b.org", "\\|", "![x](y)"],
+)  # fmt: skip
+def test_a_name_is_shown_as_it_is_by_markdown(name: str, tmp_path: Path) -> None:
+    """Judged by a parser of Markdown: plain text, in a paragraph, in a list, in a table and below it."""
+    visible = re.sub("\n", " ", name)
+    assert inline(escaping.markdown(name)) == {visible}
+    told = story.tell(
+        [make_run(tmp_path / "a", strategy=name), make_run(tmp_path / "b")], target=Target("accuracy", 0.5)
+    )
+    told["verdict"] |= {"baseline": name, "sentence": name, "doubts": [name]}
+    text = tables.markdown(told | {"title": name, "why": [name], "commands": []})
+    assert "http://" not in text
+    assert "www.evil" not in text
+    tokens = MarkdownIt().enable(["table", "strikethrough"]).parse(text)
+    assert {t.type for t in tokens if t.type.endswith("_open")} <= {
+        f"{kind}_open" for kind in ("heading", "paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list",
+                                    "list_item")
+    }  # fmt: skip
+    kinds = {child.type for token in tokens for child in token.children or ()}
+    assert kinds <= {"text", "strong_open", "strong_close", "text_special", "softbreak"}
+    cells = [sum(t.type in ("td_open", "th_open") for t in row) for row in rows_of(tokens)]
+    assert sorted({*cells}) == sorted({len(told["table"]["head"]), 2})  # the figures, and the settings
+
+
+def inline(text: str) -> set[str]:
+    """What a reader of Markdown sees, paragraph by paragraph."""
+    tokens = MarkdownIt().enable(["table", "strikethrough"]).parse(text)
+    assert {token.type for token in tokens} == {"paragraph_open", "inline", "paragraph_close"}
+    children = [token.children or [] for token in tokens if token.type == "inline"]
+    assert {child.type for some in children for child in some} <= {"text", "text_special"}
+    return {"".join(child.content for child in some) for some in children}
+
+
+def rows_of(tokens: list[Token]) -> Iterator[list[Token]]:
+    starts = [i for i, token in enumerate(tokens) if token.type == "tr_open"]
+    stops = [i for i, token in enumerate(tokens) if token.type == "tr_close"]
+    return (tokens[start:stop] for start, stop in zip(starts, stops, strict=True))
 
 
 def test_curves_for_a_spreadsheet(race: Path) -> None:

@@ -28,7 +28,7 @@ from orchestra.transports.middleware import Metered
 from orchestra.transports.token import Token
 from orchestra.transports.torch_means import TorchMeans, tcp_store
 
-TOKEN = Token("a token for tests, of some length", trusted=True)
+TOKEN = Token("0123456789abcdef" * 2, trusted=True)
 HOST = "127.0.0.1"
 PATIENCE = 20.0
 

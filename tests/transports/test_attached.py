@@ -25,7 +25,7 @@ from orchestra.transports.meeting import Meeting
 from orchestra.transports.middleware import Metered
 from orchestra.transports.token import Token
 
-TOKEN = Token("a token for tests, of some length", trusted=True)
+TOKEN = Token("0123456789abcdef" * 2, trusted=True)
 
 
 def connect(size: int, workers: int, largest: int) -> list[AttachedTransport]:

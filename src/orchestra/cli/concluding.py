@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from orchestra.cli import summary
+from orchestra.report import escaping
 
 if TYPE_CHECKING:
     from orchestra.cli.claims import Claim
@@ -64,8 +65,9 @@ def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary.finite(record), indent=1, ensure_ascii=False)
     (out / "table.json").write_text(text + "\n", encoding="utf-8")
-    box = "".join(f"\n- {point}" for point in fair)
-    (out / "table.md").write_text(f"{table.markdown()}\n{' '.join(words)}\n{box}\n", encoding="utf-8")
+    box = "".join(f"\n- {escaping.markdown(point)}" for point in fair)
+    learned = escaping.markdown(" ".join(words))
+    (out / "table.md").write_text(f"{table.markdown()}\n{learned}\n{box}\n", encoding="utf-8")
     return record
 
 

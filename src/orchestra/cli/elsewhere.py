@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from orchestra import files
 from orchestra.cli.in_lab import flags
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
@@ -36,7 +36,7 @@ def resume_on(cluster: str, run: Path, more: Options, *, as_json: bool, quiet: b
     """Have a cluster go on with a run, in as many processes as before; gives its exit code."""
     if problems := [*_problems_of(cluster)]:
         raise ConfigError(problems)
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    config = files.read_json(run / "config.json")
     words = ["resume", str(run), *flags(more)] + ["--json"] * as_json + ["--quiet"] * quiet
     return _launch(words, int(config["workers"]) + int(config["servers"]), at, str(config.get("device")))
 

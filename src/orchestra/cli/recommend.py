@@ -26,6 +26,7 @@ from orchestra.cli import compare as racing
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.errors import ConfigError, Problem
+from orchestra.report import escaping
 from orchestra.words import plural
 
 if TYPE_CHECKING:
@@ -269,10 +270,10 @@ class Advice:
         """Write all of it to the folder of the runs."""
         from orchestra import checkpoint
 
-        out, left_out = self.ladder.race.out, "".join(f"\n- {line}" for line in self.left_out())
+        out, left_out = self.ladder.race.out, "".join(f"\n- {escaping.markdown(line)}" for line in self.left_out())
         record = json.dumps(summary.finite(self.record()), indent=1, ensure_ascii=False)
         checkpoint.write_text(out / "table.json", record + "\n")
-        text = f"{self.table.markdown()}\n{' '.join(self.words())}\n"
+        text = f"{self.table.markdown()}\n{escaping.markdown(' '.join(self.words()))}\n"
         checkpoint.write_text(out / "table.md", text + (f"\nLeft out earlier:\n{left_out}\n" if left_out else ""))
 
     def tell(self, *, as_json: bool, quiet: bool) -> None:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from orchestra import environment
+from orchestra import environment, files
 from orchestra.cli import elsewhere, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
@@ -104,7 +103,9 @@ def _further(run: Path, config: dict[str, Any]) -> str:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    return [path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".tmp"]
+    from orchestra import checkpoint  # which loads torch
+
+    return checkpoint.found_in(run / "checkpoints")
 
 
 def _refuse_without_use(run: Path) -> None:
@@ -151,7 +152,7 @@ def _remembered(run: Path, *, together: bool) -> tuple[sources.Source, dict[str,
     if not run.is_dir():
         raise ConfigError([Problem("run", str(run), "there is no such folder")])
     try:
-        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        config = files.read_json(run / "config.json")
         if why := _unfit(run, config, together):
             raise ConfigError([Problem("run", str(run), why)])
         note = config.get("note") or {}

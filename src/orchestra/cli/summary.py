@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from orchestra import files
 from orchestra.words import percents, plural, size
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def finite(value: Any) -> Any:
 
 def as_record(run: Path, facts: Facts) -> dict[str, Any]:
     """The figures of a run and where its files are."""
-    note = json.loads((run / "config.json").read_text(encoding="utf-8")).get("note") or {}
+    note = files.read_json(run / "config.json").get("note") or {}
     return {"recipe": note.get("recipe"), **facts.as_dict(), "run": str(run), "model": str(run / "model.safetensors")}
 
 
@@ -74,7 +75,7 @@ def describe(run: Path, facts: Facts) -> str:
             f"  worker {names} became {plural(facts.servers, 'server')}; figures of a worker are means over all"
         )
     if (run / "topology.json").exists():
-        lines.append(f"  {json.loads((run / 'topology.json').read_text(encoding='utf-8'))['words']}")
+        lines.append(f"  {files.read_json(run / 'topology.json')['words']}")
     if facts.skipped:
         lines.append(f"  {plural(facts.skipped, 'gradient')} not finite, not used")
     lines += ["", *_nodes(facts), "", f"  run    {nearby(run)}", f"  model  {nearby(run / 'model.safetensors')}"]
@@ -107,7 +108,7 @@ def nearby(path: Path) -> str:
 def warnings_of(run: Path) -> list[str]:
     """What the run complained about."""
     path = run / "ending.json"
-    return list(json.loads(path.read_text(encoding="utf-8")).get("warnings", [])) if path.exists() else []
+    return list(files.read_json(path).get("warnings", [])) if path.exists() else []
 
 
 def console_for(columns: int) -> Console:

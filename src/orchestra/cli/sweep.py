@@ -21,6 +21,7 @@ from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem, nearest
+from orchestra.report import escaping
 from orchestra.words import plural
 
 if TYPE_CHECKING:
@@ -209,8 +210,7 @@ def _seconds(row: Row) -> str:
 def _save(found: list[Condition], out: Path) -> dict[str, Any]:
     """Write the table and all figures; gives the figures."""
     head, rows = _cells(found)
-    lines = [head, ["---"] * len(head), *rows]
-    text = "\n".join([_title(found), "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+    text = f"{escaping.markdown(_title(found))}\n\n{escaping.table([head, *rows])}\n"
     record: dict[str, Any] = {
         "recipe": found[0].table.recipe,
         "conditions": [

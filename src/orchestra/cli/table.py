@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.budget import Target, lower_is_better
+from orchestra.report import escaping
 from orchestra.report.facts import Facts, facts_of, scores_of
 from orchestra.report.marks import Mark, achieved, standing
 from orchestra.report.verdict import Against, against_baseline, goal, is_useless
@@ -246,9 +247,9 @@ class Table:
 
     def markdown(self) -> str:
         """The table as it goes into a document."""
-        lines = [self.columns(), ["---"] * len(self.columns()), *(self.cells(row) for row in self.ranked)]
-        body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return "\n\n".join([self.heading, body, self.legend, *self.notes()]) + "\n"
+        body = escaping.table([self.columns(), *(self.cells(row) for row in self.ranked)])
+        heading, *prose = map(escaping.markdown, (self.heading, self.legend, *self.notes()))
+        return "\n\n".join([heading, body, *prose]) + "\n"
 
     def notes(self) -> list[str]:
         """What the table cannot hold: runs that missed the target, failed, or were not what they should have been."""

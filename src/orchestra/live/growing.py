@@ -10,12 +10,14 @@ A look at a file that has not grown costs one question to the file system.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from orchestra import files
+
 _CHUNK = 1 << 22  # bytes read at once; no line of ours is nearly as long
+_MOST = 1 << 30  # bytes read in one look; the next look goes on from there
 
 
 class Growing:
@@ -51,12 +53,14 @@ class Growing:
         if not self._grown:
             return
         try:
-            file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+            file = files.open_regular(self.path)
         except OSError:
             return
         with file:
             file.seek(self._offset)
-            while chunk := file.read(_CHUNK):
+            for _ in range(_MOST // _CHUNK):
+                if not (chunk := file.read(_CHUNK)):
+                    return
                 end = chunk.rfind(b"\n") + 1
                 if not end and len(chunk) < _CHUNK:
                     return  # cut short: perhaps the rest is being written

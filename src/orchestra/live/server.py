@@ -12,8 +12,10 @@ here. No path is ever looked up in a file system.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -35,12 +37,24 @@ _REFUSED = (
 )
 
 
+MOST = 200  # connections at once, each with a thread of its own
+_SPARE = 16  # more of them that are told so
+_FULL = f"{MOST} connections are open, and all are being answered. Try again in a second.\n"
+
+
 class Server(ThreadingHTTPServer):
-    """Listens on 127.0.0.1. Port 0: any that is free."""
+    """Listens on 127.0.0.1. Port 0: any that is free.
+
+    Holds `MOST` connections. One more takes the place of the oldest that has not asked for anything yet; where all
+    have, it is told to come again.
+    """
 
     daemon_threads = True
+    request_queue_size = MOST  # that the kernel holds until they are accepted
 
     def __init__(self, telling: Telling, port: int = 0) -> None:
+        self._held: dict[Any, str] = {}  # connections in the order of their arrival: idle, asked or refused
+        self._holding = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
         self.telling = telling
         self.token: str | None = secrets.token_urlsafe(32)
@@ -65,6 +79,43 @@ class Server(ThreadingHTTPServer):
             self.token = None
             return True
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give a connection a thread of its own, if there is room."""
+        with self._holding:
+            if self._count("idle", "asked") >= MOST and self._count("idle"):
+                self._drop(next(held for held, state in self._held.items() if state == "idle"))
+            if self._count("idle", "asked") < MOST:
+                self._held[request] = "idle"
+            elif self._count("refused") < _SPARE:
+                self._held[request] = "refused"
+            room = request in self._held
+        if room:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def _count(self, *states: str) -> int:
+        return sum(state in states for state in self._held.values())
+
+    def _drop(self, request: Any) -> None:
+        """End a connection: its thread wakes up, and closes it."""
+        del self._held[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def begin(self, request: Any) -> bool:
+        """Whether a connection that has said what it wants is answered; if so, it keeps its place until then."""
+        with self._holding:
+            if self._held.get(request) == "idle":
+                self._held[request] = "asked"
+            return self._held.get(request) == "asked"
+
+    def close_request(self, request: Any) -> None:
+        """Forget a connection, and close it."""
+        with self._holding:
+            self._held.pop(request, None)
+        super().close_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader who went away is no error."""
 
@@ -76,6 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The only thing there is."""
+        if not self.server.begin(self.connection):
+            return self._give(_FULL.encode(), {"Content-Type": "text/plain; charset=utf-8", "Retry-After": "1"}, 503)
         asked = urlsplit(self.path)
         if self.headers.get_all("Host", []) not in [[host] for host in self.server.hosts] or self._foreign():
             return self._refuse()

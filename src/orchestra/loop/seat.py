@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Seat:
         self._receive_model()
         if life.where == "apart":
             average_(node.comm, [node.x])
-        average_(node.comm, [b for b in persistent_buffers(self._module).values() if b.is_floating_point()])
+        average_buffers_(node.comm, persistent_buffers(self._module).values(), node.samples)
         if self.is_home and isinstance(life.log, EventLog):
             self._conclude()
         self._folder.close()
@@ -188,6 +189,21 @@ def average_(comm: Comm, tensors: Sequence[Tensor]) -> None:
     _together(tensors, torch.float64, comm.mean_)
 
 
+def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int) -> None:
+    """Average over the workers, weighted by samples seen; of whole numbers take those of the first with samples."""
+    floats, wholes = _by_kind(buffers)
+    counts = [int(count) for count in comm.gather(torch.tensor([float(seen)], dtype=torch.float64))]
+    weight = float(seen) if any(counts) else 1.0
+
+    def mean_(vector: Tensor) -> None:
+        mean = comm.mean(vector, weight=weight)
+        vector.copy_(torch.where(mean.isnan(), vector, mean))  # a mask's −inf is its own mean
+
+    _together(floats, torch.float64, mean_)
+    first = next((rank for rank, count in enumerate(counts) if count), 0)
+    _together(wholes, torch.int64, partial(comm.broadcast_, root=first))
+
+
 @torch.no_grad()
 def spread_frozen_(comm: Comm, tensors: Sequence[Tensor]) -> None:
     """What worker 0 has, to all, byte by byte and a piece at a time: there may be much more of it than is trained."""
@@ -202,6 +218,12 @@ def spread_frozen_(comm: Comm, tensors: Sequence[Tensor]) -> None:
 
 def spread_(comm: Comm, tensors: Sequence[Tensor]) -> None:
     """What worker 0 has, to all."""
-    whole = [t for t in tensors if not t.is_floating_point()]
-    _together([t for t in tensors if t.is_floating_point()], torch.float64, comm.broadcast_)
-    _together(whole, torch.int64, comm.broadcast_)
+    floats, wholes = _by_kind(tensors)
+    _together(floats, torch.float64, comm.broadcast_)
+    _together(wholes, torch.int64, comm.broadcast_)
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Floating-point tensors, and the others."""
+    found = list(tensors)
+    return [t for t in found if t.is_floating_point()], [t for t in found if not t.is_floating_point()]

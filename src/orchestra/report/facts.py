@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from orchestra import files
 from orchestra.events import Began, Ended, Event, Logged, Scored, Skipped, Stepped, read
 from orchestra.words import plural
 
@@ -150,8 +150,8 @@ def _switching(config: dict[str, Any], said: Said) -> dict[str, Any]:
 
 def facts_of(run: Path) -> Facts:
     """Read a run folder."""
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    ending = json.loads(p.read_text(encoding="utf-8")) if (p := run / "ending.json").exists() else {}
+    config = files.read_json(run / "config.json")
+    ending = files.read_json(p) if (p := run / "ending.json").exists() else {}
     return facts_from(config, ending, events_of(run), scores_of(run))
 
 

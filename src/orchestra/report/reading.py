@@ -6,7 +6,6 @@ What can be read is used; what cannot is named, with the reason. Nothing in a fi
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import os
@@ -18,7 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from orchestra import alive
+from orchestra import alive, files
 from orchestra.board import name_of
 from orchestra.events import Began, Ended, Event, Logged, Reunited, Saved, Scored, Skipped, Snapped, Stepped, read
 from orchestra.report.facts import Facts, events_of, facts_from
@@ -134,8 +133,8 @@ def config_of(path: Path) -> dict[str, Any]:
 def object_in(path: Path) -> dict[str, Any]:
     """A JSON object, empty if the file holds none."""
     try:
-        return _mapping(json.loads(path.read_text(encoding="utf-8", errors="replace")))
-    except (OSError, ValueError, RecursionError):
+        return _mapping(files.read_json(path, errors="replace"))
+    except (OSError, ValueError):
         return {}
 
 

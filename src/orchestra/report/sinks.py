@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import re
+import textwrap
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -133,7 +134,9 @@ def tensorboard(folder: Path) -> Sink:
     @_in_a_line(f"TensorBoard cannot write to {folder}")
     def write(run: Run, figures: Sequence[Row], name: str, began: float) -> None:
         writer: Any = SummaryWriter(log_dir=str(folder / name))
-        writer.add_text("config", f"```\n{json.dumps(run.config, indent=1)}\n```", walltime=began)
+        # Indented, not fenced: a name may hold what ends a fence.
+        config = textwrap.indent(json.dumps(run.config, indent=1), "    ")
+        writer.add_text("config", config, walltime=began)
         for row in figures:
             for figure, value in row.figures.items():
                 writer.add_scalar(figure, value, row.step, began + row.t)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orchestra.budget import Target
+from orchestra.report import escaping
 from orchestra.report.marks import Mark, always, standing, times_of
 from orchestra.report.settings import natural
 from orchestra.report.verdict import Against, against_baseline, is_useless
@@ -22,7 +23,6 @@ _RUN = (
     "staleness_max", "skipped", "stopped_by", "virtual",
 )  # fmt: skip
 _FIGURES = ("nodes", "in all", "samples/s", "per worker", "waiting", "staleness")
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would carry out what begins so
 
 
 def table(
@@ -110,16 +110,16 @@ def markdown(story: dict[str, Any]) -> str:
     """A report for a document."""
     equal = story["settings"]["equal"]
     parts = [
-        f"# {_markdown(story['title'])}",
-        f"**{_markdown(story['verdict']['sentence'])}**",
-        *(_markdown(doubt) for doubt in story["verdict"]["doubts"]),
-        _grid([story["table"]["head"], *story["table"]["lines"]]),
-        legend(story),
+        f"# {escaping.markdown(story['title'])}",
+        f"**{escaping.markdown(story['verdict']['sentence'])}**",
+        *(escaping.markdown(doubt) for doubt in story["verdict"]["doubts"]),
+        escaping.table([story["table"]["head"], *story["table"]["lines"]]),
+        escaping.markdown(legend(story)),
         *_list("Why", story["why"]),
         *_list("Fairness", story["fairness"]),
         *_list("What happened", story["happened"]),
         "## Settings",
-        _grid([["setting", "value"], *([name, value] for name, value in equal.items())]),
+        escaping.table([["setting", "value"], *([name, value] for name, value in equal.items())]),
     ]
     if story["commands"]:
         # Indented, not fenced: a name may hold what ends a fence.
@@ -129,16 +129,7 @@ def markdown(story: dict[str, Any]) -> str:
 
 
 def _list(heading: str, points: Sequence[str]) -> list[str]:
-    return [f"## {heading}", "\n".join(f"- {_markdown(point)}" for point in points)] if points else []
-
-
-def _grid(lines: Sequence[Sequence[str]]) -> str:
-    rows = ["| " + " | ".join(map(_markdown, line)) + " |" for line in lines]
-    return "\n".join([rows[0], "|" + " --- |" * len(lines[0]), *rows[1:]])
-
-
-def _markdown(text: str) -> str:
-    return "".join(f"\\{c}" if c in "\\|<>*_`[]" else c for c in text)
+    return [f"## {heading}", "\n".join(f"- {escaping.markdown(point)}" for point in points)] if points else []
 
 
 def runs_csv(story: dict[str, Any]) -> str:
@@ -172,5 +163,5 @@ def _csv(lines: Iterable[Sequence[Any]]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for line in lines:
-        writer.writerow([f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULAS) else cell for cell in line])
+        writer.writerow(map(escaping.cell, line))
     return out.getvalue()

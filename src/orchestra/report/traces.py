@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from orchestra import events
+from orchestra import events, files
 from orchestra.events import Ended, Moved
 from orchestra.report.reading import LARGEST, Run
 from orchestra.strategies import EASGD, AllReduce, Downpour, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD
@@ -102,8 +102,8 @@ def read(run: Path, nodes: int, most: int = MOST) -> Trace | None:
 
 
 def _lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
+    with files.open_regular(path) as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
 def _ours(ops: Iterable[Moved], nodes: int) -> Iterator[Moved]:

@@ -322,7 +322,7 @@ class Meeting:
     def _shut_out(self, node: int, address: Address, error: Exception) -> ClusterError:
         match error:
             case WrongToken():
-                advice = "Has it the same token? Compare the two."
+                advice = "Has it the same token? Compare the two; another version of orchestra may derive other keys."
             case socket.gaierror():
                 advice = "Is MASTER_ADDR right, and does this machine know the name? An address will do as well."
             case _:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who belongs to a run: whoever holds its token.
 
-    token → Ed25519 key, and a certificate signed with it: the same bytes on every machine, so nobody has to send any
+    token, at least 128 random bits as hexadecimal digits → scrypt → secret
+    secret → Ed25519 key, and a certificate signed with it: the same bytes on every machine, so none is ever sent
     TLS 1.3 at both ends: each shows that certificate and accepts no other
 
-A stranger without the token cannot finish the handshake, and learns nothing. With `trusted` nothing is encrypted
-(everybody on the network can read, and whoever sits between two machines can change what they say), but each end still
-proves to the other that it has the token.
+A stranger without the token cannot finish the handshake. With `trusted` nothing is encrypted (everybody on the network
+can read, and a machine between two others can change what they say), but each end still proves to the other that it has
+the token. A stranger that connects sees the certificate, or a proof, and both are functions of the token: it can try
+tokens on them, at the cost of one scrypt each. That is why tokens that may be guessed are refused.
 """
 
 from __future__ import annotations
@@ -14,41 +16,65 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import socket
 import ssl
 import stat
 import time
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from orchestra import files
 from orchestra.errors import ConfigError, Problem
 
 _NAME = "orchestra"
 _NONCE = 32
-_LEAST = 16  # characters
+_FORM = re.compile("[0-9a-f]{32,1024}")  # 4 bits each: at least 128
+_LONGEST = 4096  # bytes of a file with one
+_VARIETY = 8  # different digits; 32 random ones have fewer once in 25 million tokens
+_HOW = "make one with `openssl rand -hex 32`"
 
 
 def new() -> str:
-    """A token nobody can guess."""
+    """Make a token that cannot be guessed."""
     return secrets.token_hex(32)
+
+
+def checked(text: str, source: str, value: str = "...") -> str:
+    """Give a token in its usual form, or refuse one that may be guessed; `source` says where it was found."""
+    text = text.strip().lower()
+    if not _FORM.fullmatch(text):
+        what = f"holds {len(text)} characters that are not" if text else "is empty, not"
+        message = f"{what} a token of at least 128 random bits, which is 32 or more hexadecimal digits: {_HOW}"
+    elif len(set(text)) < _VARIETY:
+        message = f"has only {len(set(text))} different digits, so it is not random and can be guessed: {_HOW}"
+    else:
+        return text
+    raise ConfigError([Problem(source, value, message)])
+
+
+@lru_cache(maxsize=8)
+def _stretched(text: str) -> bytes:
+    """Derive the secret of a token, once per process; each try of a stranger costs as much: about 50 ms and 16 MiB."""
+    return hashlib.scrypt(text.encode(), salt=b"orchestra:token", n=1 << 14, r=8, p=1, maxmem=1 << 26, dklen=32)
 
 
 def read(path: Path) -> str:
     """A token from a file that only its owner can read."""
     try:
         mode = path.stat().st_mode
-        text = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        text = files.read_bytes(path, most=_LONGEST).decode("ascii")
+    except OSError as error:
         raise ConfigError([Problem("token_file", str(path), f"cannot be read: {error}")]) from None
+    except UnicodeDecodeError:
+        text = "?"  # which is no token
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         message = f"can be read by others (mode {stat.S_IMODE(mode):o}): chmod 600 {path}, or make a new token"
         raise ConfigError([Problem("token_file", str(path), message)])
-    if len(text) < _LEAST:
-        message = f"holds {len(text)} characters, which can be guessed: take `openssl rand -hex 32`"
-        raise ConfigError([Problem("token_file", str(path), message)])
-    return text
+    return checked(text, "token_file", str(path))
 
 
 _PLAIN = "the other end does not encrypt: --trusted-network must be said on every machine, or on none"
@@ -77,7 +103,7 @@ class Token:
     """What a token is used for."""
 
     def __init__(self, text: str, *, trusted: bool = False) -> None:
-        self._secret = hashlib.sha256(b"orchestra:" + text.encode()).digest()
+        self._secret = _stretched(checked(text, "token"))
         self.trusted = trusted
         self._contexts: dict[bool, ssl.SSLContext] = {}
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings before a run starts: what can be trained as asked, but is probably not what was meant."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orchestra.data.partitions import Dirichlet, Partition
+from orchestra.rng import left_alone
+from orchestra.words import plural
+
+_EXACT = 1e-3  # relative error up to which a loss counts as the sum of the losses of two parts
+_CLEAR = 1e-2  # relative error above which it is not their mean, and relative size above which a part matters
+_NAMED = 8  # workers without samples that are named
+
+
+def say(*warnings: str | None) -> list[str]:
+    """Print the warnings that there are to standard error, and return them."""
+    found = [warning for warning in warnings if warning is not None]
+    for warning in found:
+        print(f"warning: {warning}", file=sys.stderr)
+    return found
+
+
+def about_shards(shards: Sequence[int] | None, partition: Partition | None) -> str | None:
+    """Warn about workers whose shard is empty.
+
+    >>> about_shards([9, 0, 4], Dirichlet(alpha=0.01))
+    'worker 1 of 3 has no samples (partition Dirichlet(alpha=0.01)): it only takes part in the exchange, and its \
+BatchNorm statistics have weight zero. Use a larger alpha, fewer workers, or another seed.'
+    """
+    empty = [worker for worker, count in enumerate(shards or ()) if not count]
+    if not empty or shards is None:
+        return None
+    one = len(empty) == 1
+    names = ", ".join(map(str, empty[:_NAMED])) + (", …" if len(empty) > _NAMED else "")
+    which = f"worker {names} of {len(shards)} has" if one else f"workers {names} of {len(shards)} have"
+    does = "it only takes" if one else "they only take"
+    remedy = "a larger alpha" if isinstance(partition, Dirichlet) else "another partition"
+    return (
+        f"{which} no samples (partition {partition}): {does} part in the exchange, and {'its' if one else 'their'} "
+        f"BatchNorm statistics have weight zero. Use {remedy}, fewer workers, or another seed."
+    )
+
+
+def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None:
+    """Warn about a loss that is a sum over the samples; `module` is a copy that is not needed any more.
+
+    A mean over a batch is the weighted mean of the losses of two parts of it, a sum is their sum. Both parts of two
+    cuts are compared, in evaluation mode, so that a sample's loss does not depend on the others. What is neither, or
+    raises, is not judged.
+    """
+    try:
+        with left_alone(), torch.no_grad():
+            found = list(_losses(module.eval(), batch, copy.deepcopy(loss)))
+    except Exception:  # of user code, which was not written for this; training itself reports what is wrong
+        return None
+    if not found or not all(map(_is_sum, found)):
+        return None
+    count, (whole, first, second, _) = len(batch[-1]), found[0]
+    return (
+        f"the loss of {plural(count, 'sample')} is {whole:.4g}, the sum of the losses of its two parts, {first:.4g} "
+        f"and {second:.4g}: the loss is a sum over the samples, not their mean, so steps grow with the batch. Use "
+        'reduction="mean", or divide by the number of samples.'
+    )
+
+
+def _losses(module: nn.Module, batch: Sequence[Any], loss: Any) -> Iterator[tuple[float, float, float, float]]:
+    """The loss of a batch, of the two parts of a cut, and the share of the first part; for several cuts."""
+    count = len(batch[-1])
+
+    def of(start: int, stop: int) -> float:
+        *inputs, target = (piece[start:stop] for piece in batch)
+        value: Tensor = loss(module(*inputs), target)
+        return float(value)
+
+    whole = of(0, count)
+    for cut in sorted({count // 2, count // 4} - {0}, reverse=True):
+        yield whole, of(0, cut), of(cut, count), cut / count
+
+
+def _is_sum(losses: tuple[float, float, float, float]) -> bool:
+    """Whether a loss is the sum of the losses of two parts, and clearly not their weighted mean."""
+    whole, first, second, share = losses
+    if not all(map(math.isfinite, losses)):
+        return False
+    size = abs(whole)
+    is_sum = abs(first + second - whole) <= _EXACT * size
+    is_mean = abs(share * first + (1 - share) * second - whole) <= _CLEAR * size
+    return is_sum and not is_mean and min(abs(first), abs(second)) > _CLEAR * size

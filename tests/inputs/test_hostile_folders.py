@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run folders made to do harm: pipes, devices, endless and absurd files. Every reader comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.report.folders import make_run
+
+from orchestra import alive, checkpoint, events, files, resuming, snapshot
+from orchestra.errors import CheckpointError, ConfigError, OrchestraError
+from orchestra.live.following import Follower
+from orchestra.live.now import moment
+from orchestra.progress import latest_score
+from orchestra.report import reading, sinks, story, tables, traces
+from orchestra.report.facts import facts_of
+from orchestra.transports import token
+
+MANY = 10**12
+
+
+def within(call: Callable[[], Any], seconds: float = 120) -> Any:
+    """What a call gives or raises; fails if it does not come back."""
+    found: list[Any] = []
+
+    def go() -> None:
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=go, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it waits, or reads without end"
+    return found[0]
+
+
+# What may lie in the place of a file.
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+def listening(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket is short
+    try:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def holding(text: str | bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return write
+
+
+EVIL: dict[str, Callable[[Path], None]] = {
+    "pipe": fifo,
+    "zeros without end": link("/dev/zero"),
+    "random bytes without end": link("/dev/urandom"),
+    "terminal": link("/dev/tty"),
+    "itself": lambda path: path.symlink_to(path.name),
+    "folder": lambda path: path.mkdir(),
+    "socket": listening,
+    "a tebibyte": sparse,
+    "deep": holding("[" * 1_000_000),
+    "deep object": holding('{"event":' * 200_000),
+    "infinite": holding('{"workers": 1e999, "servers": 1e999, "step": 1e999, "t": 1e999, "event": "stepped"}'),
+    "too many digits": holding('{"workers": ' + "9" * 10_000 + "}"),
+    "a long line": holding(b"x" * (9 << 20)),
+    "nothing": holding(b""),
+    "no text": holding(bytes(range(256)) * 100),
+}
+NAMES = (
+    "config.json", "ending.json", "summary.json", "topology.json", "scores.jsonl", "events-0.jsonl", "events-1.jsonl",
+    "trace-0.jsonl", "running",
+)  # fmt: skip
+
+
+def replace(path: Path, how: str) -> None:
+    path.unlink(missing_ok=True)
+    EVIL[how](path)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "load": reading.load,
+    "facts": facts_of,
+    "report": lambda run: tables.markdown(told := story.tell([run])) + tables.runs_csv(told) + tables.curves_csv(told),
+    "figures": lambda run: sinks.rows(reading.load(run)),
+    "trace": lambda run: traces.read(run, 2),
+    "top": lambda run: (follower := Follower(run)).look() and moment(follower, 0.0),
+    "watch": lambda run: Follower(run, keep=True).look(),
+    "alive": alive.ask,
+    "start again": alive.never_began,
+    "score": latest_score,
+    "resume": resuming.left_by,
+}
+EXPECTED = (OrchestraError, reading.Unreadable, OSError, ValueError, LookupError, TypeError, AttributeError)
+
+
+@pytest.fixture(autouse=True)
+def _less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is too large, less than usual is read."""
+    monkeypatch.setattr(events, "_MOST", 1 << 26)
+    monkeypatch.setattr("orchestra.live.growing._MOST", 1 << 26)
+
+
+@pytest.mark.parametrize("how", EVIL)
+def test_every_reader_comes_back_whatever_lies_there(how: str, tmp_path: Path) -> None:
+    for name in NAMES:
+        run = make_run(tmp_path / name)
+        replace(run / name, how)
+        for reader, read in READERS.items():
+            found = within(lambda read=read, run=run: read(run))  # type: ignore[misc]
+            if isinstance(found, Exception):
+                assert isinstance(found, EXPECTED), (name, reader, found)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nor_does_any_mixture_hold_them_up(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    run = make_run(tmp_path / "run", strategy=draw.choice(["=cmd|'/C calc'!A0", "a|b\n# c", "`x`", "ps"]))
+    for name in draw.sample(NAMES, 4):
+        replace(run / name, draw.choice([*EVIL]))
+    for read in READERS.values():
+        found = within(lambda read=read: read(run))  # type: ignore[misc]
+        assert not isinstance(found, Exception) or isinstance(found, EXPECTED), found
+
+
+def test_what_is_sound_is_read_beside_what_is_not(tmp_path: Path) -> None:
+    """A pipe in the place of one node's events costs that node's figures only."""
+    run = make_run(tmp_path / "run")
+    replace(run / "events-1.jsonl", "pipe")
+    replace(run / "ending.json", "zeros without end")
+    found = within(lambda: reading.load(run))
+    assert {e.node for e in found.events if not isinstance(e, events.Scored)} == {0}
+    assert found.facts.steps == 20
+
+
+@pytest.mark.parametrize("workers", [MANY, -1, 1.5, True, "2", None])
+def test_a_number_of_workers_that_cannot_be_is_refused(workers: object, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", workers=2)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"workers": workers}))
+    assert isinstance(within(lambda: reading.load(run)), reading.Unreadable)
+
+
+def test_events_after_a_line_without_end_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "events-0.jsonl"
+    good = events.encode(events.Logged(1.0, 0, 1, "s", 2.0)).encode()
+    path.write_bytes(good + b"x" * (9 << 20) + b"\n" + good + b"\n\r\n" + good[:-1])
+    assert [event.t for event in events.read(path)] == [1.0] * 3
+
+
+# Checkpoints.
+
+
+def saved(folder: Path, step: int, **about: Any) -> Path:
+    for node in range(2):
+        part = {"x": torch.zeros(3), "cost": [0.5], "counts": [step, 0, 0, 1]}
+        checkpoint.write_tree(checkpoint.open_draft(folder, step) / checkpoint.part_name(node), part)
+    return checkpoint.commit(folder, step, {"workers": 2, "servers": 0, **about})
+
+
+def changed(**changes: Any) -> Callable[[Path], None]:
+    """Another manifest, whose hash is right."""
+
+    def change(path: Path) -> None:
+        manifest = json.loads((path / "manifest.json").read_text()) | changes
+        (path / "manifest.json").write_text(json.dumps(checkpoint.sealed(manifest)))
+
+    return change
+
+
+def forged(path: Path) -> None:
+    """A part that is a pipe, of which the manifest says the truth: it has no bytes."""
+    (path / "node-0.safetensors").unlink()
+    os.mkfifo(path / "node-0.safetensors")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["node-0.safetensors"] = {"bytes": 0, "sha256": "0" * 64}
+    (path / "manifest.json").write_text(json.dumps(checkpoint.sealed(manifest)))
+
+
+def unsealed(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text()) | {"step": 999_999}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def replaced(name: str, how: str) -> Callable[[Path], None]:
+    return lambda path: replace(path / name, how)
+
+
+SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
+    "10^12 workers": (changed(workers=MANY), "workers is 1000000000000"),
+    "10^12 servers": (changed(servers=MANY), "servers is 1000000000000"),
+    "infinitely many workers": (changed(workers=float("inf")), "workers is inf"),
+    "step infinite": (changed(step=float("inf")), "step is inf"),
+    "step of another": (changed(step=7), "its name should be step-00000007"),
+    "step changed": (unsealed, "manifest.json was changed"),
+    "files not told": (changed(files=[1]), "is not whole"),
+    "a part that is a pipe": (forged, "is not a regular file"),
+    **{f"manifest: {how}": (replaced("manifest.json", how), "") for how in EVIL},
+    **{f"part: {how}": (replaced("node-1.safetensors", how), "") for how in EVIL},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_hostile_checkpoint_falls_back_to_the_one_before(how: str, tmp_path: Path) -> None:
+    spoil, told = SPOILT[how]
+    saved(tmp_path, 4)
+    spoil(saved(tmp_path, 6))
+    found, complaints = within(lambda: checkpoint.newest(tmp_path))
+    assert found.step == 4
+    assert len(complaints) == 1
+    assert "step-00000006 is not whole" in complaints[0]
+    assert told in complaints[0]
+
+
+@pytest.mark.parametrize("how", EVIL)
+def test_a_part_that_is_none_is_named(how: str, tmp_path: Path) -> None:
+    """Also where nothing was verified before."""
+    replace(tmp_path / "node-0.safetensors", how)
+    assert isinstance(within(lambda: checkpoint.read_tree(tmp_path / "node-0.safetensors")), CheckpointError)
+    assert isinstance(within(lambda: snapshot.parts(tmp_path)), CheckpointError)
+
+
+def test_checkpoints_and_snapshots_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """From a hundred million steps on, names are longer; the order of names is another."""
+    for step in (99_999_998, 99_999_999, 100_000_000):
+        saved(tmp_path, step)
+    assert [path.name for path in checkpoint.found_in(tmp_path)] == [
+        "step-99999999",
+        "step-100000000",
+    ]  # the newest two
+    assert checkpoint.newest(tmp_path)[0].step == 100_000_000
+    for name in ("step-", "step-x", "step-1.tmp", "step-٣", "step-" + "9" * 40, "latest"):
+        (tmp_path / name).mkdir(exist_ok=True) if name != "latest" else None
+    assert len(checkpoint.found_in(tmp_path)) == 2
+    for name in ("99999", "100000", "00002", "x", "5x"):
+        (tmp_path / "snapshots" / name).mkdir(parents=True)
+    assert [number for number, _ in snapshot.numbered(tmp_path / "snapshots")] == [2, 99_999, 100_000]
+    for node in (2, 10, 1):
+        snapshot.write(tmp_path / "one", node, snapshot.Part(float(node), 1, 1, 0, None, {}))
+    (tmp_path / "one" / "node-x.safetensors").touch()
+    assert [part.t for part in snapshot.parts(tmp_path / "one")] == [1.0, 2.0, 10.0]
+    assert snapshot.parts_present(tmp_path / "one") == {1, 2, 10}
+
+
+def test_a_part_that_tells_no_time_is_named_when_resuming(tmp_path: Path) -> None:
+    path = saved(tmp_path, 4)
+    found = checkpoint.verify(path)
+    assert resuming.clock(found) == 0.5
+    for part in ({}, {"cost": [float("inf")], "counts": [0, 0, 0, 1]}, {"cost": [], "counts": 3}, [1]):
+        checkpoint.write_tree(path / "node-0.safetensors", part)
+        with pytest.raises(CheckpointError, match="tells neither the time"):
+            resuming.clock(found)
+
+
+# Writing beside them.
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """A folder to be resumed may hold links where temporary files and the lock go."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    run = make_run(tmp_path / "run")
+    for name in ("config.json.tmp", "running"):
+        (run / name).symlink_to(victim)
+    resuming.remember(run, budget=["steps=1"])
+    hold = alive.Hold(run)
+    hold.leave("Error", "why")
+    assert victim.read_text() == "mine"
+    assert json.loads((run / "config.json").read_text())["budget"] == ["steps=1"]
+
+
+def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    os.mkfifo(run / "running")
+    within(lambda: alive.Hold(run).leave("Error", "why"))
+    assert within(lambda: alive.ask(run)) is not None
+
+
+@pytest.mark.parametrize("how", ["pipe", "zeros without end", "a tebibyte", "folder"])
+def test_a_token_is_read_from_a_file_only(how: str, tmp_path: Path) -> None:
+    replace(tmp_path / "token", how)
+    assert isinstance(within(lambda: token.read(tmp_path / "token")), ConfigError)
+
+
+def test_a_file_that_grows_while_it_is_read_has_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("x" * 100)
+    assert files.read_bytes(path, most=100) == b"x" * 100
+    with pytest.raises(OSError, match="more than the 99"):
+        files.read_bytes(path, most=99)
+    monkeypatch.setattr(files, "_require_regular", lambda *_: None)  # as if it were smaller then
+    with pytest.raises(OSError, match="more than the 99"):
+        files.read_bytes(path, most=99)
