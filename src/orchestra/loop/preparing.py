@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 import orchestra
-from orchestra import checkpoint, expression, fingerprint, overrides, run
+from orchestra import checkpoint, expression, fingerprint, overrides, run, thinning
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
 from orchestra.environment import is_member
@@ -270,7 +270,7 @@ def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
             "note": asked.note,
         }
         checkpoint.write_text(folder / "config.json", json.dumps(config, indent=1))
-    return EventLog(folder / f"events-{asked.rank}.jsonl")
+    return EventLog(folder / f"events-{asked.rank}.jsonl", limit=thinning.limit(job.workers + job.servers))
 
 
 class _Begins:
