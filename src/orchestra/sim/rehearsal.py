@@ -20,7 +20,7 @@ from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Ending, Order
 from orchestra.data.feed import IndexedFeed, is_tensors
 from orchestra.errors import Deadlock, Interrupted, OrchestraError, RunFolderGone, WorkerFailed
-from orchestra.events import Began, Event, encode
+from orchestra.events import Began, Event, EventLog
 from orchestra.networks import Network
 from orchestra.node import Comm, Node
 from orchestra.ops import Compute, Transport
@@ -95,13 +95,18 @@ class Rehearsal:
                 f"stopped at {self.kernel.now:.6g} virtual seconds. A rehearsal is not saved: the same call repeats it."
             ) from None
         finally:
-            for log in (*(log for _, _, log in born), *self.traces):
-                log.close()
+            self._close([*(log for _, _, log in born), *self.traces])
         self._show()
         if self.timing_only:
             x0 = snapshot.Part(self.kernel.now, 0, 0, 0, self.order.x0, {})
             snapshot.write(self.job.run / snapshot.FINAL, 0, x0)
         return Ending(self.stopped_by, self.warnings)
+
+    def _close(self, logs: list[_Log]) -> None:
+        for log in logs:
+            log.close()
+        if failed := [log.error for log in logs if log.error is not None]:
+            self.warnings.append(f"{len(failed)} of {len(logs)} files of events could not be written: {failed[0]}.")
 
     def stop(self, reason: str) -> None:
         """End soon: workers that go in step after the same step, the others where they are."""
@@ -278,25 +283,28 @@ class _Log:
         self._path = path
         self._limit = limit
         self._waiting: list[Event] = []
+        self.error: OSError | None = None  # why the last attempt to write failed
 
     def write(self, event: Event) -> None:
         """Record an event."""
         self._waiting.append(event)
-        if len(self._waiting) >= _MANY:
+        if len(self._waiting) % _MANY == 0:
             self.close()
 
     def close(self) -> None:
-        """Bring everything so far to the file."""
+        """Bring everything so far to the file; what finds no room there waits in memory for the next attempt."""
+        self.error = None
         try:
-            file = self._path.open("a", encoding="utf-8")
+            with EventLog(self._path, self._complain, limit=self._limit) as log:
+                for event in self._waiting:
+                    log.write(event)
         except FileNotFoundError:
             raise RunFolderGone(self._path.parent) from None
-        with file:
-            file.write("".join(encode(event) for event in self._waiting))
-            size = file.tell()
-        self._waiting.clear()
-        if self._limit is not None and size > self._limit:
-            thinning.rewrite(self._path, self._limit).close()
+        if self.error is None:
+            self._waiting.clear()
+
+    def _complain(self, error: OSError) -> None:
+        self.error = error
 
 
 @dataclass
