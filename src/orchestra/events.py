@@ -174,6 +174,7 @@ _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
 }
 _TOGETHER = 1000  # lines that are read at once
 _FLUSH = 0.5  # seconds an event may wait in memory
+PAUSES = (0.5, 1.0, 2.0)  # seconds between the last attempts to write to a full disk
 
 
 class EventLog:
@@ -237,7 +238,18 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.flush()
+        for pause in PAUSES if kind is None else ():  # what is not written now is lost
+            if self._waiting:
+                time.sleep(pause)
+                self.flush()
         self._file.close()
+
+    def close(self) -> None:
+        """Write what can be written now, and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
 
 def encode(event: Event) -> str:

@@ -234,7 +234,12 @@ def test_a_mistake_in_evaluate_does_not_end_the_training(
 
 
 def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = aside.Aside(lambda asked: time.sleep(600) or "" if asked == "hang" else asked * 2)
+    def answer(asked: str) -> str:
+        if asked == "hang":
+            time.sleep(600)
+        return asked * 2
+
+    process = aside.Aside(answer)
     assert process.ask("ab", lambda: True) == "abab"
     assert process.ask("hang", lambda: False) is None
     process.close()

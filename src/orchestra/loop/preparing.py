@@ -270,7 +270,20 @@ def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
             "note": asked.note,
         }
         checkpoint.write_text(folder / "config.json", json.dumps(config, indent=1))
-    return EventLog(folder / f"events-{asked.rank}.jsonl", limit=thinning.limit(job.workers + job.servers))
+    limit = thinning.limit(job.workers + job.servers)
+    return EventLog(folder / f"events-{asked.rank}.jsonl", _warn_once(), limit=limit)
+
+
+def _warn_once() -> Callable[[OSError], None]:
+    """Say once that events could not be written; a full disk does not end a loop."""
+    told: list[OSError] = []
+
+    def complain(error: OSError) -> None:
+        if not told:
+            told.append(error)
+            print(f"warning: events could not be written: {error}. They are kept, and tried again.", file=sys.stderr)
+
+    return complain
 
 
 class _Begins:

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Ending, Order
 from orchestra.data.feed import IndexedFeed, is_tensors
 from orchestra.errors import Deadlock, Interrupted, OrchestraError, RunFolderGone, WorkerFailed
-from orchestra.events import Began, Event, EventLog
+from orchestra.events import PAUSES, Began, Event, EventLog
 from orchestra.networks import Network
 from orchestra.node import Comm, Node
 from orchestra.ops import Compute, Transport
@@ -105,6 +106,11 @@ class Rehearsal:
     def _close(self, logs: list[_Log]) -> None:
         for log in logs:
             log.close()
+        for pause in PAUSES:
+            if again := [log for log in logs if log.error is not None]:
+                time.sleep(pause)
+                for log in again:
+                    log.close()
         if failed := [log.error for log in logs if log.error is not None]:
             self.warnings.append(f"{len(failed)} of {len(logs)} files of events could not be written: {failed[0]}.")
 
@@ -295,11 +301,12 @@ class _Log:
         """Bring everything so far to the file; what finds no room there waits in memory for the next attempt."""
         self.error = None
         try:
-            with EventLog(self._path, self._complain, limit=self._limit) as log:
-                for event in self._waiting:
-                    log.write(event)
+            log = EventLog(self._path, self._complain, limit=self._limit)
         except FileNotFoundError:
             raise RunFolderGone(self._path.parent) from None
+        with closing(log):
+            for event in self._waiting:
+                log.write(event)
         if self.error is None:
             self._waiting.clear()
 
