@@ -113,6 +113,17 @@ def ask(run: Path) -> Word:
         return Word(alive=False)
 
 
+def is_gone(run: Path) -> bool:
+    """Whether a run folder was deleted, or emptied. A file system that does not answer is another matter."""
+    try:
+        os.stat(run / "config.json")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def never_began(run: Path) -> bool:
     """Whether a folder holds nothing but what a start leaves that failed before the first step, and is nobody's now."""
     with _owned(run) as ours:

@@ -89,6 +89,16 @@ def read_tree(path: Path) -> Any:
         ) from None
 
 
+def has_tensor(path: Path, name: str) -> bool:
+    """Whether a tree of names that `write_tree` wrote has a tensor of this name; no tensor is read for that."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tree = json.loads((file.metadata() or {})["tree"])
+        return isinstance(dict(tree["items"]).get(name), dict)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+
+
 def outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
     """The structure of a tree as JSON can hold it; its tensors go to `tensors`."""
     match tree:
@@ -184,7 +194,8 @@ def draft(folder: Path, step: int) -> Path:
 def open_draft(folder: Path, step: int) -> Path:
     """Make that folder, if no other node has."""
     path = draft(folder, step)
-    path.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # not its parents: a run folder that was deleted is not made again
+    path.mkdir(exist_ok=True)
     return path
 
 
@@ -282,10 +293,14 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # what lies there may be a link to something else
-    with temporary.open("xb") as file:
-        file.write(content)
-    sync(temporary)
-    temporary.replace(path)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+        sync(temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

@@ -50,8 +50,8 @@ class Order:
 class Scoring(Protocol):
     """Scores the snapshots of a run."""
 
-    def start(self) -> None:
-        """Score them as they appear, beside the run."""
+    def start(self, *, apart: bool = False) -> None:
+        """Score them as they appear, beside the run; `apart`, in another process: the caller trains in this one."""
 
     def rest(self) -> None:
         """Score all that are there and not scored yet."""

@@ -64,6 +64,13 @@ class EnvironmentProblem(OrchestraError):
     exit_code = 3
 
 
+class RunFolderGone(EnvironmentProblem):
+    """The run folder was deleted while the run went on."""
+
+    def __init__(self, folder: object) -> None:
+        super().__init__(f"the run folder {folder} was deleted while the run went on; training was stopped.")
+
+
 class ClusterError(OrchestraError):
     """The nodes did not come together, or did not stay together."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from orchestra import files
+from orchestra import files, thinning
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,11 @@ class Stepped:
     wait: float
     sent: int
     received: int
+
+
+@dataclass(slots=True)
+class Sampled(Stepped):
+    """A step of a long run that stayed when the one before it was dropped: how long it took is in `Thinned`."""
 
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow, and there are millions
@@ -142,10 +147,21 @@ class Moved:
     bytes: int
 
 
-Event = Began | Stepped | Logged | Skipped | Reunited | Snapped | Scored | Saved | Ended | Moved
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """What is left of events that were dropped to save room, the last of them at `t`."""
+
+    t: float
+    node: int
+    dropped: dict[str, int]  # how many of each kind
+    said: dict[str, dict[str, Any]]  # by name: "count", "sum" and "values", how often each whole number occurred
+    times: dict[str, int]  # durations of steps: how many in each bar of a histogram, see `thinning.seconds_of`
+
+
+Event = Began | Stepped | Sampled | Logged | Skipped | Reunited | Snapped | Scored | Saved | Ended | Moved | Thinned
 _KINDS: dict[str, type[Any]] = {
     cls.__name__.lower(): cls
-    for cls in (Began, Stepped, Logged, Skipped, Reunited, Snapped, Scored, Saved, Ended, Moved)
+    for cls in (Began, Stepped, Sampled, Logged, Skipped, Reunited, Snapped, Scored, Saved, Ended, Moved, Thinned)
 }
 # The names of a kind's values, and how to get them.
 _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
@@ -159,16 +175,21 @@ _CHUNK = 1 << 18  # bytes that are read at once, some thousand lines
 _LONGEST = 1 << 22  # bytes of a line
 _MOST = 1 << 33  # bytes of a file
 _FLUSH = 0.5  # seconds an event may wait in memory
+PAUSES = (0.5, 1.0, 2.0)  # seconds between the last attempts to write to a full disk
 
 
 class EventLog:
-    """Appends events to a file, a few hundred at a time.
+    """Appends events to a file, a few hundred at a time. A file of more than `limit` bytes is thinned out.
 
     A disk that is full for a while costs nothing but memory: what could not be written is tried again with the next.
     """
 
-    def __init__(self, path: Path, complain: Callable[[OSError], None] | None = None) -> None:
-        self._file = path.open("ab", buffering=0)
+    def __init__(
+        self, path: Path, complain: Callable[[OSError], None] | None = None, *, limit: int | None = None
+    ) -> None:
+        self._path = path
+        self._limit, self._thin_at = limit, limit
+        self._file: IO[bytes] = path.open("ab", buffering=0)
         self._whole = self._file.seek(0, 2)  # bytes that are surely whole lines
         self._waiting: list[Event] = []
         self._flushed = time.monotonic()
@@ -198,6 +219,18 @@ class EventLog:
             return
         self._whole += len(text)
         self._waiting.clear()
+        if self._limit is not None and self._thin_at is not None and self._whole > self._thin_at:
+            self._thin(self._limit)
+
+    def _thin(self, limit: int) -> None:
+        """Make the file shorter. Where that fails, the file grows a little more before the next attempt."""
+        try:
+            thinner = thinning.rewrite(self._path, limit)
+        except OSError:  # no room for a second file
+            self._thin_at = self._whole + limit // 4
+            return
+        self._file.close()
+        self._file, self._whole, self._thin_at = thinner, thinner.seek(0, 2), limit
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +239,18 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.flush()
+        for pause in PAUSES if kind is None else ():  # what is not written now is lost
+            if self._waiting:
+                time.sleep(pause)
+                self.flush()
         self._file.close()
+
+    def close(self) -> None:
+        """Write what can be written now, and close the file."""
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
 
 def encode(event: Event) -> str:
@@ -271,23 +315,8 @@ def _lines(file: IO[bytes]) -> Iterator[list[str]]:
 
 def decode(lines: list[str]) -> Iterator[Event]:
     """The events of some lines, as `read` takes them."""
-    for record in _records(lines):
+    for record in thinning.records(lines):
         try:
             yield _KINDS[record.pop("event")](**record)
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
-
-
-def _records(lines: list[str]) -> list[Any]:
-    """Lines of JSON, all at once if they are whole, which is twice as fast."""
-    try:
-        together: list[Any] = json.loads(f"[{','.join(lines)}]")
-        if len(together) == len(lines):
-            return together
-    except (ValueError, RecursionError):
-        pass
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return found

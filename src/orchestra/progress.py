@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _WINDOW = 3.0  # seconds over which the speed is averaged
+_QUICK, _BAR = 1.0, 30  # seconds that need no bar, and how long one is
 _TAIL = 4096  # bytes at the end of scores.jsonl that surely hold its last line
 _KINDS = (("compute", "█", "green"), ("communicate", "▓", "yellow"), ("wait", "░", "red"))
 
@@ -148,6 +149,9 @@ class View(Protocol):
     def show(self, picture: Picture) -> None:
         """Show one."""
 
+    def tell(self, text: str) -> None:
+        """Show a line in place of a picture."""
+
     def close(self) -> None:
         """Leave the terminal as it was."""
 
@@ -163,7 +167,11 @@ class PlainView:
 
     def show(self, picture: Picture) -> None:
         """Print one line."""
-        print(plain_line(picture), file=sys.stderr, flush=True)
+        self.tell(plain_line(picture))
+
+    def tell(self, text: str) -> None:
+        """Print it."""
+        print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Nothing is left to do."""
@@ -221,9 +229,18 @@ class LiveView:
 
     def show(self, picture: Picture) -> None:
         """Redraw."""
+        self._draw(drawing(picture, self._console.width, self._console.height))
+
+    def tell(self, text: str) -> None:
+        """Redraw with this line alone."""
+        from rich.text import Text
+
+        self._draw(Text(text, no_wrap=True, overflow="ellipsis"))
+
+    def _draw(self, text: Text) -> None:
         if not self._live.is_started:
             self._live.start()
-        self._live.update(drawing(picture, self._console.width, self._console.height), refresh=True)
+        self._live.update(text, refresh=True)
 
     def close(self) -> None:
         """Take the lines away."""
@@ -278,6 +295,7 @@ class Display:
         self._observer = Observer(title, seconds)
         self._next: float | None = None
         self._unseen: Progress | None = None
+        self._due = 0.0
 
     def __call__(self, now: Progress) -> None:
         """Show the run if it is time to."""
@@ -294,6 +312,16 @@ class Display:
             self._view.show(self._observer.look(now))
             # From the end of the drawing: on a slow terminal the run goes before the picture.
             self._next = time.monotonic() + self._view.every
+
+    def count(self, what: str, done: int, of: int) -> None:
+        """Show how many of something are done, once a second has passed: what is quick needs no words."""
+        clock = time.monotonic()
+        if done == 0:
+            self._due = clock + _QUICK
+        if self._view is not None and clock >= self._due:
+            filled = round(_BAR * done / max(1, of))
+            self._view.tell(f"{what}  {'━' * filled}{'─' * (_BAR - filled)}  {done} of {of}")
+            self._due = time.monotonic() + self._view.every
 
     def close(self) -> None:
         """Leave the terminal as it was."""

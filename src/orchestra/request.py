@@ -55,6 +55,7 @@ class Request:
     resume: bool
     tolerate: int
     keep_snapshots: bool
+    score_afterwards: bool
     trace: bool
     progress: Callable[[Progress], None] | bool | None
     note: dict[str, Any]

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import orchestra.budget as budgets
-from orchestra import checkpoint, files
+from orchestra import checkpoint, events, files
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.checkpoint import Saved
 from orchestra.cluster import Cluster
 from orchestra.errors import CheckpointError, ConfigError, Problem
-from orchestra.events import encode, read
+from orchestra.events import Event, encode, read
 from orchestra.job import Job
 from orchestra.report.facts import Facts, facts_of, scores_of
 from orchestra.snapshot import FINAL, numbered
@@ -163,6 +163,11 @@ def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None) -
     return "a larger budget"
 
 
+def _is_of(saved: Saved, event: Event) -> bool:
+    """Whether an event tells of this very checkpoint: dropped events are counted apart before and after it."""
+    return isinstance(event, events.Saved) and event.step == saved.step
+
+
 def forget_after(run: Path, saved: Saved) -> None:
     """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
     (run / "ending.json").unlink(missing_ok=True)
@@ -177,7 +182,7 @@ def forget_after(run: Path, saved: Saved) -> None:
         if node >= saved.manifest["workers"] + saved.manifest["servers"]:
             continue  # of no node of this run
         until = _said(saved, node)[0]
-        kept = [event for event in read(path) if event.t <= until]
+        kept = [event for event in read(path) if event.t <= until or _is_of(saved, event)]
         checkpoint.write_text(path, "".join(encode(event) for event in kept))
     scores = [score for score in scores_of(run) if score.number <= taken]
     checkpoint.write_text(run / "scores.jsonl", "".join(encode(score) for score in scores))

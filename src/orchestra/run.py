@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from orchestra import checkpoint, groups, marks, snapshot
 from orchestra.board import Report
 from orchestra.data.feed import Samples, fold, make_feed
+from orchestra.errors import EnvironmentProblem
 from orchestra.events import Ended, Snapped, Stepped
 from orchestra.inner import Factory, Inner
 from orchestra.job import Job
@@ -196,7 +197,7 @@ def work(life: Life, keeper: Keeper) -> None:
         node.comm.leave()
     end(life)
     if keeper.stay():
-        set_aside(life, job.run / snapshot.FINAL)
+        set_aside_the_end(life)
 
 
 def serve(life: Life, keeper: Keeper) -> None:
@@ -227,7 +228,7 @@ def serve(life: Life, keeper: Keeper) -> None:
     job.strategy.serve(node, life.state)
     end(life)
     if keeper.after_service():
-        set_aside(life, job.run / snapshot.FINAL)
+        set_aside_the_end(life)
 
 
 def spent(life: Life) -> bool:
@@ -315,6 +316,24 @@ def set_aside(life: Life, folder: Path) -> bool:
     seen = node.samples if buffers else 0
     snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers, where, seen))
     return True
+
+
+def set_aside_the_end(life: Life) -> None:
+    """Write this node's part of the final model: without room in the run folder, where `conclusion` looks as well."""
+    job, folder = life.job, life.job.run / snapshot.FINAL
+    try:
+        snapshot.trying_again(lambda: set_aside(life, folder))
+    except OSError as error:
+        if not snapshot.is_full(error):
+            raise
+        other = snapshot.elsewhere(job.launch)
+        if not job.one_memory and life.rank:  # another machine does not see it
+            raise EnvironmentProblem(
+                f"node {life.rank} could not write its part of the final model to {folder}: {error}. "
+                "Make room, and resume."
+            ) from None
+        other.mkdir(mode=0o700, exist_ok=True)
+        set_aside(life, other / snapshot.FINAL)
 
 
 # All that changes.

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation off the clock: snapshots are scored before and after the run, or by a patient thread while it goes on."""
+"""Evaluation off the clock: snapshots are scored, and removed, while the run goes on, with the lowest priority.
+
+    beside processes that train     a thread of the process that started them, at nice 19, with one thread for torch
+    where the caller trains itself  a process of its own, `aside`, with the same priority
+    in virtual time                 at once, which takes no virtual time
+    afterwards                      what is left, in the end; everything, if that was asked for
+
+Where snapshots come faster than they are scored, every second one of those that wait is given up as soon as they take
+more than ROOM bytes: the disk does not fill up, and training does not wait.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +27,21 @@ import torch
 from torch import nn
 
 from orchestra import snapshot
+from orchestra.aside import Aside
 from orchestra.budget import Target
 from orchestra.errors import ConfigError, Problem
-from orchestra.events import Scored, encode
+from orchestra.events import Scored, decode, encode
 from orchestra.replica import persistent_buffers
 from orchestra.report.facts import scores_of
 from orchestra.strategy import Strategy
 
 Evaluate = Callable[[nn.Module, Any], Any]
+Show = Callable[[int, int], None]  # how many are scored, of how many
+
+ROOM, FEWEST = 256 << 20, 4  # bytes of snapshots that may wait, and how many may in any case
+_TIDY = 2.0  # seconds between two looks at how many wait
+_PROMPT, _PATIENT = 0.05, 0.5  # seconds between two looks for a new one, with and without a target
+_GRACE = 10.0  # seconds that a score may still take when the run is over, and three times the longest so far
 
 
 @dataclass
@@ -38,6 +56,8 @@ class Scorer:
     workers: int
     targets: list[Target]
     keep: bool
+    afterwards: bool = False  # score nothing before the end, unless a score may end the run
+    warnings: list[str] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     reached: bool = False
 
@@ -47,6 +67,11 @@ class Scorer:
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._aside: Aside | None = None
+        self._choosing = threading.Lock()
+        self._now: int | None = None  # the one that is being scored
+        self._tidied = self._began = 0.0
+        self._longest = 0.0  # seconds that a score took
 
     def figures(self, module: nn.Module) -> dict[str, float]:
         """Call the user's function; a single number gets the function's name."""
@@ -80,10 +105,33 @@ class Scorer:
 
     def score(self, number: int, folder: Path) -> None:
         """Put a snapshot together and evaluate it."""
-        self._record(self._scored(number, snapshot.parts(folder)))
+        if (scored := self._ask(number, folder)) is None:
+            return
+        self._record(scored)
         self.done.add(number)
         if not self.keep:
             shutil.rmtree(folder)
+
+    def _ask(self, number: int, folder: Path) -> Scored | None:
+        """Evaluate here or aside; None if it takes so long that the run is over before."""
+        if self._aside is None:
+            return self._scored(number, snapshot.parts(folder))
+        self._began = time.monotonic()
+        answer = self._aside.ask(f"{number} {folder}", self._is_wanted)
+        if answer is None:
+            return None
+        self._longest = max(self._longest, time.monotonic() - self._began)
+        (scored,) = decode([answer])
+        assert isinstance(scored, Scored)
+        return scored
+
+    def _answer(self, asked: str) -> str:
+        """As the process aside: one snapshot's score."""
+        number, _, folder = asked.partition(" ")
+        return encode(self._scored(int(number), snapshot.parts(Path(folder))))
+
+    def _is_wanted(self) -> bool:
+        return not self._halt.is_set() or time.monotonic() - self._began < _GRACE + 3 * self._longest
 
     def _scored(self, number: int, parts: list[snapshot.Part]) -> Scored:
         snapshot.load_into(self.module, parts)
@@ -105,11 +153,12 @@ class Scorer:
             self._record(scored)
         return scored
 
-    def rest(self) -> None:
-        """Score what is left after the run; a snapshot whose parts are missing belongs to a run cut short."""
-        for number, folder in self.ready():
-            if self._whole(folder):
-                self.score(number, folder)
+    def rest(self, show: Show = lambda done, of: None) -> None:
+        """Score what is left; a snapshot whose parts are missing belongs to a run cut short."""
+        waiting = [(number, folder) for number, folder in self.ready() if self._whole(folder)]
+        for i, (number, folder) in enumerate(waiting):
+            show(i, len(waiting))
+            self.score(number, folder)
 
     def _whole(self, folder: Path) -> bool:
         found = snapshot.parts_present(folder)
@@ -131,30 +180,76 @@ class Scorer:
 
     # While the run goes on.
 
-    def start(self) -> None:
-        """Score snapshots as they appear, in a thread that yields to everybody else."""
+    def start(self, *, apart: bool = False) -> None:
+        """Score snapshots as they appear; `apart`, in another process, for a caller that trains in this one."""
+        if self.evaluate is None or (self.afterwards and not self.targets):
+            return
+        if apart:
+            self._aside = Aside(self._answer)
         self._thread = threading.Thread(target=self._follow, name="scorer", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the snapshot under way and end the thread."""
+        """Finish the snapshot under way, and end the thread and the process."""
         self._halt.set()
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
+            torch.set_num_threads(torch.get_num_threads())  # threads of later have as many as this one again
+        if self._aside is not None:
+            self._aside.close()
+            self._aside = None
 
     def target_reached(self) -> bool:
-        """Whether a target was reached so far; raises what went wrong in the thread."""
-        if self._failure is not None:
+        """Whether a target was reached so far; raises what went wrong in the thread. To be asked now and then."""
+        if self._failure is not None and self.targets:
             raise self._failure
+        if self._thread is not None and time.monotonic() - self._tidied > _TIDY:
+            self._tidied = time.monotonic()
+            self._give_up_some()
         return self.reached
 
     def _follow(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         torch.set_num_threads(1)
         try:
-            while not self._halt.wait(0.05):
-                whole = next(((n, folder) for n, folder in self.ready() if self._whole(folder)), None)
-                if whole is not None:
-                    self.score(*whole)
-        except Exception as error:  # of the user's own function; the main thread raises it
+            while not self._halt.wait(_PROMPT if self.targets else _PATIENT):
+                while not self._halt.is_set() and (chosen := self._next()) is not None:
+                    self.score(*chosen)
+        except Exception as error:  # of the user's own function
             self._failure = error
+            if not self.targets:  # at the end it is tried again, after the model is written
+                self._warn(f"snapshots are scored no more before the end: {type(error).__name__}: {error}")
+        finally:
+            self._now = None
+
+    def _next(self) -> tuple[int, Path] | None:
+        """The first snapshot that is whole."""
+        with self._choosing:
+            chosen = next(((n, folder) for n, folder in self.ready() if self._whole(folder)), None)
+            self._now = None if chosen is None else chosen[0]
+            return chosen
+
+    def _give_up_some(self) -> None:
+        """Remove every second snapshot that waits, but for the newest, if they take too much room."""
+        with self._choosing:
+            waiting = [(n, folder) for n, folder in self.ready() if n != self._now]
+            if self.keep or len(waiting) <= FEWEST or _size(waiting[0][1]) * len(waiting) <= ROOM:
+                return
+            given_up = [(n, folder) for n, folder in waiting[-2::-2] if self._whole(folder)]
+            for number, folder in given_up:
+                self.done.add(number)
+                shutil.rmtree(folder, ignore_errors=True)
+        if given_up and not any(w.startswith("snapshots come") for w in self.warnings):
+            self._warn(
+                f"snapshots come faster than they are scored, and {len(waiting)} waited: every second one is removed "
+                "without a score. Evaluate less often, or on fewer samples."
+            )
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
+        print(f"warning: {message}", file=sys.stderr)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())

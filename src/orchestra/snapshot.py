@@ -8,21 +8,30 @@ workers in either case, each with the number of samples it saw as its weight.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from orchestra import checkpoint, files
+from orchestra.errors import EnvironmentProblem
 from orchestra.replica import trainable
 
-FINAL = "final"
+FINAL, SNAPSHOTS, MODEL = "final", "snapshots", "model.safetensors"  # in a run folder
+T = TypeVar("T")
+_PAUSES = (0.5, 1.0, 2.0)  # seconds between two attempts to write to a full disk
 _NAME = re.compile("([0-9]+)")
 
 
@@ -41,21 +50,53 @@ class Part:
 
 
 def write(folder: Path, rank: int, part: Part) -> None:
-    """Add a node's part to a snapshot; it appears whole."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Add a node's part to a snapshot; it appears whole. A run folder that was deleted is not made again."""
+    if folder.parent.name == SNAPSHOTS:
+        folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     temporary = folder / f".{rank}.tmp"
-    checkpoint.write_tree(temporary, part, durable=False)
-    temporary.replace(folder / checkpoint.part_name(rank))
+    try:
+        checkpoint.write_tree(temporary, part, durable=False)
+        temporary.replace(folder / checkpoint.part_name(rank))
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
-def parts(folder: Path) -> list[Part]:
-    """All parts of a snapshot, by node."""
-    return [Part(**checkpoint.read_tree(path)) for path in checkpoint.parts_in(folder).values()]
+def parts(*folders: Path) -> list[Part]:
+    """All parts of a snapshot, by node, from the folders that hold some of them."""
+    found = {node: path for folder in folders for node, path in checkpoint.parts_in(folder).items()}
+    return [Part(**checkpoint.read_tree(found[node])) for node in sorted(found)]
+
+
+# A full disk.
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there was no room for a file."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def elsewhere(launch: str) -> Path:
+    """Where a run leaves its model if its own folder has no room: a folder for temporary files, of this launch."""
+    return Path(tempfile.gettempdir()) / f"orchestra-{launch}"
+
+
+def trying_again(write: Callable[[], T]) -> T:
+    """Write something; if the disk is full, try again a few times, some seconds apart."""
+    for pause in _PAUSES:
+        try:
+            return write()
+        except OSError as error:
+            if not is_full(error):
+                raise
+        time.sleep(pause)
+    return write()
 
 
 def holds_x(folder: Path, node: int) -> bool:
     """Whether a node's part of a snapshot is more than its buffers."""
-    return Part(**checkpoint.read_tree(folder / checkpoint.part_name(node))).x is not None
+    return checkpoint.has_tensor(folder / checkpoint.part_name(node), "x")
 
 
 def parts_present(folder: Path) -> set[int]:
@@ -108,9 +149,32 @@ def export(module: nn.Module, path: Path) -> None:
     tensors: dict[str, Any] = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
     state = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     temporary = path.with_name(path.name + ".tmp")
-    save_file(state, temporary, metadata={"format": "pt"})
-    checkpoint.sync(temporary)
-    temporary.replace(path)
+    try:
+        save_file(state, temporary, metadata={"format": "pt"})
+        checkpoint.sync(temporary)
+        temporary.replace(path)
+    except (SafetensorError, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        number = re.search(r"os error (\d+)", str(error))
+        if isinstance(error, OSError) or number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+
+
+def export_or_rescue(module: nn.Module, folder: Path, launch: str) -> None:
+    """Write the weights to a run folder. Without room there, write them elsewhere, and raise an error that says so."""
+    try:
+        trying_again(lambda: export(module, folder / MODEL))
+    except OSError as error:
+        if not is_full(error):
+            raise
+        other = elsewhere(launch) if launch else Path(tempfile.mkdtemp(prefix="orchestra-"))
+        other.mkdir(mode=0o700, exist_ok=True)
+        export(module, other / MODEL)
+        shutil.rmtree(other / FINAL, ignore_errors=True)
+        raise EnvironmentProblem(
+            f"the disk of {folder} is full: {error.strerror}. The trained model was written to {other / MODEL} instead."
+        ) from None
 
 
 def adopt(module: nn.Module, exported: bytes) -> None:

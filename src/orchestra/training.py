@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,23 @@ from orchestra import (
     progress,
     resuming,
     schedules,
-    snapshot,
 )
 from orchestra.attached import Attached
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
-from orchestra.cluster import Cluster, Ending, Local, Order, Told
+from orchestra.cluster import Cluster, Local, Order, Told
+from orchestra.conclusion import Conclusion
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
-from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem
+from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
 from orchestra.replica import Loss, flatten, trainable
-from orchestra.report.facts import Facts, facts_of
+from orchestra.report.facts import Facts
 from orchestra.request import Request, first_look, placed, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
 from orchestra.scoring import Evaluate, Scorer
-from orchestra.snapshot import FINAL, adopt, export, load_into
+from orchestra.snapshot import adopt
 from orchestra.strategy import Strategy
 
 
@@ -92,6 +92,7 @@ def train(
     resume: bool = False,
     tolerate: int = 10,
     keep_snapshots: bool = False,
+    score_afterwards: bool = False,
     trace: bool = False,
     progress: Callable[[Progress], None] | bool | None = None,
     note: dict[str, Any] | None = None,
@@ -131,6 +132,7 @@ def train(
         resume: go on from the newest checkpoint in `out`; of a run that is complete, the result as it was.
         tolerate: gradients in a row that may be not finite before the run is given up.
         keep_snapshots: keep the models that were scored.
+        score_afterwards: score them after training instead of beside it, with the lowest priority, as they come.
         trace: write down every message and every mean, for a timeline of who did what when (`orchestra trace`).
         progress: True prints a line every few seconds where there is no terminal to draw on, False is silent; a
             function is called several times a second with a `Progress`, the state of the run.
@@ -234,15 +236,19 @@ class _Training:
             has_target=bool(self.targets),
             fingerprint=self._fingerprint(job),
         )
+        shown = display if isinstance(display, progress.Display) else progress.Display(None)
         try:
             ending = given.cluster.carry_out(order)
         finally:
             scorer.stop()
-            if isinstance(display, progress.Display):
-                display.close()
-        with closing(ending):
+            shown.close()
+        with closing(ending), shown:
             ending.warnings[:0] = doubts
-            result = self._conclude(scorer, ending)
+            conclusion = Conclusion(
+                self.folder, job.launch, self.module, scorer, given.keep_snapshots, order.how_to_resume
+            )
+            metrics, facts = conclusion.conclude(ending, partial(shown.count, "scoring snapshots"))
+            result = Result(self.module, metrics, facts, self.folder)
             model = (self.folder / "model.safetensors").read_bytes
             ending.tell(lambda: Told(str(result.run), result.metrics, result.summary.as_dict(), model()))
         return result
@@ -319,6 +325,7 @@ class _Training:
         return Scorer(
             self.folder, self.module, given.evaluate, data, self.strategy, given.cluster.workers, self.targets,
             given.keep_snapshots,
+            given.score_afterwards,
         )  # fmt: skip
 
     def _about(self, job: Job) -> dict[str, Any]:
@@ -348,34 +355,6 @@ class _Training:
             "note": self.given.note,
         }
         checkpoint.write_text(self.folder / "config.json", json.dumps(config, indent=1))
-
-    def _conclude(self, scorer: Scorer, how: Ending) -> Result:
-        parts = snapshot.parts(self.folder / FINAL)
-        load_into(self.module, parts)
-        self.module.eval()
-        export(self.module, self.folder / "model.safetensors")  # first: scoring may take long, and be broken off
-        metrics: dict[str, float] | None = None
-        try:
-            scorer.rest()
-            metrics = scorer.last(max(scorer.done, default=0) + 1, parts).metrics
-        except KeyboardInterrupt:
-            how.warnings.append("scoring was broken off: some snapshots have no scores, nor has the final model")
-        shutil.rmtree(self.folder / FINAL)
-        if not self.given.keep_snapshots:
-            shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
-        ending = {"stopped_by": how.stopped_by, "warnings": how.warnings}
-        checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
-        facts = facts_of(self.folder)
-        if facts.missing is not None:
-            how.warnings.append(f"{facts.strategy}: {facts.missing}")
-            checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
-        checkpoint.write_text(self.folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
-        if metrics is None:
-            raise Interrupted(
-                "stopped by SIGINT while the trained model was being scored. Training had ended, and the model is "
-                f"whole: {self.folder / 'model.safetensors'}"
-            )
-        return Result(self.module, metrics, facts, self.folder)
 
 
 def _steps(every: Steps | Epochs | None, per_epoch: int | None) -> int | None:

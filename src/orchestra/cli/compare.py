@@ -154,7 +154,7 @@ class Race:
         try:
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).servers
-                chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / _SNAPSHOTS)
+                chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / _SNAPSHOTS, score_afterwards=True)
                 in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab)
                 return judge(folder, seed, self.target)
             with progress.choose(quiet=quiet, title=mark) as display:
@@ -162,6 +162,7 @@ class Race:
                     self.recipe,
                     chosen.changes(),
                     evaluate_every=Epochs(self.epochs / _SNAPSHOTS),
+                    score_afterwards=True,
                     progress=display,
                     note=about | {"args": []},
                 )

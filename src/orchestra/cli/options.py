@@ -95,6 +95,9 @@ CheckpointEvery = Annotated[
 EvaluateEvery = Annotated[
     float | None, typer.Option(help="Epochs between two scores, taken off the clock. Default: 1.", metavar="E")
 ]
+ScoreAfterwards = Annotated[
+    bool, typer.Option("--score-afterwards", help="Score snapshots after training, not while it goes on.")
+]
 Network = Annotated[
     str | None,
     typer.Option(
@@ -197,6 +200,7 @@ class Options:
     order: str | None = None
     grace: float | None = None
     evaluate_every: float | None = None
+    score_afterwards: bool | None = None
     trace: bool | None = None
 
     def given(self) -> dict[str, Any]:
@@ -293,6 +297,7 @@ def _plain(o: Options) -> dict[str, Change]:
     values = {
         "seed": o.seed, "batch": o.batch, "clip": o.clip, "precision": o.precision, "out": o.out,
         "checkpoint_every": every, "evaluate_every": scored, "trace": o.trace,
+        "score_afterwards": o.score_afterwards,
     }  # fmt: skip
     return {name: _set(value) for name, value in values.items() if value is not None}
 

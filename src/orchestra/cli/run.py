@@ -27,7 +27,7 @@ def run(
     checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
     token_file: o.TokenFile = None, trusted: o.Trusted = False, order: o.Order = None, grace: o.Grace = None,
     on: o.On = None, ray_address: o.RayAddress = "auto", evaluate_every: o.EvaluateEvery = None,
-    trace: o.Trace = False,
+    score_afterwards: o.ScoreAfterwards = False, trace: o.Trace = False,
 ) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 
@@ -56,7 +56,7 @@ def run(
         out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
         token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order, grace=grace,
-        evaluate_every=evaluate_every, trace=trace or None,
+        evaluate_every=evaluate_every, score_afterwards=score_afterwards or None, trace=trace or None,
     )  # fmt: skip
     source = find(recipe, chosen)
     if on is not None:

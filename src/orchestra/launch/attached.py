@@ -32,7 +32,7 @@ from orchestra.launch.courier import Courier, Reception, files_of, largest_file,
 from orchestra.launch.notes import HOME
 from orchestra.launch.overseer import Overseer, counting
 from orchestra.launch.party import Party
-from orchestra.snapshot import FINAL
+from orchestra.snapshot import FINAL, elsewhere
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT
 from orchestra.transports.wire import BadFrame
@@ -58,17 +58,16 @@ class Home(Overseer):
     def run(self) -> Ending:
         """Train, together with the others. Raises what ended the run early."""
         asked, job = time.perf_counter(), self.job
+        self.order.scorer.start(apart=True)  # before there are connections, which another process would hold open
         self.party = party = Party(job, self.order.x0, self.cluster, self.order.fingerprint)
         with counting(self, echo=_ECHO):
             self.exchange, self.transport = party.exchange, party.transport
             largest = largest_file(self.order.x0)
-            self.files = Reception(job.run, files_of, largest, self._could_not_keep)
+            self.files = Reception(job.run, files_of, largest, self._could_not_keep, elsewhere(job.launch))
             self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
             self.exchange.when_waiting = self._glance
             self.transport.words.learn(SAVE_WANTED, self.order.resumed_from)
             try:
-                if self.order.has_target:
-                    self.order.scorer.start()
                 self._share_order()
                 broken_off = party.live(job, tell=self.hear, show=self._show, asked=asked)
                 self.hear({"kind": "done", "node": HOME, "interrupted": broken_off})

@@ -4,8 +4,9 @@
     a node writes its events, snapshots and checkpoints to a folder of its own machine
     whatever is new there goes to the run folder before home is told of it
 
-Events are sent as they grow. Every other file is sent when it is whole, and appears whole. Only a node's own files are
-taken from it; which those are is a pattern, so that no name leads out of the folder.
+Events are sent as they grow; a file of events that was thinned out is sent again, and replaces what came of it in this
+run. Every other file is sent when it is whole, and appears whole. Only a node's own files are taken from it; which
+those are is a pattern, so that no name leads out of the folder.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from orchestra import checkpoint
-from orchestra.snapshot import FINAL
+from orchestra.snapshot import FINAL, is_full
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.wire import BadFrame
 
+THINNED = "thinned"  # the folder in the name of a file of events that takes the place of what was sent before
 _PIECE = 1 << 24  # bytes of events that are announced at once
+_LAST = 256  # bytes by which a file that grew is told from one that was replaced: a line of events is not longer
 _TIMES, _BESIDE = 64, 1 << 28  # what a node keeps is at most so many times the model, and so many bytes
 
 
@@ -37,7 +40,7 @@ class Courier:
     exchange: Exchange
     folder: Path
     to: int
-    sent: dict[Path, int] = field(default_factory=dict)  # bytes of files that grow
+    sent: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # of files that grow: bytes, and the last of them
 
     def bring(self) -> None:
         """Send what is new."""
@@ -50,11 +53,17 @@ class Courier:
                     path.unlink()  # it is there now
 
     def _bring_growth(self, path: Path) -> None:
+        sent, last = self.sent.get(path, (0, b""))
         with path.open("rb") as file:
-            file.seek(self.sent.get(path, 0))
+            file.seek(sent - len(last))
+            name = path
+            if file.read(len(last)) != last:  # it was thinned out
+                file.seek(0)
+                name, sent = self.folder / THINNED / path.name, 0
             while data := file.read(_PIECE):
-                self._send(path, data)
-                self.sent[path] = file.tell()
+                self._send(name, data)
+                name, sent = path, sent + len(data)
+                self.sent[path] = sent, data[-_LAST:]
 
     def _send(self, path: Path, data: bytes) -> None:
         name = path.relative_to(self.folder).as_posix()
@@ -71,7 +80,8 @@ def files_of(node: int) -> re.Pattern[str]:
     """What a node may add to the run folder."""
     part = re.escape(checkpoint.part_name(node))
     of_a_moment = rf"checkpoints/step-\d{{8,12}}\.tmp|snapshots/\d{{5,12}}|{FINAL}"
-    return re.compile(rf"(?:events|trace)-{node}\.jsonl|(?:{of_a_moment})/{part}", re.ASCII)
+    grows = rf"(?:{THINNED}/)?events-{node}\.jsonl|trace-{node}\.jsonl"
+    return re.compile(rf"{grows}|(?:{of_a_moment})/{part}", re.ASCII)
 
 
 def part_of(node: int) -> re.Pattern[str]:
@@ -87,8 +97,10 @@ class Reception:
     expected: Callable[[int], re.Pattern[str]]  # of a sender
     largest: int  # bytes
     complain: Callable[[int, Path, OSError], None]
+    elsewhere: Path | None = None  # a folder for the final model, if there is no room in this one
     failed: dict[Path, OSError] = field(default_factory=dict)
     _open: dict[int, tuple[Path, int, bytearray]] = field(default_factory=dict)  # by sender
+    _began: dict[Path, int] = field(default_factory=dict)  # bytes of files that grow, of before this run was resumed
 
     def expect(self, source: int, said: dict[str, Any]) -> None:
         """A file is announced: refuse what is not the sender's, or too large to be."""
@@ -115,11 +127,27 @@ class Reception:
             return
         del self._open[source]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            (_append if path.suffix == ".jsonl" else _put)(path, data)
+            self._keep(path, data)
         except OSError as error:
             self.failed[path] = error
             self.complain(source, path, error)
+
+    def _keep(self, path: Path, data: bytearray) -> None:
+        renewed = path.parent.name == THINNED
+        path = self.folder / path.name if renewed else path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".jsonl":
+            began = self._began.setdefault(path, path.stat().st_size if path.exists() else 0)
+            _put(path, _first(path, began) + data) if renewed else _append(path, data)
+            return
+        try:
+            _put(path, data)
+        except OSError as error:
+            if self.elsewhere is None or path.parent.name != FINAL or not is_full(error):
+                raise
+            other = self.elsewhere / FINAL
+            other.mkdir(parents=True, exist_ok=True)
+            _put(other / path.name, data)
 
 
 def _append(path: Path, data: bytearray) -> None:
@@ -133,6 +161,13 @@ def _append(path: Path, data: bytearray) -> None:
             with contextlib.suppress(OSError):
                 file.truncate(whole)
             raise
+
+
+def _first(path: Path, size: int) -> bytearray:
+    if not size:
+        return bytearray()
+    with path.open("rb") as file:
+        return bytearray(file.read(size))
 
 
 def _put(path: Path, data: bytearray) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from orchestra import checkpoint, delays, run
+from orchestra import checkpoint, delays, run, thinning
 from orchestra.board import Report
 from orchestra.events import Began, EventLog
 from orchestra.job import Job
@@ -47,7 +47,8 @@ def live(
         tell({"kind": "log-failed", "node": rank, "error": str(error)})
 
     with contextlib.ExitStack() as files:
-        log = files.enter_context(EventLog(job.run / f"events-{rank}.jsonl", complain))
+        limit = None if job.trace else thinning.limit(job.workers + job.servers)
+        log = files.enter_context(EventLog(job.run / f"events-{rank}.jsonl", complain, limit=limit))
         paced = transport if job.delay is None else Delayed(transport, delays.sampler(job.delay, job.seed, rank))
         meter = Metered(paced if not job.trace else _traced(paced, job, log, files, complain))
         node = make_node(Comm(meter, *job.groups), log)

@@ -55,8 +55,7 @@ class Coordinator(Overseer):
             self.arena.words.set(SAVE_WANTED, self.order.resumed_from)
             with os.fdopen(os.dup(handover_fd), "wb") as file:
                 file.write(self._handover())
-            if self.order.has_target:
-                self.order.scorer.start()
+            self.order.scorer.start()
             with counting(self):
                 news = forkserver.warm().spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
                 telling.close()

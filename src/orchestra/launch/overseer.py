@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from orchestra import checkpoint, expression
+from orchestra import alive, checkpoint, expression
 from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Order
-from orchestra.errors import Interrupted, WorkerFailed, by_name
+from orchestra.errors import Interrupted, RunFolderGone, WorkerFailed, by_name
 from orchestra.launch.keeper import BUDGET_SPENT, INTERRUPTED
+
+_LOOK = 1.0  # seconds between two looks for the run folder
 
 
 @dataclass
@@ -40,10 +42,12 @@ class Overseer(ABC):
     signal_name: str = ""
     last_checkpoint: int | None = None
     beforehand: str = ""  # what must be done before the run can go on
+    looked: float = 0.0  # when the run folder was looked for
 
     def __post_init__(self) -> None:
         self.job = self.order.job
         self.nodes = self.job.workers + self.job.servers
+        self.had_folder = not alive.is_gone(self.job.run)
 
     @abstractmethod
     def begin(self) -> None:
@@ -121,6 +125,7 @@ class Overseer(ABC):
 
     def consider_stopping(self) -> None:
         """Ask the workers to stop if there is a reason to."""
+        self._require_folder()
         if not self.begun:
             if self.signals:
                 self.raise_interrupted()
@@ -133,6 +138,14 @@ class Overseer(ABC):
             self._stop("seconds", BUDGET_SPENT)
         elif self.order.scorer.target_reached():
             self._stop("target", BUDGET_SPENT)
+
+    def _require_folder(self) -> None:
+        """Once a second: raise if the run folder was deleted."""
+        now = time.monotonic()
+        if self.had_folder and now - self.looked > _LOOK:
+            self.looked = now
+            if alive.is_gone(self.job.run):
+                raise RunFolderGone(self.job.run)
 
     def _stop(self, reason: str, code: int) -> None:
         self.asked_to_stop, self.stopped_by = True, reason

@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 import orchestra
-from orchestra import checkpoint, expression, fingerprint, overrides, run
+from orchestra import checkpoint, expression, fingerprint, overrides, run, thinning
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
 from orchestra.environment import is_member
@@ -271,7 +271,20 @@ def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
             "note": asked.note,
         }
         checkpoint.write_text(folder / "config.json", json.dumps(config, indent=1))
-    return EventLog(folder / f"events-{asked.rank}.jsonl")
+    limit = thinning.limit(job.workers + job.servers)
+    return EventLog(folder / f"events-{asked.rank}.jsonl", _warn_once(), limit=limit)
+
+
+def _warn_once() -> Callable[[OSError], None]:
+    """Say once that events could not be written; a full disk does not end a loop."""
+    told: list[OSError] = []
+
+    def complain(error: OSError) -> None:
+        if not told:
+            told.append(error)
+            print(f"warning: events could not be written: {error}. They are kept, and tried again.", file=sys.stderr)
+
+    return complain
 
 
 class _Begins:

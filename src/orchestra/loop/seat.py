@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from orchestra import checkpoint, run, snapshot
-from orchestra.errors import ClusterError, OrchestraError
+from orchestra import alive, checkpoint, run, snapshot
+from orchestra.errors import ClusterError, OrchestraError, RunFolderGone
 from orchestra.events import EventLog
 from orchestra.loop.company import Company
 from orchestra.loop.folder import Folder
@@ -167,7 +167,9 @@ class Seat:
         """What `train` leaves in a run folder."""
         self._folder.collect()
         folder = self._life.job.run
-        snapshot.export(self._module, folder / "model.safetensors")
+        if alive.is_gone(folder):
+            raise RunFolderGone(folder)
+        snapshot.export_or_rescue(self._module, folder, self._life.job.launch)
         ending = {"stopped_by": "loop", "warnings": []}
         checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(folder)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestra.events import Event, Logged, Scored, Stepped
+from orchestra.events import Event, Logged, Sampled, Scored, Stepped
+from orchestra.report.dropped import Dropped
 
 Column = npt.NDArray[np.float64]
 MOST = 2000  # points of a curve
@@ -23,10 +24,22 @@ class Steps:
     """All steps of a run as columns, in order of time."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        names = ("t", "node", "step", "samples", "loss", "compute", "communicate", "wait", "sent", "received")
+        names = (
+            "t",
+            "node",
+            "step",
+            "samples",
+            "loss",
+            "compute",
+            "communicate",
+            "wait",
+            "sent",
+            "received",
+            "sampled",
+        )
         rows = [
             (e.t, e.node, e.step, e.samples, np.nan if e.loss is None else e.loss,
-             e.compute, e.communicate, e.wait, e.sent, e.received)
+             e.compute, e.communicate, e.wait, e.sent, e.received, isinstance(e, Sampled))
             for e in events
             if isinstance(e, Stepped)
         ]  # fmt: skip
@@ -111,14 +124,24 @@ def logged(events: Sequence[Event], names: Sequence[str]) -> dict[str, dict[str,
     return found
 
 
-def step_times(steps: Steps) -> list[dict[str, Any]]:
-    """How long the steps of each worker took: quantiles, from the shortest to the longest; each is that of a step."""
-    shares = np.linspace(0, 1, QUANTILES)
-    return [
-        {"node": node, "count": len(times), "seconds": rounded(np.quantile(times, shares, method="inverted_cdf"))}
-        for node in steps.nodes
-        if len(times := steps.gained(node, "t"))
-    ]
+def step_times(steps: Steps, lost: Dropped | None = None) -> list[dict[str, Any]]:
+    """How long the steps of each worker took: quantiles, from the shortest to the longest.
+
+    Each is that of a step; of steps that a long run has dropped, to within 5 %.
+    """
+    shares, found = np.linspace(0, 1, QUANTILES), []
+    for node in steps.nodes:
+        times = steps.gained(node, "t")[steps.of(node, "sampled") == 0]
+        weights = np.ones(len(times))
+        for seconds, count in (lost.times.get(node, {}) if lost is not None else {}).items():
+            times, weights = np.append(times, seconds), np.append(weights, count)
+        if not len(times):
+            continue
+        order = np.argsort(times, kind="stable")
+        reached = np.cumsum(weights[order])
+        at = np.searchsorted(reached, np.maximum(1.0, np.ceil(shares * reached[-1] - 1e-9)))
+        found.append({"node": node, "count": int(reached[-1]), "seconds": rounded(times[order][at])})
+    return found
 
 
 def lanes(steps: Steps, most: int) -> list[dict[str, Any]]:

@@ -8,11 +8,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 from orchestra import files
-from orchestra.events import Began, Ended, Event, Logged, Scored, Skipped, Stepped, read
+from orchestra.events import Began, Ended, Event, Logged, Sampled, Scored, Skipped, Stepped, read
+from orchestra.report import dropped
+from orchestra.report.dropped import Dropped
 from orchestra.words import plural
 
 
@@ -116,8 +119,8 @@ def scores_of(run: Path) -> list[Scored]:
 Said = dict[str | None, list[Logged]]  # what strategies had to say, by name
 
 
-def _apart(events: Sequence[Event]) -> tuple[list[Event], Said]:
-    """What was logged and all else, in one pass: a long run has millions of events, nearly all of them logged."""
+def _apart(events: Sequence[Event]) -> tuple[list[Event], Said, Dropped]:
+    """All else, what was logged and what was dropped: a long run has many events, nearly all of them logged."""
     others: list[Event] = []
     said: Said = defaultdict(list)
     for event in events:
@@ -125,15 +128,15 @@ def _apart(events: Sequence[Event]) -> tuple[list[Event], Said]:
             said[event.name].append(event)
         else:
             others.append(event)
-    return others, said
+    return others, said, dropped.of(others)
 
 
-def _staleness(said: Said) -> dict[str, Any]:
-    stale = [int(e.value) for e in said["staleness"]]
+def _staleness(said: Said, lost: Dropped) -> dict[str, Any]:
+    counts = Counter(int(e.value) for e in said["staleness"]) + lost.values("staleness")
     return {
-        "staleness_mean": _mean(stale) if stale else None,
-        "staleness_max": max(stale, default=None),
-        "staleness_counts": dict(sorted(Counter(stale).items())),
+        "staleness_mean": sum(value * n for value, n in counts.items()) / counts.total() if counts else None,
+        "staleness_max": max(counts, default=None),
+        "staleness_counts": dict(sorted(counts.items())),
     }
 
 
@@ -159,7 +162,7 @@ def facts_from(
     config: dict[str, Any], ending: dict[str, Any], everything: Sequence[Event], scores: Sequence[Scored]
 ) -> Facts:
     """The figures of a run whose files are already read."""
-    events, said = _apart(everything)
+    events, said, lost = _apart(everything)
     began = [e for e in events if isinstance(e, Began)]
     stepped = [e for e in events if isinstance(e, Stepped)]
     ended = {e.node: e for e in events if isinstance(e, Ended)}
@@ -186,14 +189,14 @@ def facts_from(
         received_per_worker=_mean([e.received for e in workers]),
         sent_total=sum(e.sent for e in latest.values()),
         shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(latest.items())],
-        **_staleness(said),
+        **_staleness(said, lost),
         stopped_by=ending.get("stopped_by", "unknown"),
         parameters=config["parameters"],
         virtual=config.get("cluster", {}).get("kind") == "simulated",
         trained=trained,
         most_steps=max((e.step for e in workers), default=None),
         **_switching(config, said),
-        **_losses(events, said, [e for node, e in ended.items() if roles.get(node) == "server"]),
+        **_losses(events, said, lost, [e for node, e in ended.items() if roles.get(node) == "server"]),
         retired=tuple(sorted(retired)),
     )
 
@@ -207,12 +210,12 @@ def _most(stepped: Sequence[Stepped]) -> int:
     return max((e.step for e in stepped), default=0)
 
 
-def _losses(events: Sequence[Event], said: Said, servers: Sequence[Ended]) -> dict[str, Any]:
+def _losses(events: Sequence[Event], said: Said, lost: Dropped, servers: Sequence[Ended]) -> dict[str, Any]:
     """Gradients that were not finite, and how many samples servers know of if any came too late or were given up."""
-    lost = said["late"] or said["abandoned"]
+    unused = said["late"] or said["abandoned"]
     return {
-        "skipped": sum(isinstance(e, Skipped) for e in events),
-        "used": max(e.samples for e in servers) if lost and servers else None,
+        "skipped": sum(isinstance(e, Skipped) for e in events) + lost.kinds["skipped"],
+        "used": max(e.samples for e in servers) if unused and servers else None,
     }
 
 
@@ -221,8 +224,22 @@ def final_loss(stepped: Sequence[Stepped]) -> float | None:
     by_node: dict[int, list[Stepped]] = {}
     for e in stepped:
         by_node.setdefault(e.node, []).append(e)
+    if any(isinstance(e, Sampled) for e in stepped):
+        return _loss_of_samples(by_node)
     last = [e.loss for es in by_node.values() for e in es[-max(1, len(es) // 10) :] if e.loss is not None]
     return _mean(last) if last else None
+
+
+def _loss_of_samples(by_node: dict[int, list[Stepped]]) -> float | None:
+    """The same where steps were dropped: a sample speaks for all steps since the one before."""
+    found = [
+        (e.loss, e.step - before.step)
+        for es in by_node.values()
+        for before, e in pairwise(es)
+        if e.loss is not None and e.step > 0.9 * es[-1].step
+    ]
+    steps = sum(weight for _, weight in found)
+    return sum(loss * weight for loss, weight in found) / steps if steps > 0 else None
 
 
 def _share(e: Stepped | Ended, role: str) -> Share:

@@ -19,7 +19,22 @@ from typing import Any
 
 from orchestra import alive, files
 from orchestra.board import name_of
-from orchestra.events import Began, Ended, Event, Logged, Reunited, Saved, Scored, Skipped, Snapped, Stepped, read
+from orchestra.events import (
+    Began,
+    Ended,
+    Event,
+    Logged,
+    Reunited,
+    Sampled,
+    Saved,
+    Scored,
+    Skipped,
+    Snapped,
+    Stepped,
+    Thinned,
+    read,
+)
+from orchestra.report import dropped
 from orchestra.report.facts import Facts, events_of, facts_from
 from orchestra.words import plural
 
@@ -144,7 +159,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 # Events may be of the right kind and hold anything.
 
-_KINDS: tuple[type[Any], ...] = (Began, Stepped, Logged, Skipped, Reunited, Snapped, Scored, Saved, Ended)
+_KINDS = (Began, Stepped, Sampled, Logged, Skipped, Reunited, Snapped, Scored, Saved, Ended, Thinned)
 _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
     cls: operator.attrgetter(*(f.name for f in fields(cls) if f.type in ("int", "float"))) for cls in _KINDS
 }
@@ -159,6 +174,8 @@ def sound(event: Event) -> bool:
             return event.loss is None or abs(event.loss) < LARGEST
         if isinstance(event, Logged):
             return isinstance(event.name, str)
+        if isinstance(event, Thinned):
+            return dropped.sound(event)
         return not isinstance(event, Ended) or all(int(to) >= 0 and 0 <= n < LARGEST for to, n in event.sent_to.items())
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return False

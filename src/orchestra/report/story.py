@@ -17,7 +17,7 @@ from typing import Any
 from orchestra.budget import Target, lower_is_better
 from orchestra.errors import ConfigError, Problem
 from orchestra.events import Ended, Logged, Stepped
-from orchestra.report import curves, formulas, reading, settings, tables, traces, verdict
+from orchestra.report import curves, dropped, formulas, reading, settings, tables, traces, verdict
 from orchestra.report.compared import Comparison, Comparisons, Failure
 from orchestra.report.looks import looks
 from orchestra.report.marks import Mark, achieved, times_of
@@ -107,11 +107,12 @@ def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[st
     """One run; with a timeline of so many blocks a worker, unless that is None."""
     facts, steps = run.facts, curves.Steps(run.events)
     strategy = formulas.parsed(facts.strategy)
-    abandoned = sum(isinstance(e, Logged) and e.name == "abandoned" for e in run.events) / max(1, facts.workers)
-    formula = formulas.sent(strategy, facts.workers, facts.steps, facts.parameters, abandoned)
+    lost = dropped.of(run.events)
+    abandoned = lost.count("abandoned") + sum(isinstance(e, Logged) and e.name == "abandoned" for e in run.events)
+    formula = formulas.sent(strategy, facts.workers, facts.steps, facts.parameters, abandoned / max(1, facts.workers))
     trace = traces.read(run.path, facts.workers + facts.servers) if blocks is not None else None
     same_steps = facts.most_steps in (None, facts.steps) and not facts.retired
-    counted = {name: Counter(_said(run, name)) for name in _COUNTED}
+    counted = {name: Counter(_said(run, name)) + lost.values(name) for name in _COUNTED}
     return {
         "name": run.name,
         **{name: getattr(facts, name) for name in _AS_THEY_ARE},
@@ -123,7 +124,7 @@ def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[st
         "nodes": _nodes(run, trace),
         "training": curves.training(steps) if facts.trained else None,
         "scores": curves.scored(run.scores, steps) if facts.trained else None,
-        "step_times": curves.step_times(steps),
+        "step_times": curves.step_times(steps, lost),
         "lanes": None if blocks is None else curves.lanes(steps, blocks),
         "trace": None if trace is None else _trace(trace),
         "traffic": None if blocks is None else _traffic(run, strategy, trace),

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,16 +16,16 @@ from typing import Any
 
 import torch
 
-from orchestra import delays, run, snapshot
+from orchestra import alive, delays, run, snapshot, thinning
 from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Ending, Order
 from orchestra.data.feed import IndexedFeed, is_tensors
-from orchestra.errors import Deadlock, Interrupted, OrchestraError, WorkerFailed
-from orchestra.events import Began, Event, encode
+from orchestra.errors import Deadlock, Interrupted, OrchestraError, RunFolderGone, WorkerFailed
+from orchestra.events import PAUSES, Began, Event, EventLog
 from orchestra.networks import Network
 from orchestra.node import Comm, Node
 from orchestra.ops import Compute, Transport
-from orchestra.rng import exchange_states
+from orchestra.rng import exchange_states, left_alone
 from orchestra.sim.kernel import Kernel, Promise
 from orchestra.sim.numerics import Batched
 from orchestra.sim.timing import momenta_of, timed
@@ -63,10 +65,12 @@ class Rehearsal:
         self.stopped_by = "budget"
         self.began = time.monotonic()
         self.shown = 0.0
+        self.had_folder = not alive.is_gone(job.run)
         self.seen_at, self.still = 0.0, 0
         self.random: dict[int, Any] = {}  # where each node's generators stand
         self.at_dice = -1  # the node whose they are now
         self.traces: list[_Log] = []
+        self.snapped = Counter[int]()  # workers that set a snapshot aside, by its number
         self.done: list[Promise[None]] = []  # of workers that wait for the others to be done
 
     def run(self) -> Ending:
@@ -92,13 +96,23 @@ class Rehearsal:
                 f"stopped at {self.kernel.now:.6g} virtual seconds. A rehearsal is not saved: the same call repeats it."
             ) from None
         finally:
-            for log in (*(log for _, _, log in born), *self.traces):
-                log.close()
+            self._close([*(log for _, _, log in born), *self.traces])
         self._show()
         if self.timing_only:
             x0 = snapshot.Part(self.kernel.now, 0, 0, 0, self.order.x0, {})
             snapshot.write(self.job.run / snapshot.FINAL, 0, x0)
         return Ending(self.stopped_by, self.warnings)
+
+    def _close(self, logs: list[_Log]) -> None:
+        for log in logs:
+            log.close()
+        for pause in PAUSES:
+            if again := [log for log in logs if log.error is not None]:
+                time.sleep(pause)
+                for log in again:
+                    log.close()
+        if failed := [log.error for log in logs if log.error is not None]:
+            self.warnings.append(f"{len(failed)} of {len(logs)} files of events could not be written: {failed[0]}.")
 
     def stop(self, reason: str) -> None:
         """End soon: workers that go in step after the same step, the others where they are."""
@@ -124,7 +138,7 @@ class Rehearsal:
         data: Any = None
         born = []
         for rank in range(self.nodes):
-            log = _Log(job.run / f"events-{rank}.jsonl")
+            log = self._log(rank)
             meter, comm = self._connect(rank, log)
             if rank < job.workers:
                 x = shared if shared is not None else x0.clone()
@@ -171,11 +185,15 @@ class Rehearsal:
         data, momenta = job.data(), momenta_of(job, x0)
         born = []
         for rank in range(self.nodes):
-            log = _Log(job.run / f"events-{rank}.jsonl")
+            log = self._log(rank)
             meter, comm = self._connect(rank, log)
             at_once = not self.world.host(rank).number
             born.append((timed(job, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
         return born
+
+    def _log(self, rank: int) -> _Log:
+        limit = None if self.job.trace else thinning.limit(self.nodes)
+        return _Log(self.job.run / f"events-{rank}.jsonl", limit)
 
     def _connect(self, rank: int, log: _Log) -> tuple[Metered, Comm]:
         job, transport = self.job, self.transports[rank]
@@ -245,6 +263,8 @@ class Rehearsal:
 
     def _glance(self) -> None:
         if time.monotonic() - self.shown > _GLANCE:
+            if self.had_folder and alive.is_gone(self.job.run):
+                raise RunFolderGone(self.job.run)
             self._show()
             self.shown = time.monotonic()
 
@@ -262,23 +282,38 @@ def _shared(feed: Any, device: torch.device) -> Any:
 
 
 class _Log:
-    """Keeps events in memory and appends them to a file now and then: a thousand nodes cannot all hold one open."""
+    """Keeps events in memory and appends them to a file now and then: a thousand nodes cannot all hold one open.
 
-    def __init__(self, path: Path) -> None:
+    A file of more than `limit` bytes is thinned out.
+    """
+
+    def __init__(self, path: Path, limit: int | None = None) -> None:
         self._path = path
+        self._limit = limit
         self._waiting: list[Event] = []
+        self.error: OSError | None = None  # why the last attempt to write failed
 
     def write(self, event: Event) -> None:
         """Record an event."""
         self._waiting.append(event)
-        if len(self._waiting) >= _MANY:
+        if len(self._waiting) % _MANY == 0:
             self.close()
 
     def close(self) -> None:
-        """Bring everything so far to the file."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(encode(event) for event in self._waiting))
-        self._waiting.clear()
+        """Bring everything so far to the file; what finds no room there waits in memory for the next attempt."""
+        self.error = None
+        try:
+            log = EventLog(self._path, self._complain, limit=self._limit)
+        except FileNotFoundError:
+            raise RunFolderGone(self._path.parent) from None
+        with closing(log):
+            for event in self._waiting:
+                log.write(event)
+        if self.error is None:
+            self._waiting.clear()
+
+    def _complain(self, error: OSError) -> None:
+        self.error = error
 
 
 @dataclass
@@ -295,13 +330,18 @@ class _Keeper:
     snapshots: int = 0
 
     def after_step(self, before: int) -> None:
-        """Score what was just set aside, if a score could end the run."""
-        order = self.rehearsal.order
-        if order.has_target and self.life.snapshots > self.snapshots:
-            self.snapshots = self.life.snapshots
+        """Score what was just set aside: at once if a score could end the run, else when the last worker has."""
+        rehearsal, order = self.rehearsal, self.rehearsal.order
+        if self.life.snapshots <= self.snapshots:
+            return
+        self.snapshots = self.life.snapshots
+        rehearsal.snapped[self.snapshots] += 1
+        if not order.has_target and rehearsal.snapped[self.snapshots] < rehearsal.job.workers:
+            return
+        with left_alone():  # the random numbers are this worker's
             order.scorer.rest()
-            if order.scorer.target_reached():
-                self.rehearsal.stop("target")
+        if order.scorer.target_reached():
+            rehearsal.stop("target")
 
     def after_steps(self) -> None:
         """Nothing to save."""

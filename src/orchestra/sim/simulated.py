@@ -18,7 +18,7 @@ from orchestra.cluster import Cluster, Device, Ending, Order
 from orchestra.data.feed import Samples
 from orchestra.delays import Delay, Trace
 from orchestra.errors import ConfigError, Problem
-from orchestra.events import Stepped, read
+from orchestra.events import Sampled, Stepped, read
 from orchestra.networks import Ethernet, Network
 from orchestra.sim import numerics
 from orchestra.sim.fibers import Kind
@@ -142,14 +142,20 @@ class Simulated(Cluster):
         return Rehearsal(order, kernel, self.get_network(), how, closed_forms=self.fidelity == "auto").run()
 
 
+def _computed(before: Stepped | None, step: Stepped) -> float:
+    """Seconds of computing in a step; where those before it were dropped, the mean of these."""
+    count = step.step - before.step if isinstance(step, Sampled) and before is not None else 1
+    return (step.compute - (0.0 if before is None else before.compute)) / max(1, count)
+
+
 def recorded(folder: Path) -> Trace:
     """How long each worker of a run computed in each of its steps."""
     found = []
     numbered = [p for p in folder.glob("events-*.jsonl") if p.stem.removeprefix("events-").isdigit()]
     for path in sorted(numbered, key=lambda p: int(p.stem.removeprefix("events-"))):
-        totals = [0.0, *(event.compute for event in read(path) if isinstance(event, Stepped))]
-        if len(totals) > 1:  # servers take no steps
-            found.append(tuple(b - a for a, b in pairwise(totals)))
+        steps = [None, *(event for event in read(path) if isinstance(event, Stepped))]
+        if len(steps) > 1:  # servers take no steps
+            found.append(tuple(_computed(before, step) for before, step in pairwise(steps) if step is not None))
     if not found:
         raise ConfigError([Problem("run", str(folder), "holds no events of workers: name the folder of a run")])
     return Trace(tuple(found))

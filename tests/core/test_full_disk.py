@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that is full when the result is written, and a run folder that is deleted: what is lost, and what is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.attached.test_runs import far_off
+from tests.prepare.loops import loop
+from tests.processes import Outcome, together
+from tests.zoo import INPUTS, Jittery, make_model, paced, train
+from torch import nn
+
+from orchestra import AllReduce, Attached, LocalSGD, ParameterServer, Simulated, Steps, Strategy, snapshot
+from orchestra.errors import EnvironmentProblem, RunFolderGone
+
+STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=2), ParameterServer(servers=2)]
+each = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
+tiny = partial(torch.optim.SGD, lr=1e-6, momentum=0.5)
+BUDGET: dict[str, Any] = {"budget": Steps(20), "checkpoint_every": Steps(4), "optimizer": tiny}
+
+
+def large() -> nn.Module:
+    """More than what is left in the last pages of files."""
+    return nn.Sequential(nn.Linear(INPUTS, 8192), nn.Linear(8192, 1))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder]).returncode:
+        pytest.skip("needs root, to mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Leave no room."""
+    with (disk / "filler").open("ab", buffering=0) as file:
+        for piece in (1 << 20, 1 << 12):
+            with suppress(OSError):
+                while file.write(bytes(piece)) == piece:
+                    pass
+
+
+def filling(disk: Path, *, saved: bool = True) -> Callable[[Any], None]:
+    """For `progress`: fill the disk in the middle of the run, once there is a checkpoint."""
+
+    def watch(now: Any) -> None:
+        ready = any((disk / "run" / "checkpoints").glob("step-*[0-9]")) if saved else now.step >= 4
+        if ready and not (disk / "filler").exists():
+            fill(disk)
+
+    return watch
+
+
+def rescued(message: str) -> dict[str, torch.Tensor]:
+    """The model in the file that an error names."""
+    found = re.search(r"was written to (\S+model\.safetensors) instead", message)
+    assert found is not None, message
+    state = load_file(found[1])
+    shutil.rmtree(Path(found[1]).parent)
+    return state
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@each
+def test_the_model_is_written_elsewhere_and_the_run_can_be_concluded(
+    strategy: Strategy[Any], disk: Path, tmp_path: Path
+) -> None:
+    model = paced(0.05, 0.05, model=large)
+    whole = train(strategy, tmp_path / "whole", model=model, workers=2, **BUDGET)
+    with pytest.raises(EnvironmentProblem, match=r"No space left on device") as error:
+        train(strategy, disk / "run", model=model, workers=2, progress=filling(disk), **BUDGET)
+    assert "conclude the run with the same train(" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert same(rescued(str(error.value)), whole.model.state_dict())
+    (disk / "filler").unlink()
+    again = train(strategy, disk / "run", model=model, workers=2, resume=True, **BUDGET)
+    assert same(again.model.state_dict(), whole.model.state_dict())
+
+
+def test_room_that_is_made_in_time_is_enough(disk: Path, tmp_path: Path) -> None:
+    """The model cannot be written at first; a moment later it can."""
+    model = paced(0.05, 0.05, model=large)
+
+    def free(now: Any) -> None:
+        filling(disk)(now)
+        if now.step >= 20:  # every worker has done its steps, and cannot set the model aside
+            threading.Timer(1.0, lambda: (disk / "filler").write_bytes(b"")).start()
+
+    result = train(AllReduce(), disk / "run", model=model, workers=2, progress=free, **BUDGET)
+    assert result.summary.steps == 20
+    assert (disk / "run" / "model.safetensors").exists()
+
+
+def test_a_full_disk_is_tried_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_PAUSES", (0.0, 0.0, 0.0))
+    tries: list[int] = []
+
+    def failing(times: int, number: int) -> Callable[[], str]:
+        tries.clear()
+
+        def write() -> str:
+            tries.append(1)
+            if len(tries) <= times:
+                raise OSError(number, os.strerror(number))
+            return "written"
+
+        return write
+
+    assert snapshot.trying_again(failing(3, errno.ENOSPC)) == "written"
+    with pytest.raises(OSError, match="No space left"):
+        snapshot.trying_again(failing(4, errno.ENOSPC))
+    with pytest.raises(PermissionError):
+        snapshot.trying_again(failing(1, errno.EACCES))
+    assert len(tries) == 1
+
+
+def test_virtual_runs_write_it_elsewhere_too(disk: Path) -> None:
+    cluster, model = Simulated(workers=2), lambda: Jittery(large)
+    with pytest.raises(EnvironmentProblem, match="kept no checkpoint") as error:
+        train(AllReduce(), disk / "run", cluster=cluster, model=model, budget=Steps(60), optimizer=tiny,
+              progress=filling(disk, saved=False))  # fmt: skip
+    whole = train(
+        AllReduce(),
+        disk.parent / "whole",
+        cluster=cluster,
+        model=lambda: Jittery(large),
+        budget=Steps(60),
+        optimizer=tiny,
+    )
+    assert same(rescued(str(error.value)), whole.model.state_dict())
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("allreduce", 2), ("ps", 3)])
+def test_machines_of_their_own_write_it_elsewhere_too(strategy: str, size: int, disk: Path, tmp_path: Path) -> None:
+    """Where a server does not see the folder, what it sends has no room there."""
+
+    def call() -> Any:
+        given: dict[str, Any] = {"model": paced(0.05, 0.05, model=large), **BUDGET}
+        return far_off(strategy, disk / "run", progress=filling(disk), **given)
+
+    outcomes = together(size, call)
+    assert outcomes[0].kind == "EnvironmentProblem", outcomes
+    whole = train(strategy, tmp_path / "whole", workers=2, model=paced(model=large), **BUDGET)
+    assert same(rescued(outcomes[0].error), whole.model.state_dict())
+
+
+def test_a_loop_writes_it_elsewhere_too(disk: Path) -> None:
+    def call() -> Any:
+        def step(optimizer: Any) -> None:
+            if optimizer.orchestra.steps == 5:
+                fill(disk)
+
+        return loop("allreduce", model=large, optimizer=tiny, steps=9, each=step, out=disk / "run")
+
+    (outcome,) = together(1, call)
+    assert outcome.kind == "EnvironmentProblem", outcome
+    (whole,) = together(1, lambda: loop("allreduce", model=large, optimizer=tiny, steps=9)[1])
+    assert same(rescued(outcome.error), whole.value)
+
+
+# A folder that is deleted.
+
+
+def deleting(run: Path) -> Callable[[Any], None]:
+    def watch(now: Any) -> None:
+        if now.begun and now.step >= 3:
+            shutil.rmtree(run, ignore_errors=True)
+
+    return watch
+
+
+def told(error: str, run: Path) -> bool:
+    return error == f"the run folder {run} was deleted while the run went on; training was stopped."
+
+
+@each
+def test_a_deleted_folder_ends_the_run_in_a_line(strategy: Strategy[Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    given: dict[str, Any] = {"model": paced(0.02, 0.02), "checkpoint_every": Steps(3)}
+    with pytest.raises(RunFolderGone) as error:
+        train(strategy, run, workers=2, budget=Steps(100_000), progress=deleting(run), **given)
+    assert told(str(error.value), run)
+    assert not run.exists()
+
+
+def test_a_deleted_folder_of_a_virtual_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RunFolderGone) as error:
+        train(AllReduce(), run, cluster=Simulated(workers=2), model=Jittery, budget=Steps(100_000),
+              progress=deleting(run))  # fmt: skip
+    assert told(str(error.value), run)
+
+
+def test_a_deleted_folder_of_processes_of_their_own(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def call() -> Any:
+        given: dict[str, Any] = {"model": paced(0.02, 0.02), "budget": Steps(100_000)}
+        return train("allreduce", run, cluster=Attached(patience=60), progress=deleting(run), **given)
+
+    home, other = together(2, call)
+    assert (home.kind, home.code) == ("RunFolderGone", 3)
+    assert told(home.error, run)
+    assert "was deleted while the run went on" in other.error
+    assert "\n" not in other.error
+
+
+def test_a_deleted_folder_of_a_loop(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def call() -> Any:
+        def step(optimizer: Any) -> None:
+            if optimizer.orchestra.steps == 5:
+                shutil.rmtree(run)
+
+        return loop("allreduce", model=make_model, steps=9, each=step, out=run)
+
+    found: list[Outcome] = together(1, call)
+    assert found[0].kind == "RunFolderGone", found
+    assert told(found[0].error, run)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots are scored and removed while the run goes on, without a target as well, and disturb nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.core.test_scoring import SCORED, error
+from tests.processes import together
+from tests.zoo import Dicey, Trap, assert_same, flat, make_data, make_model, paced, train, trapped
+from torch import nn
+
+from orchestra import (
+    AllReduce,
+    Attached,
+    LocalSGD,
+    ParameterServer,
+    Simulated,
+    Steps,
+    Strategy,
+    aside,
+    progress,
+    scoring,
+)
+from orchestra.cli import compare
+from orchestra.cli.options import Options
+from orchestra.report.facts import facts_of, scores_of
+from orchestra.scoring import Scorer
+from orchestra.snapshot import Part, numbered
+from orchestra.snapshot import write as write_part
+
+STRATEGIES: list[Strategy[Any]] = [AllReduce(), ParameterServer(servers=2), LocalSGD(tau=2)]
+each = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
+
+
+def by(evaluate: Any) -> dict[str, Any]:
+    return {"evaluate": evaluate, "evaluation_data": make_data}
+
+
+def figures(run: Path) -> list[tuple[int, int, int, dict[str, float]]]:
+    return [(s.number, s.step, s.samples, s.metrics) for s in scores_of(run)]
+
+
+def await_scores(run: Path, count: int) -> None:
+    """In a worker, in the middle of the run: wait for scores, and note which snapshots are still there."""
+    deadline = time.monotonic() + 60
+    while len(scores_of(run)) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)  # a snapshot is removed after its score is written
+    seen = {"scores": len(scores_of(run)), "there": [n for n, _ in numbered(run / "snapshots")]}
+    (run / "seen.json").write_text(json.dumps(seen))
+
+
+@each
+def test_scores_come_while_the_run_goes_on(strategy: Strategy[Any], tmp_path: Path) -> None:
+    """A worker waits in its seventh step for the scores of the first five: no run scored afterwards would end well."""
+    given: dict[str, Any] = {"workers": 2, "budget": Steps(10), "evaluate_every": Steps(1), **SCORED}
+    wait = Trap.at(0, 6, partial(await_scores, tmp_path / "meanwhile", 5), size=2)
+    train(strategy, tmp_path / "meanwhile", model=trapped(wait), **given)
+    seen = json.loads((tmp_path / "meanwhile" / "seen.json").read_text())
+    assert seen["scores"] >= 5
+    assert not {1, 2, 3, 4} & {*seen["there"]}
+    train(strategy, tmp_path / "afterwards", model=trapped(), score_afterwards=True, **given)
+    assert figures(tmp_path / "meanwhile") == figures(tmp_path / "afterwards")
+    assert not (tmp_path / "meanwhile" / "snapshots").exists()
+
+
+def test_kept_snapshots_are_scored_and_kept(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"workers": 2, "budget": Steps(8), "evaluate_every": Steps(1), **SCORED}
+    wait = Trap.at(0, 6, partial(await_scores, tmp_path, 5), size=2)
+    train(AllReduce(), tmp_path, model=trapped(wait), keep_snapshots=True, **given)
+    assert [n for n, _ in numbered(tmp_path / "snapshots")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len(json.loads((tmp_path / "seen.json").read_text())["there"]) >= 5
+
+
+def test_afterwards_means_afterwards(tmp_path: Path) -> None:
+    where: list[str] = []
+
+    def evaluate(model: nn.Module, data: Any) -> float:
+        where.append(threading.current_thread().name)
+        return 0.0
+
+    given: dict[str, Any] = {
+        "workers": 2,
+        "budget": Steps(40),
+        "evaluate_every": Steps(4),
+        "evaluate": evaluate,
+        "evaluation_data": make_data,
+    }
+    train(AllReduce(), tmp_path, model=paced(0.05), score_afterwards=True, **given)
+    assert len(where) == 12
+    assert "scorer" not in where
+
+
+def test_the_thread_beside_processes_gives_way_to_them(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def evaluate(model: nn.Module, data: Any) -> float:
+        if threading.current_thread().name == "scorer":
+            seen.append((os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), torch.get_num_threads()))
+        return 0.0
+
+    before = torch.get_num_threads()
+    train(
+        AllReduce(),
+        tmp_path,
+        model=paced(0.05),
+        workers=2,
+        budget=Steps(40),
+        evaluate_every=Steps(4),
+        **by(evaluate),
+    )
+    assert seen
+    assert {*seen} == {(19, 1)}
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert found == [before] == [torch.get_num_threads()]
+
+
+def about_the_process(model: nn.Module, data: Any) -> dict[str, float]:
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    return {"sum": float(flat(model).sum()), "pid": os.getpid(), "nice": nice, "threads": torch.get_num_threads()}
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "localsgd(tau=2)"])
+def test_where_the_caller_trains_another_process_scores(strategy: str, tmp_path: Path) -> None:
+    run = tmp_path / "there"
+
+    def call() -> Any:
+        given: dict[str, Any] = {
+            "budget": Steps(10),
+            "evaluate_every": Steps(1),
+            "evaluate": about_the_process,
+            "evaluation_data": make_data,
+        }
+        wait = Trap.at(0, 6, partial(await_scores, run, 5), size=2)
+        wait.parent = -1  # in these processes, which make the call themselves
+        train(strategy, run, cluster=Attached(patience=120), model=trapped(wait), **given)
+        return os.getpid()
+
+    outcomes = together(2, call)
+    assert not any(outcome.kind for outcome in outcomes), outcomes
+    assert json.loads((run / "seen.json").read_text())["scores"] >= 5
+    scores = scores_of(run)
+    aside_, home = scores[1].metrics, scores[0].metrics
+    assert home["pid"] == outcomes[0].value
+    assert aside_["pid"] not in {outcome.value for outcome in outcomes}
+    assert (aside_["nice"], aside_["threads"]) == (19, 1)
+    assert not _alive(int(aside_["pid"]))
+    train(strategy, tmp_path / "here", workers=2, model=trapped(), budget=Steps(10), evaluate_every=Steps(1),
+          evaluate=about_the_process, evaluation_data=make_data, score_afterwards=True)  # fmt: skip
+    assert [s.metrics["sum"] for s in scores] == [s.metrics["sum"] for s in scores_of(tmp_path / "here")]
+
+
+def _alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+class Noting(Dicey):
+    """Notes every forward pass in training."""
+
+    notes: list[str]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and hasattr(Noting, "notes"):
+            Noting.notes.append("step")
+        return super().forward(x)
+
+
+@each
+def test_in_virtual_time_every_snapshot_is_scored_at_once(strategy: Strategy[Any], tmp_path: Path) -> None:
+    Noting.notes = notes = []
+
+    def evaluate(model: nn.Module, data: Any) -> float:
+        notes.append("score")
+        torch.rand(3)  # as an evaluation on samples drawn at random would
+        return float(flat(model).sum())
+
+    given: dict[str, Any] = {"cluster": Simulated(workers=2), "budget": Steps(12), "model": Noting}
+    result = train(strategy, tmp_path / "scored", evaluate_every=Steps(2), **by(evaluate), **given)
+    first, last = notes.index("score", notes.index("step")), len(notes) - 1 - notes[::-1].index("step")
+    assert notes[first:last].count("score") >= 4
+    assert [s.number for s in scores_of(tmp_path / "scored")] == [0, 1, 2, 3, 4, 5, 6, 7]
+    plain = train(strategy, tmp_path / "plain", **given)
+    assert_same(result.model, plain.model)
+    assert result.summary.seconds == plain.summary.seconds
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_mistake_in_evaluate_does_not_end_the_training(
+    apart: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is told at once, and raised when the model is written."""
+
+    def evaluate(model: nn.Module, data: Any) -> float:
+        if (tmp_path / "run" / "snapshots").exists():
+            raise RuntimeError("no such column")
+        return 0.0
+
+    def call() -> Any:
+        cluster: dict[str, Any] = {"cluster": Attached(patience=120)} if apart else {"workers": 2}
+        given: dict[str, Any] = {
+            "budget": Steps(20),
+            "evaluate_every": Steps(2),
+            "evaluate": evaluate,
+            "evaluation_data": make_data,
+            **cluster,
+        }
+        with pytest.raises(RuntimeError, match="no such column"):
+            train(AllReduce(), tmp_path / "run", model=paced(0.2), **given)
+
+    if apart:
+        with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29713"):
+            call()
+    else:
+        call()
+    assert "snapshots are scored no more before the end" in capfd.readouterr().err
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert facts_of(tmp_path / "run").steps == 20
+
+
+def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(asked: str) -> str:
+        if asked == "hang":
+            time.sleep(600)
+        return asked * 2
+
+    process = aside.Aside(answer)
+    assert process.ask("ab", lambda: True) == "abab"
+    assert process.ask("hang", lambda: False) is None
+    process.close()
+    assert not _alive(process.pid)
+    broken = aside.Aside(lambda asked: str(1 // 0))
+    with pytest.raises(aside.Failed, match="ZeroDivisionError"):
+        broken.ask("x", lambda: True)
+    os.kill(broken.pid, 9)
+    with pytest.raises(OSError, match=r"died|Broken pipe|reset"):
+        broken.ask("x", lambda: True)
+    broken.close()
+
+
+# More snapshots than can be scored.
+
+
+def scorer(run: Path, count: int, *, keep: bool = False) -> Scorer:
+    """With so many snapshots that wait."""
+    (run / "snapshots").mkdir(parents=True)
+    for number in range(1, count + 1):
+        part = Part(0.1 * number, number, number, 0, flat(make_model()).float(), {}, "everywhere")
+        write_part(run / "snapshots" / f"{number:05d}", 0, part)
+    return Scorer(run, make_model(), error, make_data(), AllReduce(), 2, [], keep)
+
+
+def waiting(run: Path) -> list[int]:
+    return [n for n, _ in numbered(run / "snapshots")]
+
+
+def test_snapshots_that_wait_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = scorer(tmp_path, 20)
+    slow._give_up_some()
+    assert len(waiting(tmp_path)) == 20  # they are small
+    monkeypatch.setattr(scoring, "ROOM", 5000)
+    slow._now = 1
+    slow._give_up_some()
+    assert waiting(tmp_path) == [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
+    for _ in range(5):
+        slow._give_up_some()
+    assert waiting(tmp_path)[0] == 1  # it is being scored
+    assert waiting(tmp_path)[-1] == 20
+    assert len(waiting(tmp_path)) <= 6
+    assert len(slow.warnings) == 1
+    left = waiting(tmp_path)
+    slow.rest()
+    assert [s.number for s in scores_of(tmp_path)] == left
+
+
+def test_no_snapshot_that_shall_be_kept_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "ROOM", 1)
+    scorer(tmp_path, 9, keep=True)._give_up_some()
+    assert len(waiting(tmp_path)) == 9
+
+
+def test_a_slow_evaluation_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "ROOM", 1)
+    monkeypatch.setattr(scoring, "_TIDY", 0.05)
+    most = 0
+
+    def evaluate(model: nn.Module, data: Any) -> float:
+        if threading.current_thread().name == "scorer":
+            time.sleep(0.5)
+        return 0.0
+
+    def watch(now: Any) -> None:
+        nonlocal most
+        most = max(most, len(waiting(tmp_path)))
+
+    result = train(
+        AllReduce(), tmp_path, model=paced(0.04), workers=2, budget=Steps(100), evaluate_every=Steps(1),
+        evaluate=evaluate, evaluation_data=make_data, progress=watch,
+    )  # fmt: skip
+    assert result.summary.steps == 100
+    assert most < 40
+    assert "every second one is removed" in (tmp_path / "ending.json").read_text()
+
+
+# What is shown.
+
+
+def test_scoring_at_the_end_shows_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_QUICK", 0.0)
+    monkeypatch.setattr(progress.PlainView, "every", 0.0)
+    train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
+          progress=True, **SCORED)  # fmt: skip
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("scoring snapshots")]
+    assert [line.rpartition("  ")[2] for line in lines] == ["0 of 4", "1 of 4", "2 of 4", "3 of 4"]
+    assert lines[2].count("━") == lines[2].count("─") == 15
+
+
+def test_what_is_quick_needs_no_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
+          progress=True, **SCORED)  # fmt: skip
+    assert "scoring snapshots" not in capfd.readouterr().err
+
+
+def test_a_race_is_scored_after_each_run(tmp_path: Path) -> None:
+    from orchestra.cli import sources
+
+    asked = Options(workers=2, sim=True)
+    race = compare.prepare(sources.find("digits"), ["allreduce"], asked, 1, None, tmp_path / "race")
+    with (
+        mock.patch.object(sources, "train_recipe", side_effect=KeyboardInterrupt) as called,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        race.run_one("allreduce", 0, "", quiet=True, first=True)
+    assert called.call_args.kwargs["score_afterwards"] is True
