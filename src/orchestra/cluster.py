@@ -178,7 +178,7 @@ class Local(Cluster):
     workers: int = 2
     device: Device = "cpu"
     threads: int | None = None  # of each process; None shares the cores out evenly
-    patience: float = 300.0  # seconds a node waits for another before it gives up
+    patience: float = 300.0  # seconds for all nodes to be ready; a tenth of it without a sign of life is a hang
     delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.delays
 
     def get_delay(self) -> Delay | None:

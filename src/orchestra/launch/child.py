@@ -44,7 +44,7 @@ class Handover:
     origin: Origin
     torch_settings: TorchSettings
     asked: float  # when the processes were asked for
-    patience: float  # seconds a node waits for another
+    patience: float  # seconds for all nodes to be ready
 
 
 def node_main(rank: int, fds: Sequence[int]) -> int:

@@ -67,6 +67,11 @@ class ForkServer:
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._process.pid
+
     def alive(self) -> bool:
         """Whether the server still runs, and is this process's own: a fork of the client must not use its socket."""
         return self._owner == os.getpid() and self._process.poll() is None
@@ -134,7 +139,8 @@ def serve(channel: socket.socket, client: int) -> None:
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     runs: list[_Run] = []
     while True:
-        readable, _, _ = select.select([channel, client, woken, *(run.channel for run in runs)], [], [])
+        ears: list[Any] = [channel, client, woken, *(run.channel for run in runs)]
+        readable, _, _ = select.select(ears, [], [])
         if client in readable:
             return _leave(runs)
         if woken in readable:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import select
@@ -17,16 +18,20 @@ import cloudpickle
 
 from orchestra.board import Report
 from orchestra.cluster import Ending
-from orchestra.errors import ClusterError, WorkerLost
+from orchestra.errors import ClusterError, Stalled, WorkerLost
 from orchestra.launch import forkserver
 from orchestra.launch.child import Handover
 from orchestra.launch.origin import Origin
 from orchestra.launch.overseer import Overseer, counting
 from orchestra.launch.torch_settings import TorchSettings
 from orchestra.transports import memory
-from orchestra.transports.memory import ABORT, GO, NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT, Arena, Plan
+from orchestra.transports.hangs import Limits, Seen, Watch
+from orchestra.transports.memory import ABORT, GO, NOTHING_MORE, SAVE_WANTED, STALLED, STOP_ASKED, STOP_AT, Arena, Plan
 
 _GRACE = 1.0  # seconds between asking nodes to go and killing them
+_START = 30.0  # seconds that nodes have in any case to be ready
+_STARTER, _SERVER = "the process that starts workers", -1  # its name, and its number among the nodes
+_LAST_LOOKS = 5  # at nodes that wait for each other, before one of them must have said so
 _GLANCE = 0.1  # seconds between two looks at the board
 
 
@@ -34,13 +39,17 @@ _GLANCE = 0.1  # seconds between two looks at the board
 class Coordinator(Overseer):
     """One run of one job, by processes of this machine."""
 
-    patience: float = 300.0  # seconds a node waits for another
+    patience: float = 300.0  # seconds for all nodes to be ready
     gone: set[int] = field(default_factory=set)
+    pids: dict[int, int] = field(default_factory=dict)  # of nodes that are not gone
+    stalls: int = 0  # looks at which all nodes waited for each other
 
     def __post_init__(self) -> None:
         super().__post_init__()
         job, x0 = self.job, self.order.x0
         self.plan = Plan(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
+        self.watch = Watch(Limits.of(self.patience), lambda node: _STARTER if node == _SERVER else self.name(node))
+        self.forked = math.inf  # when the processes were there
 
     def run(self) -> Ending:
         """Train. Raises what ended the run early; leaves no process and no memory behind."""
@@ -57,7 +66,8 @@ class Coordinator(Overseer):
                 file.write(self._handover())
             self.order.scorer.start()
             with counting(self):
-                news = forkserver.warm().spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
+                self.server = forkserver.warm()
+                news = self.server.spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
                 telling.close()
                 self._watch(told, news)
         finally:
@@ -92,8 +102,26 @@ class Coordinator(Overseer):
                 # Only when nothing is left to be heard: a node's last words matter more than that it is gone.
                 self._mourn(news)
             self.consider_stopping()
+            self._look_for_hangs()
             self.order.show(self.progress())
         self.settle()
+
+    def _look_for_hangs(self) -> None:
+        """Raise if a process hangs. If all wait for each other, let them say for what."""
+        seen = {node: self._seen(node) for node in self.pids} if self.begun else {}
+        if self.watch.look(self.pids | {_SERVER: self.server.pid}, seen, asked=self.asked_to_stop):
+            self.arena.words.announce(STALLED, 1)
+            self.stalls += 1
+            if self.stalls > _LAST_LOOKS:
+                raise Stalled("all nodes wait for each other, and none says for what. This is a fault of orchestra.")
+        late = max(self.patience, _START)
+        if not self.begun and time.monotonic() - self.forked > late:
+            names = ", ".join(self.name(node) for node in range(self.nodes) if node not in self.ready)
+            raise Stalled(f"{names} did not get ready within {late:g} s. Give Local(patience=...) more seconds.")
+
+    def _seen(self, node: int) -> Seen:
+        row = self.arena.reported(node)
+        return Seen((row.step, row.samples), self.arena.words[self.plan.word("waits", node)])
 
     def begin(self) -> None:
         """Start the clock, and let the nodes go."""
@@ -127,12 +155,14 @@ class Coordinator(Overseer):
     def _mourn(self, news: socket.socket) -> None:
         message = news.recv(1 << 16)
         if not message:
-            raise ClusterError("the process that starts workers died. Run again; if it stays so, look at dmesg.")
+            raise ClusterError(f"{_STARTER} died. Run again; if it stays so, look at dmesg.")
         said = json.loads(message)
         if "node" not in said:
+            self.pids, self.forked = dict(enumerate(said["pids"])), time.monotonic()
             return
         node, status = said["node"], said["status"]
         self.gone.add(node)
+        self.pids.pop(node, None)
         if node not in self.done:
             raise WorkerLost(self.name(node), _cause(status))
 
@@ -154,6 +184,9 @@ class Coordinator(Overseer):
                 if time.monotonic() > deadline and not killed:
                     killed = True
                     news.send(b"k")
+                elif time.monotonic() > deadline + _GRACE:  # it may be stopped itself; the nodes die with it
+                    self.server.close()
+                    break
         news.close()
 
 

@@ -12,6 +12,7 @@ deadline, knowing whom it waits for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -38,7 +39,19 @@ from orchestra.ops import (
 )
 from orchestra.transports.computing import compute
 from orchestra.transports.mailbox import Mailbox
-from orchestra.transports.memory import BARRIER, EVEN, FACTS, GO, ODD, PLACE, STOP_ASKED, STOP_AT, WEIGHT, Arena
+from orchestra.transports.memory import (
+    BARRIER,
+    EVEN,
+    FACTS,
+    GO,
+    ODD,
+    PLACE,
+    STOP_ASKED,
+    STOP_AT,
+    WAITING,
+    WEIGHT,
+    Arena,
+)
 from orchestra.transports.waiting import Waiter
 from orchestra.vectors import is_small, ranges, share_of_mean, weighted_mean
 
@@ -58,7 +71,8 @@ class LocalTransport:
         self.gpu_means: TorchMeans | None = None  # where every worker has a GPU of its own
         self._arena = arena
         self._words = arena.words
-        self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic)
+        waits = arena.plan.word("waits", rank)
+        self._waiter = Waiter(arena.words, rank, arena.plan.workers, patience, self.traffic, waits=waits)
         self.mailbox = Mailbox(arena, rank, self._waiter, self.traffic, near)
         self._means = 0
         self._small = 0
@@ -87,8 +101,9 @@ class LocalTransport:
     # The run as a whole: begin together, end together.
 
     def await_go(self) -> None:
-        """Block until every node is ready."""
+        """Block until every node is ready. From then on the coordinator sees to it that no wait lasts for ever."""
         self._waiter.wait(GO, lambda: self._words[GO] != 0, lambda: "the other nodes to be ready")
+        self._waiter.patience = math.inf
 
     def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
         """Block until a server has saved a checkpoint, which it does when every worker has."""
@@ -190,7 +205,8 @@ class LocalTransport:
             return Done(op.weight)
         if self.gpu_means is not None and op.x.is_cuda:
             self._count(op.x, op.group)
-            return Done(self.gpu_means.mean_(op.x, op.weight))
+            with self._waiter.doing(WAITING):
+                return Done(self.gpu_means.mean_(op.x, op.weight))
         mine = ranges(op.x.numel(), len(op.group))[op.group.index(self.rank)]
         if is_small(op.x.numel(), len(op.group)):
             self._count(op.x, op.group)
@@ -237,7 +253,8 @@ class LocalTransport:
             return Done(None)
         if self.gpu_means is not None and g.is_cuda:
             self._count(g, op.group)
-            mean, total = self.gpu_means.mean(g, op.weight)
+            with self._waiter.doing(WAITING):
+                mean, total = self.gpu_means.mean(g, op.weight)
             if total:
                 op.apply(mean)
             return Done(None)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Stamp, Traffic
-from orchestra.transports.memory import UNDER_WAY, Arena
+from orchestra.transports.memory import SLEEPING, UNDER_WAY, Arena
 from orchestra.transports.waiting import Waiter
 
 _HEADER = struct.Struct("=HHIQQqddQQQ")  # kind, dtype, tag, place, numel, version, weight, progress, stamp
@@ -154,6 +154,10 @@ class Mailbox:
 
     def sleep(self, op: Sleep) -> bool:
         """Sleep for a while; whether no message came from those whose messages disturb it."""
+        with self._waiter.doing(SLEEPING):
+            return self._sleep(op)
+
+    def _sleep(self, op: Sleep) -> bool:
         if op.unless is None:
             time.sleep(op.seconds)
             return True

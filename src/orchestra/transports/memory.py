@@ -36,7 +36,10 @@ SLACK = _PAGE  # a message may be a little longer than the model: a vector and i
 UNDER_WAY = 4  # messages from one node to another that have not been read
 
 # Words that concern the whole run.
-GO, ABORT, STOP_ASKED, STOP_AT, BARRIER, SAVE_WANTED = range(6)
+GO, ABORT, STOP_ASKED, STOP_AT, BARRIER, SAVE_WANTED, STALLED = range(7)
+
+# What a node does, as far as it makes no step: nothing of the kind, wait for others, sleep because it is told to.
+NOT_WAITING, WAITING, SLEEPING = range(3)
 
 # What a worker that takes no more steps has begun.
 NOTHING_MORE = 2**32 - 1
@@ -69,8 +72,8 @@ class Plan:
         return _round(self.numel * self.dtype.itemsize + SLACK)
 
     def word(self, kind: str, node: int, other: int = 0) -> int:
-        """Index of a per-node word (`arrived`, `bell`, `begun`, `saved`) or per-pair word (`posted`, `released`)."""
-        kinds = ("arrived", "bell", "begun", "saved")
+        """Index of a word per node (`arrived`, `bell`, `begun`, `saved`, `waits`) or pair (`posted`, `released`)."""
+        kinds = ("arrived", "bell", "begun", "saved", "waits")
         if kind in kinds:
             return _GLOBAL_WORDS + kinds.index(kind) * self.nodes + node
         pairs = _GLOBAL_WORDS + len(kinds) * self.nodes

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from orchestra.board import name_of
 from orchestra.errors import Stalled
 from orchestra.ops import Traffic
 from orchestra.transports.futex import Words
-from orchestra.transports.memory import ABORT
+from orchestra.transports.memory import ABORT, NOT_WAITING, STALLED, WAITING
 
 _SLICE = 0.2  # seconds between two looks at the deadline and at whether the run is being given up
 
@@ -22,11 +23,12 @@ class Aborted(BaseException):
 class Waiter:
     """One node's patience."""
 
-    def __init__(self, words: Words, rank: int, workers: int, patience: float, traffic: Traffic) -> None:
+    def __init__(self, words: Words, rank: int, workers: int, patience: float, traffic: Traffic, *, waits: int) -> None:
         self._words = words
         self._rank = rank
         self._workers = workers
-        self._patience = patience  # seconds
+        self.patience = patience  # seconds; without end where a coordinator watches for processes that hang
+        self._waits = waits  # the word that says that this node waits
         self._traffic = traffic
 
     def wait(self, word: int, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False) -> None:
@@ -39,13 +41,24 @@ class Waiter:
                 break
             if words[ABORT]:
                 raise Aborted
-            if not forever and time.perf_counter() - began > self._patience:
+            waited = time.perf_counter() - began
+            if not forever and (waited > self.patience or words[STALLED]):
                 raise Stalled(
-                    f"{self.names([self._rank])} waited {self._patience:g} s for {whom()}. If a step may take longer, "
-                    "give Local(patience=...) more seconds."
+                    f"{self.names([self._rank])} waited {min(waited, self.patience):.3g} s for {whom()}. If a step may "
+                    "take longer, give Local(patience=...) more seconds."
                 )
-            words.wait(word, seen, _SLICE)
+            with self.doing(WAITING):
+                words.wait(word, seen, _SLICE)
         self._traffic.waited += time.perf_counter() - began
+
+    @contextmanager
+    def doing(self, what: int) -> Iterator[None]:
+        """Let the coordinator know that this node waits or sleeps, and so does not hang."""
+        self._words.set(self._waits, what)
+        try:
+            yield
+        finally:
+            self._words.set(self._waits, NOT_WAITING)
 
     def names(self, nodes: Sequence[int]) -> str:
         """How people are told of some nodes."""

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that hang are found and named, in every strategy; those that only wait or work are left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.zoo import Trap, ended, paced, train, trapped
+
+from orchestra import Budget, Local, Seconds, Steps, Strategy
+from orchestra.errors import Stalled, WorkerLost
+from orchestra.node import Node
+from orchestra.transports import hangs
+from orchestra.transports.hangs import Limits, Seen, Watch
+from orchestra.transports.memory import NOT_WAITING, SLEEPING, WAITING
+
+STRATEGIES = ["allreduce", "ps(consistency=asp)", "hogwild", "localsgd(tau=2)", "easgd(tau=2)", "slowmo(tau=2)"]
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def block() -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stopped_process_is_found(tmp_path: Path, strategy: str) -> None:
+    trap = Trap.at(1, 2, stop, size=2)
+    with pytest.raises(WorkerLost, match=r"worker 1 hangs: process \d+ has been stopped \(state T\)") as caught:
+        train(strategy, tmp_path, cluster=Local(workers=2), model=trapped(trap), budget=Steps(8))
+    assert caught.value.exit_code == 6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_process_that_does_nothing_is_found(tmp_path: Path, strategy: str) -> None:
+    trap = Trap.at(1, 2, block, size=2)
+    with pytest.raises(WorkerLost, match=r"worker 1 hangs: process \d+ \(state S\) has made no step and used no proc"):
+        train(strategy, tmp_path, cluster=Local(workers=2, patience=3), model=trapped(trap), budget=Steps(8))
+
+
+@pytest.mark.parametrize("way", ["budget", "SIGTERM"])
+def test_hogwild_ends_though_a_worker_hangs(tmp_path: Path, way: str) -> None:
+    caller = os.getpid()
+
+    def hang() -> None:
+        if way == "SIGTERM":
+            os.kill(caller, signal.SIGTERM)
+        block()
+
+    budget: Budget = Steps(10**6) if way == "SIGTERM" else Seconds(1.0) | Steps(10**6)
+    model = trapped(Trap.at(1, 2, hang, size=2))
+    with pytest.raises(WorkerLost, match="worker 1 hangs"):
+        train("hogwild", tmp_path, cluster=Local(workers=2, patience=3), model=model, budget=budget)
+
+
+def test_hogwild_ends_though_a_worker_is_busy_with_one_step(tmp_path: Path) -> None:
+    def spin() -> None:
+        while True:
+            pass
+
+    model, budget = trapped(Trap.at(1, 2, spin, size=2)), Seconds(1.0) | Steps(10**6)
+    with pytest.raises(WorkerLost, match=r"worker 1 hangs: .* made no step for \d+ s, though asked to stop"):
+        train("hogwild", tmp_path, cluster=Local(workers=2, patience=3), model=model, budget=budget)
+
+
+def busy(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def through_another() -> None:
+    """A step that waits for a process of its own, as for a DataLoader's workers."""
+    code = "import time\nuntil = time.monotonic() + 5\nwhile time.monotonic() < until: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("action", [partial(busy, 5.0), through_another], ids=["itself", "through another"])
+def test_a_process_that_works_is_left_alone(tmp_path: Path, action: Callable[[], None]) -> None:
+    trap = Trap.at(1, 2, action, size=2)
+    train("allreduce", tmp_path, cluster=Local(workers=2, patience=2), model=trapped(trap))
+    assert [ended(tmp_path, node).step for node in range(2)] == [5, 5]
+
+
+def test_delays_that_were_asked_for_are_no_hang(tmp_path: Path) -> None:
+    cluster = Local(workers=2, patience=1.5, delay="constant:0.02 slow:1x150")
+    train("allreduce", tmp_path, cluster=cluster, budget=Steps(1))
+    assert ended(tmp_path, 1).step == 1
+
+
+def test_steps_as_long_as_before_are_no_hang(tmp_path: Path) -> None:
+    train("allreduce", tmp_path, cluster=Local(workers=2, patience=2), model=paced(1.0, 0.0), budget=Steps(3))
+    assert ended(tmp_path, 0).step == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mute(Strategy[None]):
+    """Every worker waits for a message that no other sends."""
+
+    @property
+    def synchronous(self) -> bool:
+        return True
+
+    def init(self, node: Node) -> None:
+        pass
+
+    def step(self, node: Node, s: None) -> None:
+        if node.steps == 1:
+            node.comm.recv(1 - node.rank)
+        node.local_step()
+
+
+def test_workers_that_wait_for_each_other_say_for_whom(tmp_path: Path) -> None:
+    with pytest.raises(Stalled, match=r"worker \d waited \S+ s for a message from worker \d"):
+        train(Mute(), tmp_path, cluster=Local(workers=2, patience=2))
+
+
+# What counts, with a clock of our own.
+
+
+@dataclass
+class Scene:
+    """One process as it is seen at every look."""
+
+    watch: Watch
+    now: float = 0.0
+    cpu: float = 0.0
+    state: str = "S"
+
+    def pass_by(
+        self, seconds: float, *, steps: int = 0, waits: int = NOT_WAITING, look: float = 1.0, cpu: float = 0.0
+    ) -> bool:
+        found = False
+        for _ in range(round(seconds / look)):
+            self.now += look
+            self.cpu += cpu
+            found |= self.watch.look({0: 17}, {0: Seen((steps,), waits)})
+        return found
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    made = Scene(Watch(Limits.of(300.0), lambda node: f"worker {node}"))
+    made.watch.clock = lambda: made.now
+    monkeypatch.setattr(hangs, "_stat", lambda pid: (made.state, made.cpu))
+    monkeypatch.setattr(hangs, "_offspring", lambda pid: 0.0)
+    made.pass_by(1)
+    return made
+
+
+def test_the_limits_are_those_promised(scene: Scene) -> None:
+    scene.pass_by(28)
+    with pytest.raises(WorkerLost, match="no processor time for 3"):
+        scene.pass_by(4)
+    limits = Limits.of(300.0)
+    assert (limits.silent, limits.steps) == (30, 10)
+    assert limits.stopped + 2 * limits.look <= 5
+
+
+def test_ten_times_the_longest_step(scene: Scene) -> None:
+    scene.pass_by(8)
+    scene.pass_by(1, steps=1)
+    scene.pass_by(75, steps=1)
+    with pytest.raises(WorkerLost, match=r"no processor time for [89]"):
+        scene.pass_by(20, steps=1)
+
+
+def test_a_stopped_one_within_five_seconds(scene: Scene) -> None:
+    scene.state = "T"
+    with pytest.raises(WorkerLost, match="state T"):
+        scene.pass_by(5, look=0.5)
+
+
+def test_time_in_which_the_watcher_was_stopped_does_not_count(scene: Scene) -> None:
+    scene.state = "T"
+    for _ in range(2):
+        scene.now += 3600  # all were stopped, and all go on
+        scene.pass_by(1)
+        scene.state = "S"
+    scene.now += 3600
+    scene.pass_by(20)
+
+
+@pytest.mark.parametrize("waits", [WAITING, SLEEPING])
+def test_one_that_waits_or_sleeps_does_not_hang(scene: Scene, waits: int) -> None:
+    assert scene.pass_by(200, waits=waits) == (waits == WAITING)  # all wait: that is another matter
+
+
+def test_a_clock_that_a_thread_looks_at_is_no_work_but_computing_is(scene: Scene) -> None:
+    scene.pass_by(100, cpu=0.1)
+    with pytest.raises(WorkerLost):
+        scene.pass_by(100, cpu=0.001)
