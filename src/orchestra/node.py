@@ -274,12 +274,13 @@ class Node:
         assert self._validation is not None, "there are no samples set apart"
         return self.comm.transport.start(Compute(self._validation)).wait()
 
-    def gradient(self, *, averaged: bool = False, unless: Group | None = None) -> Tensor:
+    def gradient(self, *, averaged: bool = False, unless: Group | None = None, unused: bool = False) -> Tensor:
         """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.
 
         A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else. One
-        is `abandoned` if meanwhile a message comes from the nodes in `unless`. `averaged`: what follows is
-        `mean_update`, so the world may begin with the last layers while backward is at the first.
+        is `abandoned` if meanwhile a message comes from the nodes in `unless`, or at once if it would be `unused`.
+        `averaged`: what follows is `mean_update`, so the world may begin with the last layers while backward is at the
+        first.
         """
         assert self.feed is not None
         start = self.comm.transport.start
@@ -290,12 +291,12 @@ class Node:
         self.abandoned = False
         ahead = Ahead(self.g, self.comm.workers, float(size), float(self.batch))
         ready = start(ahead).wait() if averaged else None
-        if size == 0:
+        if size == 0 and not unused:
             self.g.zero_()
             self.weight, self.loss = 0.0, math.nan
             return self.g
         taking = Compute(lambda: self._differentiate(batch, size, ready), size, batch, draws=True, unless=unless)
-        loss: float | None = start(taking).wait()
+        loss: float | None = None if unused else start(taking).wait()
         if loss is None:
             self.abandoned = True
             self.weight, self.loss = 0.0, math.nan

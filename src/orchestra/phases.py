@@ -81,6 +81,11 @@ class Phases(Strategy[SwitchState]):
         """The strategy of this phase, and its state."""
         return (self.then, s.then) if s.switched else (self.first, s.first)
 
+    def unused(self, s: SwitchState) -> int:
+        """As the strategy in force has it."""
+        strategy, state = self.in_force(s)
+        return strategy.unused(state)
+
     def where(self, s: SwitchState) -> Where:
         """As the strategy in force has it."""
         return self.then.where(s.then) if s.switched else self.model_at

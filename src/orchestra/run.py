@@ -228,7 +228,14 @@ def serve(life: Life, keeper: Keeper) -> None:
     job.strategy.serve(node, life.state)
     end(life)
     if keeper.after_service():
+        drop_the_rest(life)
         set_aside_the_end(life)
+
+
+def drop_the_rest(life: Life) -> None:
+    """Count what a server still holds: no update will use it."""
+    if unused := life.job.strategy.unused(life.state):
+        life.node.log("dropped", unused)
 
 
 def spent(life: Life) -> bool:

@@ -140,6 +140,10 @@ class Strategy(ABC, Generic[S]):
         """A server's whole life."""
         raise NotImplementedError(f"{type(self).__name__} has no servers")
 
+    def unused(self, s: S) -> int:
+        """How many gradients a server holds for an update that will not follow."""
+        return 0
+
     def finish(self, node: Node, s: S) -> None:
         """What remains to be done after a worker's last step."""
 

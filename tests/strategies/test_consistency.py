@@ -21,10 +21,12 @@ from orchestra import (
     BoundedDelay,
     ConfigError,
     DelayCompensated,
+    Epochs,
     KAsync,
     KBatchAsync,
     KBatchSync,
     KSync,
+    LabelSorted,
     Local,
     ParameterServer,
     Simulated,
@@ -32,6 +34,7 @@ from orchestra import (
     StalenessAware,
     Steps,
 )
+from orchestra.cli.summary import describe
 from orchestra.consistency import Consistency
 from orchestra.delays import Exponential
 from orchestra.events import Logged
@@ -189,16 +192,90 @@ def test_the_time_of_a_step_with_backup_workers(b: int, tmp_path: Path) -> None:
 
 
 def test_who_is_always_slow_is_not_heard_but_counted(tmp_path: Path) -> None:
-    """A step of worker 0 takes longer than all steps of the others; when they have left, it is heard."""
-    served(BackupWorkers(b=1), tmp_path, delay="constant:0.1 slow:1x100", budget=Steps(5), network=FREE)
+    """A step of worker 0 takes longer than all steps of the others; when they have left, it cannot make a group."""
+    result = served(BackupWorkers(b=1), tmp_path, delay="constant:0.1 slow:1x100", budget=Steps(5), network=FREE)
     assert logged(tmp_path, WORKERS, "late") == [5]  # versions behind
-    assert len(logged(tmp_path, WORKERS, "staleness")) == 2 * 5 + 4
+    assert len(logged(tmp_path, WORKERS, "staleness")) == 2 * 5
+    assert result.summary.dropped == 4
+    assert result.summary.steps == 5
 
 
 def test_who_is_always_slow_is_cancelled(tmp_path: Path) -> None:
     served(KSync(k=2), tmp_path, delay="constant:0.1 slow:1x100", budget=Steps(5), network=FREE)
     assert len(logged(tmp_path, 0, "abandoned")) == 5
     assert len(logged(tmp_path, WORKERS, "staleness")) == 2 * 5
+
+
+# The rule holds to the end.
+
+SLOW = "constant:0.01 slow:1x10"
+
+
+def labelled() -> tuple[Tensor, Tensor]:
+    """Four classes, each a cloud around its own corner."""
+    generator = torch.Generator().manual_seed(5)
+    y = torch.arange(4).repeat(100)
+    corners = torch.tensor([[2.0, 2.0], [-2.0, 2.0], [2.0, -2.0], [-2.0, -2.0]])
+    return corners[y] + torch.randn(400, 2, generator=generator), y
+
+
+def accuracy_of(model: nn.Module) -> float:
+    x, y = labelled()
+    return float((model(x).argmax(1) == y).float().mean())
+
+
+@pytest.mark.parametrize("consistency", [BackupWorkers(b=1), KAsync(k=3)], ids=repr)
+@pytest.mark.parametrize("world", ["simulated", "local"])
+def test_a_straggler_alone_makes_no_update(consistency: Consistency, world: str, tmp_path: Path) -> None:
+    """Each worker has one class. After the others have left, a class alone would undo what was learned of theirs."""
+    steps = 40
+    cluster: Any = (
+        Simulated(workers=4, delay=SLOW, network=FREE) if world == "simulated"
+        else Local(workers=4, delay=SLOW, patience=20)
+    )  # fmt: skip
+    strategy = ParameterServer(consistency=consistency)
+    result = train(
+        strategy, tmp_path, cluster=cluster, model=partial(nn.Linear, 2, 4), data=labelled, batch=5,
+        loss=nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.5), budget=Steps(steps),
+        partition=LabelSorted(),
+    )  # fmt: skip
+    assert accuracy_of(result.model) > 0.7
+    applied = len(logged(tmp_path, 4, "staleness"))
+    late, dropped = len(logged(tmp_path, 4, "late")), result.summary.dropped
+    assert applied % 3 == 0  # every update is of three
+    assert applied + late + dropped == 4 * steps  # every gradient is counted once
+    assert dropped > steps / 2
+    assert result.summary.steps == steps
+    assert "gradients dropped: too few workers were left" in describe(tmp_path, result.summary)
+
+
+@pytest.mark.parametrize("k", [4, 7])
+@pytest.mark.parametrize("make", [KBatchAsync, KBatchSync])
+def test_a_group_that_is_not_complete_at_the_end_is_dropped(make: Any, k: int, tmp_path: Path) -> None:
+    """Three workers of ten steps have thirty gradients, which K does not divide."""
+    result = served(make(k=k), tmp_path, delay="constant:0.01", network=FREE)
+    late = len(logged(tmp_path, WORKERS, "late"))
+    late += sum(len(logged(tmp_path, worker, "abandoned")) for worker in range(WORKERS))
+    assert result.summary.dropped == (30 - late) % k
+    assert len(logged(tmp_path, WORKERS, "staleness")) == 30 - late - result.summary.dropped
+    assert make is KBatchSync or result.summary.dropped > 0
+
+
+@pytest.mark.parametrize("consistency", BULK, ids=repr)
+def test_a_ragged_end_is_still_bulk_synchronous(consistency: Consistency, tmp_path: Path) -> None:
+    """101 samples for three workers: the last mini-batches are smaller, or empty, and none is dropped."""
+    given: dict[str, Any] = {"workers": WORKERS, "budget": Epochs(2), "data": partial(make_data, 101)}
+    bulk = train(ParameterServer(), tmp_path / "bulk", **given)
+    found = served(consistency, tmp_path / "found", delay="lognormal:0.05,0.5 slow:1x10", **given)
+    assert_same(found.model, bulk.model)
+    assert found.summary.dropped == 0
+
+
+def test_alone_nothing_is_dropped(tmp_path: Path) -> None:
+    for consistency in (BackupWorkers(b=0), KSync(k=1), KAsync(k=1), KBatchSync(k=1), KBatchAsync(k=1), SoftSync(n=1)):
+        found = served(consistency, tmp_path / repr(consistency), workers=1)
+        assert found.summary.dropped == 0
+        assert found.summary.samples == 10 * BATCH
 
 
 def test_a_cancelled_worker_stops_in_the_middle(tmp_path: Path) -> None:

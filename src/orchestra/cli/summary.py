@@ -69,6 +69,8 @@ def describe(run: Path, facts: Facts) -> str:
         lines.append(
             f"  {facts.used:,} of {facts.samples:,} samples went into the model; the others' gradients came too late"
         )
+    if facts.dropped:
+        lines.append(f"  {plural(facts.dropped, 'gradient')} dropped: too few workers were left for another update")
     if facts.retired:
         names = ", ".join(map(str, facts.retired))
         lines.append(

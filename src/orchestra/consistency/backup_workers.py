@@ -7,6 +7,7 @@ Chen, Pan, Monga, Bengio, Jozefowicz. "Revisiting Distributed Synchronous SGD", 
         await the first N gradients taken at x_t, of N + b workers
         x_{t+1} ← x_t − γ d(ḡ)
     late gradients, taken at an earlier x, are dropped; their workers go on with the present x
+    fewer than N workers are left: no update follows, and those that are left pass over their mini-batches
 
 With b = 0 it is BSP, bit for bit. A late worker ends its mini-batch before it goes on, so a step takes longer than the
 N-th smallest of N + b draws; where late workers begin anew (`KSync(k=N)`) it is exactly that. A worker that is always
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orchestra.consistency.base import OnRequest, Service
-from orchestra.consistency.first_k import hold_in_time, no_choice, of_workers
+from orchestra.consistency.first_k import hold_in_time, may_be_of_workers, no_choice, of_workers
 from orchestra.errors import Problem
 from orchestra.ops import Message
 from orchestra.strategy import knob
@@ -52,6 +53,10 @@ class BackupWorkers(OnRequest):
         """Update with the first N."""
         if of_workers(at, len(at.node.comm.workers) - self.b):
             at.apply(at.s.held)
+
+    def can_update(self, at: Service) -> bool:
+        """While as many workers are left as are waited for."""
+        return may_be_of_workers(at, len(at.node.comm.workers) - self.b)
 
     def may_read(self, at: Service, worker: int, version: int) -> bool:
         """When there is something new."""

@@ -7,6 +7,10 @@
         g ← ∇f(x)                                           a question: remember who asks
         push g[R] to the server of R, for every R           a worker has left: count on it no more
                                                             update x if it is time; answer those who may read it
+                                                            too few workers are left for an update: tell who asks
+
+A worker that hears the latter passes over its mini-batch, here and in all steps to come: its gradient could only be
+dropped. What a server holds then stays unused. The summary counts both.
 
 Whoever has to wait does so before its step, when nothing of the step has happened: there a run can be saved.
 """
@@ -26,7 +30,7 @@ from orchestra.node import Node
 from orchestra.ops import Departed, Handle, Message
 from orchestra.strategy import Clipped
 
-QUESTION, NOTICE, UNCHANGED = 1, 2, 3  # tags of messages that carry no vector
+QUESTION, NOTICE, UNCHANGED, OVER = 1, 2, 3, 4  # tags of messages that carry no vector
 
 
 class Push(NamedTuple):
@@ -156,11 +160,12 @@ class Service:
         gone = {id(push) for push in pushes}
         s.held = [push for push in s.held if id(push) not in gone]
 
-    def answer(self, worker: int) -> None:
-        """Let a worker read x, which it need not if it has it already."""
+    def answer(self, worker: int, *, over: bool) -> None:
+        """Let a worker read x, which it need not if it has it already, or if no update can follow any more (`over`)."""
         self.node.comm.known[worker] = self.ahead.pop(worker)  # not before: it waits
-        if self.asking.pop(worker) == self.version:
-            self.node.comm.send(worker, self.node.x[:0], version=self.version, tag=UNCHANGED)
+        version = self.asking.pop(worker)
+        if over or version == self.version:
+            self.node.comm.send(worker, self.node.x[:0], version=version, tag=OVER if over else UNCHANGED)
             return
         self.correction.answered(self.node, self.s, worker)
         self.node.comm.send(worker, self.node.x, version=self.version)
@@ -173,8 +178,10 @@ class OnRequest(Consistency):
 
     def work(self, node: Node, s: ServerState) -> None:
         """Pull, compute, push."""
-        pull(node, s)
-        push(node, s, node.gradient())
+        if pull(node, s):
+            push(node, s, node.gradient())
+        else:
+            pass_over(node)
 
     def serve(self, node: Node, s: ServerState, correction: Correction) -> None:
         """Take what comes, update when it is time, answer who may read."""
@@ -189,8 +196,9 @@ class OnRequest(Consistency):
             else:
                 self.take(at, came)
             self.settle(at)
-            for worker in [w for w, version in at.asking.items() if self.may_read(at, w, version)]:
-                at.answer(worker)
+            over = not self.can_update(at)
+            for worker in [w for w, version in at.asking.items() if over or self.may_read(at, w, version)]:
+                at.answer(worker, over=over)
 
     def take(self, at: Service, push: Message) -> None:
         """A gradient came."""
@@ -199,13 +207,17 @@ class OnRequest(Consistency):
     def settle(self, at: Service) -> None:
         """Update x if it is time."""
 
+    def can_update(self, at: Service) -> bool:
+        """Whether enough workers are left for another update."""
+        return True
+
     @abstractmethod
     def may_read(self, at: Service, worker: int, version: int) -> bool:
         """Whether a worker that has a version of x may go on with the present one."""
 
 
-def pull(node: Node, s: ServerState) -> None:
-    """x[R] ← the server's, for every R, as soon as it may be read."""
+def pull(node: Node, s: ServerState) -> bool:
+    """x[R] ← the server's, for every R, as soon as it may be read; False if no update can follow any more."""
     servers = node.comm.servers.members
     node.comm.progress = node.epochs
     for server, version in zip(servers, s.versions, strict=True):
@@ -213,11 +225,18 @@ def pull(node: Node, s: ServerState) -> None:
     # Nothing is written before all have answered, so that until then the worker is as it was.
     answers = [_answer(node, server) for server in servers]
     for part, answer in zip(node.parts(node.x), answers, strict=True):
-        if answer.tag == UNCHANGED:
+        if answer.tag in (UNCHANGED, OVER):
             node.log("unchanged", part.numel())
         else:
             part.copy_(answer.x)
     s.versions = [answer.version for answer in answers]
+    return all(answer.tag != OVER for answer in answers)
+
+
+def pass_over(node: Node) -> None:
+    """Take a step without a gradient: it could only be dropped."""
+    node.gradient(unused=True)
+    node.log("dropped", 1)
 
 
 def _answer(node: Node, server: int) -> Message:

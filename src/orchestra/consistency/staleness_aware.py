@@ -4,7 +4,7 @@
 Zhang, Gupta, Lian, Liu. "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016.
 https://arxiv.org/abs/1511.05950
 
-    server: after every c = ⌊λ/n⌋ gradients of λ workers, whoever's
+    server: after every c = ⌊λ/n⌋ gradients of λ workers, whoever's; fewer at the end are dropped
         τ_l ← updates since the worker of g_l read x
         α_l ← α₀ / τ_l if τ_l > 0, else α₀
         x ← x − 1/c Σ α_l g_l
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from orchestra.consistency.base import Correction, OnRequest, Push, ServerState, Service
-from orchestra.consistency.first_k import of_anybody
 from orchestra.errors import Problem
 from orchestra.node import Node
 from orchestra.strategy import knob
@@ -47,7 +46,7 @@ class SoftSync(OnRequest):
 
     def settle(self, at: Service) -> None:
         """Update with all that came."""
-        if of_anybody(at, len(at.node.comm.workers) // self.n):
+        if len(at.s.held) >= len(at.node.comm.workers) // self.n:
             at.apply(at.s.held)
 
     def may_read(self, at: Service, worker: int, version: int) -> bool:

@@ -46,6 +46,7 @@ class _Giver:
 
     def after_service(self) -> bool:
         """Every worker has left: give each the range."""
+        run.drop_the_rest(self.life)
         if isinstance(self.life.log, EventLog):
             self.life.log.flush()
         self.folder.deliver()

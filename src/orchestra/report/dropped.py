@@ -34,6 +34,10 @@ class Dropped:
         """How often something was logged."""
         return self.said[name].count if name in self.said else 0
 
+    def sum(self, name: str) -> float:
+        """The sum of all that was logged under a name."""
+        return self.said[name].sum if name in self.said else 0.0
+
     def values(self, name: str) -> Counter[int]:
         """How often each whole number was logged under a name."""
         return self.said[name].values if name in self.said else Counter()

@@ -63,6 +63,7 @@ class Facts:
     last_s: float | None = None  # how far from a plateau the loss was in the end
     used: int | None = None  # samples that went into the model, where some did not
     retired: tuple[int, ...] = ()  # workers that made way for servers
+    dropped: int = 0  # gradients for which too few workers were left to make an update
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -212,10 +213,11 @@ def _most(stepped: Sequence[Stepped]) -> int:
 
 def _losses(events: Sequence[Event], said: Said, lost: Dropped, servers: Sequence[Ended]) -> dict[str, Any]:
     """Gradients that were not finite, and how many samples servers know of if any came too late or were given up."""
-    unused = said["late"] or said["abandoned"]
+    unused = any(said[name] or lost.count(name) for name in ("late", "abandoned", "dropped"))
     return {
         "skipped": sum(isinstance(e, Skipped) for e in events) + lost.kinds["skipped"],
         "used": max(e.samples for e in servers) if unused and servers else None,
+        "dropped": int(sum(e.value for e in said["dropped"]) + lost.sum("dropped")),
     }
 
 

@@ -138,7 +138,7 @@ def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[st
 _AS_THEY_ARE = (
     "strategy", "seed", "workers", "servers", "steps", "samples", "seconds", "setup", "samples_per_second", "loss",
     "metrics", "sent_per_worker", "received_per_worker", "sent_total", "staleness_mean", "staleness_max", "skipped",
-    "stopped_by", "parameters", "virtual", "trained",
+    "dropped", "stopped_by", "parameters", "virtual", "trained",
 )  # fmt: skip
 
 
@@ -301,6 +301,8 @@ def _happened(run: dict[str, Any]) -> Iterator[str]:
     yield from (f"{name}: {text}" for text in run["warnings"])
     if run["skipped"]:
         yield f"{name}: {plural(run['skipped'], 'gradient')} not finite, not used."
+    if run["dropped"]:
+        yield f"{name}: {plural(run['dropped'], 'gradient')} dropped: too few workers were left for another update."
 
 
 def _left_out(refused: Sequence[dict[str, str]], absent: Sequence[Failure]) -> list[dict[str, str]]:

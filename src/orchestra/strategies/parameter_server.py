@@ -130,6 +130,10 @@ class ParameterServer(Strategy[ServerState]):
         parcels = Parcels(node, s, self.pieces, self.filter, self.cache_keys)
         node.comm.pack, node.comm.unpack = parcels.pack, parcels.unpack
 
+    def unused(self, s: ServerState) -> int:
+        """Those of a group that was never complete."""
+        return len(s.held)
+
     def step(self, node: Node, s: ServerState) -> None:
         """As the consistency asks."""
         self.consistency.work(node, s)
