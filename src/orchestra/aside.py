@@ -37,8 +37,7 @@ class Aside:
 
     def __init__(self, function: Callable[[str], str]) -> None:
         self._mine, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()  # else both processes would write what waits
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the child needs none of them
             self.pid = os.fork()
@@ -90,10 +89,16 @@ def _live(line: socket.socket, other: socket.socket, function: Callable[[str], s
             for asked in file:
                 file.write(json.dumps(_answer(function, json.loads(asked))) + "\n")
                 file.flush()
-                sys.stdout.flush()
+                _flush()
         code = 0
     finally:
         os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
 
 
 def _answer(function: Callable[[str], str], argument: str) -> dict[str, str]:
@@ -104,7 +109,7 @@ def _answer(function: Callable[[str], str], argument: str) -> dict[str, str]:
 
 
 def _close_sockets(but: int) -> None:
-    """Let go of the caller's connections: whoever is at the other end shall see when the caller closes them."""
+    """Close the caller's connections here: the other end must notice when the caller closes them."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
             if int(name) != but and stat.S_ISSOCK(os.fstat(int(name)).st_mode):

@@ -4,6 +4,7 @@
 OrchestraError                 1
 ├── ConfigError                2   something asked for cannot be; every problem at once, before any process starts
 ├── EnvironmentProblem         3   this machine lacks something
+│   └── RunFolderGone          3   the run folder was deleted while the run went on
 ├── ClusterError               4   the nodes did not come together
 │   ├── WorkerFailed           1   a node raised; its traceback comes first
 │   ├── WorkerLost             6   a node died without a word, or is out of reach

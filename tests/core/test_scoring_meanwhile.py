@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots are scored and removed while the run goes on, without a target as well, and disturb nobody."""
+"""Snapshots are scored and removed while the run goes on, without a target as well, and do not disturb the training."""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ from unittest import mock
 import numpy as np
 import pytest
 from tests.attached.test_notes import reception
+from tests.attached.test_runs import far_off
 from tests.core.test_scoring import slowly
+from tests.prepare.loops import loop
+from tests.processes import together
 from tests.report.folders import make_run
 from tests.zoo import make_model, train
 from torch import Tensor, nn
@@ -332,3 +335,35 @@ def test_a_resumed_run_counts_everything_once(strategy: Strategy[Any], tmp_path:
     assert sum(isinstance(e, Stepped) for e in events) + dropped.of(events).kinds["stepped"] == 1200
     if not strategy.synchronous:
         assert sum(result.summary.staleness_counts.values()) == count(events, "staleness") == 1200
+
+
+def small_limits() -> None:
+    """In a process of a test's own."""
+    thinning._SMALLEST, thinning._ONE = 1000, 12_000
+
+
+def test_files_that_others_send_are_thinned_out(tmp_path: Path) -> None:
+    def call() -> Any:
+        small_limits()
+        given: dict[str, Any] = {"budget": Steps(300), "checkpoint_every": Steps(50), "optimizer": slowly}
+        return far_off("localsgd(tau=2)", tmp_path / "run", **given)
+
+    outcomes = together(2, call)
+    assert not any(outcome.kind for outcome in outcomes), outcomes
+    for node in (0, 1):
+        assert (tmp_path / "run" / f"events-{node}.jsonl").stat().st_size < 20_000
+    events = events_of(tmp_path / "run")
+    assert sum(isinstance(e, Stepped) for e in events) + dropped.of(events).kinds["stepped"] == 600
+
+
+def test_a_loop_of_ones_own_is_thinned_out(tmp_path: Path) -> None:
+    def call() -> Any:
+        small_limits()
+        return len(loop("allreduce", epochs=40, optimizer=slowly, out=tmp_path / "run")[0])
+
+    (outcome,) = together(1, call)
+    assert not outcome.kind, outcome
+    assert (tmp_path / "run" / "events-0.jsonl").stat().st_size < 20_000
+    events = events_of(tmp_path / "run")
+    assert sum(isinstance(e, Stepped) for e in events) + dropped.of(events).kinds["stepped"] == outcome.value > 500
+    assert facts_of(tmp_path / "run").steps == outcome.value
