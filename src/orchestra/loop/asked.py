@@ -23,6 +23,7 @@ from orchestra.fingerprint import code, in_parts, parts_of_data, settings_of
 from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
+from orchestra.loop import wrappers
 from orchestra.replica import problems_of, trainable
 from orchestra.strategy import Strategy
 from orchestra.words import plural
@@ -126,8 +127,7 @@ class Asked:
             if len(found) > 1:
                 message = f"trainable parameters must have one {what} in common, not {', '.join(found)}"
                 yield Problem("model", type(self.model).__name__, message)
-        if isinstance(self.model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            yield Problem("model", type(self.model).__name__, "leave the wrapper out: the strategy does its work")
+        yield from wrappers.problems_of(self.model, self.workers)
         if self.strategy.servers:
             unfit = checks.check_optimizer(self.factory(), self.model, self.strategy)
             # A schedule that was made before may begin with zero.

@@ -40,7 +40,7 @@ class Seat:
         self._player, self._company, self._folder = player, company, folder
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
-        self.hook: RemovableHandle | None = None  # on the model
+        self.hooks: list[RemovableHandle] = []  # on the model
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
     @property
@@ -143,8 +143,8 @@ class Seat:
         if self.is_home and isinstance(life.log, EventLog):
             self._conclude()
         self._folder.close()
-        if self.hook is not None:
-            self.hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         self._exit.close()
         self._company.part()
 
