@@ -115,6 +115,11 @@ class Company:
         if self._begun() is not None and self._finished[late] > steps:  # it will say so itself
             self._exchange.attend(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
 
+    @property
+    def any_steps(self) -> bool:
+        """Whether any worker made a step, as far as they have finished."""
+        return any(self._finished.values())
+
     def listen(self, *, seconds: float = 0.0) -> None:
         """Hear what was said meanwhile; raise if it ends the run for this process."""
         self._exchange.sleep(Sleep(seconds))

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from orchestra import checkpoint, expression
@@ -150,9 +150,15 @@ class Prepared(optim.Optimizer):
         found = {name: [_number(group.get(name)) for group in self.param_groups] for name in self.defaults}
         return {name: values for name, values in found.items() if None not in values}
 
-    def finish(self) -> None:
-        """After the last step: the strategy's last words, one model on all workers, and farewell."""
-        self.orchestra.finish()
+    def finish(self, *, also: Iterable[nn.Module | Tensor] = ()) -> None:
+        """End the run after the last step: all workers then have one model.
+
+        Args:
+            also: modules or tensors that the loop updates by itself, such as a moving average of the model. Each
+                becomes its mean over the workers, weighted as the model is; whole numbers become those of worker 0.
+
+        """
+        self.orchestra.finish(also)
         if self._guard is not None:
             self._guard.remove()
 
