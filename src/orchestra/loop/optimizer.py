@@ -124,7 +124,10 @@ class Prepared(optim.Optimizer):
             self._tell_servers()
         vars(self._inner)["_opt_called"] = True  # schedulers look for it, also where only a server's optimizer steps
         loss = loss.detach() if isinstance(loss, Tensor) else loss
-        self._player.step(size if self._usable() else 0, None if loss is None else float(loss))
+        size = size if self._usable() else 0
+        grads = [p.grad for p in self._replica.parameters if p.grad is not None]
+        self.orchestra.before_step(grads if size else (), self.param_groups)
+        self._player.step(size, None if loss is None else float(loss))
         return value
 
     def _usable(self) -> bool:

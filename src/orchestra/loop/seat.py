@@ -18,6 +18,7 @@ from orchestra.errors import ClusterError, ConfigError, OrchestraError
 from orchestra.events import EventLog
 from orchestra.loop import one_model
 from orchestra.loop.company import Company
+from orchestra.loop.comparisons import Told
 from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import Exit
 from orchestra.loop.loader import Loader
@@ -42,6 +43,7 @@ class Seat:
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
         self.hooks: list[RemovableHandle] = []  # on the model
+        self._told = Told(company.tell_home) if self.workers > 1 else None
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
     @property
@@ -95,6 +97,12 @@ class Seat:
         """A schedule says something new of every group, such as learning rates: let the servers know."""
         self._company.tell_settings(self._node.comm.servers.members, name, values)
 
+    def before_step(self, gradients: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Let worker 0 compare this worker with the others."""
+        if self._told is not None and not self._player.over:
+            rates = [float(group["lr"]) for group in groups] if self._life.in_step else []
+            self._told.before_step(self.steps + 1, gradients, rates)
+
     def position(self) -> list[int] | None:
         """Where the loader is: an epoch, and the batches taken of it."""
         return None if self._loader is None else [self._loader.epoch, self._loader.taken]
@@ -129,6 +137,8 @@ class Seat:
         self._player.rest()
         life, node, left = self._life, self._node, None if self._loader is None else self._loader.left
         if life.in_step:
+            if self._told is not None:
+                self._told.at_end(node.steps)
             self._company.finish(node.steps, left)
             self._require_steps()
             self._player.finish()
@@ -212,7 +222,7 @@ class Seat:
         self._folder.collect()
         folder = self._life.job.run
         snapshot.export(self._module, folder / "model.safetensors")
-        ending = {"stopped_by": "loop", "warnings": []}
+        ending = {"stopped_by": "loop", "warnings": self._company.warnings}
         checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(folder)
         checkpoint.write_text(folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
