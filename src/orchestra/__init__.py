@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from orchestra.errors import ConfigError, OrchestraError
     from orchestra.filters import KKT, Everything, RandomSkip, Significant
     from orchestra.loop.preparing import prepare
+    from orchestra.loop.ranks import rank, world_size
     from orchestra.networks import Ethernet
     from orchestra.node import Node
     from orchestra.optimizers import LAMB, LARS, ProximalSGD
@@ -112,7 +113,9 @@ __all__ = [
     "Warmup",
     "knob",
     "prepare",
+    "rank",
     "train",
+    "world_size",
 ]
 
 # Names are imported when they are first used: `orchestra --help` must not wait for torch.
@@ -140,6 +143,7 @@ _HOMES = {
     "errors": ("ConfigError", "OrchestraError"),
     "filters": ("KKT", "Everything", "RandomSkip", "Significant"),
     "loop.preparing": ("prepare",),
+    "loop.ranks": ("rank", "world_size"),
     "networks": ("Ethernet",),
     "node": ("Node",),
     "optimizers": ("LAMB", "LARS", "ProximalSGD"),

@@ -29,7 +29,7 @@ from torch import Tensor
 from orchestra import delays
 from orchestra.cluster import Cluster, Device, Ending, Order
 from orchestra.delays import Delay
-from orchestra.environment import NEEDED, STARTED_BY, STARTED_ON, is_member
+from orchestra.environment import NEEDED, STARTED_BY, STARTED_ON, is_member, keeps_order
 from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Exposed, Problem
 from orchestra.transports import token
 from orchestra.transports.addresses import Reminder, bare, is_loopback, resolve, show, speak
@@ -150,6 +150,9 @@ class Attached(Cluster):
             isinstance(self.order, str) or sorted(self.order) != [*range(place.size)] or self.order[0] != 0
         ):
             message = f'must be "measured", "given" or the processes 0 to {place.size - 1} in some order, 0 first'
+            yield Problem("cluster.order", self.order, message)
+        elif not isinstance(self.order, str) and self.order != (*range(place.size),) and keeps_order():
+            message = "orchestra.rank() was asked, so that ranks stay as they were started: leave one of the two out"
             yield Problem("cluster.order", self.order, message)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")

@@ -114,6 +114,18 @@ def check_placement(strategy: Strategy[Any], module: nn.Module) -> Iterator[Prob
         yield Problem("strategy.servers", strategy.servers, f"is more than the {layers} layers, none of which is cut")
 
 
+def check_layers(module: nn.Module, workers: int, name: str = "") -> Iterator[Problem]:
+    """Layers that need a process group of torch.distributed; `name` is where the module stands in the model."""
+    names = [where for where, part in module.named_modules(prefix=name) if isinstance(part, nn.SyncBatchNorm)]
+    if workers > 1 and names:
+        message = (
+            "would normalise each worker's batch alone, as BatchNorm does, because no process group of "
+            "torch.distributed belongs to the run: use BatchNorm, whose running statistics are averaged over the "
+            "workers, or GroupNorm, which does not depend on the batch"
+        )
+        yield Problem(f"model.{names[0]}".rstrip("."), "SyncBatchNorm", message)
+
+
 def check_strategy(strategy: Strategy[Any], workers: int, clip: float | None) -> Iterator[Problem]:
     """Fields, demands, and what does not go together."""
     found = [*check_fields(strategy, "strategy")]

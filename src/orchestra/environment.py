@@ -22,6 +22,35 @@ def launched() -> bool:
     return all(os.environ.get(name) for name in NEEDED)
 
 
+# What this process was told of its place: data may have been cut by it. Per place: a process may come to another.
+_kept: set[tuple[str | None, ...]] = set()
+_told: dict[tuple[str | None, ...], set[int]] = {}
+
+
+def _here() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in NEEDED)
+
+
+def keep_order() -> None:
+    """Let ranks stay as they were started, from now on."""
+    _kept.add(_here())
+
+
+def keeps_order() -> bool:
+    """Whether this process was told its rank, so that it must not become another."""
+    return _here() in _kept
+
+
+def tell_workers(count: int) -> None:
+    """Remember how many workers this process was told of."""
+    _told.setdefault(_here(), set()).add(count)
+
+
+def told_workers() -> set[int]:
+    """Give the numbers of workers that this process was told of."""
+    return _told.get(_here(), set())
+
+
 def half_set() -> list[Problem]:
     """What is missing where the rest is there: this process was meant to be one of several, and would train alone."""
     missing = [name for name in NEEDED if not os.environ.get(name)]

@@ -209,6 +209,7 @@ def second_look(
     if not unfit:
         yield from checks.check_optimizer(given.optimizer, module, strategy)
         yield from checks.check_placement(strategy, module)
+        yield from checks.check_layers(module, given.cluster.workers)
     if given.schedule is not None and not 0 <= (factor := given.schedule(0.0)) < math.inf:
         yield Problem("schedule(0.0)", factor, "must be a factor on the learning rate: finite, at least 0")
     if given.schedule is not None and strategy.servers and isinstance(data, IterableDataset):

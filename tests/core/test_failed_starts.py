@@ -117,6 +117,8 @@ def test_a_loop_may_have_it_too(folder: Path) -> None:
     def loop() -> bool:
         model = torch.nn.Linear(2, 1)
         _, optimizer = orchestra.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), out=folder)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
         optimizer.finish()
         return (folder / "topology.json").exists()
 

@@ -53,6 +53,14 @@ def test_three_lines_are_marked() -> None:
     assert re.findall(r"# (\d)$", text, re.MULTILINE) == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize("strategy", ["localsgd(tau=4)", "allreduce"])
+def test_own_samples(strategy: str) -> None:
+    printed = prints("own_samples.py", "--epochs", "4", "--strategy", strategy)
+    found = re.fullmatch(r"accuracy (\S+), workers: 2\n", printed)
+    assert found is not None
+    assert float(found[1]) > 0.8
+
+
 def test_accelerate_style() -> None:
     losses = re.findall(r"epoch \d: loss (\S+)", prints("accelerate_style.py", "--epochs", "3"))
     assert len(losses) == 3

@@ -153,6 +153,8 @@ def test_all_begin_with_the_model_of_worker_0() -> None:
         model[1].running_mean.fill_(float(os.environ["RANK"]))  # type: ignore[operator]
         model, optimizer = orchestra.prepare(model, sgd(model.parameters()))
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
         optimizer.finish()
         return state
 

@@ -170,6 +170,8 @@ def test_what_is_frozen_is_that_of_worker_0_as_well() -> None:
         model.one = nn.Parameter(torch.ones(3, 1).expand(3, 2), requires_grad=False)  # its elements share memory
         model, optimizer = orchestra.prepare(model, sgd(model[0].parameters()))
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model[0](torch.ones(2, 3)).sum().backward()
+        optimizer.step()
         optimizer.finish()
         return state
 

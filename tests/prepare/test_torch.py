@@ -35,6 +35,12 @@ def values(outcomes: list[Any]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
+def one_step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+
+
 def script(strategy: str | None, way: Callable[[nn.Module, Any, Any], None]) -> dict[str, torch.Tensor]:
     """The model after a loop of one's own making."""
     seed_everything(SEED)
@@ -283,12 +289,14 @@ def test_what_was_saved_elsewhere_is_refused() -> None:
     model = make_model()
     model, optimizer = orchestra.prepare(model, sgd(model.parameters()), strategy="localsgd")
     saved = optimizer.state_dict()
+    one_step(model, optimizer)
     optimizer.finish()
     again = make_model()
     again, other = orchestra.prepare(again, sgd(again.parameters()), strategy="slowmo")
     with pytest.raises(CheckpointError, match="strategy is 'slowmo"):
         other.load_state_dict(saved)
     other.load_state_dict(sgd(make_model().parameters()).state_dict())  # a plain one's will do
+    one_step(again, other)
     other.finish()
 
 
@@ -336,6 +344,7 @@ def test_a_copy_of_the_model_is_a_model(tmp_path: Path) -> None:
     torch.save(model, tmp_path / "model.pt")
     twin(torch.ones(2, 7)).sum().backward()  # begins no step
     optimizer.state_dict()
+    one_step(model, optimizer)
     optimizer.finish()
 
 
@@ -401,6 +410,9 @@ def test_what_comes_too_late_is_refused() -> None:
     model(torch.ones(2, 7)).sum().backward()
     with pytest.raises(ConfigError, match="was frozen"):
         optimizer.step()
+    model[0].requires_grad_(False)
+    model[0].zero_grad()
+    one_step(model, optimizer)
     optimizer.finish()
 
 

@@ -79,6 +79,8 @@ _ANYBODY: dict[str, dict[str, Fits]] = {
     "looked": {},
     "written": {},
     "settings": {"name": _like(r"\w{1,64}"), "first": _whole, "values": _settings},
+    "gradient": {"checksum": _whole},
+    "rates": {"step": _whole, "values": _numbers},
     "file": _FILE,
 }
 _MEMBER: dict[str, dict[str, Fits]] = {

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from orchestra import run, topology
+from orchestra import environment, run, topology
 from orchestra.board import Report, name_of
 from orchestra.errors import ClusterError, OrchestraError, Stalled
 from orchestra.events import EventLog, Reunited
@@ -174,7 +174,9 @@ def _arrange(
     if cluster.order == "given" or size < 3:
         return list(range(size)), None
     # What one process takes for another machine may be its own to the next.
-    if not announce(rank, connections, not cluster.place.loopback(cluster.patience) if rank == HOME else None):
+    kept = environment.keeps_order()
+    choose = not kept and not cluster.place.loopback(cluster.patience) if rank == HOME else None
+    if not announce(rank, connections, choose):
         return list(range(size)), None
     links: topology.Links | None = None
 
@@ -191,6 +193,9 @@ def _arrange(
     order = agree(rank, connections, measure(rank, connections), decide)
     if sorted(order) != list(range(size)) or order[0] != HOME:
         raise ClusterError(f"process 0 decided on an order that cannot be: {order}")
+    if kept and order.index(rank) != rank:
+        message = f"orchestra.rank() was {rank} here, but process 0 did not ask, and made this process node"
+        raise ClusterError(f"{message} {order.index(rank)}. Ask for the rank in every process, or in none.")
     return order, links
 
 

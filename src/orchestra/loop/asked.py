@@ -23,6 +23,7 @@ from orchestra.fingerprint import code, in_parts, parts_of_data, settings_of
 from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
+from orchestra.loop import ranks, wrappers
 from orchestra.replica import problems_of, trainable
 from orchestra.strategy import Strategy
 from orchestra.words import plural
@@ -95,6 +96,8 @@ class Asked:
         if os.environ.get(environment.WORKERS, str(self.workers)) != str(self.workers):
             message = f"{name} has {plural(servers, 'server')} beside them: say --servers {servers} as well"
             yield Problem("workers", int(os.environ[environment.WORKERS]), message)
+        if (problem := ranks.other_answer(self.strategy, self.workers)) is not None:
+            yield problem
         if self.together:
             yield from self.cluster.joined(self.strategy).problems()
         yield from checks.check_strategy(self.strategy, self.workers, None)
@@ -126,8 +129,7 @@ class Asked:
             if len(found) > 1:
                 message = f"trainable parameters must have one {what} in common, not {', '.join(found)}"
                 yield Problem("model", type(self.model).__name__, message)
-        if isinstance(self.model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            yield Problem("model", type(self.model).__name__, "leave the wrapper out: the strategy does its work")
+        yield from wrappers.problems_of(self.model, self.workers)
         if self.strategy.servers:
             unfit = checks.check_optimizer(self.factory(), self.model, self.strategy)
             # A schedule that was made before may begin with zero.

@@ -8,6 +8,7 @@ begun says so instead of waiting for ever, or of taking the other's last mean fo
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from orchestra.board import name_of
 from orchestra.errors import ClusterError, OrchestraError, Stopped
 from orchestra.launch import notes
+from orchestra.loop.comparisons import Comparisons
 from orchestra.ops import Sleep
 from orchestra.transports.exchange import Exchange
 from orchestra.words import plural
@@ -37,6 +39,9 @@ class Company:
         self.looked: set[int] = set()  # who have tried to find it
         self.written: set[int] = set()  # and have nothing more to put there
         self.hang_up: Callable[[], None] = lambda: None  # whatever else this process is connected by
+        self.warnings: list[str] = []  # at worker 0
+        self._comparisons = Comparisons(workers)
+        self._differing: str | None = None  # what must not differ between workers
         self.name = name_of(rank, workers)
         self._parted = False
         exchange.hear, exchange.when_waiting = self._hear, self._glance
@@ -68,12 +73,33 @@ class Company:
                 self.written.add(source)
             case "file":
                 self.file(source, said)
+            case "gradient" | "rates":
+                self._compare(source, said)
             case "stopped":
                 raise Stopped(said["message"], said["code"])
+
+    def tell_home(self, said: dict[str, Any]) -> None:
+        """Let worker 0 compare something with what the others tell."""
+        if self._rank == 0:
+            self._compare(0, said)
+            self._glance()
+        else:
+            self._exchange.note(0, said)
+
+    def _compare(self, source: int, said: dict[str, Any]) -> None:
+        """Warn of workers that do the same, and keep in mind that some differ: `_glance` ends the run then."""
+        if said["kind"] == "rates":
+            self._differing = self._differing or self._comparisons.rates(source, said["step"], said["values"])
+        elif (warning := self._comparisons.gradient(source, said["checksum"])) is not None:
+            self.warnings.append(warning)
+            print(f"orchestra: warning: {warning}", file=sys.stderr)
 
     def _glance(self) -> None:
         for error in self._exchange.lost.values():
             raise error.with_traceback(None)
+        if self._differing is not None:
+            self.give_up(self._differing, ClusterError.exit_code)
+            raise ClusterError(self._differing)
         begun = self._begun()
         for node, steps in self._finished.items():
             if begun is not None and steps < begun:
@@ -114,6 +140,11 @@ class Company:
         late = max(self._finished, key=lambda node: self._finished[node])
         if self._begun() is not None and self._finished[late] > steps:  # it will say so itself
             self._exchange.attend(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
+
+    @property
+    def any_steps(self) -> bool:
+        """Whether any worker made a step, as far as they have finished."""
+        return any(self._finished.values())
 
     def listen(self, *, seconds: float = 0.0) -> None:
         """Hear what was said meanwhile; raise if it ends the run for this process."""

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
 from orchestra import checkpoint, checks, expression
@@ -124,7 +124,10 @@ class Prepared(optim.Optimizer):
             self._tell_servers()
         vars(self._inner)["_opt_called"] = True  # schedulers look for it, also where only a server's optimizer steps
         loss = loss.detach() if isinstance(loss, Tensor) else loss
-        self._player.step(size if self._usable() else 0, None if loss is None else float(loss))
+        size = size if self._usable() else 0
+        grads = [p.grad for p in self._replica.parameters if p.grad is not None]
+        self.orchestra.before_step(grads if size else (), self.param_groups)
+        self._player.step(size, None if loss is None else float(loss))
         self._player.life.node.clip = None
         return value
 
@@ -172,9 +175,15 @@ class Prepared(optim.Optimizer):
         clip = {CLIP: [self._player.life.node.clip or False]}
         return clip | {name: values for name, values in found.items() if None not in values}
 
-    def finish(self) -> None:
-        """After the last step: the strategy's last words, one model on all workers, and farewell."""
-        self.orchestra.finish()
+    def finish(self, *, also: Iterable[nn.Module | Tensor] = ()) -> None:
+        """End the run after the last step: all workers then have one model.
+
+        Args:
+            also: modules or tensors that the loop updates by itself, such as a moving average of the model. Each
+                becomes its mean over the workers, weighted as the model is; whole numbers become those of worker 0.
+
+        """
+        self.orchestra.finish(also)
         if self._guard is not None:
             self._guard.remove()
 

@@ -46,6 +46,7 @@ from orchestra.loop.optimizer import Prepared
 from orchestra.loop.player import Given, Player, Taken
 from orchestra.loop.seat import PIECE, Seat, spread_, spread_frozen_
 from orchestra.loop.serving import serve
+from orchestra.loop.wrappers import refuse_caller, refuse_later
 from orchestra.node import Comm, Log, Node
 from orchestra.ops import Traffic
 from orchestra.replica import flatten, persistent_buffers
@@ -233,7 +234,7 @@ def _take_part(
     player = Player(life, feed, replica)
     company.go_in_step(lambda: node.steps if life.in_step else None)
     seat = Seat(player, company, folder, asked.model, shared)
-    seat.hook = asked.model.register_forward_pre_hook(_Begins(player))
+    seat.hooks += [asked.model.register_forward_pre_hook(_Begins(player)), refuse_later(asked.model, asked.workers)]
     made = Prepared(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
     if shared is not None:
         shared.fetched = made.fetched
@@ -295,6 +296,7 @@ class _Begins:
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """The module is called."""
+        refuse_caller()
         if module.training and torch.is_grad_enabled():
             self._player.begin()
 

@@ -6,18 +6,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from orchestra import alive, checkpoint, run, snapshot
-from orchestra.errors import ClusterError, OrchestraError, RunFolderGone
+from orchestra.errors import ClusterError, ConfigError, OrchestraError, RunFolderGone
 from orchestra.events import EventLog
+from orchestra.loop import one_model
 from orchestra.loop.company import Company
+from orchestra.loop.comparisons import Told
 from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import Exit
 from orchestra.loop.loader import Loader
@@ -42,7 +44,8 @@ class Seat:
         self._player, self._company, self._folder = player, company, folder
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
-        self.hook: RemovableHandle | None = None  # on the model
+        self.hooks: list[RemovableHandle] = []  # on the model
+        self._told = Told(company.tell_home) if self.workers > 1 else None
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
     @property
@@ -96,6 +99,12 @@ class Seat:
         """A schedule says something new of every group, such as learning rates: let the servers know."""
         self._company.tell_settings(self._node.comm.servers.members, name, values)
 
+    def before_step(self, gradients: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Let worker 0 compare this worker with the others."""
+        if self._told is not None and not self._player.over:
+            rates = [float(group["lr"]) for group in groups] if self._life.in_step else []
+            self._told.before_step(self.steps + 1, gradients, rates)
+
     def position(self) -> list[int] | None:
         """Where the loader is: an epoch, and the batches taken of it."""
         return None if self._loader is None else [self._loader.epoch, self._loader.taken]
@@ -122,18 +131,23 @@ class Seat:
                 self._life.log.flush()
         self._folder.leave(error)
 
-    def finish(self) -> None:
-        """End together with the others, with one model; twice is once."""
+    def finish(self, also: Iterable[nn.Module | Tensor] = ()) -> None:
+        """End together with the others, with one model and one of each of `also`; a second call does nothing."""
         if self._player.over:
             return
+        extra = one_model.named(also)
         self._player.rest()
         life, node, left = self._life, self._node, None if self._loader is None else self._loader.left
         if life.in_step:
+            if self._told is not None:
+                self._told.at_end(node.steps)
             self._company.finish(node.steps, left)
+            self._require_steps()
             self._player.finish()
         else:
             self._player.finish()
             self._company.finish(node.steps, left)
+            self._require_steps()
         run.end(life)
         if isinstance(life.log, EventLog):
             life.log.flush()
@@ -142,13 +156,55 @@ class Seat:
         if life.where == "apart":
             average_(node.comm, [node.x])
         average_buffers_(node.comm, persistent_buffers(self._module).values(), node.samples)
+        self._average_also(extra)
+        self._require_one_model()
         if self.is_home and isinstance(life.log, EventLog):
             self._conclude()
         self._folder.close()
-        if self.hook is not None:
-            self.hook.remove()
-        self._exit.close()
+        self._part_from_script()
         self._company.part()
+
+    def _require_steps(self) -> None:
+        """Refuse a loop in which no worker made a step: whatever changed its parameters, the strategy did not."""
+        if not self._company.any_steps:
+            message = (
+                "optimizer.finish() was called after 0 steps, so nothing was trained together with the other workers. "
+                "Call optimizer.step() after every backward pass: it is what changes the parameters."
+            )
+            self._fail(OrchestraError(message))
+
+    def _average_also(self, extra: Mapping[str, Tensor]) -> None:
+        """What else the user keeps: means, weighted as the model's; of whole numbers those of worker 0."""
+        comm, most = self._node.comm, self._node.x.numel()
+        if (problem := one_model.other_layout(comm, extra)) is not None:
+            self._fail(ConfigError([problem]))
+        average_(comm, [t for t in extra.values() if t.is_floating_point()], most=most)
+        whole = [t for t in extra.values() if not t.is_floating_point()]
+        _together(whole, torch.int64, _in_pieces(comm.broadcast_, most))
+
+    def _require_one_model(self) -> None:
+        differing = one_model.differing(self._node.comm, dict(self._module.named_parameters()))
+        if differing is not None:
+            message = (
+                f"the workers do not have one model in the end: {differing}. Let only optimizer.step() change what is "
+                "trained, or change it alike in every process. Give what the loop updates by itself, such as a teacher "
+                "or a moving average, to optimizer.finish(also=[...]), which takes the mean over the workers."
+            )
+            self._fail(ClusterError(message))
+
+    def _fail(self, error: OrchestraError) -> NoReturn:
+        """End the run for all with an error that every worker finds."""
+        self._player.over = True
+        self._company.give_up(str(error), error.exit_code)
+        self._broken_off(error)
+        self._part_from_script()
+        raise error
+
+    def _part_from_script(self) -> None:
+        """Leave the model and the interpreter as they were before `prepare`."""
+        for hook in self.hooks:
+            hook.remove()
+        self._exit.close()
 
     def _receive_model(self) -> None:
         """From the servers, if they have it: all workers have left, so it changes no more."""
@@ -170,7 +226,7 @@ class Seat:
         if alive.is_gone(folder):
             raise RunFolderGone(folder)
         snapshot.export_or_rescue(self._module, folder, self._life.job.launch)
-        ending = {"stopped_by": "loop", "warnings": []}
+        ending = {"stopped_by": "loop", "warnings": self._company.warnings}
         checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(folder)
         checkpoint.write_text(folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
@@ -180,15 +236,28 @@ class Seat:
 def _together(tensors: Sequence[Tensor], dtype: torch.dtype, do: Callable[[Tensor], object]) -> None:
     """Do something to tensors as one vector of a wide dtype."""
     if tensors:
-        vector = torch.cat([t.detach().reshape(-1).to(dtype) for t in tensors])
+        vector = torch.cat([t.detach().reshape(-1).to("cpu", dtype) for t in tensors])
         do(vector)
         for t, part in zip(tensors, torch.split_with_sizes(vector, [t.numel() for t in tensors]), strict=True):
             t.copy_(part.view(t.shape))
 
 
-def average_(comm: Comm, tensors: Sequence[Tensor]) -> None:
-    """The mean of each over the workers, in double precision: what is equal everywhere stays as it is."""
-    _together(tensors, torch.float64, comm.mean_)
+def _in_pieces(do: Callable[[Tensor], object], most: int) -> Callable[[Tensor], None]:
+    """Do something to a vector, at most so many numbers at a time."""
+
+    def each(vector: Tensor) -> None:
+        for piece in torch.split(vector, most):
+            do(piece)
+
+    return each
+
+
+def average_(comm: Comm, tensors: Sequence[Tensor], *, most: int | None = None) -> None:
+    """The mean of each over the workers, in double precision, at most so many numbers at a time.
+
+    What is equal everywhere stays as it is.
+    """
+    _together(tensors, torch.float64, comm.mean_ if most is None else _in_pieces(comm.mean_, most))
 
 
 def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int) -> None:
