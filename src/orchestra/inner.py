@@ -202,6 +202,23 @@ class Inner:
             name: next(left) if value == _VECTOR else _value(value) for name, value in outline.items()
         }
 
+    def by_layer(self) -> list[dict[str, Any]]:
+        """The optimizer's state of each layer, in the order of x; one for all of x where it is flat."""
+        return [dict(self.optimizer.state.get(p, {})) for p in self._parameters]
+
+    def restore_by_layer(self, states: Sequence[dict[str, Any]], scale: float) -> None:
+        """Go back to what `by_layer` gave, at a scale of the learning rate; the settings of the groups stay."""
+        found = dict(zip(self._parameters, states, strict=True))
+        self.rescale(scale / self._scale)
+        saved = self.optimizer.state_dict()
+        numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
+        saved["state"] = {number: found[p] for number, p in numbered if found[p]}
+        self.optimizer.load_state_dict(saved)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return self._layers if self._flat is None else [self._flat]
+
     def state(self) -> dict[str, Any]:
         """All that changes, for a checkpoint."""
         return {"optimizer": self.optimizer.state_dict(), "scale": self._scale}

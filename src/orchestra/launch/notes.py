@@ -78,6 +78,9 @@ _ANYBODY: dict[str, dict[str, Fits]] = {
     "finished": {"steps": _whole, "how": _text, "left": _maybe},
     "looked": {},
     "written": {},
+    "send-state": {},
+    "load-state": {},
+    "state-loaded": {},
     "settings": {"name": _like(r"\w{1,64}"), "first": _whole, "values": _settings},
     "file": _FILE,
 }

@@ -108,6 +108,7 @@ class Player:
         self.over = False
         self._feed, self.replica = feed, replica
         feed.park = self._ask
+        self.before_step: Callable[[], None] = lambda: None
         self._fiber = fibers.make("auto", self._play)
 
     def _play(self) -> None:
@@ -136,6 +137,8 @@ class Player:
 
     def begin(self) -> None:
         """Go on to where the strategy asks for a gradient, if it is at rest."""
+        if not self.asking:
+            self.before_step()
         before = self._mark()
         while not self.asking:
             self._go_on()
@@ -162,6 +165,7 @@ class Player:
 
     def rest(self) -> None:
         """Be between two steps: one that was begun without a gradient to follow ends with an empty mini-batch."""
+        self.before_step()
         if self.asking and self.touched:
             self.step(0, None)
         elif self.asking:

@@ -44,6 +44,11 @@ class Seat:
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
     @property
+    def company(self) -> Company:
+        """What the other processes say."""
+        return self._company
+
+    @property
     def rank(self) -> int:
         """Which worker this is."""
         return self._node.rank

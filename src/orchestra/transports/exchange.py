@@ -219,9 +219,9 @@ class Exchange:
         """Whether a node has said that it leaves."""
         return self._peers[node].gone
 
-    def has_mail(self) -> bool:
-        """Whether a message from anybody lies here unread."""
-        return any(peer.arrived for peer in self._peers.values())
+    def has_mail(self, node: int | None = None) -> bool:
+        """Whether a message from a node, or from any, lies here unread."""
+        return any(peer.arrived for peer in self._peers.values() if node in (None, peer.rank))
 
     def look_out(self, seconds: float) -> None:
         """Hear what is said, and see who is there: for a while, and for as long as somebody is sought."""
