@@ -28,6 +28,7 @@ class Company:
         self._exchange, self._rank, self._workers = exchange, rank, workers
         self._finished: dict[int, int] = {}  # after how many steps
         self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left that had more to give
+        self.shares_loader = False  # every worker has its share of one loader, and so as many batches as the others
         self.how = "finished"  # this process, when it does
         self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if it goes in step with the others
         self._settings: list[tuple[str, int, list[Any]]] = []  # that schedules said before anybody followed them
@@ -93,6 +94,7 @@ class Company:
         remedy = "Give the loader to orchestra.prepare, or see to it that every process has as many batches."
         if left is not None:
             how = f"left its loader in {left}, {how}"
+        if left is not None or self.shares_loader:
             remedy = (
                 "Leave the loop at the same step everywhere: decide by what all have in common, such as the number of "
                 "steps, or optimizer.orchestra.mean(loss)."

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 import orchestra.sim.fibers as fibers
 from orchestra import run
@@ -72,6 +73,11 @@ class Taken(Replica):
     def __init__(self, module: nn.Module, x: Tensor, g: Tensor) -> None:
         super().__init__(module, x, g, loss=lambda output, target: output)
         self.known_loss: float | None = None
+        # A storage for each parameter, in the same memory: libraries that save models take tensors with one storage for
+        # one tensor, and drop all but the first.
+        for p, part in zip(self.parameters, self._ranges, strict=True):
+            if p.numel():
+                p.data = from_dlpack(x[part]).view(p.shape)
         where = {p: p.data_ptr() for p in self.parameters}
         homes = ((name, part._parameters) for name, part in module.named_modules())
         self._homes = [

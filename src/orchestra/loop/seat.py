@@ -17,6 +17,7 @@ from orchestra import checkpoint, run, snapshot
 from orchestra.errors import ClusterError, OrchestraError
 from orchestra.events import EventLog
 from orchestra.loop.company import Company
+from orchestra.loop.earlier import EARLIER
 from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import Exit
 from orchestra.loop.loader import Loader
@@ -40,6 +41,7 @@ class Seat:
         self._player, self._company, self._folder = player, company, folder
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
+        company.shares_loader = loader is not None
         self.hook: RemovableHandle | None = None  # on the model
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
@@ -152,6 +154,7 @@ class Seat:
             self.hook.remove()
         self._exit.close()
         self._company.part()
+        EARLIER.finish(life.job.strategy)
 
     def _receive_model(self) -> None:
         """From the servers, if they have it: all workers have left, so it changes no more."""
