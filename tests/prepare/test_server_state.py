@@ -340,3 +340,29 @@ def test_a_state_that_servers_cannot_hold_is_refused() -> None:
     outcome, _ = together(2, partial(script, "ps", optimizer=OPTIMIZERS["adam"], before=partial(load, file=file)))
     assert outcome.kind == "CheckpointError"
     assert "step differs between parameters (1 and 2)" in outcome.error
+
+
+def test_many_small_parameters_with_groups() -> None:
+    """The names of what is kept take more room than the values."""
+
+    def call() -> Any:
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(80)))
+        made: Any
+        try:
+            model, made = orchestra.prepare(
+                model, grouped(adam, model), strategy="ps(servers=2)", cluster=Attached(patience=30)
+            )
+        except SystemExit:
+            return None
+        model(torch.ones(1, 1)).sum().backward()
+        made.step()
+        state = made.state_dict()
+        made.load_state_dict(state)
+        model(torch.ones(1, 1)).sum().backward()
+        made.step()
+        again = made.state_dict()
+        made.finish()
+        return [len(state["state"]), float(state["state"][7]["step"]), float(again["state"][7]["step"])]
+
+    for found in values(together(3, call)):
+        assert found in (None, [160, 1.0, 2.0])

@@ -40,7 +40,7 @@ from orchestra.transports.exchange import Exchange
 from orchestra.transports.wire import body_of
 
 SEND, LOAD, LOADED = "send-state", "load-state", "state-loaded"  # kinds of notes
-_PIECE = 1 << 20  # bytes of a state that are sent at a time
+_PIECE = 1 << 20  # bytes of a state that are sent at a time, at most
 _PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # what torch's elementwise optimizers keep once per parameter
 _NOT_ZERO = ("step_size", "ax")  # what does not begin with zeros
 
@@ -123,7 +123,7 @@ def _give(exchange: Exchange, to: int, tree: Any) -> None:
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(checkpoint.outline(tree, tensors))
     whole = torch.frombuffer(bytearray(save(tensors, {"tree": structure})), dtype=torch.uint8)
-    for piece in torch.split(whole, _PIECE):
+    for piece in torch.split(whole, min(_PIECE, exchange.largest)):
         exchange.give(to, piece, float(len(whole))).wait()
 
 

@@ -56,6 +56,7 @@ class Exchange:
         self.when_reunited: Callable[[int, float, str], None] = lambda node, seconds, why: None
         self.hear: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a word on the run as a whole
         self.take_in: Callable[[int, bytes], None] = lambda source, piece: None  # of a file that was announced
+        self.largest = largest  # bytes of a message
         self._rank, self._traffic, self._near = rank, traffic, near
         self._lines = Lines(
             rank, workers, run, connections, self._accept,
