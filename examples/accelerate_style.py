@@ -3,9 +3,10 @@
 
     torchrun --standalone --nproc-per-node 4 examples/accelerate_style.py --strategy "localsgd(tau=8)"
 
-The real Accelerator cannot be used beside `orchestra.prepare`: under torchrun it opens a process group of its own and
-wraps the model in DistributedDataParallel, which averages every gradient: the very thing that a strategy decides. So
-the loop stays, and one class of a few lines has the methods that it calls.
+Under torchrun the real Accelerator opens a process group of its own and wraps the model in DistributedDataParallel, so
+every gradient is averaged, whatever the strategy. Here the loop stays, and one class of a few lines has the
+methods that it calls. The real Accelerator works as well if it does not see the launcher's variables: see
+docs/quickstart.md, "Accelerate and the Trainer".
 """
 
 import argparse

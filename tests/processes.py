@@ -17,6 +17,7 @@ from typing import Any, Self
 import cloudpickle
 
 from orchestra.errors import OrchestraError
+from orchestra.loop.earlier import EARLIER
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(  # torch's optimizers load the compiler when they make their first step
@@ -56,6 +57,7 @@ def environ_of(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict
 def _live(end: Connection, environ: dict[str, str], call: bytes) -> None:
     os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test process was started with
+    EARLIER.servers_return = True  # a call may catch the SystemExit of a server and prepare again, unlike a script
     try:
         outcome = Outcome(pickle.loads(call)())
     except OrchestraError as error:

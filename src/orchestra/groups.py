@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -52,17 +52,27 @@ def like(optimizer: optim.Optimizer, belong: Sequence[int | None], layers: Seque
     return made(filled, **{name: value for name, value in optimizer.defaults.items() if name in known})
 
 
+def cut(shapes: Sequence[tuple[int, ...]], part: slice) -> Iterator[tuple[int, slice, bool]]:
+    """The layers in a range of x: the number of each, where in x its piece lies, and whether that is all of it.
+
+    >>> list(cut([(2, 3), (2,)], slice(4, 8)))
+    [(0, slice(4, 6, None), False), (1, slice(6, 8, None), True)]
+    """
+    for i, (start, stop) in enumerate(pairwise(accumulate(map(math.prod, shapes), initial=0))):
+        low, high = max(start, part.start), min(stop, part.stop)
+        if low < high or part.start <= start < part.stop:
+            yield i, slice(low, high), (low, high) == (start, stop)
+
+
 def on_range(
     factory: _Factory, shapes: Sequence[tuple[int, ...]], part: slice, x: Tensor
 ) -> tuple[_Factory, list[nn.Parameter]]:
     """The pieces of layers that a range of the model is made of, as views of x; and what makes their optimizer."""
     pieces, whose = [], []
-    for i, (start, stop) in enumerate(pairwise(accumulate(map(math.prod, shapes), initial=0))):
-        low, high = max(start, part.start), min(stop, part.stop)
-        if low < high or part.start <= start < part.stop:
-            piece = x[low - part.start : high - part.start]
-            pieces.append(nn.Parameter(piece.view(shapes[i]) if (low, high) == (start, stop) else piece))
-            whose.append(i)
+    for i, piece, uncut in cut(shapes, part):
+        values = x[piece.start - part.start : piece.stop - part.start]
+        pieces.append(nn.Parameter(values.view(shapes[i]) if uncut else values))
+        whose.append(i)
     if len(pieces) == len(shapes) and x.numel() == sum(map(math.prod, shapes)):
         return factory, pieces  # none is missing, none is cut
     whole = [nn.Parameter(x.new_zeros(()).expand(shape)) for shape in shapes]  # to see which goes where

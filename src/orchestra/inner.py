@@ -276,6 +276,29 @@ class Inner:
             if words:
                 self.optimizer.state[p] = kept.state(words, named, slice(start, stop))
 
+    def by_layer(self) -> list[dict[str, Any]]:
+        """The optimizer's state of each layer, or of each piece of a layer in a flat x, in the order of x."""
+        if self._flat is None:
+            return [dict(self.optimizer.state.get(p, {})) for p in self._params]
+        outline, named = self.outline(), dict(zip(kept.names(self.outline()), self.vectors(), strict=True))
+        found = []
+        for piece in self._marks.pieces:
+            _, _, words = next(r for r in kept.ranges(outline, self._flat.numel()) if r[0] <= piece.start < r[1])
+            found.append(kept.state(words, named, piece))
+        return found
+
+    def restore_by_layer(self, states: Sequence[dict[str, Any]], scale: float) -> None:
+        """Go back to what `by_layer` gave, at a scale of the learning rate; the settings of the groups stay."""
+        self.rescale(scale / self._scale)
+        if self._flat is not None:
+            self.adopt(*kept.of_pieces(self._marks.pieces, states, self._flat))
+            return
+        found = dict(zip(self._params, states, strict=True))
+        saved = self.optimizer.state_dict()
+        numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
+        saved["state"] = {number: found[p] for number, p in numbered if found[p]}
+        self.optimizer.load_state_dict(saved)
+
     def state(self) -> dict[str, Any]:
         """All that changes, for a checkpoint."""
         cut = {"edges": self._edges()} if self._flat is not None and len(self._params) > 1 else {}

@@ -83,6 +83,24 @@ def joined(
     return whole, found
 
 
+def of_pieces(
+    pieces: Sequence[slice], states: Sequence[Mapping[str, Any]], like: Tensor
+) -> tuple[Outline, list[Tensor]]:
+    """The outline and the vectors of a whole, from what is kept for each of its pieces."""
+    rows = [
+        (piece, outline(state, piece.stop - piece.start), state) for piece, state in zip(pieces, states, strict=True)
+    ]
+    whole = by_range((piece.start, piece.stop, words) for piece, words, _ in rows)
+    vectors = []
+    for name in names(whole):
+        vector = torch.zeros_like(like)
+        for piece, words, state in rows:
+            if words.get(name) == _VECTOR:
+                vector[piece] = state[name]
+        vectors.append(vector)
+    return whole, vectors
+
+
 def state(outline: Outline, vectors: Mapping[str, Tensor], part: slice) -> dict[str, Any]:
     """What an optimizer keeps for a range, from its outline and the vectors of the whole."""
     return {name: vectors[name][part] if value == _VECTOR else _value(value) for name, value in outline.items()}

@@ -43,15 +43,15 @@ class Marks:
     """Finds absent pieces of a gradient, and keeps present ones from looking like them."""
 
     def __init__(self, pieces: Iterable[slice], device: torch.device) -> None:
-        self._pieces = list(pieces)
-        self._heads = torch.tensor([piece.start for piece in self._pieces], dtype=torch.int64, device=device)
+        self.pieces = list(pieces)
+        self._heads = torch.tensor([piece.start for piece in self.pieces], dtype=torch.int64, device=device)
 
     def absent(self, g: Tensor) -> list[slice]:
         """The pieces without a gradient. In the usual case this reads one element of each piece."""
-        heads = g.index_select(0, self._heads).tolist() if self._pieces else []
+        heads = g.index_select(0, self._heads).tolist() if self.pieces else []
         if 0.0 not in heads:
             return []
-        marked = (piece for piece, v in zip(self._pieces, heads, strict=True) if v == 0 and math.copysign(1, v) < 0)
+        marked = (piece for piece, v in zip(self.pieces, heads, strict=True) if v == 0 and math.copysign(1, v) < 0)
         return [piece for piece in marked if torch.signbit(g[piece]).all() and not g[piece].any()]
 
     def clear_(self, g: Tensor) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from orchestra.strategy import Clipped, Placement, Strategy, Where
 from orchestra.triggers import Trigger, Watch
@@ -86,9 +86,18 @@ class Phases(Strategy[SwitchState]):
         strategy, state = self.in_force(s)
         return strategy.unused(state)
 
+    def resumes_as(self, s: SwitchState) -> tuple[Strategy[Any], Any]:
+        """After a switch to or from servers the second alone: the servers of a new run begin with the first."""
+        return (self.then, s.then) if s.switched and self.servers else (self, s)
+
     def where(self, s: SwitchState) -> Where:
         """As the strategy in force has it."""
         return self.then.where(s.then) if s.switched else self.model_at
+
+    def optimizer_at(self, s: SwitchState) -> Literal["workers", "servers"]:
+        """As the strategy in force has it."""
+        strategy, state = self.in_force(s)
+        return strategy.optimizer_at(state)
 
     def in_step(self, s: SwitchState) -> bool:
         """Until the switch: all must come to it."""

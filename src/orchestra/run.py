@@ -210,9 +210,11 @@ def serve(life: Life, keeper: Keeper) -> None:
         return math.inf if every is None else job.samples_by((life.snapshots + 1) * every)
 
     due, reported, holds = next_snapshot(), node.now(), life.where == "servers"
+    already = node.comm.between_messages
 
     def between() -> None:
         nonlocal due, reported, holds
+        already()
         while node.samples >= due:
             if holds or node.samples == due:
                 take_snapshot(life, life.snapshots + 1)

@@ -117,6 +117,18 @@ class Strategy(ABC, Generic[S]):
         """Where the model is now, if that changes during a run."""
         return self.model_at
 
+    def in_force(self, s: S) -> tuple[Strategy[Any], Any]:
+        """The strategy that makes the next step, and its state, if one strategy consists of several."""
+        return self, s
+
+    def resumes_as(self, s: S) -> tuple[Strategy[Any], Any]:
+        """The strategy that a new run goes on with from here, and its state."""
+        return self, s
+
+    def optimizer_at(self, s: S) -> Literal["workers", "servers"]:
+        """Which nodes step the optimizer now, and so hold its state."""
+        return "servers" if self.servers else "workers"
+
     def in_step(self, s: S) -> bool:
         """Whether all workers go in step now, if that changes during a run: all then save and stop together."""
         return self.synchronous

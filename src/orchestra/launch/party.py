@@ -221,14 +221,26 @@ def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> 
 
 
 def _store(cluster: Attached) -> Any:
-    """torchrun's own store, where it listens at MASTER_PORT: all it is told is a port."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """The store that listens at MASTER_PORT already, torchrun's or a process group's: all it is told is a port."""
+    place = cluster.place
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not _is_of_group(place.port):
         return None
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    place = cluster.place
     with _torchrun(cluster):
         return TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=cluster.patience))
+
+
+def _is_of_group(port: int) -> bool:
+    """Whether a process group was opened before, whose store has this port."""
+    from torch import distributed  # not needed otherwise
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    store = distributed.distributed_c10d._get_default_store()
+    while isinstance(store, distributed.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return isinstance(store, distributed.TCPStore) and store.port == port  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

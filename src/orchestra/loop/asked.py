@@ -24,6 +24,7 @@ from orchestra.inner import ELEMENTWISE
 from orchestra.job import Job
 from orchestra.loop import loader as loaders
 from orchestra.loop import ranks, wrappers
+from orchestra.loop.earlier import EARLIER, problems_of_group
 from orchestra.replica import problems_of, trainable
 from orchestra.strategy import Strategy
 from orchestra.words import plural
@@ -83,8 +84,31 @@ class Asked:
 
     def problems(self) -> Iterator[Problem]:
         """All that cannot be."""
-        name, servers = type(self.strategy).__name__, self.strategy.servers
+        found = [*self._problems()]
+        yield from found
+        if found and self.strategy.watches:  # it would be told at the first step only
+            message = "must be given as well, at every step: optimizer.step(loss=loss)"
+            yield Problem("loss", type(self.strategy).__name__, message)
+
+    def _problems(self) -> Iterator[Problem]:
         yield from environment.half_set()
+        if self.together:
+            yield from EARLIER.problems(self.strategy)
+            yield from problems_of_group(self.strategy)
+        yield from self._problems_of_processes()
+        yield from checks.check_strategy(self.strategy, self.workers, None)
+        unfit = [*problems_of(self.model)]
+        yield from unfit
+        if not unfit:
+            yield from self._problems_of_model()
+        if self.loader is not None:
+            yield from loaders.problems_of(self.loader, max(1, self.workers))
+        yield from self._problems_of_strategy()
+        if self.rank == 0 and self.out is not None and _is_taken(self.out):
+            yield Problem("out", str(self.out), "is not empty, or a file: choose a new folder")
+
+    def _problems_of_processes(self) -> Iterator[Problem]:
+        name, servers = type(self.strategy).__name__, self.strategy.servers
         if self.workers < 1:
             start = f"torchrun --nproc-per-node {servers + 2}"
             message = (
@@ -100,16 +124,6 @@ class Asked:
             yield problem
         if self.together:
             yield from self.cluster.joined(self.strategy).problems()
-        yield from checks.check_strategy(self.strategy, self.workers, None)
-        unfit = [*problems_of(self.model)]
-        yield from unfit
-        if not unfit:
-            yield from self._problems_of_model()
-        if self.loader is not None:
-            yield from loaders.problems_of(self.loader, self.workers)
-        yield from self._problems_of_strategy()
-        if self.rank == 0 and self.out is not None and _is_taken(self.out):
-            yield Problem("out", str(self.out), "is not empty, or a file: choose a new folder")
 
     def _problems_of_model(self) -> Iterator[Problem]:
         own = {*self.model.parameters()}

@@ -30,9 +30,11 @@ class Company:
         self._exchange, self._rank, self._workers = exchange, rank, workers
         self._finished: dict[int, int] = {}  # after how many steps
         self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left that had more to give
+        self.shares_loader = False  # every worker has its share of one loader, and so as many batches as the others
         self.how = "finished"  # this process, when it does
         self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if it goes in step with the others
         self._settings: list[tuple[str, int, list[Any]]] = []  # that schedules said before anybody followed them
+        self.about_state: list[tuple[int, str]] = []  # notes of `orchestra.loop.server_state` not dealt with yet
         self._follow: Callable[[str, int, list[Any]], None] = lambda *said: self._settings.append(said)
         self.file: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # one is announced
         self.folder: tuple[Path | None, str] | None = None  # where worker 0 keeps the run, and a mark in it
@@ -45,6 +47,11 @@ class Company:
         self.name = name_of(rank, workers)
         self._parted = False
         exchange.hear, exchange.when_waiting = self._hear, self._glance
+
+    @property
+    def exchange(self) -> Exchange:
+        """The connections to the other processes."""
+        return self._exchange
 
     def go_in_step(self, begun: Callable[[], int | None]) -> None:
         """From now on the others must do as many steps as this worker, unless it has none to count."""
@@ -65,6 +72,8 @@ class Company:
             case "settings":
                 values = [tuple(value) if isinstance(value, list) else value for value in said["values"]]
                 self._follow(said["name"], said["first"], values)
+            case "send-state" | "load-state" | "state-loaded" as kind:
+                self.about_state.append((source, kind))
             case "folder":
                 self.folder = said["path"] and Path(said["path"]), str(said["mark"])
             case "looked":
@@ -111,6 +120,7 @@ class Company:
         remedy = "Give the loader to orchestra.prepare, or see to it that every process has as many batches."
         if left is not None:
             how = f"left its loader in {left}, {how}"
+        if left is not None or self.shares_loader:
             remedy = (
                 "Leave the loop at the same step everywhere: decide by what all have in common, such as the number of "
                 "steps, or optimizer.orchestra.mean(loss)."

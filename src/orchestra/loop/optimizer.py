@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from orchestra import checkpoint, checks, expression
-from orchestra.errors import CheckpointError, ConfigError, OrchestraError, Problem
+from orchestra import checks, expression
+from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.loop.player import Player
+from orchestra.loop.saving import Saving
 from orchestra.loop.seat import CLIP, Seat
-
-_OURS = "orchestra"  # in a state_dict
 
 
 class Prepared(optim.Optimizer):
@@ -33,6 +32,7 @@ class Prepared(optim.Optimizer):
         # Not as torch begins: groups, state and hooks are those of `inner`.
         self._inner, self._player = inner, player
         self.orchestra = seat
+        self._saving = Saving(inner, player, seat)
         self._replica = player.replica
         ours = {*self._replica.parameters}
         self._others = [p for p in self._replica.module.parameters() if p not in ours]
@@ -190,54 +190,19 @@ class Prepared(optim.Optimizer):
     # Saving.
 
     def state_dict(self) -> dict[str, Any]:
-        """All that changes on this worker but the model's own state_dict; every worker saves its own."""
-        life, node = self._player.life, self._player.life.node
-        if life.job.servers:
-            raise CheckpointError(
-                f"{type(life.job.strategy).__name__} keeps the model on servers, which a script cannot save. Use a "
-                "strategy without servers, or orchestra.train, which saves everything."
-            )
-        if self._player.asking and self._player.touched:
-            raise CheckpointError(
-                "the strategy is in the middle of a step: the model was called in training since the last "
-                "optimizer.step(). Save after a step, or call model.eval() for what is no step."
-            )
-        tensors: dict[str, Tensor] = {}
-        structure = checkpoint.outline(life.state, tensors)
-        ours = {
-            "strategy": expression.show(life.job.strategy),
-            "workers": life.job.workers,
-            "rank": life.rank,
-            "structure": structure,
-            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
-            "counts": [node.steps, node.samples, node.skipped],
-            "position": self.orchestra.position(),
-            "scale": node.inner.state()["scale"],
-            "rng": node.rng.get_state(),
-        }
-        return self._inner.state_dict() | {_OURS: ours}
+        """All that changes but the model's own state_dict, in torch's form; also where servers hold it.
+
+        Any worker may call it by itself, between two steps.
+        """
+        return self._saving.save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to what `state_dict` gave; the model has one of its own. A plain optimizer's is taken as well."""
-        saved = state_dict.get(_OURS)
-        plain = {name: value for name, value in state_dict.items() if name != _OURS}
-        if saved is None:
-            self._inner.load_state_dict(plain)
-            return
-        life, node = self._player.life, self._player.life.node
-        here = {"strategy": expression.show(life.job.strategy), "workers": life.job.workers, "rank": life.rank}
-        for key, value in here.items():
-            if saved[key] != value and not (key == "rank" and life.job.strategy.model_at == "everywhere"):
-                message = "Every worker saves and loads its own, with the same strategy and as many workers."
-                raise CheckpointError(f"{key} is {value!r} here and was {saved[key]!r} when this was saved. {message}")
-        self._player.drop()
-        node.inner.restore({"optimizer": plain, "scale": saved["scale"]})
-        if life.state is not None:
-            checkpoint.restore_into(life.state, checkpoint.fill(saved["structure"], saved["tensors"]))
-            life.job.strategy.attach(node, life.state)
-        node.steps, node.samples, node.skipped = saved["counts"]
-        node.rng.set_state(saved["rng"].cpu())
-        self.orchestra.seek(saved["position"])
+        """Go back to what `state_dict` gave on this worker or on another; the model has a state_dict of its own.
+
+        Every worker calls it. Servers then take the model of worker 0 as it is at the next step. The state of a plain
+        optimizer is taken as well.
+        """
+        self._saving.load(state_dict)
 
 
 def _number(value: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 import orchestra.sim.fibers as fibers
 from orchestra import run
@@ -72,6 +73,11 @@ class Taken(Replica):
     def __init__(self, module: nn.Module, x: Tensor, g: Tensor, cuts: Sequence[int] = ()) -> None:
         super().__init__(module, x, g, loss=lambda output, target: output, cuts=cuts)
         self.known_loss: float | None = None
+        # A storage for each parameter, in the same memory: libraries that save models take tensors with one storage for
+        # one tensor, and drop all but the first.
+        for p, part in zip(self.parameters, self._ranges, strict=True):
+            if p.numel():
+                p.data = from_dlpack(x[part]).view(p.shape)
         where = {p: p.data_ptr() for p in self.parameters}
         homes = ((name, part._parameters) for name, part in module.named_modules())
         self._homes = [
@@ -108,6 +114,7 @@ class Player:
         self.over = False
         self._feed, self.replica = feed, replica
         feed.park = self._ask
+        self.before_step: Callable[[], None] = lambda: None
         self._fiber = fibers.make("auto", self._play)
 
     def _play(self) -> None:
@@ -136,6 +143,8 @@ class Player:
 
     def begin(self) -> None:
         """Go on to where the strategy asks for a gradient, if it is at rest."""
+        if not self.asking:
+            self.before_step()
         before = self._mark()
         while not self.asking:
             self._go_on()
@@ -162,6 +171,7 @@ class Player:
 
     def rest(self) -> None:
         """Be between two steps: one that was begun without a gradient to follow ends with an empty mini-batch."""
+        self.before_step()
         if self.asking and self.touched:
             self.step(0, None)
         elif self.asking:

@@ -15,6 +15,7 @@ process is a worker, or one of the strategy's servers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -39,6 +40,7 @@ from orchestra.job import Job
 from orchestra.launch.party import Party
 from orchestra.loop.asked import Asked
 from orchestra.loop.company import Company
+from orchestra.loop.earlier import EARLIER
 from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import interrupted, tell_in_short
 from orchestra.loop.loader import Loader
@@ -232,6 +234,8 @@ def _take_part(
     )  # fmt: skip
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     player = Player(life, feed, replica)
+    if job.workers + job.servers > 1:
+        EARLIER.begin(asked.strategy)
     company.go_in_step(lambda: node.steps if life.in_step else None)
     seat = Seat(player, company, folder, asked.model, shared)
     seat.hooks += [asked.model.register_forward_pre_hook(_Begins(player)), refuse_later(asked.model, asked.workers)]
@@ -301,16 +305,10 @@ class _Begins:
             self._player.begin()
 
     def __reduce__(self) -> Any:
-        return _nothing, ()  # a copy of the model, or one that is saved whole, is nobody's to train
+        # In a copy of the model, and in a file that holds the whole model, the hook does nothing. A method of the
+        # standard library that does so lets the file be read where orchestra is not installed.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 # What torch.compiler.disable does, without loading the compiler first: fibers cannot be traced.
 setattr(_Begins.__call__, "_torchdynamo_disable", True)  # noqa: B010
-
-
-def _nothing() -> Callable[[nn.Module, Any], None]:
-    return _do_nothing
-
-
-def _do_nothing(module: nn.Module, inputs: Any) -> None:
-    """Nothing."""

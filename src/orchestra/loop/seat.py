@@ -20,6 +20,7 @@ from orchestra.events import EventLog
 from orchestra.loop import one_model
 from orchestra.loop.company import Company
 from orchestra.loop.comparisons import Told
+from orchestra.loop.earlier import EARLIER
 from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import Exit
 from orchestra.loop.loader import Loader
@@ -44,9 +45,15 @@ class Seat:
         self._player, self._company, self._folder = player, company, folder
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
+        company.shares_loader = loader is not None
         self.hooks: list[RemovableHandle] = []  # on the model
         self._told = Told(company.tell_home) if self.workers > 1 else None
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
+
+    @property
+    def company(self) -> Company:
+        """What the other processes say."""
+        return self._company
 
     @property
     def rank(self) -> int:
@@ -163,6 +170,7 @@ class Seat:
         self._folder.close()
         self._part_from_script()
         self._company.part()
+        EARLIER.finish(life.job.strategy)
 
     def _require_steps(self) -> None:
         """Refuse a loop in which no worker made a step: whatever changed its parameters, the strategy did not."""

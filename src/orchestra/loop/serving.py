@@ -16,6 +16,7 @@ from orchestra.loop.company import Company
 from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import Exit
 from orchestra.loop.seat import CLIP, FINAL
+from orchestra.loop.server_state import OnServer
 from orchestra.node import Comm, Log
 from orchestra.transports.middleware import Metered
 
@@ -73,6 +74,8 @@ def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, fold
 
     company.when_settings_change(follow)
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    states = OnServer(life, company)
+    company.exchange.when_idle = node.comm.between_messages = states.settle
     log.write(Began(node.now(), node.rank, "server", time.perf_counter() - began))
     run.serve(life, _Giver(life, folder))
     door.close()

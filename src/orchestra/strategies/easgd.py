@@ -67,6 +67,10 @@ class EASGD(Strategy[EASGDState]):
         """The centre."""
         return "servers"
 
+    def optimizer_at(self, s: EASGDState) -> Literal["workers"]:
+        """Momenta stay with their worker."""
+        return "workers"
+
     def demands(self, workers: int) -> Iterator[Problem]:
         """Not more servers than can be of use."""
         return too_many(self.servers, workers)

@@ -56,6 +56,7 @@ class Exchange:
         self.when_reunited: Callable[[int, float, str], None] = lambda node, seconds, why: None
         self.hear: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a word on the run as a whole
         self.take_in: Callable[[int, bytes], None] = lambda source, piece: None  # of a file that was announced
+        self.largest = largest  # bytes of a message
         self._rank, self._traffic, self._near = rank, traffic, near
         self._lines = Lines(
             rank, workers, run, connections, self._accept,
@@ -220,9 +221,9 @@ class Exchange:
         """Whether a node has said that it leaves."""
         return self._peers[node].gone
 
-    def has_mail(self) -> bool:
-        """Whether a message from anybody lies here unread."""
-        return any(peer.arrived for peer in self._peers.values())
+    def has_mail(self, node: int | None = None) -> bool:
+        """Whether a message from a node, or from any, lies here unread."""
+        return any(peer.arrived for peer in self._peers.values() if node in (None, peer.rank))
 
     def look_out(self, seconds: float) -> None:
         """Hear what is said, and see who is there: for a while, and for as long as somebody is sought."""
