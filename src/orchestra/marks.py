@@ -48,14 +48,19 @@ class Marks:
 
     def absent(self, g: Tensor) -> list[slice]:
         """The pieces without a gradient. In the usual case this reads one element of each piece."""
-        heads = g.index_select(0, self._heads).tolist() if self.pieces else []
-        if 0.0 not in heads:
-            return []
-        marked = (piece for piece, v in zip(self.pieces, heads, strict=True) if v == 0 and math.copysign(1, v) < 0)
-        return [piece for piece in marked if torch.signbit(g[piece]).all() and not g[piece].any()]
+        return [piece for piece in self._marked(g) if torch.signbit(g[piece]).all() and not g[piece].any()]
 
     def clear_(self, g: Tensor) -> None:
         """Mark every piece as present: its first element becomes 0 if it is −0."""
-        heads = g.index_select(0, self._heads)
-        if g.device.type != "cpu" or 0.0 in heads.tolist():  # a GPU would have to be waited for
-            g.index_copy_(0, self._heads, heads + 0.0)
+        if g.device.type != "cpu":  # rather than wait for the device
+            g.index_copy_(0, self._heads, g.index_select(0, self._heads) + 0.0)
+            return
+        for piece in self._marked(g):
+            g[piece.start] = 0.0
+
+    def _marked(self, g: Tensor) -> list[slice]:
+        """The pieces whose first element is −0."""
+        heads = g.index_select(0, self._heads).tolist()
+        if 0.0 not in heads:
+            return []
+        return [piece for piece, v in zip(self.pieces, heads, strict=True) if v == 0 and math.copysign(1, v) < 0]

@@ -224,7 +224,6 @@ class Replica:
         if more[0]:
             torch._foreach_add_(*more)
 
-    @torch.no_grad()
     def present(self) -> None:
         """Mark every parameter as one with a gradient in g, which is filled."""
         self._marks.clear_(self.g)

@@ -35,6 +35,7 @@ from orchestra.data.feed import IndexedFeed
 from orchestra.inner import Factory, Inner
 from orchestra.marks import ABSENT, pieces_of
 from orchestra.rng import seed_everything
+from orchestra.sim import numerics
 from orchestra.vectors import weighted_mean
 
 sgd: Factory = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
@@ -255,6 +256,27 @@ def test_workers_together_are_as_in_ddp(strategy: Strategy[Any], optimizer: str,
     assert_close(found, ddp(OPTIMIZERS[optimizer]), tolerance=1e-11)
 
 
+def grouped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Biases without decay: then servers hold pieces of layers from the beginning."""
+    weights, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=3)"])
+def test_groups_of_layers_are_as_in_ddp(strategy: str, tmp_path: Path) -> None:
+    found = run(strategy, tmp_path / "run", optimizer=grouped, cluster=FIXED)
+    assert_close(found, ddp(grouped), tolerance=1e-11)
+
+
+@pytest.mark.parametrize("optimizer", [adam, grouped], ids=["flat", "groups"])
+def test_momenta_are_averaged_layer_by_layer(optimizer: Factory, tmp_path: Path) -> None:
+    """Whichever layers each worker has used so far: of those that it has not, it has no momentum."""
+    strategy = SlowMo(tau=1, beta=0.0, buffers="average")
+    found = run(strategy, tmp_path / "run", optimizer=optimizer, cluster=FIXED, budget=Steps(12))
+    assert_never_moved(found.state_dict(), start_of())
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_workers_apart_are_plain_torch_each(optimizer: str, tmp_path: Path) -> None:
     found = run(LocalSGD(tau=3), tmp_path / "run", optimizer=OPTIMIZERS[optimizer])
@@ -358,6 +380,13 @@ def test_a_loop_leaves_alone_what_is_never_used(strategy: str) -> None:
 
 
 # The parts.
+
+
+def test_gradients_are_not_taken_together_where_some_are_absent() -> None:
+    """In one call for all workers they would be zeros."""
+    x, y = make_data()
+    assert numerics.why_not(Lacking(), F.mse_loss, (x[:4], y[:4])) == "some parameters have no gradient"
+    assert numerics.why_not(nn.Linear(INPUTS, 1), F.mse_loss, (x[:4], y[:4])) is None
 
 
 def test_marks_survive_every_weighted_mean() -> None:

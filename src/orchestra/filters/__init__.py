@@ -12,6 +12,8 @@ https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
 Bytes of a filtered vector of S bytes of which k entries pass: 16 + min(S, k values and k keys of 4 bytes), and with
 `cache_keys=True` only 16 + k values while the keys are those of the message before (`sparse.py`). Where vectors have no
 numbers (`numerics="off"`) everything passes.
+
+A parameter of which nothing passes counts as one without a gradient in that push: its momenta and its decay wait.
 """
 
 from orchestra.filters.base import Everything, Filter
