@@ -208,14 +208,14 @@ def test_who_is_always_slow_is_cancelled(tmp_path: Path) -> None:
 
 # The rule holds to the end.
 
-SLOW = "constant:0.01 slow:1x10"
+SLOW = "constant:0.01 slow:1x40"
 
 
 def labelled() -> tuple[Tensor, Tensor]:
     """Four classes, each a cloud around its own corner."""
     generator = torch.Generator().manual_seed(5)
     y = torch.arange(4).repeat(100)
-    corners = torch.tensor([[2.0, 2.0], [-2.0, 2.0], [2.0, -2.0], [-2.0, -2.0]])
+    corners = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]])
     return corners[y] + torch.randn(400, 2, generator=generator), y
 
 
@@ -236,15 +236,15 @@ def test_a_straggler_alone_makes_no_update(consistency: Consistency, world: str,
     strategy = ParameterServer(consistency=consistency)
     result = train(
         strategy, tmp_path, cluster=cluster, model=partial(nn.Linear, 2, 4), data=labelled, batch=5,
-        loss=nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.5), budget=Steps(steps),
+        loss=nn.functional.cross_entropy, optimizer=partial(torch.optim.SGD, lr=1.0), budget=Steps(steps),
         partition=LabelSorted(),
     )  # fmt: skip
-    assert accuracy_of(result.model) > 0.7
+    assert accuracy_of(result.model) > 0.53  # 0.46 where every gradient of the straggler is an update
     applied = len(logged(tmp_path, 4, "staleness"))
     late, dropped = len(logged(tmp_path, 4, "late")), result.summary.dropped
     assert applied % 3 == 0  # every update is of three
     assert applied + late + dropped == 4 * steps  # every gradient is counted once
-    assert dropped > steps / 2
+    assert dropped > 0
     assert result.summary.steps == steps
     assert "gradients dropped: too few workers were left" in describe(tmp_path, result.summary)
 
