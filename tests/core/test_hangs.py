@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -12,12 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-from tests.zoo import Trap, ended, paced, train, trapped
+import torch
+import torch.nn.functional as F
+from tests.processes import Processes
+from tests.zoo import Trap, ended, make_data, make_model, momentum, paced, train, trapped
 
-from orchestra import Budget, Local, Seconds, Steps, Strategy
+import orchestra
+from orchestra import Attached, Budget, Local, Seconds, Steps, Strategy
 from orchestra.errors import Stalled, WorkerLost
 from orchestra.node import Node
 from orchestra.transports import hangs
@@ -48,6 +55,42 @@ def test_a_process_that_does_nothing_is_found(tmp_path: Path, strategy: str) -> 
     trap = Trap.at(1, 2, block, size=2)
     with pytest.raises(WorkerLost, match=r"worker 1 hangs: process \d+ \(state S\) has made no step and used no proc"):
         train(strategy, tmp_path, cluster=Local(workers=2, patience=3), model=trapped(trap), budget=Steps(8))
+
+
+def own_loop(action: Callable[[], None], strategy: str) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    cluster = Attached(patience=3 if action is block else 300)
+    model, optimizer = orchestra.prepare(model, momentum(model.parameters()), strategy=strategy, cluster=cluster)
+    x, y = make_data()
+    for step in range(8):
+        if step == 2 and os.environ["RANK"] == "1":
+            action()
+        optimizer.zero_grad()
+        torch.autograd.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+    optimizer.finish()
+
+
+def in_train(trap: Trap, strategy: str, out: Path) -> None:
+    cluster = Attached(patience=3 if trap.action is block else 300)
+    train(strategy, out, cluster=cluster, model=trapped(trap), budget=Steps(8))
+
+
+@pytest.mark.parametrize("action", [stop, block])
+@pytest.mark.parametrize("kind", ["train", "own loop"])
+@pytest.mark.parametrize(("strategy", "size"), [("allreduce", 2), ("ps(consistency=asp)", 3)], ids=["allreduce", "asp"])
+def test_attached_processes_of_one_machine(
+    tmp_path: Path, kind: str, action: Callable[[], None], strategy: str, size: int
+) -> None:
+    trap = Trap.at(1, 2, action, size=2)
+    call = partial(in_train, trap, strategy, tmp_path) if kind == "train" else partial(own_loop, action, strategy)
+    with Processes([call] * size) as processes:
+        others = [end for rank, end in enumerate(processes.ends) if rank != 1]
+        ready = wait(others, timeout=60)
+        told = [pickle.loads(end.recv_bytes()) for end in others if end in ready]
+    assert any(re.search(r"worker 1 hangs: process \d+ .*(state T|used no processor time)", o.error) for o in told)
+    assert {o.code for o in told} == {6}
 
 
 @pytest.mark.parametrize("way", ["budget", "SIGTERM"])

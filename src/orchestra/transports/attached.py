@@ -87,7 +87,8 @@ class AttachedTransport:
     def _mean(self, op: Mean) -> Handle[float]:
         if (means := self._means_of(op.group)) is not None:
             self._count(op.x, op.group)
-            return Done(means.mean_(op.x, op.weight))
+            with self.exchange.waiting():
+                return Done(means.mean_(op.x, op.weight))
         x = op.x if op.x.device.type == "cpu" and op.x.is_contiguous() else op.x.detach().cpu().contiguous()
         mine = ranges(x.numel(), len(op.group))[op.group.index(self.rank)]
         mean = torch.empty_like(x[mine])
@@ -124,7 +125,8 @@ class AttachedTransport:
             total = self._mean(Mean(op.g, op.group, op.weight)).wait()
         else:
             self._count(op.g, op.group)
-            mean, total = means.mean(op.g, op.weight)
+            with self.exchange.waiting():
+                mean, total = means.mean(op.g, op.weight)
         if total:
             op.apply(mean)
         return Done(None)

@@ -11,10 +11,11 @@ What concerns the run as a whole travels the same way, in turn with the messages
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,12 @@ from torch import Tensor
 from orchestra.errors import Stalled, WorkerLost
 from orchestra.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.transports import wire
+from orchestra.transports.hangs import Limits, Seen, Watch
 from orchestra.transports.lines import AHEAD, Lines
+from orchestra.transports.memory import NOT_WAITING, SLEEPING, WAITING
 from orchestra.transports.neighbours import Arrangement
 from orchestra.transports.peer import Peer
+from orchestra.transports.ring import mark_of
 
 _BYE = {"kind": "bye"}  # a node's last word: that its connection ends is nothing to worry about
 _SLICE = 0.2  # seconds between two looks at the deadline
@@ -65,6 +69,9 @@ class Exchange:
         self._lines.when_reunited = lambda *told: self.when_reunited(*told)
         self._peers = self._lines.peers
         self._turn = 0
+        self._watch = Watch(Limits.of(patience), lambda node: self._lines.names([node]))
+        self._mark = NOT_WAITING
+        self._worked, self._longest = math.inf, 0.0  # since when this node does not wait; seconds of its longest work
 
     @property
     def lost(self) -> dict[int, WorkerLost]:
@@ -159,7 +166,8 @@ class Exchange:
             left = until - time.perf_counter()
             if left <= 0:
                 return True
-            self._lines.pump(left)
+            with self._doing(SLEEPING):
+                self._lines.pump(left)
         return False
 
     def _first(self, peers: Sequence[Peer]) -> Peer | None:
@@ -188,6 +196,9 @@ class Exchange:
             case wire.FAREWELL:
                 peer.arrived.append(Departed(peer.rank))
             case _:
+                now = time.perf_counter()
+                peer.longest = max(peer.longest, now - (now if peer.came is None else peer.came))
+                peer.came = now
                 about = (frame.version, frame.weight, frame.tag, frame.stamp, frame.progress)
                 message = Message(peer.rank, body, *about)
                 (peer.pieces if frame.kind == wire.PIECE else peer.arrived).append(message)
@@ -235,6 +246,8 @@ class Exchange:
     def poll(self) -> None:
         """Take in what has come, without waiting."""
         self.when_waiting()
+        if self._mark == WAITING:
+            self._look_for_hangs([*self._peers.values()])
         self._lines.pump(0.0)
 
     def attend(self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False) -> None:
@@ -260,14 +273,57 @@ class Exchange:
             for peer in needed:
                 self._lines.require(peer)
             self._lines.give_signs(began)
-            if not forever and time.perf_counter() - began > self._lines.patience:
+            overdue = time.perf_counter() - began > self._lines.patience
+            if not forever and overdue and not any(map(_is_at_work, needed)):
                 raise Stalled(f"{self._lines.names([self._rank])} waited {self._lines.patience:g} s for {whom()}.")
-            self._lines.pump(_SLICE)
+            self._look_for_hangs(needed)
+            with self._doing(WAITING):
+                self._lines.pump(_SLICE)
         self._traffic.waited += time.perf_counter() - began
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Show that this node waits for others by other means; `poll` then looks for processes that hang."""
+        now = time.perf_counter()
+        self._longest = max(self._longest, now - self._worked)
+        with self._doing(WAITING):
+            yield
+        self._worked = time.perf_counter()
+
+    @contextmanager
+    def _doing(self, what: int) -> Iterator[None]:
+        """Show the processes of this machine that this node waits or sleeps, and so does not hang."""
+        before = self._mark
+        self._show(what)
+        try:
+            yield
+        finally:
+            self._show(before)
+
+    def _show(self, what: int) -> None:
+        if what != self._mark:
+            self._mark = what
+            for peer in self._peers.values():
+                if peer.outlet is not None:
+                    peer.outlet.mark(what)
+
+    def _look_for_hangs(self, needed: Sequence[Peer]) -> None:
+        """Raise if a process of this machine that this node waits for hangs; of others, if it is stopped."""
+        if not self._watch.due:
+            return
+        near = {peer.rank: peer.pid for peer in self._peers.values() if peer.pid is not None and not peer.gone}
+        seen = {
+            peer.rank: Seen((peer.taken,), mark_of(peer.inlet), max(peer.longest, self._longest))
+            for peer in needed
+            if peer.rank in near and peer.inlet is not None and not peer.left
+        }
+        self._watch.look(near, seen)
 
     def close(self, *, within: float = 2.0) -> None:
         """Send what is left, and hang up; after so many seconds even if somebody does not listen."""
         self.when_waiting, self.hear = (lambda: None), (lambda source, said: None)
+        for peer in self._peers.values():
+            peer.pid = None  # from now on nothing of theirs matters
         self.take_in = lambda source, piece: None
         until = time.monotonic() + within
         for peer in self._peers.values():
@@ -276,6 +332,11 @@ class Exchange:
                 self._lines.patience = max(0.0, until - time.monotonic())
                 self._flush(peer)
         self._lines.close(until)
+
+
+def _is_at_work(peer: Peer) -> bool:
+    """Whether a process of this machine does not wait for others: it is watched, and patience is not needed."""
+    return peer.pid is not None and peer.inlet is not None and mark_of(peer.inlet) == NOT_WAITING
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ class Seen:
 
     steps: tuple[float, ...]  # changes when it makes a step
     waits: int  # for others, asleep on purpose, or neither
+    longest: float = 0.0  # seconds of a step, where that is known
 
 
 @dataclass
@@ -78,11 +79,16 @@ class Watch:
     _nodes: dict[int, _Watched] = field(default_factory=dict)
     _stuck: float = 0.0  # seconds in which all nodes waited
 
+    @property
+    def due(self) -> bool:
+        """Whether it is time for another look."""
+        return self._last is None or self.clock() - self._last >= self.limits.look
+
     def look(self, pids: Mapping[int, int], seen: Mapping[int, Seen], *, asked: bool = False) -> bool:
         """Raise if a process hangs; True if all wait for each other. `seen` is empty before the run begins."""
-        now = self.clock()
-        if self._last is not None and now - self._last < self.limits.look:
+        if not self.due:
             return False
+        now = self.clock()
         passed = 0.0 if self._last is None else min(now - self._last, 2 * self.limits.look)
         self._last = now
         for node, pid in pids.items():
@@ -103,6 +109,7 @@ class Watch:
             watched.cpu, watched.silent = cpu, 0.0
 
     def _judge(self, node: int, pid: int, watched: _Watched, seen: Seen, passed: float, *, asked: bool) -> None:
+        watched.longest = max(watched.longest, seen.longest)
         if seen.steps != watched.steps:
             watched.longest = max(watched.longest, watched.same)
             watched.steps, watched.silent, watched.same = seen.steps, 0.0, 0.0

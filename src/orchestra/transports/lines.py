@@ -61,7 +61,13 @@ class Lines:
         keeps = arranged.reunion.nodes if arranged.reunion is not None else frozenset()
         self.peers = {
             node: Peer(
-                node, sock, node in arranged.apart, node in keeps, arranged.outlets.get(node), arranged.inlets.get(node)
+                node,
+                sock,
+                node in arranged.apart,
+                node in keeps,
+                arranged.outlets.get(node),
+                arranged.inlets.get(node),
+                arranged.pids.get(node),
             )
             for node, sock in connections.items()
         }

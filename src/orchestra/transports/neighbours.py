@@ -28,6 +28,7 @@ class Arrangement:
     apart: frozenset[int] = frozenset()  # nodes of other machines
     outlets: dict[int, Outlet] = field(default_factory=dict)  # memory in which nodes of this machine find messages
     inlets: dict[int, mmap.mmap] = field(default_factory=dict)  # and in which theirs are found
+    pids: dict[int, int] = field(default_factory=dict)  # of the latter
 
 
 def arrange(
@@ -75,7 +76,8 @@ def _agree(
     if door is not None:
         invitations = {node: found for node in apart if (found := _read(offers[node].get("door"))) is not None}
         reunion = Reunion(rank, token, door, invitations, words, grace)
-    return Arrangement(reunion, apart, outlets, inlets)
+    pids = {node: int(offers[node]["ring"]["process"]) for node in inlets}
+    return Arrangement(reunion, apart, outlets, inlets, pids)
 
 
 def _read(door: Any) -> Invitation | None:

@@ -20,6 +20,7 @@ from typing import Any
 _MOST = 64 << 20  # bytes; only those that were ever used are there
 _LEAST = 4096  # bytes: shorter bodies go with their header
 _SECRET = 16
+_FIRST = 24  # where the first body goes; between the two, what the sender does: `orchestra.transports.memory.WAITING`
 
 
 @dataclass
@@ -29,13 +30,13 @@ class Outlet:
     memory: mmap.mmap
     descriptor: int
     secret: bytes
-    _head: int = _SECRET  # where the next body goes
+    _head: int = _FIRST  # where the next body goes
     _held: deque[tuple[int, int, int]] = field(default_factory=deque)  # messages not known to have been read: where
 
     @classmethod
     def make(cls, longest: int) -> Outlet | None:
         """A new ring, for bodies up to so many bytes; None where there can be none."""
-        size = _SECRET + min(_MOST, 4 * longest)
+        size = _FIRST + min(_MOST, 4 * longest)
         try:
             descriptor = os.memfd_create("orchestra")
             os.ftruncate(descriptor, size)
@@ -59,7 +60,7 @@ class Outlet:
         length, size = len(body), len(self.memory)
         if length < _LEAST:
             return None
-        start = self._head if self._head + length <= size else _SECRET
+        start = self._head if self._head + length <= size else _FIRST
         stop = start + length
         if stop > size or any(first < stop and start < last for _, first, last in self._held):
             return None
@@ -73,7 +74,11 @@ class Outlet:
         while self._held and self._held[0][0] < heard:
             self._held.popleft()
         if not self._held:
-            self._head = _SECRET  # what was used before is still warm
+            self._head = _FIRST  # what was used before is still warm
+
+    def mark(self, doing: int) -> None:
+        """Let the other node see whether this one waits."""
+        self.memory[_SECRET] = doing
 
     def close(self) -> None:
         """Nothing more is to be sent."""
@@ -94,6 +99,11 @@ def enter(invitation: dict[str, Any]) -> mmap.mmap | None:
         return memory
     memory.close()
     return None
+
+
+def mark_of(memory: mmap.mmap) -> int:
+    """What the sender does, as it says in its ring."""
+    return int(memory[_SECRET])
 
 
 def machine() -> str:
