@@ -218,7 +218,8 @@ class _Training:
 
     def _carry_out(self, job: Job, scorer: Scorer, resumed_at: float) -> Result:
         given = self.given
-        doubts = cautions.say(*self.doubts, cautions.about_shards(job.shards, given.partition))
+        found = (*self.doubts, cautions.about_shards(job.shards, given.partition))
+        doubts = cautions.say(*found) if given.cluster.trains else []
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
         order = Order(

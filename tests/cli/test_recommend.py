@@ -22,7 +22,7 @@ from orchestra.cli.options import Options
 from orchestra.cli.recommend import Advice, Ladder, _scaled
 from orchestra.cli.table import Row
 from orchestra.errors import ConfigError
-from orchestra.report import story
+from orchestra.report import escaping, story
 from orchestra.strategies import STRATEGIES, Hogwild
 
 
@@ -122,7 +122,7 @@ def test_who_left_with_one_good_seed_is_not_ranked_before_those_who_stayed(
     assert [entry["strategy"] for entry in record["rows"]] == ["localsgd", "slowmo", "allreduce", "ps"]
     table = (tmp_path / "table.md").read_text()
     assert [line.split()[1] for line in table.splitlines() if line.startswith("| ")][2:] == ["localsgd", "slowmo"]
-    assert " ".join(record["advice"]) in table
+    assert escaping.markdown(" ".join(record["advice"])) in table
     assert "allreduce reached" not in table
     assert "- allreduce: 2.5 s (1 seed)\n- ps: did not reach the target, accuracy 0.8 (1 seed)" in table
     assert "allreduce took 1.25 times as long (one pair of runs: too little for an interval)" in table
