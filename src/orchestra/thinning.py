@@ -20,7 +20,6 @@ import json
 import math
 import os
 from array import array
-from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -78,12 +77,13 @@ def rewrite(path: Path, most: int) -> IO[bytes]:
 
     Raises an OSError, and leaves the old file as it is, if there is no room.
     """
-    kept, barriers = _choose(path, most // 2)
+    found = _Found(path)
+    stay = found.choose(most // 2)
     draft = path.with_name(path.name + ".tmp")
     draft.unlink(missing_ok=True)
     file = draft.open("ab", buffering=0)
     try:
-        for lines in _batches(_thinned(path, kept, barriers)):
+        for lines in _batches(_thinned(path, found, stay)):
             text = "".join(lines).encode()
             if file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(draft))
@@ -101,62 +101,74 @@ def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
         yield some
 
 
-def _events(path: Path) -> Iterator[tuple[str, Record]]:
-    """The lines of a file that are events, and what they say."""
+def _records(path: Path) -> Iterator[Record | None]:
+    """What each line of a file says; None if that is no event."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for lines in _batches(iter(file)):
             found = records(lines)
             if len(found) < len(lines):  # some are damaged
-                pairs = [(line, record) for line in lines for record in records([line])]
-            else:
-                pairs = list(zip(lines, found, strict=True))
-            for line, record in pairs:
-                if isinstance(record, dict) and isinstance(record.get("t"), int | float):
-                    yield line, record
+                found = [next(iter(records([line])), None) for line in lines]
+            for record in found:
+                sensible = isinstance(record, dict) and isinstance(record.get("t"), int | float)
+                yield record if sensible else None
 
 
-class _Keys:
-    """Which series an event belongs to."""
+# Which events stay.
 
-    def __init__(self) -> None:
-        self._names: set[str] = set()
+_NO_EVENT, _SUMS = -1, -2
 
-    def of(self, record: Record) -> Key:
+
+class _Found:
+    """The lines of a file: to which series each belongs, its time and its value."""
+
+    def __init__(self, path: Path) -> None:
+        self.keys: dict[Key, int] = {}
+        self.series, self.t, self.value = array("i"), array("d"), array("d")
+        self.sums: list[Record] = []  # what earlier lines `thinned` say, in order
+        self.node: Any = None
+        self.bytes = path.stat().st_size
+        for record in _records(path):
+            self._note(record)
+
+    def _note(self, record: Record | None) -> None:
+        kind = _NO_EVENT
+        if record is not None and record.get("event") == "thinned":
+            kind = _SUMS
+            self.sums.append(record)
+        elif record is not None:
+            kind = self.keys.setdefault(self._key(record), len(self.keys))
+            self.node = record.get("node")
+        value = None if record is None else record.get("value")
+        self.series.append(kind)
+        self.t.append(0.0 if record is None else record["t"])
+        self.value.append(value if isinstance(value, int | float) else math.nan)
+
+    def _key(self, record: Record) -> Key:
         """Steps are one series, whether sampled before or not."""
         kind = str(record.get("event"))
         if kind != "logged":
             return ("stepped" if kind == "sampled" else kind, "")
         name = str(record.get("name"))
-        if name not in self._names and len(self._names) >= _NAMES:
-            return kind, ""
-        self._names.add(name)
-        return kind, name
+        return (kind, name) if (kind, name) in self.keys or len(self.keys) < _NAMES else (kind, "")
 
+    def choose(self, most: int) -> npt.NDArray[np.bool_]:
+        """Which lines stay, in about so many bytes: every line counts as long as the mean."""
+        series, t, samples = np.array(self.series), np.array(self.t), _MOST
+        rows = [np.flatnonzero(series == i) for i in range(len(self.keys))]
+        room = most * len(series) / max(1, self.bytes)
+        while True:
+            stay = np.zeros(len(series), dtype=np.bool_)
+            for mine in rows:
+                stay[mine] = _stay(t[mine], samples)
+            if stay.sum() <= room or samples <= _LEAST:
+                return stay
+            samples //= 2
 
-# Which events stay.
-
-
-def _choose(path: Path, most: int) -> tuple[dict[Key, npt.NDArray[np.bool_]], set[int]]:
-    """Of each series, which events stay; and after how many events of the file each of the last checkpoints came."""
-    times: dict[Key, array[float]] = {}
-    size: dict[Key, int] = {}
-    saved: deque[int] = deque(maxlen=_KEPT_APART)
-    keys = _Keys()
-    for count, (line, record) in enumerate(_events(path), 1):
-        key = keys.of(record)
-        times.setdefault(key, array("d")).append(record["t"])
-        size[key] = size.get(key, 0) + len(line)
-        if key[0] == "saved":
-            saved.append(count)
-    times.pop(("thinned", ""), None)
-    columns = {key: np.array(column) for key, column in times.items()}
-    samples = _MOST
-    while True:
-        kept = {key: _stay(column, samples) for key, column in columns.items()}
-        bytes_left = sum(size[key] * int(flags.sum()) / len(flags) for key, flags in kept.items())
-        if bytes_left <= most or samples <= _LEAST:
-            return kept, set(saved)
-        samples //= 2
+    def barriers(self) -> set[int]:
+        """The lines of the last checkpoints."""
+        saved = self.keys.get(("saved", ""))
+        lines = [i for i, kind in enumerate(self.series) if kind == saved] if saved is not None else []
+        return {*lines[-_KEPT_APART:]}
 
 
 def _stay(t: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.bool_]:
@@ -178,38 +190,38 @@ def _stay(t: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.bool_]:
 # What is written.
 
 
-def _thinned(path: Path, kept: dict[Key, npt.NDArray[np.bool_]], barriers: set[int]) -> Iterator[str]:
+def _thinned(path: Path, found: _Found, stay: npt.NDArray[np.bool_]) -> Iterator[str]:
     """The lines that stay, and the sums of those that do not."""
-    keys, sums, place = _Keys(), _Sums(), dict.fromkeys(kept, 0)
+    sums, earlier, barriers, keys = _Sums(found.node), iter(found.sums), found.barriers(), [*found.keys]
+    steps = found.keys.get(("stepped", ""), _NO_EVENT - 2)
     before, there = 0.0, True  # when the step before was, and whether it stays
-    for count, (line, record) in enumerate(_events(path), 1):
-        key = keys.of(record)
-        if key not in kept:  # one of these lines
-            sums.absorb(record)
-            continue
-        stays = bool(kept[key][place[key]])
-        place[key] += 1
-        if key[0] == "stepped":
-            if record["event"] == "stepped" and not (stays and there):
-                sums.took(record["t"] - before)
-                line = line.replace('"stepped"', '"sampled"', 1)
-            before, there = record["t"], stays
-        if not stays:
-            sums.add(key[0], record)
-        if count in barriers:
-            yield from sums.told()
-            sums = _Sums()
-        if stays:
-            yield line if line.endswith("\n") else line + "\n"
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for i, (line, series, stays) in enumerate(zip(file, found.series, stay.tolist(), strict=False)):
+            if series < 0:
+                if series == _SUMS:
+                    sums.absorb(next(earlier))
+                continue
+            t = found.t[i]
+            if series == steps:
+                if '"stepped"' in line[:32] and not (stays and there):
+                    sums.took(t - before)
+                    line = line.replace('"stepped"', '"sampled"', 1)
+                before, there = t, stays
+            if not stays:
+                sums.add(*keys[series], t, found.value[i])
+            if i in barriers:
+                yield from sums.told()
+                sums = _Sums(found.node)
+            if stays:
+                yield line if line.endswith("\n") else line + "\n"
     yield from sums.told()
 
 
 class _Sums:
     """What is left of events that were dropped."""
 
-    def __init__(self) -> None:
-        self.t = 0.0
-        self.node: Any = None
+    def __init__(self, node: Any) -> None:
+        self.t, self.node = 0.0, node
         self.dropped: dict[str, int] = {}
         self.said: dict[str, Record] = {}
         self.times: dict[str, int] = {}
@@ -224,20 +236,19 @@ class _Sums:
         """Count the duration of a step."""
         _count(self.times, str(bar_of(seconds)), 1)
 
-    def add(self, kind: str, record: Record) -> None:
+    def add(self, kind: str, name: str, t: float, value: float) -> None:
         """Drop an event."""
-        self.t, self.node = max(self.t, record["t"]), record.get("node")
+        self.t = max(self.t, t)
         _count(self.dropped, kind, 1)
         if kind == "logged":
-            value = record.get("value")
-            number = value if isinstance(value, int | float) and math.isfinite(value) else 0.0
+            number = value if math.isfinite(value) else 0.0
             bars = {str(int(number)): 1} if number == value and number == int(number) else {}
-            self._say(str(record.get("name")), {"count": 1, "sum": number, "values": bars})
+            self._say(name, {"count": 1, "sum": number, "values": bars})
 
     def absorb(self, record: Record) -> None:
         """Take in a line of before."""
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged one
-            self.t, self.node = max(self.t, record["t"]), record["node"]
+            self.t = max(self.t, record["t"])
             for kind, count in record["dropped"].items():
                 _count(self.dropped, kind, int(count))
             for bar, count in record["times"].items():

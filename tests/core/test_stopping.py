@@ -159,8 +159,8 @@ def test_ctrl_c_in_the_very_last_step_is_too_late(tmp_path: Path, monkeypatch: p
     found: list[int] = []
     put_together = snapshot.parts
 
-    def look(folder: Path) -> list[snapshot.Part]:
-        parts = put_together(folder)
+    def look(folder: Path, *elsewhere: Path) -> list[snapshot.Part]:
+        parts = put_together(folder, *elsewhere)
         found.append(len(parts))
         return parts
 
