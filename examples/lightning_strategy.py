@@ -30,7 +30,7 @@ class OrchestraStrategy(SingleDeviceStrategy):
     def __init__(self, strategy="allreduce", *, device="cpu", seed=0, **given):
         super().__init__(device=device)
         self._given = {"strategy": strategy, "seed": seed, **given}
-        self._prepared = None
+        self._prepared, self._finished = None, False
 
     def setup(self, trainer):
         super().setup(trainer)
@@ -60,6 +60,7 @@ class OrchestraStrategy(SingleDeviceStrategy):
     def on_train_end(self):
         """All workers have the model of the strategy from here on."""
         self._prepared.finish()
+        self._finished = True
 
     @property
     def is_global_zero(self):
@@ -67,9 +68,12 @@ class OrchestraStrategy(SingleDeviceStrategy):
         return self._prepared is None or self.seat.is_home
 
     def reduce(self, tensor, *args, **kwargs):
-        """The mean over the workers, for `self.log(..., sync_dist=True)`."""
-        training = self._prepared is not None and self.lightning_module.trainer.training
-        return torch.as_tensor(self.seat.mean(tensor)) if training else tensor
+        """The mean over the workers, for `self.log(..., sync_dist=True)`, in training and in validation during it.
+
+        So a scheduler that monitors a validation loss sees the same on every worker. After training all have one model.
+        """
+        together = self._prepared is not None and not self._finished
+        return torch.as_tensor(self.seat.mean(tensor)) if together else tensor
 
 
 class Digits(pl.LightningModule):

@@ -31,7 +31,10 @@ class Told:
         self._step, self._rates = 0, list[float]()  # in force in the last step
 
     def before_step(self, step: int, gradients: Sequence[Tensor], rates: list[float]) -> None:
-        """Tell of the gradient, if it is the first, and of the learning rates in this step, if they must be equal."""
+        """Tell of the gradient, if it is the first, and of the learning rates in this step, if they must be equal.
+
+        Without gradients there is nothing to tell: the samples are known to be this worker's own.
+        """
         if self._first and (checksum := _checksum(gradients)) is not None:
             self._first = False
             self._say({"kind": "gradient", "checksum": checksum})

@@ -118,6 +118,7 @@ class Prepared(optim.Optimizer):
                 message = "was frozen when orchestra.prepare was called, and has a gradient now: thaw it before"
                 raise ConfigError([Problem("model", tuple(p.shape), message)])
         self._replica.require_in_place()
+        shared = self._fetched > 0  # the samples are of the loader that was shared out, so others have others
         size = self._fetched or self._usual if samples is None else samples
         self._usual, self._fetched = (self._fetched or self._usual), 0
         if self.orchestra.tells_servers:
@@ -125,8 +126,8 @@ class Prepared(optim.Optimizer):
         vars(self._inner)["_opt_called"] = True  # schedulers look for it, also where only a server's optimizer steps
         loss = loss.detach() if isinstance(loss, Tensor) else loss
         size = size if self._usable() else 0
-        grads = [p.grad for p in self._replica.parameters if p.grad is not None]
-        self.orchestra.before_step(grads if size else (), self.param_groups)
+        grads = [] if shared or not size else [p.grad for p in self._replica.parameters if p.grad is not None]
+        self.orchestra.before_step(grads, self.param_groups)
         self._player.step(size, None if loss is None else float(loss))
         self._player.life.node.clip = None
         return value

@@ -33,7 +33,8 @@ def problems_of(model: nn.Module, workers: int) -> Iterator[Problem]:
 
 def refuse_caller() -> None:
     """Raise if the model is called by a DistributedDataParallel wrapper."""
-    if (wrapper := DistributedDataParallel._active_ddp_module) is not None:
+    wrapper = DistributedDataParallel._active_ddp_module  # set by the wrapper for as long as it calls its module
+    if wrapper is not None:
         refuse([_wrapped(wrapper, "")])
 
 
