@@ -42,6 +42,8 @@ class Seat:
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
         company.shares_loader = loader is not None
+        if self._life.job.workers + self._life.job.servers > 1:
+            EARLIER.begin(self._life.job.strategy)
         self.hook: RemovableHandle | None = None  # on the model
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
