@@ -40,7 +40,6 @@ from orchestra.job import Job
 from orchestra.launch.party import Party
 from orchestra.loop.asked import Asked
 from orchestra.loop.company import Company
-from orchestra.loop.earlier import EARLIER
 from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import interrupted, tell_in_short
 from orchestra.loop.loader import Loader
@@ -234,8 +233,6 @@ def _take_part(
     )  # fmt: skip
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     player = Player(life, feed, replica)
-    if job.workers + job.servers > 1:
-        EARLIER.begin(asked.strategy)
     company.go_in_step(lambda: node.steps if life.in_step else None)
     seat = Seat(player, company, folder, asked.model, shared)
     seat.hooks += [asked.model.register_forward_pre_hook(_Begins(player)), refuse_later(asked.model, asked.workers)]

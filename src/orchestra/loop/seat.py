@@ -46,6 +46,8 @@ class Seat:
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
         company.shares_loader = loader is not None
+        if self._life.job.workers + self._life.job.servers > 1:
+            EARLIER.begin(self._life.job.strategy)
         self.hooks: list[RemovableHandle] = []  # on the model
         self._told = Told(company.tell_home) if self.workers > 1 else None
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
