@@ -70,7 +70,8 @@ class Inner:
         self._schedule = schedule
         self._clip = clip
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._scale = 1.0
+        self._scales = [1.0 for _ in self._base]  # factors on the rates of the groups
+        self._momentum: float | None = None  # in place of the optimizer's own, if it was set
         self._lent = False  # somebody else sets the learning rate: it is scaled for the moment of a step only
 
     @classmethod
@@ -84,7 +85,7 @@ class Inner:
     def lr(self) -> float:
         """The learning rate in force."""
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return rate * self._scale if self._lent else rate
+        return rate * self._scales[0] if self._lent else rate
 
     def _fuse(self) -> None:
         """Use torch's fused kernels, which pass over memory once, unless the user chose otherwise."""
@@ -108,17 +109,21 @@ class Inner:
         if self._alike:
             yield slice(None), self.lr
             return
-        scale = self._scale if self._lent else 1.0
-        by_layer = {p: float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
+        scaled = zip(self.optimizer.param_groups, self._scales, strict=True)
+        rates = [(group["params"], float(group["lr"]) * (scale if self._lent else 1.0)) for group, scale in scaled]
+        by_layer = {p: rate for layers, rate in rates for p in layers}
         start = 0
         for p in self._layers:
             yield slice(start, start := start + p.numel()), by_layer.get(p, 0.0)
 
     def follow(self, name: str, first: int, values: Sequence[Any]) -> None:
         """Go on with what a schedule elsewhere says of the groups from `first` on: learning rates, momenta, ..."""
-        for group, value in zip(self.optimizer.param_groups[first:], values, strict=False):
+        if name == "momentum" and self._momentum is not None:
+            return
+        followers = zip(self.optimizer.param_groups[first:], self._scales[first:], values, strict=False)
+        for group, scale, value in followers:
             if name in groups.settings(group):  # schedules keep things of their own there, too
-                group[name] = value * self._scale if name == "lr" else value
+                group[name] = value * scale if name == "lr" else value
 
     def step(self, g: Tensor) -> None:
         """One update with gradient g, clipped in place if asked for; a layer's is its range of g."""
@@ -129,21 +134,25 @@ class Inner:
             self._flat.grad = g
         else:
             self._hand_out(g)
-        if self._lent and self._scale != 1:
+        if self._lent and (self._momentum is not None or any(scale != 1 for scale in self._scales)):
             self._step_scaled()
         else:
             self.optimizer.step()
 
     def _step_scaled(self) -> None:
         groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
+        before = [(group["lr"], group.get("momentum")) for group in groups]
         try:
-            for group in groups:
-                group["lr"] = group["lr"] * self._scale
+            for group, scale in zip(groups, self._scales, strict=True):
+                group["lr"] = group["lr"] * scale
+                if group.get("momentum") and self._momentum is not None:
+                    group["momentum"] = self._momentum
             self.optimizer.step()
         finally:
-            for group, rate in zip(groups, rates, strict=True):
+            for group, (rate, momentum) in zip(groups, before, strict=True):
                 group["lr"] = rate
+                if momentum is not None:
+                    group["momentum"] = momentum
 
     def _hand_out(self, g: Tensor) -> None:
         """Let every layer's gradient be its part of g, whoever filled it."""
@@ -180,10 +189,32 @@ class Inner:
 
     def rescale(self, factor: float) -> None:
         """Multiply the learning rate, now and wherever a schedule takes it."""
-        self._scale *= factor
+        self._scales = [scale * factor for scale in self._scales]
         self._base = [base * factor for base in self._base]
         for group in () if self._lent else self.optimizer.param_groups:
             group["lr"] *= factor
+
+    @property
+    def momentum(self) -> float | None:
+        """μ in force, in the first group; None if the optimizer has none."""
+        own = self.optimizer.param_groups[0].get("momentum")
+        return self._momentum if own and self._momentum is not None else own
+
+    def set_momentum(self, momentum: float, *, power: float = 0.0) -> None:
+        """Use another μ in every group that has one, and γ ((1 − μ')/(1 − μ))^power as its rate.
+
+        v ← μ v + g adds g to x 1/(1 − μ) times in the end: power 1 keeps that, 0 keeps γ. Nothing changes where μ is
+        zero or missing: Adam's β₁ is the weight of a mean, which has no such factor.
+        """
+        for i, group in enumerate(self.optimizer.param_groups):
+            if own := group.get("momentum"):
+                factor = (_gain(group, own) / _gain(group, momentum)) ** power
+                self._scales[i] *= factor
+                self._base[i] *= factor
+                if not self._lent:
+                    group["lr"] *= factor
+                    group["momentum"] = momentum
+        self._momentum = momentum
 
     def outline(self) -> dict[str, Any]:
         """What the optimizer keeps beside `vectors`, and what those are called, as JSON can hold it."""
@@ -204,16 +235,23 @@ class Inner:
 
     def state(self) -> dict[str, Any]:
         """All that changes, for a checkpoint."""
-        return {"optimizer": self.optimizer.state_dict(), "scale": self._scale}
+        return {"optimizer": self.optimizer.state_dict(), "scales": self._scales, "momentum": self._momentum}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to a saved state."""
-        self.rescale(state["scale"] / self._scale)
+        factors = [after / before for after, before in zip(state["scales"], self._scales, strict=True)]
+        self._base = [base * factor for base, factor in zip(self._base, factors, strict=True)]
+        self._scales, self._momentum = list(state["scales"]), state["momentum"]
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 _VECTOR = "vector"
 _FIRST = ("momentum_buffer", "exp_avg")  # what torch calls first moments
+
+
+def _gain(group: dict[str, Any], momentum: float) -> float:
+    """How often a gradient is added to x in the end, in units of γ; torch ignores the dampening if μ is zero."""
+    return (1 - group.get("dampening", 0) if momentum else 1) / (1 - momentum)
 
 
 def _outline(value: Any) -> Any:

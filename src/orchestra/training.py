@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 import orchestra
 import orchestra.budget as budgets
 from orchestra import (
+    advice,
     alive,
     checkpoint,
     environment,
@@ -184,6 +185,7 @@ class _Training:
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
         self.folder = Path(given.out) if given.out is not None else _new_folder(expression.show(self.strategy))
         self.saved: checkpoint.Saved | None = None
+        self.advice = advice.before(self.given, self.strategy, self.module)
 
     # The run.
 
@@ -361,6 +363,7 @@ class _Training:
         shutil.rmtree(self.folder / FINAL)
         if not self.given.keep_snapshots:
             shutil.rmtree(self.folder / "snapshots", ignore_errors=True)
+        how.warnings[:0] = self.advice
         ending = {"stopped_by": how.stopped_by, "warnings": how.warnings}
         checkpoint.write_text(self.folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(self.folder)

@@ -33,6 +33,11 @@ class SSP(OnRequest):
 
     staleness: int = knob(3, "s: steps that a worker may be ahead of the slowest", least=0)
 
+    @property
+    def stale(self) -> bool:
+        """Unless no worker may be ahead."""
+        return self.staleness > 0
+
     def take(self, at: Service, push: Message) -> None:
         """Apply its share at once."""
         whole = Push(push.source, push.x, push.version, push.weight, push.stamp.clock)

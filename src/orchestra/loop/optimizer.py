@@ -181,7 +181,7 @@ class Prepared(optim.Optimizer):
             "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
             "counts": [node.steps, node.samples, node.skipped],
             "position": self.orchestra.position(),
-            "scale": node.inner.state()["scale"],
+            "pace": {name: node.inner.state()[name] for name in ("scales", "momentum")},
             "rng": node.rng.get_state(),
         }
         return self._inner.state_dict() | {_OURS: ours}
@@ -200,7 +200,7 @@ class Prepared(optim.Optimizer):
                 message = "Every worker saves and loads its own, with the same strategy and as many workers."
                 raise CheckpointError(f"{key} is {value!r} here and was {saved[key]!r} when this was saved. {message}")
         self._player.drop()
-        node.inner.restore({"optimizer": plain, "scale": saved["scale"]})
+        node.inner.restore({"optimizer": plain, **saved["pace"]})
         if life.state is not None:
             checkpoint.restore_into(life.state, checkpoint.fill(saved["structure"], saved["tensors"]))
             life.job.strategy.attach(node, life.state)

@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 import orchestra
-from orchestra import checkpoint, expression, fingerprint, overrides, run
+from orchestra import advice, checkpoint, expression, fingerprint, overrides, run
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
 from orchestra.environment import is_member
@@ -232,6 +232,8 @@ def _take_part(
     player = Player(life, feed, replica)
     company.go_in_step(lambda: node.steps if life.in_step else None)
     seat = Seat(player, company, folder, asked.model, shared)
+    if seat.is_home:
+        seat.warnings += advice.say(advice.of_momentum(asked.strategy, asked.optimizer, job.workers))
     seat.hook = asked.model.register_forward_pre_hook(_Begins(player))
     made = Prepared(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
     if shared is not None:

@@ -41,6 +41,7 @@ class Seat:
         self._module, self._loader = module, loader
         self._life, self._node = player.life, player.life.node
         self.hook: RemovableHandle | None = None  # on the model
+        self.warnings: list[str] = []  # for the run folder
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
     @property
@@ -166,7 +167,7 @@ class Seat:
         self._folder.collect()
         folder = self._life.job.run
         snapshot.export(self._module, folder / "model.safetensors")
-        ending = {"stopped_by": "loop", "warnings": []}
+        ending = {"stopped_by": "loop", "warnings": self.warnings}
         checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
         facts = facts_of(folder)
         checkpoint.write_text(folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
