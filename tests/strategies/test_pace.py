@@ -28,9 +28,8 @@ def rates(run: Path) -> list[float]:
     return [e.lr for e in events(run, 0) if isinstance(e, Stepped)]
 
 
-def values(run: Path, node: int) -> tuple[list[float], list[float]]:
-    momenta, rate = (logged(run, node, f"{name} after the switch") for name in ("momentum", "rate"))
-    return [e.value for e in momenta], [e.value for e in rate]
+def values(run: Path, node: int) -> list[float]:
+    return [e.value for name in ("momentum", "rate") for e in logged(run, node, f"{name} after the switch")]
 
 
 @every_world
@@ -40,7 +39,7 @@ def test_after_the_switch_there_is_no_momentum_and_a_rate_between(cluster: Any, 
     rate = LR / WORKERS * ROOT
     assert rates(tmp_path) == pytest.approx([LR, rate, rate, rate])
     for node in range(WORKERS + 1):
-        assert values(tmp_path, node) == ([0.0], [pytest.approx(rate)])
+        assert values(tmp_path, node) == pytest.approx([0.0, rate])
     assert result.summary.afterwards == {"momentum": 0.0, "rate": pytest.approx(rate)}
     assert f"to momentum 0 and rate {rate:.4g}" in describe(tmp_path, result.summary)
 
@@ -70,7 +69,7 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert [outcome.value for outcome in workers] == [{(LR, 0.9)}] * 2, workers
     assert server.value == 0, server.error
     for node in range(3):
-        assert values(tmp_path / "run", node) == ([0.0], [pytest.approx(LR / 2 * ROOT)])
+        assert values(tmp_path / "run", node) == pytest.approx([0.0, LR / 2 * ROOT])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_a_resumed_run_goes_on_with_what_was_set(tmp_path: Path) -> None:
 
 def two_groups(params: Any, **more: Any) -> torch.optim.SGD:
     first, second = params
-    groups = [{"params": [first]}, {"params": [second], "lr": 0.1, "momentum": 0.99}]
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 0.1, "momentum": 0.99}]
     return torch.optim.SGD(groups, lr=0.4, momentum=0.75, **more)
 
 
@@ -172,4 +171,4 @@ def test_it_is_saved_and_restored() -> None:
     again.restore(inner.state())
     for each in (inner, again):
         each.set_progress(1.0)
-        assert (each.lr, each.momentum) == (pytest.approx(1.0), 0.0)
+        assert [each.lr, each.momentum] == pytest.approx([1.0, 0.0])

@@ -127,8 +127,8 @@ class StrategySwitch(Phases):
 
     def _begin_anew(self, node: Node, s: SwitchState) -> None:
         workers = left = len(node.comm.workers)
-        for momentum in node.inner.first_moments() if self.momenta == "scale" else ():
-            momentum.div_(workers)
+        for v in node.inner.first_moments() if self.momenta == "scale" else ():
+            v.div_(workers)
         if self.promote:
             node.retire(self.then.servers)
             left = len(node.comm.workers)
