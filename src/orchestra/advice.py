@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advice before a run starts, where it can go on but will probably not train well.
 
-momentum    gradients that are stale when a server applies them, and a momentum of 0.9 or more. On a curvature c a
-rate γ is stable for γ c ≤ 2 (1 + μ) if gradients are fresh. If they are s updates old, γ c may be
-(1 − μ) 1.3/s or so: momentum makes the limit smaller where it made it larger.
+Momentum of 0.9 or more, where a server applies gradients that are stale: the two together swing with hardly any
+damping, until noise throws the model out (see strategies/strategy_switch.py). Without momentum and with γ/(1 − μ),
+divided by N where each gradient is an update, x moves as far and the swing is damped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def of_momentum(strategy: Strategy[Any], optimizer: optim.Optimizer, workers: in
         own = group.get("momentum") or 0.0
         for part, momentum, given in _parts(strategy, own, workers):
             if part.stale and workers > 1 and momentum >= _LARGE:
-                rate = group["lr"] / (1 - momentum) ** 0.5 / part.updates(workers)
+                rate = group["lr"] / (1 - momentum) / part.updates(workers)
                 remedy = "momentum=0 in the strategy" if given else f"momentum=0 and lr={rate:.2g} in the optimizer"
                 yield (
                     f"{type(part).__name__} applies gradients that are several updates old, and momentum "

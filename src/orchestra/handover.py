@@ -97,11 +97,11 @@ def at_server(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bo
 def set_pace(node: Node, momentum: float | None, scale: float, *, told: bool) -> None:
     """Go on with this momentum (None: as before) and `scale` times the rate, and log both if either may have changed.
 
-    A rate that was not `told` by the user also makes up for part of the change of the momentum.
+    A rate that was not `told` by the user also makes up for the change of the momentum.
     """
     inner = node.inner
     if momentum is not None:
-        inner.set_momentum(momentum, power=0.0 if told else 0.5)
+        inner.set_momentum(momentum, keep=not told)
     inner.rescale(scale)
     if momentum is None and scale == 1:
         return

@@ -200,15 +200,15 @@ class Inner:
         own = self.optimizer.param_groups[0].get("momentum")
         return self._momentum if own and self._momentum is not None else own
 
-    def set_momentum(self, momentum: float, *, power: float = 0.0) -> None:
-        """Use another μ in every group that has one, and γ ((1 − μ')/(1 − μ))^power as its rate.
+    def set_momentum(self, momentum: float, *, keep: bool) -> None:
+        """Use another μ in every group that has one; `keep` γ/(1 − μ), or else γ.
 
-        v ← μ v + g adds g to x 1/(1 − μ) times in the end: power 1 keeps that, 0 keeps γ. Nothing changes where μ is
-        zero or missing: Adam's β₁ is the weight of a mean, which has no such factor.
+        v ← μ v + g adds g to x 1/(1 − μ) times in the end. Nothing changes where μ is zero or missing: Adam's β₁ is
+        the weight of a mean, which has no such factor.
         """
         for i, group in enumerate(self.optimizer.param_groups):
             if own := group.get("momentum"):
-                factor = (_gain(group, own) / _gain(group, momentum)) ** power
+                factor = _gain(group, own) / _gain(group, momentum) if keep else 1.0
                 self._scales[i] *= factor
                 self._base[i] *= factor
                 if not self._lent:

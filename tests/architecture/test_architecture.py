@@ -63,6 +63,7 @@ def test_there_is_something_to_look_at() -> None:
 
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
+    "advice": {"phases", "replica", "request", "strategy"},
     "alive": set[str](),
     "board": set[str](),
     "environment": {"errors"},
@@ -114,6 +115,7 @@ MAY_KNOW = {
         "vectors",
     },
     "training": {
+        "advice",
         "alive",
         "attached",
         "environment",
@@ -141,6 +143,7 @@ MAY_KNOW = {
         "strategy",
     },  # no world by name
     "loop": {
+        "advice",
         "alive",
         "attached",
         "board",

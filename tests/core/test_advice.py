@@ -59,8 +59,8 @@ def test_less_momentum_adam_and_one_worker_are_fine() -> None:
 
 
 def test_the_remedy_is_what_a_switch_would_do() -> None:
-    """γ √10 / N: what `StrategySwitch` goes on with."""
-    assert "Use momentum=0 and lr=0.021 in the optimizer, or" in said(ASYNC)[0]
+    """γ/(1 − μ)/N: what `StrategySwitch` goes on with."""
+    assert "Use momentum=0 and lr=0.067 in the optimizer, or" in said(ASYNC)[0]
     assert "Use momentum=0 in the strategy, or" in said("switch(momentum=0.95)")[0]
 
 

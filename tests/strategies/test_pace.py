@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from orchestra.cli.summary import describe
 from orchestra.events import Stepped
 from orchestra.inner import Factory, Inner
 
-LR, ROOT = 0.02, math.sqrt(10)  # of `momentum`: γ, and 1/√(1 − μ)
+LR, GAIN = 0.02, 10  # of `momentum`: γ, and 1/(1 − μ)
 
 
 def rates(run: Path) -> list[float]:
@@ -33,10 +32,10 @@ def values(run: Path, node: int) -> list[float]:
 
 
 @every_world
-def test_after_the_switch_there_is_no_momentum_and_a_rate_between(cluster: Any, tmp_path: Path) -> None:
+def test_after_the_switch_a_gradient_moves_x_as_far_without_momentum(cluster: Any, tmp_path: Path) -> None:
     """It is logged by every node, and told in the summary."""
     result = train(StrategySwitch(when=HALF), tmp_path, cluster=cluster, budget=Steps(4), optimizer=momentum)
-    rate = LR / WORKERS * ROOT
+    rate = LR / WORKERS * GAIN
     assert rates(tmp_path) == pytest.approx([LR, rate, rate, rate])
     for node in range(WORKERS + 1):
         assert values(tmp_path, node) == pytest.approx([0.0, rate])
@@ -47,7 +46,7 @@ def test_after_the_switch_there_is_no_momentum_and_a_rate_between(cluster: Any, 
 def test_among_processes_that_were_started_by_others(tmp_path: Path) -> None:
     call = partial(train, StrategySwitch(when=HALF), tmp_path, cluster=Attached(patience=20), budget=Steps(4))
     for outcome in together(WORKERS + 1, lambda: call().summary.afterwards):
-        assert outcome.value == {"momentum": 0.0, "rate": pytest.approx(LR / WORKERS * ROOT)}, outcome.error
+        assert outcome.value == {"momentum": 0.0, "rate": pytest.approx(LR / WORKERS * GAIN)}, outcome.error
 
 
 def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
@@ -69,17 +68,17 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert [outcome.value for outcome in workers] == [{(LR, 0.9)}] * 2, workers
     assert server.value == 0, server.error
     for node in range(3):
-        assert values(tmp_path / "run", node) == pytest.approx([0.0, LR / 2 * ROOT])
+        assert values(tmp_path / "run", node) == pytest.approx([0.0, LR / 2 * GAIN])
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"momentum": 0.9}, (0.9, LR / WORKERS)),
-        ({"momentum": 0.6}, (0.6, LR / WORKERS * 2)),
+        ({"momentum": 0.6}, (0.6, LR / WORKERS * 4)),
         ({"scale": 0.5}, (0.0, LR * 0.5)),
         ({"momentum": 0.5, "scale": 1.0}, (0.5, LR)),
-        ({"momentum": 0.0, "then": ParameterServer()}, (0.0, LR * ROOT)),
+        ({"momentum": 0.0, "then": ParameterServer()}, (0.0, LR * GAIN)),
     ],
     ids=str,
 )
@@ -132,43 +131,43 @@ def two_groups(params: Any, **more: Any) -> torch.optim.SGD:
 
 @pytest.mark.parametrize("lent", [False, True])
 def test_every_group_has_its_own_factor(lent: bool) -> None:
-    """x ← x − γ √((1 − μ')/(1 − μ)) g; an optimizer that is lent stays as it was."""
+    """x ← x − γ/(1 − μ) g; an optimizer that is lent stays as it was."""
     layers = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
     own = two_groups(layers)
     inner = Inner.around(own, layers) if lent else Inner(lambda _: own, torch.empty(0), layers=layers)
     inner.step(torch.ones(4))  # momenta that play no part afterwards
     before = flat(nn.ParameterList(layers)).clone()
-    inner.set_momentum(0.0, power=0.5)
+    inner.set_momentum(0.0, keep=True)
     inner.step(torch.ones(4))
     moved = before - flat(nn.ParameterList(layers))
-    assert moved.tolist() == pytest.approx([0.4 * 2, 0.4 * 2, 0.1 * 10, 0.1 * 10])
-    assert [rate for _, rate in inner.rates()] == pytest.approx([0.8, 1.0])
+    assert moved.tolist() == pytest.approx([0.4 * 4, 0.4 * 4, 0.1 * 100, 0.1 * 100])
+    assert [rate for _, rate in inner.rates()] == pytest.approx([1.6, 10.0])
     assert [group["momentum"] for group in own.param_groups] == ([0.75, 0.99] if lent else [0.0, 0.0])
-    assert [group["lr"] for group in own.param_groups] == pytest.approx([0.4, 0.1] if lent else [0.8, 1.0])
+    assert [group["lr"] for group in own.param_groups] == pytest.approx([0.4, 0.1] if lent else [1.6, 10.0])
 
 
 def test_dampening_counts_where_there_is_momentum() -> None:
     """(1 − d)/(1 − μ) of a gradient is added in the end, and all of it once if μ is zero."""
     inner = Inner(partial(torch.optim.SGD, lr=1.0, momentum=0.5, dampening=0.8), torch.zeros(1))
-    inner.set_momentum(0.0, power=1.0)
+    inner.set_momentum(0.0, keep=True)
     assert inner.lr == pytest.approx(0.4)
 
 
 def test_what_a_schedule_elsewhere_says_of_momentum_is_too_late() -> None:
     inner = Inner(partial(torch.optim.SGD, lr=1.0, momentum=0.75), torch.zeros(1))
-    inner.set_momentum(0.0, power=0.5)
+    inner.set_momentum(0.0, keep=True)
     inner.follow("momentum", 0, [0.9])
     inner.follow("lr", 0, [0.5])
     assert inner.momentum == 0.0
-    assert inner.lr == pytest.approx(1.0)
+    assert inner.lr == pytest.approx(2.0)
 
 
 def test_it_is_saved_and_restored() -> None:
     make = partial(Inner, partial(torch.optim.SGD, lr=1.0, momentum=0.75), schedule=lambda epochs: 1.0 + epochs)
     inner, again = make(torch.zeros(2)), make(torch.zeros(2))
-    inner.set_momentum(0.0, power=0.5)
+    inner.set_momentum(0.0, keep=True)
     inner.rescale(0.25)
     again.restore(inner.state())
     for each in (inner, again):
         each.set_progress(1.0)
-        assert [each.lr, each.momentum] == pytest.approx([1.0, 0.0])
+        assert [each.lr, each.momentum] == pytest.approx([2.0, 0.0])

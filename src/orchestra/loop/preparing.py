@@ -189,7 +189,11 @@ def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
     try:
         folder = Folder(company, transport.exchange, asked.rank, asked.size, asked.out)
         log = _open_log(asked, job, folder.path)
-        return _take_part(asked, replace(job, run=folder.path or Path()), x0, transport, company, folder, log, since)
+        job = replace(job, run=folder.path or Path())
+        made, shared = _take_part(asked, job, x0, transport, company, folder, log, since)
+        if made.orchestra.is_home:
+            made.orchestra.warnings += advice.say(advice.of_momentum(asked.strategy, asked.optimizer, job.workers))
+        return made, shared
     except (OrchestraError, KeyboardInterrupt) as error:
         told = interrupted(error, "before the loop began.") or error
         assert isinstance(told, OrchestraError)
@@ -232,8 +236,6 @@ def _take_part(
     player = Player(life, feed, replica)
     company.go_in_step(lambda: node.steps if life.in_step else None)
     seat = Seat(player, company, folder, asked.model, shared)
-    if seat.is_home:
-        seat.warnings += advice.say(advice.of_momentum(asked.strategy, asked.optimizer, job.workers))
     seat.hook = asked.model.register_forward_pre_hook(_Begins(player))
     made = Prepared(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
     if shared is not None:

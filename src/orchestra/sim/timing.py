@@ -110,7 +110,7 @@ class _Inner:
     def rescale(self, factor: float) -> None:
         """No learning rate."""
 
-    def set_momentum(self, momentum: float, *, power: float = 0.0) -> None:
+    def set_momentum(self, momentum: float, *, keep: bool) -> None:
         """Nothing that it would change."""
 
     def first_moments(self) -> list[Tensor]:
