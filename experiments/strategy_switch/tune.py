@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import Study
-from experiments.strategy_switch.__main__ import ASYNC, LOST, SYNC, measure
+from experiments.strategy_switch.setting import ASYNC, LOST, SYNC, measure
 from orchestra import Strategy
 
 SEEDS = (100, 101, 102)

@@ -10,15 +10,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from orchestra.data.partitions import Dirichlet, Partition
+from orchestra.phases import Phases
 from orchestra.rng import left_alone
+from orchestra.strategy import Strategy
 from orchestra.words import plural
 
 _EXACT = 1e-3  # relative error up to which a loss counts as the sum of the losses of two parts
 _CLEAR = 1e-2  # relative error above which it is not their mean, and relative size above which a part matters
 _NAMED = 8  # workers without samples that are named
+_LARGE = 0.9  # momentum
 
 
 def say(*warnings: str | None) -> list[str]:
@@ -48,6 +51,37 @@ BatchNorm statistics have weight zero. Use a larger alpha, fewer workers, or ano
         f"{which} no samples (partition {partition}): {does} part in the exchange, and {'its' if one else 'their'} "
         f"BatchNorm statistics have weight zero. Use {remedy}, fewer workers, or another seed."
     )
+
+
+def about_momentum(strategy: Strategy[Any], optimizer: optim.Optimizer, workers: int) -> str | None:
+    """Warn about momentum of 0.9 or more where a server applies stale gradients.
+
+    The two together swing with hardly any damping, until noise throws the model out: see `StrategySwitch`. Without
+    momentum and with γ/(1 − μ), divided by N where each gradient is an update, x moves as far and the swing is damped.
+    """
+    for group in optimizer.param_groups if workers > 1 else ():
+        for part, momentum, given in _phases(strategy, group.get("momentum") or 0.0, workers):
+            if part.stale and momentum >= _LARGE:
+                rate = group["lr"] / (1 - momentum) / part.updates(workers)
+                remedy = "momentum=0 in the strategy" if given else f"momentum=0 and lr={rate:.2g} in the optimizer"
+                return (
+                    f"{type(part).__name__} applies gradients that are several updates old, and momentum "
+                    f"{momentum:g} amplifies them: training may collapse, with some seeds and not with others. "
+                    f"Use {remedy}, or a learning rate far below that of allreduce."
+                )
+    return None
+
+
+def _phases(strategy: Strategy[Any], own: float, workers: int) -> Iterator[tuple[Strategy[Any], float, bool]]:
+    """Each strategy that will be in force, its momentum, and whether the strategy was given that."""
+    if not isinstance(strategy, Phases):
+        yield strategy, own, False
+        return
+    yield strategy.first, own, False
+    if strategy.momentum is not None:
+        yield strategy.then, strategy.momentum if own else 0.0, True
+    elif strategy.then.updates(workers) <= strategy.first.updates(workers):  # else there will be no momentum
+        yield strategy.then, own, False
 
 
 def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None:

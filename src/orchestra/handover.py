@@ -97,6 +97,23 @@ def at_server(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bo
     return True
 
 
+def set_pace(node: Node, momentum: float | None, scale: float, *, told: bool) -> None:
+    """Go on with this momentum (None: as before) and `scale` times the rate, and log both if either may have changed.
+
+    A rate that was not `told` by the user also makes up for the change of the momentum.
+    """
+    inner = node.inner
+    if momentum is not None:
+        inner.set_momentum(momentum, keep=not told)
+    inner.rescale(scale)
+    if momentum is None and scale == 1:
+        return
+    inner.set_progress(node.epochs)
+    if inner.momentum is not None:
+        node.log("momentum after the switch", inner.momentum)
+    node.log("rate after the switch", node.lr)
+
+
 def _send(node: Node, to: int, part: slice) -> None:
     outline, vectors = kept.within(node.inner.outline(), part, node.x.numel()), node.inner.vectors()
     text = torch.frombuffer(bytearray(json.dumps(outline).encode()), dtype=torch.uint8)

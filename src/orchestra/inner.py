@@ -83,7 +83,8 @@ class Inner:
         self.draws = not type(self.optimizer).__module__.startswith(("torch.optim.", "orchestra.optimizers."))
         self._schedule = schedule
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._scale = 1.0
+        self._scales = [1.0 for _ in self._base]  # factors on the rates of the groups
+        self._momentum: float | None = None  # in place of the optimizer's own, if it was set
         self._lent = False  # somebody else sets the learning rate: it is scaled for the moment of a step only
 
     @classmethod
@@ -97,7 +98,7 @@ class Inner:
     def lr(self) -> float:
         """The learning rate in force."""
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return rate * self._scale if self._lent else rate
+        return rate * self._scales[0] if self._lent else rate
 
     def _fuse(self) -> None:
         """Use torch's fused kernels, which pass over memory once, unless the user chose otherwise."""
@@ -121,36 +122,44 @@ class Inner:
         if self._alike:
             yield slice(None), self.lr
             return
-        scale = self._scale if self._lent else 1.0
-        by_layer = {p: float(group["lr"]) * scale for group in self.optimizer.param_groups for p in group["params"]}
+        scaled = zip(self.optimizer.param_groups, self._scales, strict=True)
+        rates = [(group["params"], float(group["lr"]) * (scale if self._lent else 1.0)) for group, scale in scaled]
+        by_layer = {p: rate for layers, rate in rates for p in layers}
         start = 0
         for p in self._params:
             yield slice(start, start := start + p.numel()), by_layer.get(p, 0.0)
 
     def follow(self, name: str, first: int, values: Sequence[Any]) -> None:
         """Go on with what a schedule elsewhere says of the groups from `first` on: learning rates, momenta, ..."""
-        for group, value in zip(self.optimizer.param_groups[first:], values, strict=False):
+        if name == "momentum" and self._momentum is not None:
+            return
+        followers = zip(self.optimizer.param_groups[first:], self._scales[first:], values, strict=False)
+        for group, scale, value in followers:
             if name in groups.settings(group):  # schedules keep things of their own there, too
-                group[name] = value * self._scale if name == "lr" else value
+                group[name] = value * scale if name == "lr" else value
 
     def step(self, g: Tensor) -> None:
         """One update with gradient g; layers without a gradient are left alone."""
         self._hand_out(g)
-        if self._lent and self._scale != 1:
+        if self._lent and (self._momentum is not None or any(scale != 1 for scale in self._scales)):
             self._step_scaled()
         else:
             self.optimizer.step()
 
     def _step_scaled(self) -> None:
         groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
+        before = [(group["lr"], group.get("momentum")) for group in groups]
         try:
-            for group in groups:
-                group["lr"] = group["lr"] * self._scale
+            for group, scale in zip(groups, self._scales, strict=True):
+                group["lr"] = group["lr"] * scale
+                if group.get("momentum") and self._momentum is not None:
+                    group["momentum"] = self._momentum
             self.optimizer.step()
         finally:
-            for group, rate in zip(groups, rates, strict=True):
+            for group, (rate, momentum) in zip(groups, before, strict=True):
                 group["lr"] = rate
+                if momentum is not None:
+                    group["momentum"] = momentum
 
     def _hand_out(self, g: Tensor) -> None:
         """Let every parameter's gradient be its part of g, whoever filled it; None if it is absent there."""
@@ -251,10 +260,32 @@ class Inner:
 
     def rescale(self, factor: float) -> None:
         """Multiply the learning rate, now and wherever a schedule takes it."""
-        self._scale *= factor
+        self._scales = [scale * factor for scale in self._scales]
         self._base = [base * factor for base in self._base]
         for group in () if self._lent else self.optimizer.param_groups:
             group["lr"] *= factor
+
+    @property
+    def momentum(self) -> float | None:
+        """μ in force, in the first group; None if the optimizer has none."""
+        own = self.optimizer.param_groups[0].get("momentum")
+        return self._momentum if own and self._momentum is not None else own
+
+    def set_momentum(self, momentum: float, *, keep: bool) -> None:
+        """Use another μ in every group that has one; `keep` γ/(1 − μ), or else γ.
+
+        v ← μ v + g adds g to x 1/(1 − μ) times in the end. Nothing changes where μ is zero or missing: Adam's β₁ is
+        the weight of a mean, which has no such factor.
+        """
+        for i, group in enumerate(self.optimizer.param_groups):
+            if own := group.get("momentum"):
+                factor = _gain(group, own) / _gain(group, momentum) if keep else 1.0
+                self._scales[i] *= factor
+                self._base[i] *= factor
+                if not self._lent:
+                    group["lr"] *= factor
+                    group["momentum"] = momentum
+        self._momentum = momentum
 
     def outline(self) -> dict[str, Any]:
         """What the optimizer keeps beside `vectors`, and what those are called, as JSON can hold it (kept.py)."""
@@ -287,9 +318,12 @@ class Inner:
             found.append(kept.state(words, named, piece))
         return found
 
-    def restore_by_layer(self, states: Sequence[dict[str, Any]], scale: float) -> None:
-        """Go back to what `by_layer` gave, at a scale of the learning rate; the settings of the groups stay."""
-        self.rescale(scale / self._scale)
+    def restore_by_layer(self, states: Sequence[dict[str, Any]], pace: dict[str, Any]) -> None:
+        """Go back to what `by_layer` gave, at the `pace` of then; the other settings of the groups stay."""
+        for group, factor in zip(self.optimizer.param_groups, self._set_pace(pace), strict=True):
+            group["lr"] *= factor
+            if group.get("momentum") and self._momentum is not None:
+                group["momentum"] = self._momentum
         if self._flat is not None:
             self.adopt(*kept.of_pieces(self._marks.pieces, states, self._flat))
             return
@@ -299,14 +333,26 @@ class Inner:
         saved["state"] = {number: found[p] for number, p in numbered if found[p]}
         self.optimizer.load_state_dict(saved)
 
+    @property
+    def pace(self) -> dict[str, Any]:
+        """What was done to the rates and the momentum since the beginning, beside a schedule."""
+        return {"scales": list(self._scales), "momentum": self._momentum}
+
+    def _set_pace(self, pace: dict[str, Any]) -> list[float]:
+        """Go back to it; gives the factor on the rate of each group."""
+        factors = [after / before for after, before in zip(pace["scales"], self._scales, strict=True)]
+        self._base = [base * factor for base, factor in zip(self._base, factors, strict=True)]
+        self._scales, self._momentum = list(pace["scales"]), pace["momentum"]
+        return factors
+
     def state(self) -> dict[str, Any]:
         """All that changes, for a checkpoint."""
         cut = {"edges": self._edges()} if self._flat is not None and len(self._params) > 1 else {}
-        return {"optimizer": self.optimizer.state_dict(), "scale": self._scale} | cut
+        return {"optimizer": self.optimizer.state_dict(), **self.pace, **cut}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to a saved state."""
-        self.rescale(state["scale"] / self._scale)
+        self._set_pace(state)
         if self._flat is not None:
             self.reset()
             self._arrange(state.get("edges", [0, self._flat.numel()]))
@@ -319,6 +365,11 @@ _FIRST = ("momentum_buffer", "exp_avg")  # what torch calls first moments
 def _of_piece(value: Any, piece: slice, length: int) -> Any:
     """What an optimizer keeps for a piece of a parameter of some length, from what it kept for all of it."""
     return value[piece] if kept.is_vector(value, length) else copy.deepcopy(value)
+
+
+def _gain(group: dict[str, Any], momentum: float) -> float:
+    """How often a gradient is added to x in the end, in units of γ; torch ignores the dampening if μ is zero."""
+    return (1 - group.get("dampening", 0) if momentum else 1) / (1 - momentum)
 
 
 def _device(params: Sequence[nn.Parameter]) -> torch.device:

@@ -27,11 +27,22 @@ class Phases(Strategy[SwitchState]):
     then: Strategy[Any]
     when: Trigger
     promote: bool
+    momentum: float | None
 
     @property
     def watches(self) -> bool:
         """If its trigger does."""
         return self.when.watches
+
+    @property
+    def validates(self) -> bool:
+        """If its trigger does."""
+        return self.when.validates
+
+    @property
+    def counts_down(self) -> bool:
+        """If its trigger does."""
+        return self.when.counts_down
 
     @property
     def promotes(self) -> bool:  # type: ignore[override]

@@ -74,6 +74,11 @@ class Strategy(ABC, Generic[S]):
         """Whether the result is independent of who comes first."""
         return True
 
+    @property
+    def stale(self) -> bool:
+        """Whether a server may apply a gradient to an x that is newer than the one it was computed at."""
+        return False
+
     def updates(self, workers: int) -> float:
         """How many full steps of the optimizer as many gradients as there are workers make, one after the other."""
         return 1.0

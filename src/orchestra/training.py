@@ -7,7 +7,7 @@ import inspect
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -218,8 +218,7 @@ class _Training:
 
     def _carry_out(self, job: Job, scorer: Scorer, resumed_at: float) -> Result:
         given = self.given
-        found = (*self.doubts, cautions.about_shards(job.shards, given.partition))
-        doubts = cautions.say(*found) if given.cluster.trains else []
+        doubts = cautions.say(*self.doubts, *self._cautions(job)) if given.cluster.trains else []
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
         order = Order(
@@ -277,6 +276,11 @@ class _Training:
         adopt(self.module, told.model)
         self.module.eval()
         return Result(self.module, told.metrics, Facts.of(told.summary), Path(told.run))
+
+    def _cautions(self, job: Job) -> Iterator[str | None]:
+        yield cautions.about_shards(job.shards, self.given.partition)
+        optimizer = self.given.optimizer(list(trainable(self.module).values()))
+        yield cautions.about_momentum(self.strategy, optimizer, job.workers)
 
     def _how_to_resume(self) -> str:
         """What to type: the command line can only repeat a call that it knows."""

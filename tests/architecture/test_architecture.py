@@ -150,6 +150,7 @@ MAY_KNOW = {
         "strategy",
     },  # no world by name
     "loop": {
+        "cautions",
         "alive",
         "attached",
         "board",

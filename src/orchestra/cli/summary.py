@@ -62,7 +62,11 @@ def describe(run: Path, facts: Facts) -> str:
         lines.append(f"  staleness {facts.staleness_mean:.1f} on average, {facts.staleness_max} at most")
     if facts.happened is not None:
         step, t = facts.happened
-        lines.append(f"  {facts.defining} after step {step:,}, at {t:.2f} {'virtual ' if facts.virtual else ''}s")
+        then = " and ".join(f"{name} {value:.4g}" for name, value in facts.afterwards.items() if facts.trained)
+        lines.append(
+            f"  {facts.defining} after step {step:,}, at {t:.2f} {'virtual ' if facts.virtual else ''}s"
+            + (f", to {then}" if then else "")
+        )
     if facts.missing is not None:
         lines.append(f"  {facts.missing}")
     if facts.used is not None and facts.used < facts.samples:

@@ -35,6 +35,11 @@ class BackupWorkers(OnRequest):
     b: int = knob(0, "b: workers more than are waited for", least=0)
 
     @property
+    def stale(self) -> bool:
+        """Gradients that come too late are dropped."""
+        return False
+
+    @property
     def meets(self) -> bool:
         """Who has come has to wait for others to go on."""
         return False

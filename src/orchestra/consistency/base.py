@@ -83,6 +83,11 @@ class Consistency(ABC):
         """Whether the result is independent of who comes first."""
         return False
 
+    @property
+    def stale(self) -> bool:
+        """Whether a gradient may be applied to an x that is newer than the one it was computed at."""
+        return True
+
     def updates(self, workers: int) -> float:
         """How many full steps as many gradients as there are workers make."""
         return 1.0

@@ -34,6 +34,11 @@ class BoundedDelay(OnRequest):
 
     tau: int = knob(2, "τ: iterations that may be unfinished when a worker begins another", least=0)
 
+    @property
+    def stale(self) -> bool:
+        """Unless no iteration may be unfinished."""
+        return self.tau > 0
+
     def settle(self, at: Service) -> None:
         """Apply whole iterations, in order."""
         while at.s.held:

@@ -32,6 +32,11 @@ class BSP(Consistency):
         """Everybody waits for everybody."""
         return True
 
+    @property
+    def stale(self) -> bool:
+        """Every gradient is that of the present x."""
+        return False
+
     def work(self, node: Node, s: ServerState) -> None:
         """Push the gradient, pull the parameters."""
         exchange(node, s)

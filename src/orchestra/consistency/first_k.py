@@ -50,6 +50,11 @@ class KSync(OnRequest):
     k: int = knob(1, _K, least=1)
 
     @property
+    def stale(self) -> bool:
+        """Gradients that come too late are dropped."""
+        return False
+
+    @property
     def meets(self) -> bool:
         """Who has come has to wait for others to go on."""
         return False
@@ -86,6 +91,11 @@ class KBatchSync(OnRequest):
     """The first K mini-batches at the present x, whoever's; others are cancelled."""
 
     k: int = knob(1, _K, least=1)
+
+    @property
+    def stale(self) -> bool:
+        """Gradients that come too late are dropped."""
+        return False
 
     @property
     def meets(self) -> bool:

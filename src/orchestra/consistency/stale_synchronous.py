@@ -39,6 +39,11 @@ class SSP(OnRequest):
         """A gradient is clipped before it is divided by N."""
         return "own"
 
+    @property
+    def stale(self) -> bool:
+        """Unless no worker may be ahead."""
+        return self.staleness > 0
+
     def take(self, at: Service, push: Message) -> None:
         """Apply its share at once."""
         whole = Push(push.source, push.x, push.version, push.weight, push.stamp.clock)

@@ -28,6 +28,7 @@ _NEWS = 50  # of what happened last
 _TAIL = 1 << 18  # bytes at the end of a node's file that hold more steps than that
 _FILE = re.compile(r"events-(\d{1,6})\.jsonl")
 _TOLD = ("switched", "retired")  # what strategies log once, for people
+_SET = ("momentum after the switch", "rate after the switch")  # likewise, and the value matters
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Pulse:
                     self.stale.append(event.value)
                 elif event.name in _TOLD:
                     return News(event.t, event.node, f"{event.name} at step {event.step:,}")
+                elif event.name in _SET:
+                    return News(event.t, event.node, f"{event.name} {event.value:.4g}")
             case Ended():
                 self.ended, self.step, self.samples, self.t = event, event.step, event.samples, event.t
                 return News(event.t, event.node, f"done after {event.step:,} steps")

@@ -29,7 +29,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 import orchestra
-from orchestra import checkpoint, expression, fingerprint, overrides, run, thinning
+from orchestra import cautions, checkpoint, expression, fingerprint, overrides, run, thinning
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
 from orchestra.environment import is_member
@@ -192,7 +192,11 @@ def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
     try:
         folder = Folder(company, transport.exchange, asked.rank, asked.size, asked.out)
         log = _open_log(asked, job, folder.path)
-        return _take_part(asked, replace(job, run=folder.path or Path()), x0, transport, company, folder, log, since)
+        job = replace(job, run=folder.path or Path())
+        made, shared = _take_part(asked, job, x0, transport, company, folder, log, since)
+        if made.orchestra.is_home:
+            company.warnings += cautions.say(cautions.about_momentum(asked.strategy, asked.optimizer, job.workers))
+        return made, shared
     except (OrchestraError, KeyboardInterrupt) as error:
         told = interrupted(error, "before the loop began.") or error
         assert isinstance(told, OrchestraError)

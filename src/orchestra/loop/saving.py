@@ -87,7 +87,7 @@ class Saving:
             "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
             "counts": [node.steps, node.samples, node.skipped],
             "position": self._seat.position(),
-            "scale": node.inner.state()["scale"],
+            "pace": node.inner.pace,
             "rng": node.rng.get_state(),
         }
 
@@ -98,15 +98,15 @@ class Saving:
         if saved is not None:
             self._check(saved)
         life, node = self._player.life, self._player.life.node
-        scale = node.inner.state()["scale"] if saved is None else saved["scale"]
+        pace = node.inner.pace if saved is None else saved["pace"]
         states = self._by_layer(plain) if self._on_servers else None
         self._player.drop()
-        node.inner.restore({"optimizer": plain if states is None else plain | {"state": {}}, "scale": scale})
+        node.inner.restore({"optimizer": plain if states is None else plain | {"state": {}}, **pace})
         if saved is not None:
             self._restore(saved)
         if life.where == "servers":
             found = saved or {}
-            self._servers.loading = Load(states, scale, found.get("x"), found.get("digest", ""))
+            self._servers.loading = Load(states, pace, found.get("x"), found.get("digest", ""))
 
     def _check(self, saved: dict[str, Any]) -> None:
         here = {"strategy": expression.show(self._resumes_as()[0]), "workers": self._player.life.job.workers}

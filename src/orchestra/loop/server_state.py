@@ -149,7 +149,7 @@ class OnServer:
         node, tree = self._node, _take(self._exchange, workers[0])
         node.x.copy_(tree["x"])
         if tree["states"] is not None:
-            node.inner.restore_by_layer(tree["states"], tree["scale"])
+            node.inner.restore_by_layer(tree["states"], tree["pace"])
         _begin_again(self._life)
         for worker in workers:
             self._exchange.note(worker, {"kind": LOADED})
@@ -160,7 +160,7 @@ class Load:
     """What the servers are to load. `x` was theirs when it was saved, and `digest` is that of the worker's own then."""
 
     states: States | None
-    scale: float
+    pace: dict[str, Any]
     x: Tensor | None = None
     digest: str = ""
 
@@ -205,7 +205,7 @@ class OnWorker:
         if node.rank == node.comm.workers.members[0]:
             parts = [None] * len(servers) if to.states is None else cut(self._life.job, to.states)
             for server, part, piece in zip(servers, parts, node.parts(x), strict=True):
-                _give(self._exchange, server, {"x": piece.clone(), "states": part, "scale": to.scale})
+                _give(self._exchange, server, {"x": piece.clone(), "states": part, "pace": to.pace})
         self._loads += 1
         expected = [(server, LOADED) for server in servers for _ in range(self._loads)]
         self._exchange.attend(

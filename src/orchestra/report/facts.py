@@ -7,7 +7,7 @@ import gc
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -60,6 +60,7 @@ class Facts:
     most_steps: int | None = None  # of the fastest worker
     defining: str | None = None  # what must happen for the strategy to have been itself
     happened: tuple[int, float] | None = None  # the step and the second of that
+    afterwards: dict[str, float] = field(default_factory=dict)  # momentum and rate that the strategy then set
     last_s: float | None = None  # how far from a plateau the loss was in the end
     used: int | None = None  # samples that went into the model, where some did not
     retired: tuple[int, ...] = ()  # workers that made way for servers
@@ -145,9 +146,11 @@ def _switching(config: dict[str, Any], said: Said) -> dict[str, Any]:
     defining = config.get("defining")
     happened = [(e.step, e.t) for e in said[defining] if e.node < config["workers"]]
     last = max(said["s"], key=lambda e: e.t, default=None)
+    then = {name: said[f"{name} after the switch"] for name in ("momentum", "rate")}
     return {
         "defining": defining,
         "happened": min(happened, default=None),
+        "afterwards": {name: min(found, key=lambda e: e.node).value for name, found in then.items() if found},
         "last_s": None if last is None else last.value,
     }
 

@@ -105,8 +105,13 @@ class _Inner:
         """Forget them."""
         self._begun = False
 
+    momentum = None
+
     def rescale(self, factor: float) -> None:
         """No learning rate."""
+
+    def set_momentum(self, momentum: float, *, keep: bool) -> None:
+        """Nothing that it would change."""
 
     def first_moments(self) -> list[Tensor]:
         """Nothing to scale."""

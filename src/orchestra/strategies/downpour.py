@@ -67,6 +67,11 @@ class Downpour(Strategy[DownpourState]):
         return False
 
     @property
+    def stale(self) -> bool:
+        """Other workers push between a fetch and the push that follows it."""
+        return True
+
+    @property
     def model_at(self) -> Literal["servers"]:
         """The servers' ranges, put together."""
         return "servers"

@@ -84,6 +84,11 @@ class ParameterServer(Strategy[ServerState]):
         """As the consistency is."""
         return self.consistency.synchronous
 
+    @property
+    def stale(self) -> bool:
+        """As the consistency lets them be."""
+        return self.consistency.stale
+
     def updates(self, workers: int) -> float:
         """As the consistency makes them."""
         return self.consistency.updates(workers)
