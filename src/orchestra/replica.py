@@ -123,7 +123,13 @@ class Replica:
         self._ours = False  # whether a backward pass under way is this class's own, not one inside the module
         self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
-        start = 0
+        self._lay_out()
+        self._marks = _marks(self._ranges, cuts, g)
+        self._hook(least=LARGE)
+
+    def _lay_out(self) -> None:
+        """Let every parameter be its part of x; one of another dtype stays a copy."""
+        x, g, start = self.x, self.g, 0
         for p in self.parameters:
             stop = start + p.numel()
             self._ranges.append(slice(start, stop))
@@ -135,8 +141,6 @@ class Replica:
                 p.data = p.data.to(x.device)
                 self._masters.append((p, here))
             start = stop
-        self._marks = _marks(self._ranges, cuts, g)
-        self._hook(least=LARGE)
 
     def _hook(self, least: int) -> None:
         """Take the gradients of parameters that are large enough as backward leaves them."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,34 +59,37 @@ def describe(run: Path, facts: Facts) -> str:
         f"  training loss {loss}{metrics}" if facts.trained else "  timing only: nothing was trained",
         f"  each worker sent {size(facts.sent_per_worker)} and received {size(facts.received_per_worker)}",
     ]
-    if facts.staleness_mean is not None:
-        lines.append(f"  staleness {facts.staleness_mean:.1f} on average, {facts.staleness_max} at most")
-    if facts.happened is not None:
-        step, t = facts.happened
-        then = " and ".join(f"{name} {value:.4g}" for name, value in facts.afterwards.items() if facts.trained)
-        lines.append(
-            f"  {facts.defining} after step {step:,}, at {t:.2f} {'virtual ' if facts.virtual else ''}s"
-            + (f", to {then}" if then else "")
-        )
-    if facts.missing is not None:
-        lines.append(f"  {facts.missing}")
-    if facts.used is not None and facts.used < facts.samples:
-        lines.append(
-            f"  {facts.used:,} of {facts.samples:,} samples went into the model; the others' gradients came too late"
-        )
-    if facts.dropped:
-        lines.append(f"  {plural(facts.dropped, 'gradient')} dropped: too few workers were left for another update")
-    if facts.retired:
-        names = ", ".join(map(str, facts.retired))
-        lines.append(
-            f"  worker {names} became {plural(facts.servers, 'server')}; figures of a worker are means over all"
-        )
+    lines += _happened(facts)
     if (run / "topology.json").exists():
         lines.append(f"  {files.read_json(run / 'topology.json')['words']}")
     if facts.skipped:
         lines.append(f"  {plural(facts.skipped, 'gradient')} not finite, not used")
     lines += ["", *_nodes(facts), "", f"  run    {nearby(run)}", f"  model  {nearby(run / 'model.safetensors')}"]
     return "\n".join(lines)
+
+
+def _happened(facts: Facts) -> Iterator[str]:
+    """Staleness, a switch, and gradients that the model did not use."""
+    if facts.staleness_mean is not None:
+        yield f"  staleness {facts.staleness_mean:.1f} on average, {facts.staleness_max} at most"
+    if facts.happened is not None:
+        step, t = facts.happened
+        then = " and ".join(f"{name} {value:.4g}" for name, value in facts.afterwards.items() if facts.trained)
+        yield (
+            f"  {facts.defining} after step {step:,}, at {t:.2f} {'virtual ' if facts.virtual else ''}s"
+            + (f", to {then}" if then else "")
+        )
+    if facts.missing is not None:
+        yield f"  {facts.missing}"
+    if facts.used is not None and facts.used < facts.samples:
+        yield (
+            f"  {facts.used:,} of {facts.samples:,} samples went into the model; the others' gradients came too late"
+        )
+    if facts.dropped:
+        yield f"  {plural(facts.dropped, 'gradient')} dropped: too few workers were left for another update"
+    if facts.retired:
+        names = ", ".join(map(str, facts.retired))
+        yield (f"  worker {names} became {plural(facts.servers, 'server')}; figures of a worker are means over all")
 
 
 def _steps(facts: Facts) -> str:
