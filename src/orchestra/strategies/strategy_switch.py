@@ -11,7 +11,7 @@ Li et al. "Sync-Switch", ICDCS 2021 (after a share of the budget). https://arxiv
             the workers agree on x; whoever is to hold it takes x and the optimizer's momenta
             momenta are kept, forgotten, or divided by N
             r ← updates per gradient before / updates per gradient after         (1/N from all-reduce to asp)
-            μ' ← `momentum`, by default 0 if r < 1, else μ
+            μ' ← `momentum`, by default 0 if a round of gradients makes more updates than before, else μ
             γ ← `scale` γ, by default r (1 − μ')/(1 − μ) γ;   μ ← μ'
     repeat
         one step of `then` (an asynchronous parameter server)
@@ -65,7 +65,7 @@ class StrategySwitch(Phases):
     when: Trigger = field(default_factory=Plateau, metadata={"about": "when to switch"})
     momenta: Literal["keep", "reset", "scale"] = knob("keep", "what becomes of them: kept, forgotten, divided by N")
     momentum: float | None = knob(
-        None, "μ after the switch; None: 0 if a gradient makes more updates than before", least=0, most=0.999
+        None, "μ after the switch; None: 0 if a round makes more updates than before", least=0, most=0.999
     )
     scale: float | None = knob(None, "of the learning rate at the switch; None: by updates per gradient and μ", least=0)
     promote: bool = knob(False, "workers make way for the servers; their samples go to the others")
@@ -136,8 +136,9 @@ class StrategySwitch(Phases):
             left = len(node.comm.workers)
             if node.retired:
                 node.log("retired", node.steps)
-        r = self.first.updates(workers) * left / (self.then.updates(left) * workers)
-        momentum = 0.0 if self.momentum is None and r < 1 else self.momentum
+        before, after = self.first.updates(workers), self.then.updates(left)
+        r = before * left / (after * workers)
+        momentum = 0.0 if self.momentum is None and after > before else self.momentum
         handover.set_pace(node, momentum, r if self.scale is None else self.scale, told=self.scale is not None)
         s.then = self.then.init(node)
         s.switched = True
