@@ -322,5 +322,6 @@ def test_a_module_with_a_state_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("servers", "seconds"), [(0, 1.0), (1, 3.0)])
 def test_the_clock_goes_on_after_the_last_model_that_was_set_aside(servers: int, seconds: float) -> None:
-    saved = mock.Mock(manifest={"workers": 2, "servers": servers}, node=lambda node: {"cost": [1.0 + node]})
+    parts = [{"cost": [1.0 + node], "counts": [0, 0, 0, 0]} for node in range(3)]
+    saved = mock.Mock(manifest={"workers": 2, "servers": servers}, node=parts.__getitem__)
     assert resuming.clock(saved) == seconds

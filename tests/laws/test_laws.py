@@ -160,8 +160,8 @@ def _keep_the_parts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     read = snapshot.parts
 
-    def reading(folder: Path) -> list[snapshot.Part]:
-        found = read(folder)
+    def reading(*folders: Path) -> list[snapshot.Part]:
+        found = read(*folders)
         kept.extend(part.x for part in found if part.x is not None)
         return found
 

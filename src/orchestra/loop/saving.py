@@ -101,6 +101,7 @@ class Saving:
         pace = node.inner.pace if saved is None else saved["pace"]
         states = self._by_layer(plain) if self._on_servers else None
         self._player.drop()
+        self._seat.loaded = True
         node.inner.restore({"optimizer": plain if states is None else plain | {"state": {}}, **pace})
         if saved is not None:
             self._restore(saved)

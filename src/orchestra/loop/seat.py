@@ -49,6 +49,7 @@ class Seat:
         if self._life.job.workers + self._life.job.servers > 1:
             EARLIER.begin(self._life.job.strategy)
         self.hooks: list[RemovableHandle] = []  # on the model
+        self.loaded = False  # whether the loop goes on from a state that it saved
         self._told = Told(company.tell_home) if self.workers > 1 else None
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
@@ -175,8 +176,11 @@ class Seat:
         EARLIER.finish(life.job.strategy)
 
     def _require_steps(self) -> None:
-        """Refuse a loop in which no worker made a step: whatever changed its parameters, the strategy did not."""
-        if not self._company.any_steps:
+        """Refuse a loop in which no worker made a step: whatever changed its parameters, the strategy did not.
+
+        A loop that loaded a state may have nothing left to do.
+        """
+        if not (self.loaded or self._company.any_steps):
             message = (
                 "optimizer.finish() was called after 0 steps, so nothing was trained together with the other workers. "
                 "Call optimizer.step() after every backward pass: it is what changes the parameters."
