@@ -38,7 +38,7 @@ from orchestra.transports.middleware import Metered
 from orchestra.transports.token import Token
 from orchestra.transports.torch_means import TorchMeans, tcp_store
 
-SECRET = "0123456789abcdef" * 2  # everybody may read it
+SECRET = "0123456789abcdef" * 2  # public: this run is on one machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from orchestra.transports.token import Token
 SMALL, LARGE = torch.zeros(61_706), torch.zeros(2_500_000)
 TIMES, STREAM = 100, 30
 KINDS = ("sockets, TLS 1.3", "sockets, trusted", "ZeroMQ, CURVE", "ZeroMQ, plain")
-SECRET = "0123456789abcdef" * 2  # everybody may know it, since it protects nothing
+SECRET = "0123456789abcdef" * 2  # public: it protects nothing
 
 
 class Carrier(Protocol):

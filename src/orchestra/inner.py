@@ -162,7 +162,7 @@ class Inner:
                     group["momentum"] = momentum
 
     def _hand_out(self, g: Tensor) -> None:
-        """Let every parameter's gradient be its part of g, whoever filled it; None if it is absent there."""
+        """Let every parameter's gradient be its part of g; None if it is absent there."""
         absent = self._marks.absent(g)
         if absent and self._flat is not None:
             self._cut(absent)

@@ -4,7 +4,7 @@
 Zhang, Gupta, Lian, Liu. "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016.
 https://arxiv.org/abs/1511.05950
 
-    server: after every c = ⌊λ/n⌋ gradients of λ workers, whoever's; fewer at the end are dropped
+    server: after every c = ⌊λ/n⌋ gradients of λ workers, in the order they come; fewer at the end are dropped
         τ_l ← updates since the worker of g_l read x
         α_l ← α₀ / τ_l if τ_l > 0, else α₀
         x ← x − 1/c Σ α_l g_l
