@@ -65,10 +65,14 @@ class Aside:
             raise Failed(said["error"])
         return str(said["answer"])
 
-    def close(self) -> None:
-        """End the process at once."""
+    def kill(self) -> None:
+        """End the process at once; an answer that is awaited becomes an error."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the process at once, and let go of it."""
+        self.kill()
         with contextlib.suppress(OSError):
             os.waitpid(self.pid, 0)
         self._mine.close()

@@ -69,7 +69,8 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
         header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # what lies there may be a link to something else
+    with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in widest_first:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
@@ -92,6 +93,7 @@ def read_tree(path: Path) -> Any:
 def has_tensor(path: Path, name: str) -> bool:
     """Whether a tree of names that `write_tree` wrote has a tensor of this name; no tensor is read for that."""
     try:
+        files.open_regular(path).close()
         with safe_open(path, framework="pt") as file:
             tree = json.loads((file.metadata() or {})["tree"])
         return isinstance(dict(tree["items"]).get(name), dict)

@@ -53,8 +53,8 @@ class Scoring(Protocol):
     def start(self, *, apart: bool = False) -> None:
         """Score them as they appear, beside the run; `apart`, in another process: the caller trains in this one."""
 
-    def rest(self) -> None:
-        """Score all that are there and not scored yet."""
+    def rest_now(self) -> None:
+        """Score all that are there and not scored yet, while the run goes on."""
 
     def target_reached(self) -> bool:
         """Whether a score so far was good enough."""

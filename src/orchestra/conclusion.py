@@ -40,7 +40,8 @@ class Conclusion:
         if alive.is_gone(self.folder):
             raise RunFolderGone(self.folder)
         try:
-            parts = snapshot.parts(self.folder / FINAL, elsewhere / FINAL)
+            rescued = [elsewhere / FINAL] if snapshot.is_ours(elsewhere) else []
+            parts = snapshot.parts(*rescued, self.folder / FINAL)
             snapshot.load_into(self.module, parts)
             self.module.eval()
             self._write_model()
@@ -55,7 +56,8 @@ class Conclusion:
                 f"the disk of {self.folder} is full: {error.strerror}. The trained model is whole: "
                 f"{self.folder / snapshot.MODEL}. {self._then}"
             ) from None
-        shutil.rmtree(elsewhere, ignore_errors=True)
+        if rescued:
+            shutil.rmtree(elsewhere, ignore_errors=True)
         if metrics is None:
             raise Interrupted(
                 "stopped by SIGINT while the trained model was being scored. Training had ended, and the model is "

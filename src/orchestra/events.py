@@ -13,7 +13,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -200,6 +200,10 @@ class EventLog:
         self._waiting.append(event)
         if time.monotonic() - self._flushed > _FLUSH:  # so that slow steps are seen from outside one by one
             self.flush()
+
+    def write_together(self, events: Sequence[Event]) -> None:
+        """Record events that reach the file in one piece, or not at all."""
+        self._waiting.extend(events)
 
     def flush(self) -> None:
         """Bring everything so far to the file, in whole lines."""

@@ -11,6 +11,7 @@ the optimizer keeps for it as well: each piece then has its own count of steps. 
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -175,9 +176,12 @@ class Inner:
             self._parts = tuple(piece.view(p.shape) for p, piece in zip(self._params, pieces, strict=True))
         for p, part in zip(self._params, self._parts, strict=True):
             p.grad = part
-        for p, where in zip(self._params, self._slices(), strict=True) if absent else ():
-            if any(piece.start <= where.start < piece.stop for piece in absent):
-                p.grad = None
+        if absent:
+            starts = [piece.start for piece in absent]
+            for p, where in zip(self._params, self._slices(), strict=True):
+                number = bisect.bisect_right(starts, where.start) - 1
+                if number >= 0 and where.start < absent[number].stop:
+                    p.grad = None
 
     def _slices(self) -> Iterator[slice]:
         """The range of x that each parameter is."""
@@ -297,7 +301,7 @@ class Inner:
     def adopt(self, outline: dict[str, Any], vectors: Sequence[Tensor]) -> None:
         """Go on with what another one kept: its outline, and its vectors."""
         self.reset()
-        if not outline and not vectors:
+        if not outline:  # nothing was kept, or nothing for an empty range
             return
         assert self._flat is not None, "layers cannot take over what was kept for a flat vector"
         found = kept.ranges(outline, self._flat.numel())

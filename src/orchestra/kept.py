@@ -48,6 +48,8 @@ def ranges(whole: Outline, length: int) -> list[Range]:
 def by_range(found: Iterable[Range]) -> Outline:
     """The outline of adjacent ranges from 0 on: that of the first for the whole, if all are alike."""
     left = list(found)
+    if not left:  # a server may hold an empty range
+        return {}
     states = [state for _, _, state in left]
     return states[0] if all(state == states[0] for state in states) else {_RANGES: left}
 

@@ -335,14 +335,12 @@ def set_aside_the_end(life: Life) -> None:
     except OSError as error:
         if not snapshot.is_full(error):
             raise
-        other = snapshot.elsewhere(job.launch)
         if not job.one_memory and life.rank:  # another machine does not see it
             raise EnvironmentProblem(
                 f"node {life.rank} could not write its part of the final model to {folder}: {error}. "
                 "Make room, and resume."
             ) from None
-        other.mkdir(mode=0o700, exist_ok=True)
-        set_aside(life, other / snapshot.FINAL)
+        set_aside(life, snapshot.make_elsewhere(job.launch) / snapshot.FINAL)
 
 
 # All that changes.

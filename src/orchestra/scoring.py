@@ -12,6 +12,7 @@ more than ROOM bytes: the disk does not fill up, and training does not wait.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
@@ -160,6 +161,22 @@ class Scorer:
             show(i, len(waiting))
             self.score(number, folder)
 
+    def rest_now(self) -> None:
+        """Score what is left while the run goes on. Without a target an error of `evaluate` does not end the run."""
+        if self.targets:
+            self.rest()
+        elif self._failure is None:
+            try:
+                self.rest()
+            except Exception as error:  # of the user's own function
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Score nothing more before the end; there it is tried again, after the model is written."""
+        self._failure = error
+        if not self.targets:
+            self._warn(f"snapshots are scored no more before the end: {type(error).__name__}: {error}")
+
     def _whole(self, folder: Path) -> bool:
         found = snapshot.parts_present(folder)
         buffers = bool(persistent_buffers(self.module))
@@ -189,11 +206,14 @@ class Scorer:
         self._thread = threading.Thread(target=self._follow, name="scorer", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Finish the snapshot under way, and end the thread and the process."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread and the process; `wait` until the snapshot under way is scored."""
         self._halt.set()
+        if not wait and self._aside is not None:
+            self._aside.kill()
         if self._thread is not None:
-            self._thread.join()
+            if wait or self._aside is not None:
+                self._thread.join()
             self._thread = None
             torch.set_num_threads(torch.get_num_threads())  # threads of later have as many as this one again
         if self._aside is not None:
@@ -217,9 +237,8 @@ class Scorer:
                 while not self._halt.is_set() and (chosen := self._next()) is not None:
                     self.score(*chosen)
         except Exception as error:  # of the user's own function
-            self._failure = error
-            if not self.targets:  # at the end it is tried again, after the model is written
-                self._warn(f"snapshots are scored no more before the end: {type(error).__name__}: {error}")
+            if not self._halt.is_set():
+                self._give_up(error)
         finally:
             self._now = None
 
@@ -252,4 +271,10 @@ class Scorer:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    """Bytes of what lies in a folder, as far as it stays there meanwhile."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+    return total

@@ -8,10 +8,12 @@ workers in either case, each with the number of samples it saw as its weight.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +82,25 @@ def is_full(error: OSError) -> bool:
 def elsewhere(launch: str) -> Path:
     """Where a run leaves its model if its own folder has no room: a folder for temporary files, of this launch."""
     return Path(tempfile.gettempdir()) / f"orchestra-{launch}"
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is there, is no link, and belongs to this user alone."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def make_elsewhere(launch: str) -> Path:
+    """Make that folder; raises OSError if another user has put something there."""
+    folder = elsewhere(launch)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if not is_ours(folder):
+        raise OSError(errno.EPERM, "is not a private folder of this user", str(folder))
+    return folder
 
 
 def trying_again(write: Callable[[], T]) -> T:
@@ -168,8 +189,7 @@ def export_or_rescue(module: nn.Module, folder: Path, launch: str) -> None:
     except OSError as error:
         if not is_full(error):
             raise
-        other = elsewhere(launch) if launch else Path(tempfile.mkdtemp(prefix="orchestra-"))
-        other.mkdir(mode=0o700, exist_ok=True)
+        other = make_elsewhere(launch) if launch else Path(tempfile.mkdtemp(prefix="orchestra-"))
         export(module, other / MODEL)
         shutil.rmtree(other / FINAL, ignore_errors=True)
         raise EnvironmentProblem(

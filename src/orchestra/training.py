@@ -239,8 +239,11 @@ class _Training:
         shown = display if isinstance(display, progress.Display) else progress.Display(None)
         try:
             ending = given.cluster.carry_out(order)
-        finally:
             scorer.stop()
+        except BaseException:
+            scorer.stop(wait=False)
+            raise
+        finally:
             shown.close()
         with closing(ending), shown:
             ending.warnings[:0] = doubts

@@ -93,6 +93,27 @@ def test_attached_processes_of_one_machine(
     assert {o.code for o in told} == {6}
 
 
+def never_finishes() -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    model, optimizer = orchestra.prepare(model, momentum(model.parameters()), cluster=Attached(patience=3))
+    x, y = make_data()
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+    if os.environ["RANK"] == "1":
+        block()
+    optimizer.finish()
+
+
+def test_a_process_that_hangs_after_its_last_step_is_found() -> None:
+    with Processes([never_finishes] * 2) as processes:
+        (ready,) = wait([processes.ends[0]], timeout=90)
+        told = pickle.loads(ready.recv_bytes())  # type: ignore[union-attr]
+    assert re.search(r"worker 1 hangs: process \d+ .*used no processor time", told.error)
+
+
 @pytest.mark.parametrize("way", ["budget", "SIGTERM"])
 def test_hogwild_ends_though_a_worker_hangs(tmp_path: Path, way: str) -> None:
     caller = os.getpid()

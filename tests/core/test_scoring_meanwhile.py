@@ -33,6 +33,7 @@ from orchestra import (
 )
 from orchestra.cli import compare
 from orchestra.cli.options import Options
+from orchestra.errors import WorkerFailed
 from orchestra.report.facts import facts_of, scores_of
 from orchestra.scoring import Scorer
 from orchestra.snapshot import Part, numbered
@@ -198,6 +199,58 @@ def test_in_virtual_time_every_snapshot_is_scored_at_once(strategy: Strategy[Any
 
 
 # What goes wrong.
+
+
+def test_nor_does_it_in_virtual_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once: the scores after it are taken in the end."""
+    failed: list[int] = []
+
+    def evaluate(model: nn.Module, data: Any) -> float:
+        if (tmp_path / "snapshots").exists() and not failed:
+            failed.append(1)
+            raise RuntimeError("no such column")
+        return 0.0
+
+    scored: dict[str, Any] = {"evaluate": evaluate, "evaluation_data": make_data, "evaluate_every": Steps(2)}
+    result = train(AllReduce(), tmp_path, cluster=Simulated(workers=2), budget=Steps(8), **scored)
+    assert capfd.readouterr().err.count("snapshots are scored no more before the end") == 1
+    assert (tmp_path / "model.safetensors").exists()
+    assert result.summary.steps == 8
+    assert [score.step for score in scores_of(tmp_path)][:4] == [0, 2, 4, 6]
+
+
+def test_a_run_that_fails_does_not_wait_for_a_score(tmp_path: Path) -> None:
+    """The score under way is of no use any more."""
+    under_way, release = threading.Event(), threading.Event()
+
+    def evaluate(model: nn.Module, data: Any) -> float:
+        if (tmp_path / "snapshots").exists():
+            under_way.set()
+            release.wait(90)
+        return 0.0
+
+    def make() -> nn.Module:
+        model = paced(0.1)()
+        model.register_forward_pre_hook(_fail_after(30))
+        return model
+
+    scored: dict[str, Any] = {"evaluate": evaluate, "evaluation_data": make_data, "evaluate_every": Steps(2)}
+    with pytest.raises(WorkerFailed, match="enough"):
+        train(AllReduce(), tmp_path, workers=2, model=make, budget=Steps(50), **scored)
+    assert under_way.is_set()
+    assert any(thread.name == "scorer" for thread in threading.enumerate())  # still at it: nothing waited for it
+    release.set()
+
+
+def _fail_after(calls: int) -> Any:
+    made = []
+
+    def hook(module: nn.Module, inputs: Any) -> None:
+        made.append(1)
+        if len(made) > calls:
+            raise RuntimeError("enough")
+
+    return hook
 
 
 @pytest.mark.parametrize("apart", [False, True])

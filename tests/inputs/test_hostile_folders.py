@@ -7,6 +7,7 @@ import json
 import os
 import random
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -319,3 +320,32 @@ def test_a_file_that_grows_while_it_is_read_has_its_bound(tmp_path: Path, monkey
     monkeypatch.setattr(files, "_require_regular", lambda *_: None)  # as if it were smaller then
     with pytest.raises(OSError, match="more than the 99"):
         files.read_bytes(path, most=99)
+
+
+def test_a_part_of_a_snapshot_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    fifo(tmp_path / "node-0.safetensors")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        checkpoint.has_tensor(tmp_path / "node-0.safetensors", "x")
+
+
+def test_a_part_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("as it was")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / ".0.tmp").symlink_to(tmp_path / "mine")
+    snapshot.write(tmp_path / "final", 0, snapshot.Part(0.0, 1, 1, 0, torch.ones(2), {}))
+    assert (tmp_path / "mine").read_text() == "as it was"
+    assert snapshot.parts(tmp_path / "final")[0].step == 1
+
+
+def test_a_folder_of_another_user_is_no_place_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    snapshot.elsewhere("abc").symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match="not a private folder"):
+        snapshot.make_elsewhere("abc")
+    open_to_all = snapshot.elsewhere("def")
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(OSError, match="not a private folder"):
+        snapshot.make_elsewhere("def")
+    assert snapshot.is_ours(snapshot.make_elsewhere("ghi"))

@@ -77,6 +77,7 @@ def test_a_bound_that_cannot_be_is_refused(most: float, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         optimizer.clip_grad_norm_(most)
     assert optimizer.clip_grad_norm_(1.0) == 0.0  # there is no gradient yet
+    assert optimizer.clip_grad_norm_(float("inf")) == 0.0  # bounds nothing
     optimizer.step()
     optimizer.finish()
 

@@ -112,6 +112,28 @@ def test_below_rounding_all_take_that_of_worker_0() -> None:
     assert float(mine[0]["2.bias"][1]) == mine[1]
 
 
+def with_buffer(value: float) -> Any:
+    """A running mean that is `value` on worker 1, and a mask of −∞ everywhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model, optimizer = prepared("allreduce", model)
+    step(model, optimizer)
+    if rank() == 1:
+        model[1].running_mean[0] = value
+    optimizer.finish()
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_buffers_are_equal_in_the_end_whatever_one_worker_had(value: float) -> None:
+    mine, theirs = values(together(2, partial(with_buffer, value)))
+    for name, buffer in mine.items():
+        assert torch.equal(buffer.nan_to_num(7.0), theirs[name].nan_to_num(7.0)), name
+    assert not mine["1.running_mean"][0].isfinite()
+    assert mine["mask"].tolist() == [0.0, -torch.inf]
+
+
 def test_where_each_worker_has_its_own_the_mean_is_taken() -> None:
     mine, theirs = values(together(2, partial(touched, "localsgd(tau=8)", 0.5)))
     assert equal(mine[0], theirs[0])

@@ -312,6 +312,18 @@ def test_servers_learn_how_many_samples_there_were(tmp_path: Path) -> None:
 # What is said if it never happens.
 
 
+def test_a_server_may_hold_an_empty_range(tmp_path: Path) -> None:
+    """Two numbers, three servers: momenta are handed over all the same."""
+    strategy = StrategySwitch(then=ParameterServer(servers=3), when=AtShare(share=0.5))
+    given: dict[str, Any] = {"model": lambda: nn.Linear(1, 1), "data": lambda: (torch.ones(64, 1), torch.ones(64, 1))}
+    together = [
+        train(s, tmp_path / name, cluster=Simulated(workers=3), budget=Steps(8), optimizer=momentum, **given).model
+        for name, s in (("switched", strategy), ("plain", AllReduce()))
+    ]
+    for mine, theirs in zip(*(m.parameters() for m in together), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_after_the_last_step_there_is_nothing_to_switch_to(tmp_path: Path) -> None:
     whole = StrategySwitch(when=AtShare(share=1.0))
     result = train(whole, tmp_path / "run", workers=WORKERS, budget=Steps(4))

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from orchestra.launch.courier import Courier, Reception, files_of, largest_file,
 from orchestra.launch.notes import HOME
 from orchestra.launch.overseer import Overseer, counting
 from orchestra.launch.party import Party
-from orchestra.snapshot import FINAL, elsewhere
+from orchestra.snapshot import FINAL, make_elsewhere
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.memory import NOTHING_MORE, SAVE_WANTED, STOP_ASKED, STOP_AT
 from orchestra.transports.wire import BadFrame
@@ -63,7 +64,8 @@ class Home(Overseer):
         with counting(self, echo=_ECHO):
             self.exchange, self.transport = party.exchange, party.transport
             largest = largest_file(self.order.x0)
-            self.files = Reception(job.run, files_of, largest, self._could_not_keep, elsewhere(job.launch))
+            rescue = partial(make_elsewhere, job.launch)
+            self.files = Reception(job.run, files_of, largest, self._could_not_keep, rescue)
             self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
             self.exchange.when_waiting = self._glance
             self.transport.words.learn(SAVE_WANTED, self.order.resumed_from)

@@ -97,7 +97,7 @@ class Reception:
     expected: Callable[[int], re.Pattern[str]]  # of a sender
     largest: int  # bytes
     complain: Callable[[int, Path, OSError], None]
-    elsewhere: Path | None = None  # a folder for the final model, if there is no room in this one
+    elsewhere: Callable[[], Path] | None = None  # makes a folder for the final model, if there is no room in this one
     failed: dict[Path, OSError] = field(default_factory=dict)
     _open: dict[int, tuple[Path, int, bytearray]] = field(default_factory=dict)  # by sender
     _began: dict[Path, int] = field(default_factory=dict)  # bytes of files that grow, of before this run was resumed
@@ -145,8 +145,8 @@ class Reception:
         except OSError as error:
             if self.elsewhere is None or path.parent.name != FINAL or not is_full(error):
                 raise
-            other = self.elsewhere / FINAL
-            other.mkdir(parents=True, exist_ok=True)
+            other = self.elsewhere() / FINAL
+            other.mkdir(exist_ok=True)
             _put(other / path.name, data)
 
 

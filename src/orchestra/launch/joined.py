@@ -56,7 +56,7 @@ class JoinedTransport(AttachedTransport):
 
     def await_go(self) -> None:
         """Block until every node is ready."""
-        self.exchange.attend(lambda: self._going, lambda: "the other nodes to be ready", forever=True)
+        self.exchange.attend(lambda: self._going, lambda: "the other nodes to be ready", forever=True, starting=True)
 
     def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
         """Block until a server has saved a checkpoint, which it does when every worker has."""

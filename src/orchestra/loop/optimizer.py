@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -146,9 +147,9 @@ class Prepared(optim.Optimizer):
             *checks.check_norm("max_norm", max_norm),
             *checks.check_whole(life.job.strategy, "max_norm", max_norm),
         ]
-        if problems:
+        if problems and max_norm != math.inf:  # which bounds nothing: a way to ask for the norm
             raise ConfigError(problems)
-        life.node.clip = float(max_norm)
+        life.node.clip = None if max_norm == math.inf else float(max_norm)
         norms = [torch.linalg.vector_norm(p.grad) for p in self._replica.parameters if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from orchestra import alive, checkpoint, run, snapshot
-from orchestra.errors import ClusterError, ConfigError, OrchestraError, RunFolderGone
+from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, OrchestraError, RunFolderGone
 from orchestra.events import EventLog
 from orchestra.loop import one_model
 from orchestra.loop.company import Company
@@ -240,10 +240,19 @@ class Seat:
         if alive.is_gone(folder):
             raise RunFolderGone(folder)
         snapshot.export_or_rescue(self._module, folder, self._life.job.launch)
-        ending = {"stopped_by": "loop", "warnings": self._company.warnings}
-        checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
-        facts = facts_of(folder)
-        checkpoint.write_text(folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
+
+        def write() -> None:
+            ending = {"stopped_by": "loop", "warnings": self._company.warnings}
+            checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
+            checkpoint.write_text(folder / "summary.json", json.dumps(facts_of(folder).as_dict(), indent=1))
+
+        try:
+            snapshot.trying_again(write)
+        except OSError as error:
+            if not snapshot.is_full(error):
+                raise
+            whole = f"The trained model is whole: {folder / snapshot.MODEL}."
+            raise EnvironmentProblem(f"the disk of {folder} is full: {error.strerror}. {whole}") from None
 
 
 @torch.no_grad()
@@ -282,7 +291,8 @@ def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int) -> None:
 
     def mean_(vector: Tensor) -> None:
         mean = comm.mean(vector, weight=weight)
-        vector.copy_(torch.where(mean.isnan(), vector, mean))  # a mask's −inf is its own mean
+        vector.copy_(torch.where(mean.isnan() & vector.isinf(), vector, mean))  # a mask's −inf is its own mean
+        comm.broadcast_(vector)  # whatever one worker had, all end with the same
 
     _together(floats, torch.float64, mean_)
     first = next((rank for rank, count in enumerate(counts) if count), 0)

@@ -307,8 +307,7 @@ class _Log:
         except FileNotFoundError:
             raise RunFolderGone(self._path.parent) from None
         with closing(log):
-            for event in self._waiting:
-                log.write(event)
+            log.write_together(self._waiting)
         if self.error is None:
             self._waiting.clear()
 
@@ -339,7 +338,7 @@ class _Keeper:
         if not order.has_target and rehearsal.snapped[self.snapshots] < rehearsal.job.workers:
             return
         with left_alone():  # the random numbers are this worker's
-            order.scorer.rest()
+            order.scorer.rest_now()
         if order.scorer.target_reached():
             rehearsal.stop("target")
 

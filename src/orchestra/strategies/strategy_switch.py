@@ -140,8 +140,7 @@ class StrategySwitch(Phases):
         r = before * left / (after * workers)
         momentum = 0.0 if self.momentum is None and after > before else self.momentum
         handover.set_pace(node, momentum, r if self.scale is None else self.scale, told=self.scale is not None)
-        s.then = self.then.init(node)
-        s.switched = True
+        s.then, s.switched = self.then.init(node), True
         self.attach(node, s)
         node.log("switched", node.steps)
 

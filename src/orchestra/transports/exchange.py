@@ -250,13 +250,18 @@ class Exchange:
             self._look_for_hangs([*self._peers.values()])
         self._lines.pump(0.0)
 
-    def attend(self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False) -> None:
-        """Wait for something that concerns the run: messages nobody asked for yet must not stand in its way."""
+    def attend(
+        self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False, starting: bool = False
+    ) -> None:
+        """Wait for something that concerns the run: messages nobody asked for yet must not stand in its way.
+
+        Processes of this machine that hang are found meanwhile, unless the run is only `starting`.
+        """
         self._lines.ahead = 1 << 30
         try:
             for peer in self._peers.values():
                 self._lines.watch(peer)
-            self._wait(ready, whom, [], forever=forever)
+            self._wait(ready, whom, [], forever=forever, watched=() if starting else [*self._peers.values()])
         finally:
             self._lines.ahead = AHEAD
             for peer in self._peers.values():
@@ -265,8 +270,9 @@ class Exchange:
     # Waiting.
 
     def _wait(
-        self, ready: Callable[[], bool], whom: Callable[[], str], needed: Sequence[Peer], *, forever: bool = False
-    ) -> None:
+        self, ready: Callable[[], bool], whom: Callable[[], str], needed: Sequence[Peer], *, forever: bool = False,
+        watched: Sequence[Peer] = (),
+    ) -> None:  # fmt: skip
         began = time.perf_counter()
         while not ready():
             self.when_waiting()
@@ -276,7 +282,7 @@ class Exchange:
             overdue = time.perf_counter() - began > self._lines.patience
             if not forever and overdue and not any(map(_is_at_work, needed)):
                 raise Stalled(f"{self._lines.names([self._rank])} waited {self._lines.patience:g} s for {whom()}.")
-            self._look_for_hangs(needed)
+            self._look_for_hangs(watched or needed)
             with self._doing(WAITING):
                 self._lines.pump(_SLICE)
         self._traffic.waited += time.perf_counter() - began
