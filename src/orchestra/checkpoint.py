@@ -69,8 +69,9 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
         header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    path.unlink(missing_ok=True)  # what lies there may be a link to something else
-    with path.open("xb") as file:
+    if path.is_symlink():  # to something that is not ours to write to
+        path.unlink()
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in widest_first:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)

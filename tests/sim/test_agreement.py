@@ -23,6 +23,7 @@ from orchestra.events import Ended, Logged, Stepped
 from orchestra.expression import show
 from orchestra.networks import Host, Network
 from orchestra.node import Node
+from orchestra.report.facts import facts_of
 
 S = Strategy[Any]
 every = each_of(EXAMPLES)
@@ -51,6 +52,8 @@ def test_bytes_are_the_same(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     for node in range(workers + strategy.servers):
         real, virtual = ([e for e in events(tmp_path / w, node) if isinstance(e, Ended)] for w in ("real", "virtual"))
+        if any(facts_of(tmp_path / w).dropped for w in ("real", "virtual")):
+            continue  # what is passed over at the end, when some have finished, is a matter of timing
         assert [(e.sent, e.received) for e in real] == [(e.sent, e.received) for e in virtual]
         if node < workers or strategy.synchronous:  # how many updates a server makes of them is a matter of timing
             assert [(e.step, e.samples) for e in real] == [(e.step, e.samples) for e in virtual]
