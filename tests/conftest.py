@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +44,17 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a process was asked for")
 
     monkeypatch.setattr(forkserver, "warm", refuse)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Path:
+    """A file on which there is never room: a device as /dev/full, but of the test's own where it can make one."""
+    path = tmp_path / "full"
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
+        path.open("wb").close()
+    except OSError:  # not as root, or devices do not work in this folder
+        path = Path("/dev/full")
+    if not stat.S_ISCHR(path.stat().st_mode):
+        pytest.skip("/dev/full of this machine is not the device")
+    return path

@@ -160,14 +160,14 @@ def test_nothing_appears_but_what_is_expected(tmp_path_factory: pytest.TempPathF
         assert name is None or any(files_of(node).fullmatch(name) for node in (1, 2, 3))
 
 
-def test_no_room_for_a_file_is_told_and_leaves_nothing_half(tmp_path: Path) -> None:
+def test_no_room_for_a_file_is_told_and_leaves_nothing_half(tmp_path: Path, full_disk: Path) -> None:
     complaints: list[Any] = []
     files = reception(tmp_path, complaints)
-    (tmp_path / "events-2.jsonl").symlink_to("/dev/full")
+    (tmp_path / "events-2.jsonl").symlink_to(full_disk)
     files.expect(2, {"path": "events-2.jsonl", "bytes": 3})
     files.take_in(2, b"abc")
     (tmp_path / "final").mkdir()
-    (tmp_path / "final" / "node-2.safetensors.tmp").symlink_to("/dev/full")
+    (tmp_path / "final" / "node-2.safetensors.tmp").symlink_to(full_disk)
     files.expect(2, {"path": "final/node-2.safetensors", "bytes": 3})
     files.take_in(2, b"abc")
     assert complaints == [(2, "events-2.jsonl", errno.ENOSPC), (2, "node-2.safetensors", errno.ENOSPC)]

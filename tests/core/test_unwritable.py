@@ -50,14 +50,14 @@ def test_no_place_for_checkpoints(strategy: Strategy[Any], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("numbers", [1, 100_000])
-def test_a_full_disk_is_told_as_such(numbers: int) -> None:
+def test_a_full_disk_is_told_as_such(full_disk: Path, numbers: int) -> None:
     with pytest.raises(OSError, match="No space left"):
-        write_tree(Path("/dev/full"), {"x": torch.zeros(numbers)})
+        write_tree(full_disk, {"x": torch.zeros(numbers)})
 
 
-def test_events_wait_for_room_on_the_disk(tmp_path: Path) -> None:
+def test_events_wait_for_room_on_the_disk(tmp_path: Path, full_disk: Path) -> None:
     complaints: list[OSError] = []
-    with EventLog(Path("/dev/full"), complaints.append) as log:
+    with EventLog(full_disk, complaints.append) as log:
         log.write(Saved(1.0, 0, 2))
         log.flush()
         assert complaints

@@ -52,6 +52,7 @@ class JoinedTransport(AttachedTransport):
     def go(self, resumed_at: float) -> None:
         """Everybody is ready: the clock starts now."""
         self.began = time.perf_counter() - resumed_at
+        self.exchange.begin()
         self._going = True
 
     def await_go(self) -> None:

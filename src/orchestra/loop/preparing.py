@@ -243,9 +243,7 @@ def _take_part(
     made = Prepared(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
     if shared is not None:
         shared.fetched = made.fetched
-    transport.traffic.sent, transport.traffic.received, transport.traffic.waited = 0, 0, 0.0
-    transport.traffic.sent_to.clear()
-    transport.began = time.perf_counter()  # the clock starts now
+    transport.begin()
     log.write(Began(0.0, asked.rank, "worker", transport.began - since))
     return made, shared
 

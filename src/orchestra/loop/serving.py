@@ -77,6 +77,7 @@ def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, fold
     states = OnServer(life, company)
     company.exchange.when_idle = node.comm.between_messages = states.settle
     log.write(Began(node.now(), node.rank, "server", time.perf_counter() - began))
+    company.exchange.begin()
     run.serve(life, _Giver(life, folder))
     door.close()
     company.part()

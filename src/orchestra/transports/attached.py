@@ -67,6 +67,13 @@ class AttachedTransport:
             Leave: exchange.leave,
         }
 
+    def begin(self) -> None:
+        """Training begins: the clock starts, and traffic counts from now on."""
+        self.began = time.perf_counter()
+        self.traffic.sent, self.traffic.received, self.traffic.waited = 0, 0, 0.0
+        self.traffic.sent_to.clear()
+        self.exchange.begin()
+
     def now(self) -> float:
         """Seconds since training began."""
         return time.perf_counter() - self.began

@@ -30,7 +30,7 @@ from orchestra.transports.lines import AHEAD, Lines
 from orchestra.transports.memory import NOT_WAITING, SLEEPING, WAITING
 from orchestra.transports.neighbours import Arrangement
 from orchestra.transports.peer import Peer
-from orchestra.transports.ring import mark_of
+from orchestra.transports.ring import longest_of, mark_of
 
 _BYE = {"kind": "bye"}  # a node's last word: that its connection ends is nothing to worry about
 _SLICE = 0.2  # seconds between two looks at the deadline
@@ -71,6 +71,7 @@ class Exchange:
         self._turn = 0
         self._watch = Watch(Limits.of(patience), lambda node: self._lines.names([node]))
         self._mark = NOT_WAITING
+        self._begun = False  # before, other nodes may be busy for long, and only a stopped one is known to hang
         self._worked, self._longest = math.inf, 0.0  # since when this node does not wait; seconds of its longest work
 
     @property
@@ -196,9 +197,6 @@ class Exchange:
             case wire.FAREWELL:
                 peer.arrived.append(Departed(peer.rank))
             case _:
-                now = time.perf_counter()
-                peer.longest = max(peer.longest, now - (now if peer.came is None else peer.came))
-                peer.came = now
                 about = (frame.version, frame.weight, frame.tag, frame.stamp, frame.progress)
                 message = Message(peer.rank, body, *about)
                 (peer.pieces if frame.kind == wire.PIECE else peer.arrived).append(message)
@@ -290,11 +288,12 @@ class Exchange:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Show that this node waits for others by other means; `poll` then looks for processes that hang."""
-        now = time.perf_counter()
-        self._longest = max(self._longest, now - self._worked)
         with self._doing(WAITING):
             yield
-        self._worked = time.perf_counter()
+
+    def begin(self) -> None:
+        """The run begins: work from now on counts as steps, and how long they take says when a node hangs."""
+        self._begun, self._worked = True, time.perf_counter()
 
     @contextmanager
     def _doing(self, what: int) -> Iterator[None]:
@@ -307,11 +306,17 @@ class Exchange:
             self._show(before)
 
     def _show(self, what: int) -> None:
-        if what != self._mark:
-            self._mark = what
-            for peer in self._peers.values():
-                if peer.outlet is not None:
-                    peer.outlet.mark(what)
+        if what == self._mark:
+            return
+        now = time.perf_counter()
+        if self._mark == NOT_WAITING:
+            self._longest = max(self._longest, now - self._worked)
+        elif what == NOT_WAITING and self._begun:
+            self._worked = now
+        self._mark = what
+        for peer in self._peers.values():
+            if peer.outlet is not None:
+                peer.outlet.mark(what, self._longest)
 
     def _look_for_hangs(self, needed: Sequence[Peer]) -> None:
         """Raise if a process of this machine that this node waits for hangs; of others, if it is stopped."""
@@ -319,9 +324,9 @@ class Exchange:
             return
         near = {peer.rank: peer.pid for peer in self._peers.values() if peer.pid is not None and not peer.gone}
         seen = {
-            peer.rank: Seen((peer.taken,), mark_of(peer.inlet), max(peer.longest, self._longest))
+            peer.rank: Seen((peer.taken,), mark_of(peer.inlet), longest_of(peer.inlet))
             for peer in needed
-            if peer.rank in near and peer.inlet is not None and not peer.left
+            if self._begun and peer.rank in near and peer.inlet is not None and not peer.left
         }
         self._watch.look(near, seen)
 

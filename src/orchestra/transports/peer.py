@@ -44,8 +44,6 @@ class Peer:
     outlet: Outlet | None = None  # memory that both see, if there is any
     inlet: mmap.mmap | None = None
     pid: int | None = None  # of a process of this machine
-    came: float | None = None  # when its last message did
-    longest: float = 0.0  # seconds between two of its messages
     out: deque[memoryview] = field(default_factory=deque)  # bytes still to be sent
     unheard: deque[tuple[int, list[memoryview]]] = field(default_factory=deque)  # messages the other may not have
     sent: int = 0  # messages

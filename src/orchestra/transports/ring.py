@@ -20,7 +20,8 @@ from typing import Any
 _MOST = 64 << 20  # bytes; only those that were ever used are there
 _LEAST = 4096  # bytes: shorter bodies go with their header
 _SECRET = 16
-_FIRST = 24  # where the first body goes; between the two, what the sender does: `orchestra.transports.memory.WAITING`
+_LONGEST = slice(20, 24)  # milliseconds of the sender's longest work between two waits
+_FIRST = 24  # where the first body goes; after the secret, what the sender does: `orchestra.transports.memory.WAITING`
 
 
 @dataclass
@@ -76,8 +77,9 @@ class Outlet:
         if not self._held:
             self._head = _FIRST  # what was used before is still warm
 
-    def mark(self, doing: int) -> None:
-        """Let the other node see whether this one waits."""
+    def mark(self, doing: int, longest: float) -> None:
+        """Let the other node see whether this one waits, and the seconds of its longest work between two waits."""
+        self.memory[_LONGEST] = min(int(1000 * longest), 0xFFFFFFFF).to_bytes(4, "little")
         self.memory[_SECRET] = doing
 
     def close(self) -> None:
@@ -104,6 +106,11 @@ def enter(invitation: dict[str, Any]) -> mmap.mmap | None:
 def mark_of(memory: mmap.mmap) -> int:
     """What the sender does, as it says in its ring."""
     return int(memory[_SECRET])
+
+
+def longest_of(memory: mmap.mmap) -> float:
+    """Seconds of the sender's longest work between two waits, as it says in its ring."""
+    return int.from_bytes(memory[_LONGEST], "little") / 1000
 
 
 def machine() -> str:

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes of one machine see how long the longest work of the others took: a hang is judged by that."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from tests.transports.test_reunion import machines
+
+from orchestra.transports import exchange
+from orchestra.transports.ring import longest_of
+
+
+def test_work_counts_from_the_beginning_of_the_run_and_waits_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=time.monotonic)
+    clock.perf_counter = lambda: clock.now
+
+    def longest(work: float, wait: float) -> float:
+        clock.now += work
+        with a.waiting():
+            clock.now += wait
+            return longest_of(peer.inlet)
+
+    with machines(monkeypatch, apart=False) as (a, b), monkeypatch.context() as patch:
+        patch.setattr(exchange, "time", clock)
+        (peer,) = b._peers.values()
+        assert [longest(60, 1), longest(60, 1)] == [0, 0]  # it loads its data
+        a.begin()
+        assert [longest(2, 100), longest(1, 0), longest(3, 5)] == [2, 2, 3]
