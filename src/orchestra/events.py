@@ -175,7 +175,6 @@ _CHUNK = 1 << 18  # bytes that are read at once, some thousand lines
 _LONGEST = 1 << 22  # bytes of a line
 _MOST = 1 << 33  # bytes of a file
 _FLUSH = 0.5  # seconds an event may wait in memory
-PAUSES = (0.5, 1.0, 2.0)  # seconds between the last attempts to write to a full disk
 
 
 class EventLog:
@@ -243,7 +242,7 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.flush()
-        for pause in PAUSES if kind is None else ():  # what is not written now is lost
+        for pause in files.PAUSES if kind is None else ():  # what is not written now is lost
             if self._waiting:
                 time.sleep(pause)
                 self.flush()

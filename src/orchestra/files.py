@@ -17,6 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+PAUSES = (0.5, 1.0, 2.0)  # seconds between two attempts to write to a full disk
 SMALL = 16 << 20  # bytes of a file of settings: configuration, ending, manifest
 _WHOLE = re.compile("[0-9]{1,18}")
 

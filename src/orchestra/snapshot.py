@@ -33,7 +33,6 @@ from orchestra.replica import trainable
 
 FINAL, SNAPSHOTS, MODEL = "final", "snapshots", "model.safetensors"  # in a run folder
 T = TypeVar("T")
-_PAUSES = (0.5, 1.0, 2.0)  # seconds between two attempts to write to a full disk
 _NAME = re.compile("([0-9]+)")
 
 
@@ -105,7 +104,7 @@ def make_elsewhere(launch: str) -> Path:
 
 def trying_again(write: Callable[[], T]) -> T:
     """Write something; if the disk is full, try again a few times, some seconds apart."""
-    for pause in _PAUSES:
+    for pause in files.PAUSES:
         try:
             return write()
         except OSError as error:

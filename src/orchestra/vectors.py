@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -140,3 +141,8 @@ def _blend(a: Tensor, b: Tensor, share: float, out: Tensor) -> None:
         torch.lerp(b, a, 1 - share, out=out)
     else:
         torch.lerp(a, b, share, out=out)
+
+
+def checksum(tensor: Tensor, before: int = 0) -> int:
+    """A checksum of all bits, continuing one `before`."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, before)

@@ -24,7 +24,7 @@ from tests.processes import Outcome, together
 from tests.zoo import INPUTS, Jittery, make_model, paced, train
 from torch import nn
 
-from orchestra import AllReduce, Attached, LocalSGD, ParameterServer, Simulated, Steps, Strategy, snapshot
+from orchestra import AllReduce, Attached, LocalSGD, ParameterServer, Simulated, Steps, Strategy, files, snapshot
 from orchestra.errors import EnvironmentProblem, RunFolderGone
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=2), ParameterServer(servers=2)]
@@ -113,7 +113,7 @@ def test_room_that_is_made_in_time_is_enough(disk: Path, tmp_path: Path) -> None
 
 
 def test_a_full_disk_is_tried_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_PAUSES", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(files, "PAUSES", (0.0, 0.0, 0.0))
     tries: list[int] = []
 
     def failing(times: int, number: int) -> Callable[[], str]:

@@ -11,7 +11,6 @@ No worker waits for another because of it, and the notes are no part of the stra
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from orchestra.launch.notes import ENTRIES
+from orchestra.vectors import checksum
 
 _EVERY = 10  # steps between two comparisons of the learning rates
 
@@ -35,9 +35,9 @@ class Told:
 
         Without gradients there is nothing to tell: the samples are known to be this worker's own.
         """
-        if self._first and (checksum := _checksum(gradients)) is not None:
+        if self._first and (found := _checksum(gradients)) is not None:
             self._first = False
-            self._say({"kind": "gradient", "checksum": checksum})
+            self._say({"kind": "gradient", "checksum": found})
         self._rates = rates[:ENTRIES]
         if self._rates and step % _EVERY == 0:
             self._tell_rates(step)
@@ -77,15 +77,15 @@ class Comparisons:
         """Give an error if another worker had other learning rates in the same step."""
         told = self._rates.setdefault(step, {})
         told[worker] = values
-        for other, theirs in told.items():
-            for group, (a, b) in enumerate(zip(theirs, values, strict=False)):
-                if not math.isclose(a, b, rel_tol=1e-6) and not (math.isnan(a) and math.isnan(b)):
-                    which = f" of parameter group {group}" if len(values) > 1 else ""
-                    return (
-                        f"the learning rate{which} is {a!r} on worker {other} and {b!r} on worker {worker} in step "
-                        f"{step:,}: workers in lockstep must have the same. Let a scheduler follow what all workers "
-                        "have in common: optimizer.orchestra.mean(loss) in place of a worker's own validation loss."
-                    )
+        other = next(iter(told))  # all that have told of this step so far agree
+        for group, (a, b) in enumerate(zip(told[other], values, strict=False)):
+            if not math.isclose(a, b, rel_tol=1e-6) and not (math.isnan(a) and math.isnan(b)):
+                which = f" of parameter group {group}" if len(values) > 1 else ""
+                return (
+                    f"the learning rate{which} is {a!r} on worker {other} and {b!r} on worker {worker} in step "
+                    f"{step:,}: workers in lockstep must have the same. Let a scheduler follow what all workers "
+                    "have in common: optimizer.orchestra.mean(loss) in place of a worker's own validation loss."
+                )
         if len(told) == self._workers:
             del self._rates[step]
         return None
@@ -99,5 +99,5 @@ def _checksum(gradients: Sequence[Tensor]) -> int | None:
         if g.layout is not torch.strided:
             return None
         anything = anything or bool(g.any())
-        found = zlib.crc32(g.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+        found = checksum(g, found)
     return found if anything else None

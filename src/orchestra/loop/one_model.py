@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from orchestra.errors import ConfigError, Problem
 from orchestra.node import Comm
 from orchestra.replica import persistent_buffers
+from orchestra.vectors import checksum
 from orchestra.words import plural
 
 _PIECE = 1 << 12  # bytes of a parameter that are sent at a time: any connection takes as many
@@ -58,7 +59,7 @@ def differing(comm: Comm, parameters: Mapping[str, Tensor]) -> str | None:
     """Compare parameters over the workers; name what differs by more than rounding. Below it all take worker 0's."""
     if len(comm.workers) == 1:
         return None
-    rows = _gather(comm, torch.tensor([_checksum(p) for p in parameters.values()]))
+    rows = _gather(comm, torch.tensor([checksum(p) for p in parameters.values()]))
     found = []
     for place, (name, p) in enumerate(parameters.items()):
         if len({row[place] for row in rows}) > 1:
@@ -77,10 +78,6 @@ def differing(comm: Comm, parameters: Mapping[str, Tensor]) -> str | None:
 
 def _gather(comm: Comm, row: Tensor) -> list[list[float]]:
     return [[*found.tolist()] for found in comm.gather(row)]
-
-
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _distance(mine: Tensor, first: Tensor) -> float:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from orchestra import alive, delays, run, snapshot, thinning
+from orchestra import alive, delays, files, run, snapshot, thinning
 from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Ending, Order
 from orchestra.data.feed import IndexedFeed, is_tensors
 from orchestra.errors import Deadlock, Interrupted, OrchestraError, RunFolderGone, WorkerFailed
-from orchestra.events import PAUSES, Began, Event, EventLog
+from orchestra.events import Began, Event, EventLog
 from orchestra.networks import Network
 from orchestra.node import Comm, Node
 from orchestra.ops import Compute, Transport
@@ -106,7 +106,7 @@ class Rehearsal:
     def _close(self, logs: list[_Log]) -> None:
         for log in logs:
             log.close()
-        for pause in PAUSES:
+        for pause in files.PAUSES:
             if again := [log for log in logs if log.error is not None]:
                 time.sleep(pause)
                 for log in again:
