@@ -87,19 +87,26 @@ class Inner:
         self._scales = [1.0 for _ in self._base]  # factors on the rates of the groups
         self._momentum: float | None = None  # in place of the optimizer's own, if it was set
         self._lent = False  # somebody else sets the learning rate: it is scaled for the moment of a step only
+        self.factor = 1.0  # of one that is lent: on all its rates, beside what is done to them meanwhile
 
     @classmethod
-    def around(cls, optimizer: optim.Optimizer, layers: Sequence[nn.Parameter]) -> Inner:
-        """One that stays in the hands of whoever made it, schedulers of torch among them."""
+    def around(cls, optimizer: optim.Optimizer, layers: Sequence[nn.Parameter], factor: float = 1.0) -> Inner:
+        """One that stays in the hands of whoever made it, schedulers of torch among them; its steps are `factor` long.
+
+        The rates that its maker sees and sets stay without the factor.
+        """
         inner = cls(lambda _: optimizer, torch.empty(0), layers=layers)
-        inner._lent = True
+        inner._lent, inner.factor = True, factor
         return inner
+
+    def _momentary(self) -> list[float]:
+        """The factor on the rate of each group that is not in the group: of one that is lent."""
+        return [scale * self.factor if self._lent else 1.0 for scale in self._scales]
 
     @property
     def lr(self) -> float:
         """The learning rate in force."""
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        return rate * self._scales[0] if self._lent else rate
+        return float(self.optimizer.param_groups[0]["lr"]) * self._momentary()[0]
 
     def _fuse(self) -> None:
         """Use torch's fused kernels, which pass over memory once, unless the user chose otherwise."""
@@ -123,8 +130,8 @@ class Inner:
         if self._alike:
             yield slice(None), self.lr
             return
-        scaled = zip(self.optimizer.param_groups, self._scales, strict=True)
-        rates = [(group["params"], float(group["lr"]) * (scale if self._lent else 1.0)) for group, scale in scaled]
+        scaled = zip(self.optimizer.param_groups, self._momentary(), strict=True)
+        rates = [(group["params"], float(group["lr"]) * scale) for group, scale in scaled]
         by_layer = {p: rate for layers, rate in rates for p in layers}
         start = 0
         for p in self._params:
@@ -142,7 +149,7 @@ class Inner:
     def step(self, g: Tensor) -> None:
         """One update with gradient g; layers without a gradient are left alone."""
         self._hand_out(g)
-        if self._lent and (self._momentum is not None or any(scale != 1 for scale in self._scales)):
+        if self._lent and (self._momentum is not None or any(scale != 1 for scale in self._momentary())):
             self._step_scaled()
         else:
             self.optimizer.step()
@@ -151,7 +158,7 @@ class Inner:
         groups = self.optimizer.param_groups
         before = [(group["lr"], group.get("momentum")) for group in groups]
         try:
-            for group, scale in zip(groups, self._scales, strict=True):
+            for group, scale in zip(groups, self._momentary(), strict=True):
                 group["lr"] = group["lr"] * scale
                 if group.get("momentum") and self._momentum is not None:
                     group["momentum"] = self._momentum

@@ -4,6 +4,8 @@
 `orchestra run script.py --strategy slowmo` runs the script as it is; what was said on the command line reaches its
 `train(...)` here. A change is a function from the argument's old value to its new one, because some options replace
 only a part of an argument: `--workers 4` keeps the rest of the script's `Local(...)`.
+
+`orchestra compare script.py` runs the script only up to its `train(...)`, and takes the arguments from there.
 """
 
 from __future__ import annotations
@@ -29,6 +31,18 @@ class Use:
 
     changes: Mapping[str, Change]
     loops: int = 0
+    captures: bool = False  # no call is carried out: its arguments are what is wanted
+
+
+class Reached(BaseException):
+    """A script came to its call of `train`, or of `prepare`, and only that was wanted.
+
+    Not an `Exception`: a script that handles those must not handle this one.
+    """
+
+    def __init__(self, request: Any = None) -> None:
+        super().__init__("the script came to its call")
+        self.request = request  # the arguments of `train`; None if the call was one of `prepare`
 
 
 _use: ContextVar[Use | None] = ContextVar("orchestra-overrides", default=None)
@@ -41,9 +55,9 @@ def current() -> dict[str, Change]:
 
 
 @contextmanager
-def using(changes: Mapping[str, Change]) -> Iterator[Use]:
-    """Put changes in force for every `train` and `prepare` called inside."""
-    token = _use.set(use := Use(changes))
+def using(changes: Mapping[str, Change], *, captures: bool = False) -> Iterator[Use]:
+    """Put changes in force for every `train` and `prepare` called inside; or have the first call raise `Reached`."""
+    token = _use.set(use := Use(changes, captures=captures))
     try:
         yield use
     finally:
@@ -52,7 +66,9 @@ def using(changes: Mapping[str, Change]) -> Iterator[Use]:
 
 def apply(request: R) -> R:
     """The arguments of a call of `train`, with the changes in force made to them."""
-    changes = current()
+    use, changes = _use.get(), current()
+    if use is not None and use.captures:
+        raise Reached(request)
     if not changes:
         return request
     return dataclasses.replace(request, **changed(vars(request), changes))
@@ -63,6 +79,8 @@ def of_a_loop(arguments: Mapping[str, Any]) -> dict[str, Any]:
     use = _use.get()
     if use is None:
         return dict(arguments)
+    if use.captures:
+        raise Reached
     use.loops += 1
     known = {name: change for name, change in use.changes.items() if name in arguments}
     return {**arguments, **changed(arguments, known)}

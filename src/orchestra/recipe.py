@@ -8,7 +8,7 @@ callables should be module-level functions or `functools.partial` of such, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,5 +29,6 @@ class Recipe:
     epochs: float
     evaluate: Callable[[nn.Module, Any], Mapping[str, float]]
     evaluation_data: Callable[[], Any]
-    target: str  # NAME=VALUE, a score of `evaluate` of which more is better: what `compare` races to by default
+    target: str  # NAME=VALUE, a score of `evaluate`: what `compare` races to by default; "" finds one by a first run
     schedule: Callable[[float], float] | None = None  # factor on the learning rate, by epochs done
+    more: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `train`: {"clip": 1.0}

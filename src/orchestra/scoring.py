@@ -45,6 +45,17 @@ _PROMPT, _PATIENT = 0.05, 0.5  # seconds between two looks for a new one, with a
 _GRACE = 10.0  # seconds that a score may still take when the run is over, and three times the longest so far
 
 
+def figures(evaluate: Evaluate, module: nn.Module, data: Any) -> dict[str, float]:
+    """Call the user's function on a module in evaluation mode; a single number gets the function's name."""
+    module.eval()
+    with torch.no_grad():
+        value = evaluate(module, data)
+    if isinstance(value, Mapping):
+        return {str(name): float(v) for name, v in value.items()}
+    name = getattr(evaluate, "__name__", "score")
+    return {name if name.isidentifier() else "score": float(value)}
+
+
 @dataclass
 class Scorer:
     """Scores the snapshots of one run, each once, in order."""
@@ -75,16 +86,10 @@ class Scorer:
         self._longest = 0.0  # seconds that a score took
 
     def figures(self, module: nn.Module) -> dict[str, float]:
-        """Call the user's function; a single number gets the function's name."""
+        """What the user's function says of a module."""
         if self.evaluate is None:
             return {}
-        module.eval()
-        with torch.no_grad():
-            value = self.evaluate(module, self.data)
-        if isinstance(value, Mapping):
-            return {str(name): float(v) for name, v in value.items()}
-        name = getattr(self.evaluate, "__name__", "score")
-        return {name if name.isidentifier() else "score": float(value)}
+        return figures(self.evaluate, module, self.data)
 
     def initial(self) -> dict[str, float]:
         """Score the initial model: a mistake in `evaluate` shows now, not after hours of training."""

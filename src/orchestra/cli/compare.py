@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import progress
-from orchestra.cli import again, claims, fairness, in_lab, sources, summary, tuning
+from orchestra.cli import again, claims, fairness, goals, in_lab, sources, summary, tuning
 from orchestra.cli import options as o
 from orchestra.cli.concluding import conclude
 from orchestra.cli.options import Options
 from orchestra.cli.worlds import is_solo, refuse_under_launcher
-from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed, nearest
+from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed
 
 if TYPE_CHECKING:
     from orchestra.budget import Target
@@ -32,7 +33,12 @@ DEFAULT = "allreduce,ps,localsgd,slowmo"
 
 
 Name = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe, or a .py file with a RECIPE in it.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RECIPE|SCRIPT",
+        help="A recipe, or a .py file with a RECIPE in it or that calls orchestra.train or orchestra.prepare.",
+        show_default=False,
+    ),
 ]
 Strategies = Annotated[str, typer.Option("--strategies", "-s", metavar="A,B,C", help="Expressions, between commas.")]
 Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each strategy, with seeds 0 to K-1.")]
@@ -58,12 +64,17 @@ Claims = Annotated[
     ),
 ]
 Goal = Annotated[
-    str | None, typer.Option(metavar="SCORE=VALUE", help="The test score to race to. Default: the recipe's own.")
+    str | None,
+    typer.Option(
+        metavar="SCORE=VALUE",
+        help="The score to race to. Default: the recipe's or the script's own; if it has none, found by a first run.",
+    ),
 ]
 
 
 def compare(
-    context: typer.Context, recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
+    context: typer.Context, recipe: Name, args: o.Args = None, strategies: Strategies = DEFAULT,
+    workers: o.Workers = None, seeds: Seeds = 1,
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
@@ -86,15 +97,16 @@ def compare(
       orchestra compare digits --sim -n 8 --seeds 5 --lrs 0.02,0.05,0.1 --assert "slowmo.time < allreduce.time"
     """
     refuse_under_launcher("compare")
-    source = sources.find(recipe)
+    source = sources.find(recipe, args or ())
     shared = Options(
-        workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr,
+        workers=workers, epochs=epochs, batch=batch, lr=lr,
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, precision=precision,
         device=device, sim=sim or None, network=network, delay=delay, trace=trace or None,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
     said = [claims.parse(text, race.strategies) for text in asserted or []]
     again.keep(context.obj, race.out)
+    race = goals.settle(race, quiet=quiet)
     if lrs is not None:
         race = tuning.tune(race, tuning.read(lrs), quiet=quiet)
     table = race.run(quiet=quiet)
@@ -164,7 +176,7 @@ class Race:
                     evaluate_every=Epochs(self.epochs / _SNAPSHOTS),
                     score_afterwards=True,
                     progress=display,
-                    note=about | {"args": []},
+                    note=about | {"args": list(self.source.args)},
                 )
         except Interrupted:
             raise
@@ -235,20 +247,16 @@ def prepare(
     """Check all that can be checked before anything runs; raises a `ConfigError` with every problem."""
     from orchestra.launch import forkserver
 
-    if not source.holds_recipe:
-        why = "defines no RECIPE = orchestra.Recipe(...), which compare needs"
-        raise ConfigError([Problem("recipe", source.name, why)])
     if not shared.sim and lab is None:
         forkserver.warm()
     from orchestra import expression
+    from orchestra.cli import scripts
 
     recipe = sources.load(source)
-    problems = [*_problems(texts, shared, seeds, out), *_unfit_for_lab(texts, shared, lab)]
+    shared = scripts.placed(recipe, shared)
+    problems = [*_problems(texts, shared, seeds, out), *_unfit_for_lab(texts, shared, lab), *_endless(recipe, shared)]
     try:
-        goal = o.read_target(target or recipe.target)
-        problems += _unknown_score(recipe, goal)
-        if goal.metric == "accuracy" and goal.value > 1:
-            problems.append(Problem("target", f"{goal.value:g}", "is no accuracy: they go from 0 to 1, such as 0.95"))
+        goal = goals.choose(recipe, target)
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -299,12 +307,13 @@ def _unfit_for_lab(texts: list[str], shared: Options, lab: str | None) -> Iterat
                 yield Problem("strategies", text, "needs several nodes on one machine; a lab has a host for each")
 
 
-def _unknown_score(recipe: Recipe, goal: Target) -> list[Problem]:
-    """Score the model as it is before training: a target that evaluate does not know would never be reached."""
-    scores = recipe.evaluate(recipe.model(), recipe.evaluation_data())
-    if goal.metric in scores:
-        return []
-    return [Problem("target", goal.metric, f"is no score of this recipe; {nearest(goal.metric, scores)}")]
+def _endless(recipe: Recipe, shared: Options) -> Iterator[Problem]:
+    """A script whose end cannot be told in samples: seconds are what is compared, and a stream has no length."""
+    if shared.epochs is None and math.isnan(recipe.epochs):
+        message = (
+            "the script ends by seconds, a target or steps of a stream: say how many passes over the data each has"
+        )
+        yield Problem("epochs", None, message)
 
 
 def options_for(strategy: str, shared: Options, **more: Any) -> Options:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from orchestra.launch.band import News, Wire
 
 _HOST = "localhost"
-_TAKES = ("strategy", "workers", "servers", "seed", "out", "token_file", "trusted", "grace")
+_TAKES = ("strategy", "workers", "servers", "seed", "lr_factor", "out", "token_file", "trusted", "grace")
 
 
 def problems_of(chosen: Options, *, as_json: bool) -> Iterator[Problem]:
     """What cannot be said of a loop from outside."""
-    known = ", ".join(f"--{name.replace('_', '-')}" for name in _TAKES[:5])
+    known = ", ".join(f"--{name.replace('_', '-')}" for name in _TAKES[:6])
     message = f"is for the script itself to decide, whose loop is its own: change it there; here {known} may be said"
     for name, value in chosen.given().items():
         if name not in _TAKES:

@@ -61,6 +61,9 @@ Batch = Annotated[
 Lr = Annotated[
     float | None, typer.Option(help="Learning rate of the inner optimizer. Default: the recipe's own.", metavar="RATE")
 ]
+LrFactor = Annotated[
+    float | None, typer.Option(help="Multiply the learning rates of the recipe or the script by this.", metavar="F")
+]
 Optimizer = Annotated[
     str | None,
     typer.Option(
@@ -183,6 +186,7 @@ class Options:
     seed: int | None = None
     batch: int | None = None
     lr: float | None = None
+    lr_factor: float | None = None
     optimizer: str | None = None
     schedule: str | None = None
     out: str | None = None
@@ -358,15 +362,23 @@ def _budget(o: Options) -> dict[str, Change]:
 
 
 def _optimizer(o: Options) -> dict[str, Change]:
-    if o.optimizer is None and o.lr is None:
+    if o.optimizer is None and o.lr is None and o.lr_factor is None:
         return {}
     from orchestra import expression
+    from orchestra.rates import Rescaled
 
     if o.lr is not None and not (math.isfinite(o.lr) and o.lr >= 0):
         raise ConfigError([Problem("lr", o.lr, "must be a finite number of at least 0")])
+    if o.lr_factor is not None and not 0 < o.lr_factor < math.inf:
+        raise ConfigError([Problem("lr-factor", o.lr_factor, "must be a finite number above 0")])
     chosen = None if o.optimizer is None else expression.parse_optimizer(o.optimizer)
     rate = {} if o.lr is None else {"lr": o.lr}
-    return {"optimizer": lambda old: functools.partial(chosen or old, **rate)}
+
+    def change(old: Any) -> Any:
+        made = functools.partial(chosen or old, **rate) if chosen or rate else old
+        return made if o.lr_factor is None else Rescaled(made, o.lr_factor)
+
+    return {"optimizer": change}
 
 
 def _schedule(o: Options) -> dict[str, Change]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestra.cli import again, concluding, sources, summary
+from orchestra.cli import again, concluding, goals, sources, summary
 from orchestra.cli import compare as racing
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
@@ -50,7 +50,7 @@ Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each candidate in
 
 
 def recommend(
-    context: typer.Context, recipe: racing.Name, network: Network, workers: o.Workers = None,
+    context: typer.Context, recipe: racing.Name, network: Network, args: o.Args = None, workers: o.Workers = None,
     straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None, strategies: Candidates = None,
     seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
@@ -75,11 +75,11 @@ def recommend(
     )  # fmt: skip
     if seeds < 1:
         raise ConfigError([Problem("seeds", seeds, "must be at least 1")])
-    source = sources.find(recipe)
+    source = sources.find(recipe, args or ())
     texts, unfit = _fit(o.split_strategies(strategies) if strategies else _catalogue(), shared)
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
-    race = racing.prepare(source, texts, shared, seeds, target, out)
+    race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
     # The same ends for all; that a slow one is given up comes on top.
     shared = dataclasses.replace(shared, epochs=race.epochs, target=_text(race.target))
     ladder = Ladder(dataclasses.replace(race, shared=shared), seeds, quiet=quiet)

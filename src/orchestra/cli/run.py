@@ -21,8 +21,9 @@ from orchestra.overrides import Change
 def run(
     recipe: o.What, args: o.Args = None, strategy: o.Strategy = None, workers: o.Workers = None,
     servers: o.Servers = None, epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None,
-    target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
-    schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None,
+    target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
+    lr_factor: o.LrFactor = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
+    seed: o.Seed = None, partition: o.Spread = None,
     precision: o.Precision = None, device: o.Device = None, delay: o.Delay = None,
     checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
     token_file: o.TokenFile = None, trusted: o.Trusted = False, order: o.Order = None, grace: o.Grace = None,
@@ -52,7 +53,7 @@ def run(
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
-        target=target, seed=seed, batch=batch, lr=lr, optimizer=optimizer, schedule=schedule,
+        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
         token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order, grace=grace,
@@ -131,9 +132,6 @@ def next_command(source: Source, strategy: str, workers: int, chosen: Options | 
     """Something worth trying after a run, in the same world."""
     what = source.name if source.path is None else summary.nearby(source.path)
     world = "" if chosen is None else _world(chosen)
-    if not source.holds_recipe:
-        other = "slowmo" if strategy != "slowmo" else "localsgd"
-        return f"orchestra {'sim' if world else 'run'} {what} --strategy {other}{world.removeprefix(' --sim')}"
     rivals = ["allreduce", "localsgd" if strategy.startswith("slowmo") else "slowmo"]
     rivals = [strategy, *(rival for rival in rivals if rival != strategy)]
     return f'orchestra compare {what} --strategies "{",".join(rivals)}" --workers {max(2, workers)}{world}'

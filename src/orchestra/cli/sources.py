@@ -31,6 +31,7 @@ class Source:
 
     name: str  # of a recipe, or the absolute path of a file
     path: Path | None
+    args: tuple[str, ...] = ()  # for a script
 
     @property
     def label(self) -> str:
@@ -47,17 +48,22 @@ class Source:
         """Whether it is a script with a training loop of its own under `orchestra.prepare`."""
         if self.path is None or self.holds_recipe:
             return False
-        called = {*_called(_parsed(self.path))}
-        return "prepare" in called and "train" not in called
+        return self.calls("prepare") > 0 and not self.calls("train")
+
+    def calls(self, name: str) -> int:
+        """In how many places of a script a function of this package is called, as far as it can be seen."""
+        return 0 if self.path is None else [*_called(_parsed(self.path))].count(name)
 
 
-def find(text: str) -> Source:
+def find(text: str, args: Sequence[str] = ()) -> Source:
     """What the user means. Looks at names and files only: a misspelt word is refused before torch is imported."""
-    if text in recipes.names():
-        return Source(text, None)
     path = Path(text)
-    if path.is_file() and path.suffix == ".py":
-        return Source(str(path.resolve()), path.resolve())
+    if text not in recipes.names() and path.is_file() and path.suffix == ".py":
+        return Source(str(path.resolve()), path.resolve(), tuple(args))
+    if text in recipes.names():
+        if args:
+            raise ConfigError([Problem("arguments", " ".join(args), "are for scripts; a recipe takes none")])
+        return Source(text, None)
     if path.suffix == ".py" or path.exists() or len(path.parts) > 1:
         why = "is not a Python file: name a recipe or a .py file" if path.exists() else "there is no such file"
         raise ConfigError([Problem("recipe", text, why)])
@@ -68,10 +74,14 @@ def find(text: str) -> Source:
 
 
 def load(source: Source) -> Recipe:
-    """The recipe of a source that holds one."""
+    """The recipe of a source: its own, or what its script gives to `train`. A script is run once, up to that call."""
     if source.path is None:
         return recipes.get(source.name)
-    with _at_home(source.path, ()):
+    with at_home(source.path, source.args):
+        if not source.holds_recipe:
+            from orchestra.cli import scripts
+
+            return scripts.capture(source)
         module = _import(source.path)
     return _recipe_in(module, source.path)
 
@@ -90,6 +100,7 @@ def arguments(recipe: Recipe) -> dict[str, Any]:
         "evaluate": recipe.evaluate,
         "evaluation_data": recipe.evaluation_data,
         "schedule": recipe.schedule,
+        **recipe.more,
     }
 
 
@@ -118,7 +129,7 @@ def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], 
             raise ConfigError([Problem("arguments", " ".join(args), "are for scripts; a recipe takes none")])
         train_recipe(load(source), changes)
         return
-    with _at_home(source.path, args), overrides.using(changes) as use:
+    with at_home(source.path, args), overrides.using(changes) as use:
         if not source.holds_recipe:
             _run(source.path, use)
         else:
@@ -226,7 +237,7 @@ def _recipe_in(module: ModuleType, path: Path) -> Recipe:
 
 
 @contextmanager
-def _at_home(path: Path, args: Sequence[str]) -> Iterator[None]:
+def at_home(path: Path, args: Sequence[str]) -> Iterator[None]:
     """Let a script find what it would find when run by Python: its neighbours, its arguments, no hook of typer's."""
     before, sys.argv = sys.argv, [str(path), *args]
     hook, sys.excepthook = sys.excepthook, sys.__excepthook__

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestra.cli import again, concluding, sources, summary
+from orchestra.cli import again, concluding, goals, sources, summary
 from orchestra.cli import compare as racing
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
@@ -38,11 +38,12 @@ Grid = Annotated[
 
 
 def sweep(
-    context: typer.Context, recipe: racing.Name, grid: Grid, strategies: racing.Strategies = racing.DEFAULT,
-    workers: o.Workers = None, seeds: racing.Seeds = 1, epochs: o.Epochs = None, target: racing.Goal = None,
-    batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
-    clip: o.Clip = None, partition: o.Spread = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    context: typer.Context, recipe: racing.Name, grid: Grid, args: o.Args = None,
+    strategies: racing.Strategies = racing.DEFAULT, workers: o.Workers = None, seeds: racing.Seeds = 1,
+    epochs: o.Epochs = None, target: racing.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
+    optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None, partition: o.Spread = None,
+    device: o.Device = None, sim: o.Sim = False, network: o.Network = None, delay: o.Delay = None,
+    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies under every condition of a grid, and print who was first in each.
 
@@ -58,7 +59,7 @@ def sweep(
     refuse_under_launcher("sweep")
     axes = [_axis(text) for text in grid]
     base = Options(
-        workers=workers if workers is not None else 2, epochs=epochs, batch=batch, lr=lr,
+        workers=workers, epochs=epochs, batch=batch, lr=lr,
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, device=device,
         sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
@@ -67,14 +68,21 @@ def sweep(
         problems.append(Problem("out", str(out), "is not empty: choose a new folder"))
     if problems:
         raise ConfigError(problems)
-    source, texts = sources.find(recipe), o.split_strategies(strategies)
+    source, texts = sources.find(recipe, args or ()), o.split_strategies(strategies)
     folder = out or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-sweep-{source.label}"
     races = [
         (values, racing.prepare(source, texts, under(base, values), seeds, target, folder / _slug(values)))
         for values in _conditions(axes)
     ]
     again.keep(context.obj, folder)
-    found = []
+    goal = goals.settle(races[0][1], quiet=quiet).target  # one for all conditions
+    found = _run([(values, replace(race, target=goal)) for values, race in races], folder, quiet=quiet)
+    _conclude(found, folder, as_json=json_, quiet=quiet)
+
+
+def _run(races: list[tuple[Values, racing.Race]], folder: Path, *, quiet: bool) -> list[Condition]:
+    """One comparison after the other; Ctrl-C leaves the table of those that are done."""
+    found: list[Condition] = []
     try:
         for i, (values, race) in enumerate(races):
             if not quiet:
@@ -87,7 +95,7 @@ def sweep(
             _save(found, folder)
             summary.say(f"{plural(len(found), 'condition')} done, in {summary.nearby(folder)}/sweep.md")
         raise
-    _conclude(found, folder, as_json=json_, quiet=quiet)
+    return found
 
 
 # Axes.
@@ -228,7 +236,7 @@ def _title(found: list[Condition]) -> str:
     table = found[0].table
     virtual = "virtual " if table.world else ""
     tie = ", several: a tie" if any(len(condition.first) > 1 for condition in found) else ""
-    return f"{table.recipe} · {virtual}seconds to test {table.goal}; ◂ first under that condition{tie}"
+    return f"{table.recipe} · {virtual}seconds to {table.aim}; ◂ first under that condition{tie}"
 
 
 def _cells(found: list[Condition]) -> tuple[list[str], list[list[str]]]:

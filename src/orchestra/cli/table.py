@@ -156,6 +156,11 @@ class Table:
         """The target in words."""
         return goal(self.target)
 
+    @property
+    def aim(self) -> str:
+        """The target, and of what it is a score."""
+        return self.goal if self.target.metric.startswith("training") else f"test {self.goal}"
+
     @cached_property
     def marks(self) -> list[Mark]:
         """What every run achieved."""
@@ -183,7 +188,7 @@ class Table:
         """What was done."""
         upto = "until the target, at most " if self.stops else ""
         return (
-            f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
+            f"{self.recipe} · target {self.aim} · {plural(self.workers, 'worker')} · "
             f"{plural(self.seeds, 'seed')} · {upto}{plural(self.epochs, 'epoch')}"
             + (f" · {self.world}" if self.world else "")
         )

@@ -25,6 +25,7 @@ from orchestra.job import Job
 from orchestra.loop import loader as loaders
 from orchestra.loop import ranks, wrappers
 from orchestra.loop.earlier import EARLIER, problems_of_group
+from orchestra.rates import Rescaled
 from orchestra.replica import problems_of, trainable
 from orchestra.strategy import Strategy
 from orchestra.words import plural
@@ -44,6 +45,7 @@ class Asked:
     out: Path | None
     tolerate: int
     note: dict[str, Any]
+    lr_factor: float = 1.0  # on the rates of the optimizer, in its steps alone
 
     @property
     def together(self) -> bool:
@@ -188,7 +190,7 @@ class Asked:
             model=lambda: self.model,
             data=lambda: None,
             loss=lambda output, target: output,
-            optimizer=self.factory(),
+            optimizer=self.factory() if self.lr_factor == 1 else Rescaled(self.factory(), self.lr_factor),
             strategy=self.strategy,
             workers=self.workers,
             batch=(self.loader.batch_size if self.loader is not None else None) or 1,
@@ -238,6 +240,7 @@ class Asked:
             "steps": job.last_step,
             "tolerate": job.tolerate,
             "means": "by torch" if job.torch_means else "by messages",
+            **({} if self.lr_factor == 1 else {"lr_factor": self.lr_factor}),
         }
 
     def in_common(self, job: Job) -> dict[str, Any]:

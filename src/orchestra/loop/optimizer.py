@@ -174,7 +174,10 @@ class Prepared(optim.Optimizer):
     def _settings(self) -> dict[str, list[Any]]:
         """What is a number, or some of them, by group: the learning rates, the momenta; not what schedulers keep."""
         found = {name: [_number(group.get(name)) for group in self.param_groups] for name in self.defaults}
-        clip = {CLIP: [self._player.life.node.clip or False]}
+        node = self._player.life.node
+        clip = {CLIP: [node.clip or False]}
+        if None not in found.get("lr", [None]):
+            found["lr"] = [rate * node.inner.factor for rate in found["lr"]]
         return clip | {name: values for name, values in found.items() if None not in values}
 
     def finish(self, *, also: Iterable[nn.Module | Tensor] = ()) -> None:

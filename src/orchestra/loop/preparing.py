@@ -50,6 +50,7 @@ from orchestra.loop.serving import serve
 from orchestra.loop.wrappers import refuse_caller, refuse_later
 from orchestra.node import Comm, Log, Node
 from orchestra.ops import Traffic
+from orchestra.rates import factor_of
 from orchestra.replica import flatten, persistent_buffers
 from orchestra.request import refuse
 from orchestra.strategy import Strategy
@@ -136,11 +137,13 @@ def prepare(
     since = time.perf_counter()
     tell_in_short.install()
     try:
-        said = overrides.of_a_loop({"strategy": strategy, "cluster": cluster, "seed": seed, "out": out, "note": note})
+        own = {"strategy": strategy, "cluster": cluster, "seed": seed, "out": out, "note": note}
+        said = overrides.of_a_loop({**own, "optimizer": lambda _: optimizer})
         asked = Asked(
             model=model, optimizer=optimizer, loader=loader, cluster=_as_started(said["cluster"]), steps=steps,
             seed=said["seed"], strategy=_chosen(strategy, said["strategy"]), tolerate=tolerate,
             out=None if said["out"] is None else Path(said["out"]), note=said["note"] or {},
+            lr_factor=factor_of(said["optimizer"]),
         )  # fmt: skip
         refuse(asked.problems())
         made, shared = _join_in(asked, since)
@@ -231,8 +234,9 @@ def _take_part(
     if asked.loader is not None:
         shared = Loader(asked.loader, seed=asked.seed, rank=asked.rank, size=asked.workers)
     feed = Given(job.batch, lambda: shared.position if shared is not None else 0.0)
+    inner = Inner.around(asked.optimizer, replica.parameters, asked.lr_factor)
     node = Node(
-        comm, Inner.around(asked.optimizer, replica.parameters), x0, log=log, seed=fold(job.seed, asked.rank, 1),
+        comm, inner, x0, log=log, seed=fold(job.seed, asked.rank, 1),
         replica=replica, feed=feed, placement=job.placement, tolerate=job.tolerate, last_step=job.last_step,
     )  # fmt: skip
     life = run.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The score that a comparison races to: as it was said, as the recipe or the script has it, or found by a first run.
+
+A first run is one of the baseline, with a seed that is not raced with. The target is then most of the way from the
+untrained model's score to the best one of that run: what others must reach as well, and how soon is compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from typing import TYPE_CHECKING
+
+from orchestra.budget import Target, lower_is_better
+from orchestra.cli import options as o
+from orchestra.cli import summary
+from orchestra.errors import ConfigError, Problem, nearest
+
+if TYPE_CHECKING:
+    from orchestra.cli.compare import Race
+    from orchestra.recipe import Recipe
+
+_WAY = 0.9  # of the way from the first score of a run to its best
+_FIRST = "first-run"
+
+
+def choose(recipe: Recipe, text: str | None) -> Target:
+    """The target, its value not a number if a first run has to find it. Raises a `ConfigError`.
+
+    The model is scored as it is before training: a target that evaluate does not know would never be reached.
+    """
+    from orchestra.scoring import figures
+
+    said = text or recipe.target
+    goal = o.read_target(said) if said else None
+    scores = figures(recipe.evaluate, recipe.model(), recipe.evaluation_data())
+    if goal is None:
+        return Target("accuracy" if "accuracy" in scores else next(iter(scores)), math.nan)
+    if goal.metric not in scores:
+        message = f"is no score of this recipe; {nearest(goal.metric, scores)}"
+        raise ConfigError([Problem("target", goal.metric, message)])
+    if goal.metric == "accuracy" and goal.value > 1:
+        raise ConfigError([Problem("target", f"{goal.value:g}", "is no accuracy: they go from 0 to 1, such as 0.95")])
+    return goal
+
+
+def is_open(target: Target) -> bool:
+    """Whether a first run has to find its value."""
+    return math.isnan(target.value)
+
+
+def settle(race: Race, *, quiet: bool) -> Race:
+    """The same race with a target that has a value."""
+    from orchestra.report.facts import scores_of
+    from orchestra.report.verdict import baseline_of, goal
+
+    if not is_open(race.target):
+        return race
+    first, seed, folder = baseline_of(race.strategies), race.seeds, race.out / _FIRST
+    mark = f"[first run] {first} · seed {seed}"
+    outcome = dataclasses.replace(race, out=folder).run_one(first, seed, mark, quiet=quiet, first=True)
+    scores = [] if outcome.failed else scores_of(outcome.run)
+    metric = race.target.metric or next((name for scored in scores for name in scored.metrics), "")
+    values = [v for scored in scores if (v := scored.metrics.get(metric)) is not None and math.isfinite(v)]
+    shutil.rmtree(folder, ignore_errors=True)
+    target = Target(metric, _reachable(values, lower=lower_is_better(metric)))
+    if is_open(target):
+        why = outcome.failed or f"it came to no better {metric or 'score'} than it began with"
+        message = f"none was said, and a first run of {first} finds none: {why}. Name one: --target accuracy=0.9"
+        raise ConfigError([Problem("target", None, message)])
+    if not quiet:
+        best = (min if lower_is_better(metric) else max)(values)
+        summary.say(f"{mark}: {metric} {values[0]:.4g} at first, {best:.4g} at best; the target is {goal(target)}")
+    return dataclasses.replace(race, target=target)
+
+
+def _reachable(values: list[float], *, lower: bool) -> float:
+    """Most of the way from the first score to the best, in three digits; not a number if there is no way.
+
+    >>> _reachable([0.1, 0.8, 0.9], lower=False), _reachable([2.3, 0.3], lower=True), _reachable([0.9], lower=False)
+    (0.82, 0.5, 0.81)
+    """
+    if not values:
+        return math.nan
+    best = (min if lower else max)(values)
+    if len(values) == 1:  # the last one alone: of an untrained model nothing is known
+        return _rounded(best / _WAY if lower else best * _WAY)
+    return _rounded(values[0] + _WAY * (best - values[0])) if best != values[0] else math.nan
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A script that calls `train`, as a recipe: what `compare`, `sweep` and `recommend` train with each strategy.
+
+The script runs once, up to its first call of `train`. That call is not carried out: its arguments are the recipe, and
+what comes after it does not run. Strategy, seed, folder, checkpoints and display are those of the command.
+"""
+
+from __future__ import annotations
+
+import math
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any
+
+from torch import nn
+from torch.utils.data import IterableDataset, default_collate
+
+import orchestra.budget as budgets
+from orchestra import overrides
+from orchestra.cli import summary
+from orchestra.cli.options import Options
+from orchestra.cli.sources import Source
+from orchestra.cluster import Cluster, Local
+from orchestra.data.feed import Samples
+from orchestra.errors import ConfigError, Problem
+from orchestra.recipe import Recipe
+from orchestra.replica import Loss
+from orchestra.request import Request, first_look, refuse
+from orchestra.sim.simulated import Simulated
+
+TRAINING_LOSS = "training_loss"  # the score of a script that has none
+_MOST, _AT_ONCE = 1024, 128  # samples of the training loss, and of one forward pass
+_KEPT = ("clip", "accumulate", "precision", "partition", "validation_data", "tolerate")  # as the script has them
+
+
+def capture(source: Source) -> Recipe:
+    """What a script gives to `train`. The script runs once, however often this is asked."""
+    assert source.path is not None
+    return _capture(source, source.path.stat().st_mtime_ns)
+
+
+@lru_cache
+def _capture(source: Source, _: int) -> Recipe:
+    path = str(source.path)
+    try:
+        with overrides.using({}, captures=True):
+            runpy.run_path(path, run_name="__main__")
+    except overrides.Reached as reached:
+        if reached.request is None:
+            why = "calls orchestra.prepare in a module that it imports: call it in the script itself, to be compared"
+            raise ConfigError([Problem("script", path, why)]) from None
+        if (places := source.calls("train")) > 1:
+            summary.say(f"note: {source.label}.py calls train() in {places} places: the first that it came to counts.")
+        return as_recipe(source.label, reached.request)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    why = "neither called orchestra.train(...) or orchestra.prepare(...) nor defined a RECIPE = orchestra.Recipe(...)"
+    raise ConfigError([Problem("script", path, why)])
+
+
+def as_recipe(name: str, asked: Request) -> Recipe:
+    """A call of `train` as a recipe. Without `evaluate`, the score is the loss on some of the training samples."""
+    refuse(first_look(replace(asked, out=None, resume=False), None))
+    targets = [part for part in budgets.parts(asked.budget) if isinstance(part, budgets.Target)]
+    scored = asked.evaluate is not None and asked.evaluation_data is not None
+    return Recipe(
+        name=name,
+        about=f"what {name}.py trains",
+        model=asked.model,
+        data=asked.data,
+        loss=asked.loss,
+        optimizer=asked.optimizer,
+        batch=asked.batch,
+        epochs=_epochs(asked),
+        evaluate=asked.evaluate if scored and asked.evaluate is not None else partial(_loss_on, asked.loss),
+        evaluation_data=asked.evaluation_data if asked.evaluation_data and scored else partial(_some, asked.data),
+        target=f"{targets[0].metric}={targets[0].value:g}" if targets else "",
+        schedule=asked.schedule,
+        more={field: getattr(asked, field) for field in _KEPT} | {"cluster": _place(asked.cluster)},
+    )
+
+
+def _epochs(asked: Request) -> float:
+    """How long the script trains: what all strategies may use is as many samples, not as many steps or seconds."""
+    epochs = budgets.last_epoch(asked.budget)
+    together = asked.batch * asked.cluster.workers
+    last = budgets.last_step(asked.budget, None, together)  # by steps and samples alone
+    if last is None:
+        return math.nan if epochs is None else float(epochs)
+    data = asked.data()
+    if isinstance(data, IterableDataset):
+        return math.nan if epochs is None else float(epochs)
+    return round(min(last * together / len(Samples(data)), math.inf if epochs is None else epochs), 4)
+
+
+def _place(cluster: Cluster) -> Cluster:
+    """Where the script trains, as far as it says where a run of the command takes place."""
+    return cluster if isinstance(cluster, Local | Simulated) else Local(workers=max(2, cluster.workers))
+
+
+def placed(recipe: Recipe, shared: Options) -> Options:
+    """What the command does not say, as the script has it: the workers, and the machines that it simulates."""
+    cluster = recipe.more.get("cluster")
+    workers = shared.workers if shared.workers is not None else 2 if cluster is None else cluster.workers
+    if not isinstance(cluster, Simulated):
+        return replace(shared, workers=workers)
+    network = shared.network or str(cluster.get_network())
+    delay = shared.delay or (cluster.delay if isinstance(cluster.delay, str) else None)
+    return replace(shared, workers=workers, sim=True, network=network, delay=delay)
+
+
+# The training loss, of scripts without a score.
+
+
+def _some(data: Callable[[], Any]) -> list[list[Any]]:
+    """Batches of samples that are spread over the data evenly, or are the first of a stream."""
+    found = data()
+    if isinstance(found, IterableDataset):
+        stream = list(islice(iter(found), _MOST))
+        return [list(default_collate(stream[i : i + _AT_ONCE])) for i in range(0, len(stream), _AT_ONCE)]
+    samples = Samples(found)
+    chosen = range(0, len(samples), max(1, math.ceil(len(samples) / _MOST)))
+    return [samples.take(chosen[i : i + _AT_ONCE]) for i in range(0, len(chosen), _AT_ONCE)]
+
+
+def _loss_on(loss: Loss, model: nn.Module, batches: list[list[Any]]) -> dict[str, float]:
+    """The mean loss over batches."""
+    sizes = [len(batch[-1]) for batch in batches]
+    total = sum(float(loss(model(*batch[:-1]), batch[-1])) * size for batch, size in zip(batches, sizes, strict=True))
+    return {TRAINING_LOSS: total / max(1, sum(sizes))}

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compare`, `sweep`, `sim` and `recommend` of a script that calls `train`, as its user wrote it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cli.conftest import Orchestra
+from torch.utils.data import IterableDataset
+
+from orchestra import Local, Simulated, overrides
+from orchestra.budget import Epochs, Samples, Seconds, Steps, Target
+from orchestra.cli import goals, scripts, sources
+from orchestra.cli.options import Options
+from orchestra.errors import ConfigError
+from orchestra.rates import Rescaled
+from orchestra.recipe import Recipe
+from orchestra.request import Request
+
+SCRIPT = """
+import sys
+import torch
+import torch.nn.functional as F
+import orchestra
+
+BEFORE
+
+x = torch.randn(256, 4, generator=torch.Generator().manual_seed(1))
+y = x[:, :3].argmax(1)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def accuracy(model, data):
+    return (model(data[0]).argmax(1) == data[1]).float().mean().item()
+
+if __name__ == "__main__":
+    print("arguments", sys.argv[1:])
+    try:
+        result = orchestra.train(
+            model=Net, data=lambda: (x, y), loss=F.cross_entropy, batch=16, clip=5.0,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5), SCORE
+            cluster=orchestra.Local(workers=3), budget=orchestra.Epochs(2), strategy="slowmo", seed=7, out="mine",
+        )
+    except Exception:
+        raise SystemExit("it was handled")
+    raise SystemExit("it went on")
+"""
+
+SCORE = "evaluate=accuracy, evaluation_data=lambda: (x, y),"
+
+
+def write(folder: Path, *, score: str = SCORE, before: str = "", name: str = "mine.py") -> str:
+    path = folder / name
+    path.write_text(SCRIPT.replace("SCORE", score).replace("BEFORE", before))
+    return str(path)
+
+
+def asked(**changes: Any) -> Request:
+    """The arguments of a call of `train`, as it would begin with them."""
+    from orchestra import train
+
+    plain: dict[str, Any] = {
+        "model": lambda: torch.nn.Linear(4, 3), "data": lambda: (torch.zeros(100, 4), torch.zeros(100).long()),
+        "loss": torch.nn.functional.cross_entropy, "optimizer": torch.optim.SGD, "batch": 5,
+        "cluster": Local(workers=4),
+    }  # fmt: skip
+    with overrides.using({}, captures=True), pytest.raises(overrides.Reached) as reached:
+        train(**plain | changes)
+    request = reached.value.request
+    assert isinstance(request, Request)
+    return request
+
+
+def recipe(**changes: Any) -> Recipe:
+    return scripts.as_recipe("mine", asked(**changes))
+
+
+@pytest.mark.timeout(120)
+def test_compare_on_real_processes(orchestra: Orchestra, tmp_path: Path) -> None:
+    """The script runs once and no further than its call; each strategy then trains what it was called with."""
+    path = write(tmp_path, before="with open('ran', 'a') as file: file.write('once ')")
+    said = orchestra("compare", path, "-s", "allreduce,localsgd(tau=2)", "--out", "c", "--json", "--", "--flag")
+    assert said.code == 0, said.err
+    assert (tmp_path / "ran").read_text() == "once "
+    assert "arguments ['--flag']" in said.out
+    assert "it went on" not in said.err
+    assert not (tmp_path / "mine").exists()
+    assert said.json["workers"] == 3
+    assert said.json["target"]["metric"] == "accuracy"
+    assert [row["runs"] for row in said.json["rows"]] == [1, 1]
+    for slug in ("allreduce", "localsgd-tau-2"):
+        config = json.loads((tmp_path / "c" / slug / "seed0" / "config.json").read_text())
+        assert (config["seed"], config["clip"], config["budget"], config["workers"]) == (0, 5.0, ["epochs=2.0"], 3)
+        assert config["note"]["args"] == ["--flag"]
+    assert not (tmp_path / "c" / "first-run").exists()
+
+
+def test_compare_in_virtual_time_by_the_training_loss(orchestra: Orchestra, tmp_path: Path) -> None:
+    """A script without `evaluate` is compared by the loss of the samples it trains on."""
+    path = write(tmp_path, score="")
+    said = orchestra("compare", path, "--sim", "-s", "allreduce,localsgd(tau=2)", "--out", "c")
+    assert said.code == 0, said.err
+    assert "mine · target training_loss ≤ " in said.out
+    assert "[first run] allreduce · seed 1: training_loss " in said.err
+    record = json.loads((tmp_path / "c" / "table.json").read_text())
+    assert all(row["reached"] == 1 for row in record["rows"])
+    assert all(0 < row["final"] <= record["target"]["value"] for row in record["rows"])
+
+
+def test_sweep_runs_the_script_once_and_has_one_target(orchestra: Orchestra, tmp_path: Path) -> None:
+    path = write(tmp_path, before="with open('ran', 'a') as file: file.write('once ')")
+    said = orchestra(
+        "sweep", path, "--sim", "-s", "allreduce,localsgd(tau=2)", "--grid", "bandwidth=1mbit,1gbit", "--json"
+    )
+    assert said.code == 0, said.err
+    assert (tmp_path / "ran").read_text() == "once "
+    targets = [condition["table"]["target"]["value"] for condition in said.json["conditions"]]
+    assert len(targets) == 2
+    assert targets[0] == targets[1]
+    assert said.err.count("[first run]") == 1
+
+
+def test_sim_of_a_script(orchestra: Orchestra, tmp_path: Path) -> None:
+    """`sim` runs all of the script, as `run` does."""
+    path = write(tmp_path)
+    said = orchestra("sim", path, "--network", "10mbit,1ms", "--lr-factor", "0.5")
+    assert said.code == 1
+    assert "it went on" in said.err
+    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert config["cluster"]["kind"] == "simulated"
+    assert "'lr': 0.25" in config["optimizer"]
+
+
+@pytest.mark.timeout(120)
+def test_recommend_of_a_script(orchestra: Orchestra, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    names = "allreduce,localsgd(tau=4)"
+    said = orchestra("recommend", path, "--network", "1mbit", "-s", names, "--seeds", "2", "--out", "r", "--json")
+    assert said.code == 0, said.err
+    assert said.json["recommended"] == "localsgd(tau=4)"
+
+
+def test_a_target_that_is_said_needs_no_first_run(orchestra: Orchestra, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    said = orchestra("compare", path, "--sim", "-s", "allreduce", "--target", "accuracy=0.5", "--out", "c")
+    assert said.code == 0, said.err
+    assert "first run" not in said.err
+    assert orchestra("compare", path, "--sim", "--target", "recall=0.5").code == 2
+
+
+def test_several_calls_are_told(orchestra: Orchestra, tmp_path: Path) -> None:
+    path = Path(write(tmp_path))
+    path.write_text(path.read_text().replace('raise SystemExit("it went on")', "orchestra.train()"))
+    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", "--target", "accuracy=0.1", "--out", "c")
+    assert said.code == 0, said.err
+    assert "note: mine.py calls train() in 2 places: the first that it came to counts." in said.err
+
+
+@pytest.mark.parametrize(("text", "code", "why"), [
+    ("import orchestra", 2, "neither called orchestra.train(...)"),
+    ("import helper", 2, "calls orchestra.prepare in a module that it imports"),
+    ("import orchestra\nraise SystemExit(3)\norchestra.train()", 3, ""),
+    ("import orchestra\norchestra.train(model=1, data=1, loss=1, optimizer=1)", 2, "must be a function"),
+])  # fmt: skip
+def test_what_cannot_be_compared(orchestra: Orchestra, tmp_path: Path, text: str, code: int, why: str) -> None:
+    (tmp_path / "helper.py").write_text(
+        "import torch, orchestra\nmodel = torch.nn.Linear(1, 1)\n"
+        "orchestra.prepare(model, torch.optim.SGD(model.parameters()))"
+    )
+    (tmp_path / "it.py").write_text(text)
+    said = orchestra("compare", "it.py", "--sim", "--out", "c")
+    assert said.code == code
+    assert why in said.err
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.zeros(4), torch.tensor(1)), (torch.ones(4), torch.tensor(2))])
+
+
+@pytest.mark.parametrize(("budget", "epochs"), [
+    (None, 1.0),
+    (Epochs(3), 3.0),
+    (Steps(10), 2.0),  # 10 steps of 4 workers with 5 of 100 samples
+    (Samples(50), 0.6),  # in whole steps
+    (Epochs(1) | Steps(10), 1.0),
+    (Epochs(4) | Seconds(10) | Target("x", 1), 4.0),
+    (Seconds(10), math.nan),
+])  # fmt: skip
+def test_the_samples_of_a_budget_are_for_all(budget: Any, epochs: float) -> None:
+    assert recipe(budget=budget, **_scored(budget)).epochs == pytest.approx(epochs, nan_ok=True)
+
+
+def _scored(budget: Any) -> dict[str, Any]:
+    with_target = "Target" in repr(budget)
+    return {"evaluate": lambda model, data: {"x": 0.0}, "evaluation_data": lambda: 0} if with_target else {}
+
+
+def test_an_end_that_is_not_told_in_samples_is_asked_for(orchestra: Orchestra, tmp_path: Path) -> None:
+    assert math.isnan(recipe(data=Stream, budget=Steps(10)).epochs)
+    path = Path(write(tmp_path))
+    path.write_text(path.read_text().replace("Epochs(2)", "Seconds(2)"))
+    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", "--out", "c")
+    assert (said.code, "  epochs = None" in said.err) == (2, True)
+    assert orchestra("compare", str(path), "--sim", "-s", "allreduce", "--out", "c", "--epochs", "1").code == 0
+
+
+def test_the_target_of_a_script_is_that_of_its_budget() -> None:
+    budget = Epochs(1) | Target("x", 0.9)
+    assert recipe(budget=budget, **_scored(budget)).target == "x=0.9"
+    assert recipe().target == ""
+
+
+def test_the_loss_of_all_samples_or_of_the_first_of_a_stream() -> None:
+    mine = recipe(data=lambda: (torch.eye(4).repeat(700, 1), torch.zeros(2800).long()))
+    batches = mine.evaluation_data()
+    assert sum(len(batch[-1]) for batch in batches) == math.ceil(2800 / 3)
+    model = mine.model()
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(
+            model(torch.cat([batch[0] for batch in batches])), torch.cat([batch[1] for batch in batches])
+        )
+        found = mine.evaluate(model, batches)[scripts.TRAINING_LOSS]
+    assert found == pytest.approx(float(expected), rel=1e-5)
+    (few,) = recipe(data=Stream).evaluation_data()
+    assert few[1].tolist() == [1, 2]
+
+
+def test_workers_and_network_are_the_scripts_unless_said() -> None:
+    mine = recipe(cluster=Simulated(workers=5, network="10mbit,2ms", delay="constant:0.5"))
+    found = scripts.placed(mine, Options())
+    assert (found.sim, found.workers, found.network, found.delay) == (True, 5, "10mbit,2ms", "constant:0.5")
+    assert scripts.placed(mine, Options(workers=2, network="1gbit,1ms")).given() == {
+        "workers": 2, "network": "1gbit,1ms", "sim": True, "delay": "constant:0.5",
+    }  # fmt: skip
+    assert scripts.placed(recipe(), Options()).given() == {"workers": 4}
+    assert scripts.placed(sources.load(sources.find("digits")), Options()).given() == {"workers": 2}
+
+
+def test_a_first_run_that_does_not_learn_finds_no_target(orchestra: Orchestra, tmp_path: Path) -> None:
+    path = Path(write(tmp_path, score=""))
+    path.write_text(path.read_text().replace("lr=0.5", "lr=1e5"))
+    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", "--out", "c")
+    assert said.code == 2
+    assert "a first run of allreduce finds none" in said.err
+    assert "Name one: --target" in said.err
+
+
+def test_a_factor_on_every_rate() -> None:
+    one, two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def factory(parameters: Any) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": one.parameters(), "lr": 0.5}, {"params": two.parameters()}]
+        return torch.optim.SGD(groups, lr=0.25)
+
+    change = Options(lr_factor=4.0).changes()["optimizer"]
+    made = change(factory)
+    assert isinstance(made, Rescaled)
+    assert [group["lr"] for group in made(None).param_groups] == [2.0, 1.0]
+    both = Options(lr_factor=4.0, lr=0.1).changes()["optimizer"](torch.optim.SGD)
+    assert both(one.parameters()).param_groups[0]["lr"] == pytest.approx(0.4)
+    with pytest.raises(ConfigError, match="lr-factor"):
+        Options(lr_factor=0.0).changes()
+
+
+def test_the_target_of_a_recipe_is_checked_with_any_evaluate() -> None:
+    def number(model: torch.nn.Module, data: Any) -> float:
+        assert not model.training
+        return 0.5
+
+    mine = recipe(evaluate=number, evaluation_data=lambda: 0)
+    assert goals.is_open(goals.choose(mine, None))
+    assert goals.choose(mine, None).metric == "number"
+    assert goals.choose(mine, "number=0.9") == Target("number", 0.9)
