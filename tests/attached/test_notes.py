@@ -37,6 +37,7 @@ SAID: list[tuple[int, dict[str, Any]]] = [
     (1, {"kind": "finished", "steps": 7, "how": "finish", "left": None}),
     (0, {"kind": "folder", "path": "/a/run", "mark": ".mark"}),
     (1, {"kind": "settings", "name": "lr", "first": 0, "values": [0.1, 1e-3]}),
+    (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 96, "figures": {"accuracy": 0.5}}),
     (1, {"kind": "settings", "name": "betas", "first": 1024, "values": [[0.9, 0.95]]}),
     (1, {"kind": "settings", "name": "nesterov", "first": 0, "values": [True]}),
 ]
@@ -64,6 +65,8 @@ def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, An
         (0, {"kind": "order", "run": "", "launch": "../a", "resume": None, "resumed_from": 0}, "launch = "),
         (1, {"kind": "failed", "traceback": "x" * 10**6}, "traceback = 'xxx"),
         (1, {"kind": "settings", "name": "lr", "first": 0, "values": [float("nan")]}, "values = "),
+        (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 9, "figures": {"x": "1"}}, "figures = "),
+        (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 9, "figures": {}}, "figures = "),
         (1, {"kind": "settings", "name": "betas", "first": 0, "values": [[0.9, float("inf")]]}, "values = "),
         (1, {}, "of kind None"),
     ],

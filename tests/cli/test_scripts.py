@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from orchestra import Local, Simulated, overrides
 from orchestra.budget import Epochs, Samples, Seconds, Steps, Target
 from orchestra.cli import goals, scripts, sources
+from orchestra.cli.loop_runs import TRAINING_LOSS
 from orchestra.cli.options import Options
 from orchestra.errors import ConfigError
 from orchestra.rates import Rescaled
@@ -231,7 +232,7 @@ def test_the_loss_of_all_samples_or_of_the_first_of_a_stream() -> None:
         expected = torch.nn.functional.cross_entropy(
             model(torch.cat([batch[0] for batch in batches])), torch.cat([batch[1] for batch in batches])
         )
-        found = mine.evaluate(model, batches)[scripts.TRAINING_LOSS]
+        found = mine.evaluate(model, batches)[TRAINING_LOSS]
     assert found == pytest.approx(float(expected), rel=1e-5)
     (few,) = recipe(data=Stream).evaluation_data()
     assert few[1].tolist() == [1, 2]

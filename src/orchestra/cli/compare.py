@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import progress
-from orchestra.cli import again, claims, fairness, goals, in_lab, sources, summary, tuning
+from orchestra.cli import again, claims, fairness, goals, in_lab, loop_runs, sources, summary, tuning
 from orchestra.cli import options as o
 from orchestra.cli.concluding import conclude
+from orchestra.cli.loop_runs import Loop
 from orchestra.cli.options import Options
 from orchestra.cli.worlds import is_solo, refuse_under_launcher
 from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed
@@ -118,7 +119,7 @@ class Race:
     """Everything is checked; nothing has run yet."""
 
     source: sources.Source
-    recipe: Recipe
+    recipe: Recipe | Loop
     strategies: tuple[str, ...]
     shared: Options
     seeds: int
@@ -164,6 +165,9 @@ class Race:
         chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate, **limit)
         about = {"recipe": self.source.name, "options": chosen.given(), "patience": self.patience, "race": self.about()}
         try:
+            if isinstance(self.recipe, Loop):
+                loop_runs.run(self.source, chosen, self.target)
+                return judge(folder, seed, self.target)
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).servers
                 chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / _SNAPSHOTS, score_afterwards=True)
@@ -247,22 +251,36 @@ def prepare(
     """Check all that can be checked before anything runs; raises a `ConfigError` with every problem."""
     from orchestra.launch import forkserver
 
-    if not shared.sim and lab is None:
+    if not shared.sim and lab is None and not source.holds_loop:
         forkserver.warm()
     from orchestra import expression
-    from orchestra.cli import scripts
 
-    recipe = sources.load(source)
-    shared = scripts.placed(recipe, shared)
-    problems = [*_problems(texts, shared, seeds, out), *_unfit_for_lab(texts, shared, lab), *_endless(recipe, shared)]
+    recipe, shared, problems = _read(source, texts, shared, lab)
+    problems += [*_problems(texts, shared, seeds, out), *_unfit_for_lab(texts, shared, lab)]
     try:
-        goal = goals.choose(recipe, target)
+        goal = goals.of_a_loop(target) if isinstance(recipe, Loop) else goals.choose(recipe, target)
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
     return Race(source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab)
+
+
+def _read(
+    source: sources.Source, texts: list[str], shared: Options, lab: str | None
+) -> tuple[Recipe | Loop, Options, list[Problem]]:
+    """What is trained, with which options, and which of them cannot be."""
+    if source.holds_loop:
+        if problems := [*loop_runs.problems_of(source, shared, lab)]:
+            raise ConfigError([*problems, *loop_runs.misfits(texts)])
+        workers = shared.workers if shared.workers is not None else 2
+        return Loop(source.label), dataclasses.replace(shared, workers=workers), loop_runs.misfits(texts)
+    from orchestra.cli import scripts
+
+    recipe = sources.load(source)
+    shared = scripts.placed(recipe, shared)
+    return recipe, shared, [*_endless(recipe, shared)]
 
 
 def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -> Iterator[Problem]:

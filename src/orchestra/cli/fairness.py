@@ -48,7 +48,7 @@ def _points(configs: list[tuple[int, dict[str, Any]]]) -> Iterator[Point]:
     yield Point("samples", samples, how)
     everyone = [config for _, config in configs]
     budgets = [_text(config.get("budget"), " or ".join) for config in everyone]
-    yield Point("budget", _equal(budgets), "; ".join(sorted({*filter(None, budgets)})))
+    yield Point("budget", _equal(budgets), "; ".join(sorted({*filter(None, budgets)})) or "the loop's own")
     families = [_text(config.get("optimizer"), _family) for config in everyone]
     yield Point("optimizer", _equal(families), ", ".join(sorted({*filter(None, families)})))
 

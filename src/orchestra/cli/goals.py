@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from orchestra.budget import Target, lower_is_better
@@ -36,13 +37,23 @@ def choose(recipe: Recipe, text: str | None) -> Target:
     goal = o.read_target(said) if said else None
     scores = figures(recipe.evaluate, recipe.model(), recipe.evaluation_data())
     if goal is None:
-        return Target("accuracy" if "accuracy" in scores else next(iter(scores)), math.nan)
+        return Target(_first_of(scores), math.nan)
     if goal.metric not in scores:
         message = f"is no score of this recipe; {nearest(goal.metric, scores)}"
         raise ConfigError([Problem("target", goal.metric, message)])
     if goal.metric == "accuracy" and goal.value > 1:
         raise ConfigError([Problem("target", f"{goal.value:g}", "is no accuracy: they go from 0 to 1, such as 0.95")])
     return goal
+
+
+def of_a_loop(text: str | None) -> Target:
+    """The target, as it was said; if none was, even its name has to be found by a first run."""
+    return Target("", math.nan) if text is None else o.read_target(text)
+
+
+def _first_of(scores: Iterable[str]) -> str:
+    names = [*scores]
+    return "accuracy" if "accuracy" in names else names[0] if names else ""
 
 
 def is_open(target: Target) -> bool:
@@ -61,7 +72,7 @@ def settle(race: Race, *, quiet: bool) -> Race:
     mark = f"[first run] {first} · seed {seed}"
     outcome = dataclasses.replace(race, out=folder).run_one(first, seed, mark, quiet=quiet, first=True)
     scores = [] if outcome.failed else scores_of(outcome.run)
-    metric = race.target.metric or next((name for scored in scores for name in scored.metrics), "")
+    metric = race.target.metric or _first_of(name for scored in scores for name in scored.metrics)
     values = [v for scored in scores if (v := scored.metrics.get(metric)) is not None and math.isfinite(v)]
     shutil.rmtree(folder, ignore_errors=True)
     target = Target(metric, _reachable(values, lower=lower_is_better(metric)))

@@ -46,12 +46,22 @@ def problems_of(chosen: Options, *, as_json: bool) -> Iterator[Problem]:
 
 def start(source: Source, chosen: Options, args: Sequence[str]) -> int:
     """Start the processes, pass on what they print, end with them; gives the exit code."""
+    return _play(source, chosen, args, silent=False)[0]
+
+
+def start_silently(source: Source, chosen: Options, args: Sequence[str]) -> tuple[int, str]:
+    """The same, but nothing that they print is passed on; gives the exit code, and the last words of what failed."""
+    return _play(source, chosen, args, silent=True)
+
+
+def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool) -> tuple[int, str]:
     from orchestra.launch.band import Band, News
 
     nodes, news = nodes_of(chosen), News()
     command = ["run", source.name, *flags(chosen), *(["--", *args] if args else [])]
     workers = {} if chosen.workers is None else {WORKERS: str(chosen.workers)}
-    return Band([_HOST] * nodes, news, asking="stop").play(_wires(command, nodes, workers, news))
+    band = Band([_HOST] * nodes, news, asking="stop", silent=silent)
+    return band.play(_wires(command, nodes, workers, news)), band.last_words
 
 
 def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, Wire]:

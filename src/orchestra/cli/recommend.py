@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestra.cli import again, concluding, goals, sources, summary
+from orchestra.cli import again, concluding, described, goals, loop_runs, sources, summary
 from orchestra.cli import compare as racing
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
@@ -38,7 +37,12 @@ _GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
 _ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies alone: benchmarks/RESULTS.md, laboratory
 
 Network = Annotated[
-    str, typer.Option(metavar="RATE[,LATENCY]", help="The network between the machines, such as 50mbit or 1gbit,0.5ms.")
+    str | None,
+    typer.Option(
+        metavar="RATE[,LATENCY]",
+        help="The network between the machines, such as 50mbit or 1gbit,0.5ms. Only a script with a loop of its own "
+        "goes without: it runs on this machine.",
+    ),
 ]
 Straggler = Annotated[
     str | None, typer.Option(metavar="NxF", help="N of the workers are F times slower than the others: 1x5.")
@@ -50,9 +54,10 @@ Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each candidate in
 
 
 def recommend(
-    context: typer.Context, recipe: racing.Name, network: Network, args: o.Args = None, workers: o.Workers = None,
-    straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None, strategies: Candidates = None,
-    seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
+    context: typer.Context, recipe: racing.Name, args: o.Args = None, network: Network = None,
+    workers: o.Workers = None, straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None,
+    strategies: Candidates = None, seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None,
+    optimizer: o.Optimizer = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Say which strategy to take on a cluster you describe, and why: all are rehearsed there, in virtual time.
@@ -61,28 +66,34 @@ def recommend(
     again, while those that stay are run with more seeds. Delays are those of one machine if you measured it:
     --delay FILE from `orchestra probe`.
 
+    A script with a loop of its own cannot be rehearsed: its candidates run on this machine, for real, to their end.
+
     For example:
 
       orchestra recommend digits --network 50mbit --workers 16 --straggler 1x5
       orchestra recommend digits --network 1gbit,0.5ms -n 8 --delay "lognormal:0.02,0.3" --target accuracy=0.9
+      orchestra recommend loop.py -n 2 -s "allreduce,localsgd,slowmo,ps"
     """
+    source = sources.find(recipe, args or ())
+    usual = 2 if source.holds_loop else 4
     if straggler is not None:
-        _check_stragglers(straggler, workers if workers is not None else 4)
+        described.check_stragglers(straggler, workers if workers is not None else usual)
         delay = f"{delay or o.DELAY} slow:{straggler}"
     shared = Options(
-        workers=workers if workers is not None else 4, epochs=epochs, batch=batch, lr=lr, optimizer=optimizer,
-        sim=True, network=network if "," in network else re.sub(r"\S+", r"\g<0>,0.5ms", network, count=1), delay=delay,
+        workers=workers if workers is not None else usual, epochs=epochs, batch=batch, lr=lr, optimizer=optimizer,
+        sim=None if source.holds_loop else True, network=described.network(network, source), delay=delay,
     )  # fmt: skip
     if seeds < 1:
         raise ConfigError([Problem("seeds", seeds, "must be at least 1")])
-    source = sources.find(recipe, args or ())
-    texts, unfit = _fit(o.split_strategies(strategies) if strategies else _catalogue(), shared)
+    listed = o.split_strategies(strategies) if strategies else _catalogue()
+    texts, unfit = _fit(listed, shared, loop=source.holds_loop)
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
-    # The same ends for all; that a slow one is given up comes on top.
-    shared = dataclasses.replace(shared, epochs=race.epochs, target=_text(race.target))
-    ladder = Ladder(dataclasses.replace(race, shared=shared), seeds, quiet=quiet)
+    if shared.sim:  # the same ends for all; that a slow one is given up comes on top
+        shared = dataclasses.replace(shared, epochs=race.epochs, target=_text(race.target))
+        race = dataclasses.replace(race, shared=shared)
+    ladder = Ladder(race, seeds, quiet=quiet)
     again.keep(context.obj, race.out)
     ladder.climb()
     advice = Advice(ladder, unfit)
@@ -90,15 +101,6 @@ def recommend(
     advice.tell(as_json=json_, quiet=quiet)
     if not advice.reached:
         raise typer.Exit(1)
-
-
-def _check_stragglers(text: str, workers: int) -> None:
-    """Refuse what is no number of slow workers and how slow they are."""
-    found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
-    if found is None:
-        raise ConfigError([Problem("straggler", text, "say how many workers are how many times slower, such as 1x5")])
-    if int(found[1]) > workers:
-        raise ConfigError([Problem("straggler", text, f"there are {workers} workers: at most so many can be slow")])
 
 
 def _text(target: Any) -> str:
@@ -112,7 +114,7 @@ def _catalogue() -> list[str]:
     return [text for cls in STRATEGIES for text in cls.tries]
 
 
-def _fit(texts: list[str], shared: Options) -> tuple[list[str], dict[str, str]]:
+def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list[str], dict[str, str]]:
     """Those that can run there; of the others, why not."""
     from orchestra import checks, expression
 
@@ -121,6 +123,7 @@ def _fit(texts: list[str], shared: Options) -> tuple[list[str], dict[str, str]]:
         try:
             workers = racing.options_for(text, shared).workers or 1
             problems = list(checks.check_strategy(expression.parse(text), workers, shared.clip))
+            problems += loop_runs.misfits([text]) if loop else []
         except ConfigError as error:
             problems = list(error.problems)
         if problems:
@@ -195,7 +198,8 @@ class Advice:
         others = [row for row in self.all.ranked if row.strategy not in ladder.left]
         self.others = sorted(others, key=lambda row: -len(row.outcomes))
         self.finalists = [row for row in self.table.ranked if row.always]
-        self.elsewhere = [*_elsewhere(ladder, self.finalists[:2])] if len(self.finalists) > 1 else []
+        rehearsed = ladder.race.shared.sim and len(self.finalists) > 1
+        self.elsewhere = [*_elsewhere(ladder, self.finalists[:2])] if rehearsed else []
 
     @property
     def reached(self) -> bool:
@@ -216,7 +220,7 @@ class Advice:
             ]
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None
-        said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} virtual s{_spread(first)}."]
+        said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} {table.unit}{_spread(first)}."]
         if base is not None and base.strategy not in self.ladder.left:
             lead = _lead(self.all, first.strategy, base.strategy) if base.always else None
             said.append(f"allreduce took {lead}." if lead else f"allreduce {_missed(self.all, base)}.")
@@ -234,6 +238,12 @@ class Advice:
                 yield "That is less than one snapshot of the model: a tie."
         yield from (f"{row.strategy} {_missed(self.table, row)}." for row in self.table.ranked if not row.always)
         yield from self.elsewhere
+        if not self.ladder.race.shared.sim:
+            yield (
+                "Measured on this machine, which all processes share: on machines of their own, with a network between "
+                "them, the order may differ. Check with `orchestra launch --hosts FILE -- run ...` there."
+            )
+            return
         yield (
             "Rehearsed, not measured: between hosts of a laboratory the time of a step was foretold, from rates and "
             f"latencies alone, with a median error of {_ERROR:.0%}, one in ten with more than {_ERROR_OF_A_TENTH:.0%}. "

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset, default_collate
 import orchestra.budget as budgets
 from orchestra import overrides
 from orchestra.cli import summary
+from orchestra.cli.loop_runs import TRAINING_LOSS
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
 from orchestra.cluster import Cluster, Local
@@ -31,7 +32,6 @@ from orchestra.replica import Loss
 from orchestra.request import Request, first_look, refuse
 from orchestra.sim.simulated import Simulated
 
-TRAINING_LOSS = "training_loss"  # the score of a script that has none
 _MOST, _AT_ONCE = 1024, 128  # samples of the training loss, and of one forward pass
 _KEPT = ("clip", "accumulate", "precision", "partition", "validation_data", "tolerate")  # as the script has them
 

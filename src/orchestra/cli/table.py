@@ -189,7 +189,8 @@ class Table:
         upto = "until the target, at most " if self.stops else ""
         return (
             f"{self.recipe} · target {self.aim} · {plural(self.workers, 'worker')} · "
-            f"{plural(self.seeds, 'seed')} · {upto}{plural(self.epochs, 'epoch')}"
+            f"{plural(self.seeds, 'seed')}"
+            + ("" if math.isnan(self.epochs) else f" · {upto}{plural(self.epochs, 'epoch')}")
             + (f" · {self.world}" if self.world else "")
         )
 

@@ -107,6 +107,7 @@ class Band:
     news: News
     grace: float = GRACE  # seconds between asking to stop and killing
     asking: str = "stop, and waits for those that save first"  # whether a script does, nobody knows
+    silent: bool = False  # nothing that the processes print is passed on
     wires: dict[int, Wire] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)  # in the order in which they ended
     tails: dict[int, deque[bytes]] = field(default_factory=dict)
@@ -169,7 +170,7 @@ class Band:
             return
         self._asked = number
         self._say("SIGINT" if number == signal.SIGINT else "SIGTERM")
-        _tell(f"asked all to {self.asking}; once more kills them")
+        self._tell(f"asked all to {self.asking}; once more kills them")
 
     def _ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
@@ -217,6 +218,8 @@ class Band:
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # what is left of a bar that was redrawn
         if kind == "err":
             self.tails[rank].extend(shown)
+        if self.silent:
+            return
         if rank and lines:
             _write(2, b"".join(b"%s | %s\n" % (self.name_of(rank).encode(), line) for line in shown))
         elif lines:
@@ -235,11 +238,24 @@ class Band:
             return 128 + self._asked if self._killed and self._asked else self.statuses[0]
         rank = self._cause()
         status, tail = self.statuses[rank], list(self.tails[rank])
-        _tell(f"rank {rank} on {self.names[rank]} failed first: {_words(status)}")
-        if tail:
-            _tell("the last lines of its standard error:")
+        self._tell(f"rank {rank} on {self.names[rank]} failed first: {_words(status)}")
+        if tail and not self.silent:
+            self._tell("the last lines of its standard error:")
             _write(2, b"".join(b"  %s\n" % line for line in tail))
         return status
+
+    def _tell(self, message: str) -> None:
+        if not self.silent:
+            print(f"orchestra: {message}", file=sys.stderr, flush=True)
+
+    @property
+    def last_words(self) -> str:
+        """The last line that the process which failed first wrote to standard error, or how it ended."""
+        if not self._failed:
+            return ""
+        rank = self._cause()
+        said = [line.decode(errors="replace").strip() for line in self.tails[rank]]
+        return next((line for line in reversed(said) if line), _words(self.statuses[rank]))
 
     def _cause(self) -> int:
         """Who failed first; but whoever only says that another ended is not the cause, even if heard sooner."""
@@ -285,7 +301,3 @@ def _write(fd: int, data: bytes) -> None:
     (sys.stdout if fd == 1 else sys.stderr).flush()
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _tell(message: str) -> None:
-    print(f"orchestra: {message}", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from orchestra.transports.wire import BadFrame
 HOME = 0  # the process that keeps the run folder
 LONGEST = 1 << 14  # characters of a text
 ENTRIES = 1 << 10  # of a list or a dict
+FIGURES = 64  # of one score
 _TOGETHER = 16  # numbers that are one setting, such as Adam's β₁ and β₂
 
 Fits = Callable[[Any], bool]
@@ -66,6 +67,11 @@ def _table(value: Any) -> bool:
     return isinstance(value, dict) and len(value) <= ENTRIES
 
 
+def _figures(value: Any) -> bool:
+    fits = isinstance(value, dict) and 0 < len(value) <= FIGURES
+    return fits and all(_text(name) and _number(figure) for name, figure in value.items())
+
+
 def _like(pattern: str) -> Fits:
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII) is not None
 
@@ -84,6 +90,7 @@ _ANYBODY: dict[str, dict[str, Fits]] = {
     "settings": {"name": _like(r"\w{1,64}"), "first": _whole, "values": _settings},
     "gradient": {"checksum": _whole},
     "rates": {"step": _whole, "values": _numbers},
+    "score": {"number": _whole, "t": _number, "step": _whole, "samples": _whole, "figures": _figures},
     "file": _FILE,
 }
 _MEMBER: dict[str, dict[str, Fits]] = {

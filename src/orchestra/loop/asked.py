@@ -31,6 +31,25 @@ from orchestra.strategy import Strategy
 from orchestra.words import plural
 
 
+def problems_of_strategy(strategy: Strategy[Any], *, loader: bool, steps: bool) -> Iterator[Problem]:
+    """What a strategy needs that a loop does not have; a loader and the number of steps only if they are given."""
+    name = type(strategy).__name__
+    if strategy.model_at == "shared":
+        yield Problem("strategy", name, "its workers share one x in one memory: use orchestra.train with Local(...)")
+    if strategy.promotes:
+        yield Problem("strategy.promote", True, "cannot give the samples of a loop to other workers: leave it out")
+    if strategy.validates:
+        message = "looks at samples set apart, which a loop has for itself: use loss=training, or orchestra.train"
+        yield Problem("strategy", name, message)
+    if strategy.hands_over:
+        message = "cannot hand over the momenta of an optimizer that stays with the loop: use momenta=reset"
+        yield Problem("strategy", name, message)
+    if strategy.watches and not loader:
+        yield Problem("loader", None, "must be given: the strategy looks at the loss of every epoch")
+    if strategy.counts_down and not steps:
+        yield Problem("steps", None, "must be given: the strategy switches after a share of them")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """The arguments of `prepare`."""
@@ -105,7 +124,7 @@ class Asked:
             yield from self._problems_of_model()
         if self.loader is not None:
             yield from loaders.problems_of(self.loader, max(1, self.workers))
-        yield from self._problems_of_strategy()
+        yield from problems_of_strategy(self.strategy, loader=self.loader is not None, steps=self.steps is not None)
         if self.rank == 0 and self.out is not None and _is_taken(self.out):
             yield Problem("out", str(self.out), "is not empty, or a file: choose a new folder")
 
@@ -150,25 +169,6 @@ class Asked:
             unfit = checks.check_optimizer(self.factory(), self.model, self.strategy)
             # A schedule that was made before may begin with zero.
             yield from (p for p in unfit if (p.where, p.value) != ("optimizer.lr", 0.0))
-
-    def _problems_of_strategy(self) -> Iterator[Problem]:
-        strategy, name = self.strategy, type(self.strategy).__name__
-        if strategy.model_at == "shared":
-            yield Problem(
-                "strategy", name, "its workers share one x in one memory: use orchestra.train with Local(...)"
-            )
-        if strategy.promotes:
-            yield Problem("strategy.promote", True, "cannot give the samples of a loop to other workers: leave it out")
-        if strategy.validates:
-            message = "looks at samples set apart, which a loop has for itself: use loss=training, or orchestra.train"
-            yield Problem("strategy", name, message)
-        if strategy.hands_over:
-            message = "cannot hand over the momenta of an optimizer that stays with the loop: use momenta=reset"
-            yield Problem("strategy", name, message)
-        if strategy.watches and self.loader is None:
-            yield Problem("loader", None, "must be given: the strategy looks at the loss of every epoch")
-        if strategy.counts_down and self.steps is None:
-            yield Problem("steps", None, "must be given: the strategy switches after a share of them")
 
     # What is to be done.
 

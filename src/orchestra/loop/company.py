@@ -37,6 +37,7 @@ class Company:
         self.about_state: list[tuple[int, str]] = []  # notes of `orchestra.loop.server_state` not dealt with yet
         self._follow: Callable[[str, int, list[Any]], None] = lambda *said: self._settings.append(said)
         self.file: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # one is announced
+        self.scored: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a worker scored its model
         self.folder: tuple[Path | None, str] | None = None  # where worker 0 keeps the run, and a mark in it
         self.looked: set[int] = set()  # who have tried to find it
         self.written: set[int] = set()  # and have nothing more to put there
@@ -82,6 +83,8 @@ class Company:
                 self.written.add(source)
             case "file":
                 self.file(source, said)
+            case "score":
+                self.scored(source, said)
             case "gradient" | "rates":
                 self._compare(source, said)
             case "stopped":

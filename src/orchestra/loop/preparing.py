@@ -272,6 +272,7 @@ def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
             "loop": True,
             "defining": asked.strategy.defining,
             "parameters": job.parameters,
+            "initial": fingerprint.initial(flatten(asked.model)),
             "budget": [] if job.last_step is None else [f"steps={job.last_step}"],
             "threads": job.threads,
             "cluster": asked.cluster.about() if asked.together else {"kind": "alone"},

@@ -25,6 +25,7 @@ from orchestra.loop.folder import Folder
 from orchestra.loop.leaving import Exit
 from orchestra.loop.loader import Loader
 from orchestra.loop.player import Player
+from orchestra.loop.scores import Scores, figures
 from orchestra.node import Comm
 from orchestra.ops import Message, Recv
 from orchestra.replica import persistent_buffers
@@ -51,6 +52,8 @@ class Seat:
         self.hooks: list[RemovableHandle] = []  # on the model
         self.loaded = False  # whether the loop goes on from a state that it saved
         self._told = Told(company.tell_home) if self.workers > 1 else None
+        self._scores = Scores(company, folder.path, self.rank)
+        self._ended: float | None = None  # when this worker's training did
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
     @property
@@ -86,6 +89,22 @@ class Seat:
     def log(self, name: str, value: float) -> None:
         """Put a figure into the run folder, if there is one."""
         self._node.log(name, value)
+
+    def score(self, **given: Tensor | float) -> None:
+        """Give the model a score, such as `accuracy=0.9`: for the run folder, if there is one, and `orchestra compare`.
+
+        Every worker may call it, at the same places of the loop, or worker 0 alone: what several give is averaged. None
+        waits for another. The time that the loop takes to compute it counts as training. After `finish`, which leaves
+        all with one model, worker 0 speaks for all.
+        """
+        metrics = figures(given)
+        if self._ended is not None and not self.is_home:
+            return
+        now = self._node.now() if self._ended is None else self._ended
+        self._scores.give(now, self.steps, self.samples * self.workers, metrics)
+        if self._ended is not None and self._folder.path is not None:
+            self._scores.write()
+            self._sum_up()
 
     def mean(self, value: Tensor | float, *, weight: float = 1.0) -> float:
         """The weighted mean of a number over the workers. All must ask, at the same place of the loop."""
@@ -159,6 +178,7 @@ class Seat:
             self._company.finish(node.steps, left)
             self._require_steps()
         run.end(life)
+        self._ended = node.now()
         if isinstance(life.log, EventLog):
             life.log.flush()
         self._folder.deliver()
@@ -244,7 +264,8 @@ class Seat:
         def write() -> None:
             ending = {"stopped_by": "loop", "warnings": self._company.warnings}
             checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
-            checkpoint.write_text(folder / "summary.json", json.dumps(facts_of(folder).as_dict(), indent=1))
+            self._scores.write()
+            self._sum_up()
 
         try:
             snapshot.trying_again(write)
@@ -253,6 +274,10 @@ class Seat:
                 raise
             whole = f"The trained model is whole: {folder / snapshot.MODEL}."
             raise EnvironmentProblem(f"the disk of {folder} is full: {error.strerror}. {whole}") from None
+
+    def _sum_up(self) -> None:
+        folder = self._life.job.run
+        checkpoint.write_text(folder / "summary.json", json.dumps(facts_of(folder).as_dict(), indent=1))
 
 
 @torch.no_grad()

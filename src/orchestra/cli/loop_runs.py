@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A script with a training loop of its own in a comparison: each run is several processes, as `orchestra run` starts.
+
+What is compared is what the loop says of its model with `optimizer.orchestra.score(...)`. If it says nothing, it is the
+loss that it gives to `optimizer.step(loss=loss)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from orchestra.cli import looping
+from orchestra.cli.options import Options
+from orchestra.cli.sources import Source
+from orchestra.errors import ClusterError, ConfigError, Interrupted, Problem, nearest
+
+if TYPE_CHECKING:
+    from orchestra.budget import Target
+    from orchestra.events import Scored
+
+TRAINING_LOSS = "training_loss"
+_POINTS = 40  # of a curve of losses
+_REAL = (
+    "runs in real time, on processes of this machine: a loop of one's own cannot be simulated. Leave it out, or call "
+    "orchestra.train, or define a RECIPE"
+)
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Loop:
+    """In place of a recipe: how long it trains, and with what, only the loop knows."""
+
+    name: str
+    epochs: float = math.nan
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def problems_of(source: Source, shared: Options, lab: str | None = None) -> Iterator[Problem]:
+    """What cannot be said of the runs of a loop."""
+    simulated = {"sim": shared.sim, "network": shared.network, "delay": shared.delay}
+    for name, value in simulated.items():
+        if value is not None:
+            yield Problem(name, value, f"{source.label}.py {_REAL}")
+    plain = replace(shared, sim=None, network=None, delay=None)
+    yield from looping.problems_of(plain, as_json=False)
+    if lab is not None:
+        yield Problem("lab", lab, f"{source.label}.py has a loop of its own: orchestra lab run starts it in a lab")
+
+
+def misfits(texts: Sequence[str]) -> list[Problem]:
+    """Strategies that need what no loop has. Whether one has a loader and says its steps shows when it runs."""
+    from orchestra import expression
+    from orchestra.loop.asked import problems_of_strategy
+
+    found: list[Problem] = []
+    for text in texts:
+        with contextlib.suppress(ConfigError):  # told elsewhere
+            found += problems_of_strategy(expression.parse(text), loader=True, steps=True)
+    return found
+
+
+def run(source: Source, chosen: Options, target: Target) -> None:
+    """One run, nothing of it printed; raises what went wrong. Its folder then has scores."""
+    from orchestra.report.facts import scores_of
+
+    if problems := [*looping.problems_of(replace(chosen, seconds=None), as_json=False)]:
+        raise ConfigError(problems)
+    code, last_words = looping.start_silently(source, replace(chosen, seconds=None), source.args)
+    if code == _INTERRUPTED:
+        raise Interrupted("stopped by SIGINT while a strategy ran.")
+    if code == ConfigError.exit_code:
+        raise ConfigError([Problem("script", str(source.path), last_words)])
+    if code:
+        raise ClusterError(last_words)
+    folder = Path(chosen.out or "")
+    scores = scores_of(folder) or _from_losses(folder)
+    names = dict.fromkeys(name for scored in scores for name in scored.metrics)
+    if not names:
+        message = (
+            "gives its model no score to compare by: say optimizer.orchestra.score(accuracy=accuracy) where it "
+            "evaluates, or at least optimizer.step(loss=loss)"
+        )
+        raise ConfigError([Problem("script", str(source.path), message)])
+    if target.metric and target.metric not in names:
+        raise ConfigError(
+            [Problem("target", target.metric, f"is no score of this loop; {nearest(target.metric, names)}")]
+        )
+
+
+def _from_losses(folder: Path) -> list[Scored]:
+    """Scores from the losses of all workers' steps, as many as fit on a curve; written where scores are."""
+    from orchestra import checkpoint
+    from orchestra.events import Scored, Stepped, encode
+    from orchestra.report.facts import events_of
+
+    steps = [e for e in events_of(folder) if isinstance(e, Stepped) and e.loss is not None]
+    last = max((e.step for e in steps), default=0)
+    found: list[Scored] = []
+    for i in range(_POINTS):
+        some = [e for e in steps if i * last < e.step * _POINTS <= (i + 1) * last]
+        if some:
+            newest = max(some, key=lambda e: (e.step, e.t))
+            loss = fmean(e.loss for e in some if e.loss is not None)
+            found.append(Scored(newest.t, newest.step, newest.samples, len(found), {TRAINING_LOSS: loss}))
+    if found:
+        checkpoint.write_text(folder / "scores.jsonl", "".join(map(encode, found)))
+    return found

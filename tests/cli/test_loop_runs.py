@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compare` and `recommend` of a script with a training loop of its own, under `orchestra.prepare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Orchestra
+
+from orchestra.cli import loop_runs, sources
+from orchestra.cli.compare import prepare
+from orchestra.cli.options import Options
+from orchestra.report.facts import scores_of
+
+SCRIPT = """
+import sys, torch, orchestra
+import torch.nn.functional as F
+torch.manual_seed(0)
+x = torch.randn(192, 4)
+y = x[:, :3].argmax(1)
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+model, optimizer, loader = orchestra.prepare(model, optimizer, loader, strategy="localsgd(tau=2)")
+print("a line that is of no use to a comparison")
+for _ in range(3):
+    SCORE
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimizer.step(LOSS)
+optimizer.finish()
+SCORE
+"""
+
+SCORE = "optimizer.orchestra.score(accuracy=(model(x).argmax(1) == y).float().mean(), epoch=_)"
+
+
+def write(folder: Path, *, score: str = SCORE, loss: str = "") -> str:
+    text = SCRIPT.replace("SCORE\n    for", "SCORE_IN\n    for").replace(
+        "SCORE_IN", f"model.eval(); {score}; model.train()"
+    )
+    path = folder / "loop.py"
+    path.write_text(text.replace("SCORE", score).replace("LOSS", loss))
+    return str(path)
+
+
+@pytest.mark.timeout(240)
+def test_compare(orchestra: Orchestra, tmp_path: Path) -> None:
+    """Every strategy takes the place of the script's own, in processes of its own; the scores are the loop's."""
+    said = orchestra("compare", write(tmp_path), "-s", "allreduce,ps", "--out", "c")
+    assert said.code == 0, said.err
+    assert "a line that is of no use" not in said.out + said.err
+    assert "[first run] allreduce · seed 1: accuracy " in said.err
+    assert "loop · target test accuracy ≥ " in said.out
+    assert "same initial parameters" in " ".join(said.out.split())
+    record = json.loads((tmp_path / "c" / "table.json").read_text())
+    assert {row["strategy"]: (row["nodes"], row["runs"]) for row in record["rows"]} == {
+        "allreduce": (2, 1),
+        "ps": (3, 1),
+    }
+    for slug in ("allreduce", "ps"):
+        run = tmp_path / "c" / slug / "seed0"
+        assert json.loads((run / "config.json").read_text())["strategy"] == slug
+        assert [scored.metrics["epoch"] for scored in scores_of(run)] == [0, 1, 2, 2]
+    assert (tmp_path / "c" / "report.html").exists()
+
+
+@pytest.mark.timeout(240)
+def test_recommend_by_the_loss_that_the_loop_tells(orchestra: Orchestra, tmp_path: Path) -> None:
+    path = write(tmp_path, score="pass", loss="loss=loss")
+    said = orchestra("recommend", path, "-s", "allreduce,localsgd", "--seeds", "1", "--out", "r", "--json")
+    assert said.code == 0, said.err
+    assert said.json["target"]["metric"] == "training_loss"
+    assert said.json["recommended"] in ("allreduce", "localsgd")
+    words = " ".join(said.json["advice"])
+    assert "Measured on this machine" in words
+    assert "virtual" not in words
+    losses = [scored.metrics["training_loss"] for scored in scores_of(tmp_path / "r" / "localsgd" / "seed0")]
+    assert 30 <= len(losses) <= 40  # of 36 steps
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.timeout(120)
+def test_without_a_score_the_line_to_add_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
+    said = orchestra("compare", write(tmp_path, score="pass"), "-s", "allreduce", "--out", "c")
+    assert said.code == 2
+    assert "say optimizer.orchestra.score(accuracy=accuracy) where it evaluates" in said.err
+
+
+def test_a_loop_is_not_simulated(orchestra: Orchestra, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    for words in (
+        ("compare", path, "--sim"), ("recommend", path, "--network", "1gbit"), ("sim", path),
+        ("sweep", path, "--sim", "--grid", "bandwidth=1mbit,1gbit"),
+    ):  # fmt: skip
+        said = orchestra(*words)
+        assert said.code == 2, words
+        assert "real time" in said.err
+    said = orchestra("compare", path, "--epochs", "3", "--lab", "10mbit,1ms")
+    assert "  epochs = 3.0    is for the script itself to decide" in said.err
+    assert "  lab = '10mbit,1ms'" in said.err
+    assert orchestra("compare", path, "-s", "hogwild").code == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_factor_reaches_the_steps_of_a_contestant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = sources.find(write(tmp_path))
+    race = prepare(source, ["allreduce"], Options(workers=2, lr_factor=0.25), 1, "accuracy=0.5", tmp_path / "c")
+    outcome = race.run_one("allreduce", 0, "", quiet=True, first=True)
+    config = json.loads((outcome.run / "config.json").read_text())
+    assert (config["lr_factor"], config["seed"]) == (0.25, 0)
+    events = (outcome.run / "events-0.jsonl").read_text().splitlines()
+    assert {json.loads(line)["lr"] for line in events if '"stepped"' in line} == {0.125}
+    assert outcome.seconds is not None
+
+
+@pytest.mark.timeout(120)
+def test_a_contestant_that_fails_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
+    path = Path(write(tmp_path))
+    path.write_text(path.read_text().replace("optimizer.finish()", "assert not repr(optimizer).count('slowmo'), 'no'"))
+    said = orchestra("compare", str(path), "-s", "slowmo", "--target", "accuracy=0.5", "--out", "c")
+    assert said.code == 1
+    assert "failed: AssertionError: no" in said.out
+
+
+def test_what_a_loop_can_never_have() -> None:
+    assert [problem.where for problem in loop_runs.misfits(["hogwild", "allreduce", "nothing"])] == ["strategy"]
