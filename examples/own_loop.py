@@ -4,6 +4,7 @@
 python examples/own_loop.py                                      alone: plain PyTorch
 torchrun --standalone --nproc-per-node 4 examples/own_loop.py    four workers
 orchestra run examples/own_loop.py -n 4 -s ps                    four workers and a server
+orchestra compare examples/own_loop.py -s allreduce,slowmo       which strategy is the fastest here
 """
 
 import argparse
@@ -43,5 +44,6 @@ model.eval()
 x, y = digits("test")
 with torch.no_grad():
     accuracy = (model(x).argmax(1) == y).float().mean().item()
+optimizer.orchestra.score(accuracy=accuracy)  # what orchestra compare goes by
 if optimizer.orchestra.is_home:
     print(f"accuracy {accuracy:.3f}, workers: {optimizer.orchestra.workers}")

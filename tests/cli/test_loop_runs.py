@@ -86,9 +86,14 @@ def test_recommend_by_the_loss_that_the_loop_tells(orchestra: Orchestra, tmp_pat
 
 @pytest.mark.timeout(120)
 def test_without_a_score_the_line_to_add_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
-    said = orchestra("compare", write(tmp_path, score="pass"), "-s", "allreduce", "--out", "c")
+    words = ("compare", write(tmp_path, score="pass"), "-s", "allreduce", "--out", "c")
+    said = orchestra(*words)
     assert said.code == 2
     assert "say optimizer.orchestra.score(accuracy=accuracy) where it evaluates" in said.err
+    write(tmp_path)
+    said = orchestra(*words, "--target", "recall=0.5")  # the same folder is as good as new
+    assert said.code == 2
+    assert "is no score of this loop" in said.err
 
 
 def test_a_loop_is_not_simulated(orchestra: Orchestra, tmp_path: Path) -> None:

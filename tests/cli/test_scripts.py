@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from torch.utils.data import IterableDataset
 
 from orchestra import Local, Simulated, overrides
 from orchestra.budget import Epochs, Samples, Seconds, Steps, Target
-from orchestra.cli import goals, scripts, sources
+from orchestra.cli import goals, in_lab, scripts, sources
+from orchestra.cli.compare import prepare
 from orchestra.cli.loop_runs import TRAINING_LOSS
 from orchestra.cli.options import Options
-from orchestra.errors import ConfigError
+from orchestra.errors import ClusterError, ConfigError
 from orchestra.rates import Rescaled
 from orchestra.recipe import Recipe
 from orchestra.request import Request
@@ -247,6 +249,21 @@ def test_workers_and_network_are_the_scripts_unless_said() -> None:
     }  # fmt: skip
     assert scripts.placed(recipe(), Options()).given() == {"workers": 4}
     assert scripts.placed(sources.load(sources.find("digits")), Options()).given() == {"workers": 2}
+
+
+def test_in_a_laboratory_the_script_itself_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[Any] = []
+
+    def run(what: str, chosen: Options, nodes: int, lab: str, args: Any) -> None:
+        asked_for.append((what, chosen.epochs, chosen.evaluate_every, nodes, lab, args))
+        raise ClusterError("no lab here")
+
+    monkeypatch.setattr(in_lab, "run", run)
+    source = sources.find(write(tmp_path), ["--flag"])
+    race = prepare(source, ["ps"], Options(), 1, "accuracy=0.5", tmp_path / "c")
+    outcome = replace(race, lab="10mbit,1ms").run_one("ps", 0, "", quiet=True, first=False)
+    assert outcome.failed == "no lab here"
+    assert asked_for == [(str(tmp_path / "mine.py"), 2.0, 0.05, 4, "10mbit,1ms", ("--flag",))]
 
 
 def test_a_first_run_that_does_not_learn_finds_no_target(orchestra: Orchestra, tmp_path: Path) -> None:

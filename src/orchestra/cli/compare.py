@@ -82,15 +82,21 @@ def compare(
     network: o.Network = None, delay: o.Delay = None, lab: Lab = None, lrs: Rates = None, asserted: Claims = None,
     trace: o.Trace = False, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Race strategies to a target on the same model, samples and seeds, and print who won and what it cost.
+    """Race strategies to a target on the same model, samples and seeds, and print which won and what it cost.
 
     Every strategy runs with every seed; the seeds take turns, so that a machine that slows down slows all alike. The
     model is set aside 40 times in a run and scored afterwards: scoring costs no strategy any time. Ratios above 1 are
     faster than the baseline, which is allreduce if it takes part, else the first named.
 
+    A script that calls orchestra.train runs once, up to its first such call; what comes after it does not run. Each
+    strategy then trains with the arguments of that call. A script with a loop of its own, under orchestra.prepare, runs
+    as a whole for each strategy, in real processes: optimizer.orchestra.score(accuracy=...) tells its scores. Where
+    neither the script nor --target names a target, a first run of the baseline finds one.
+
     For example:
 
       orchestra compare digits --strategies allreduce,localsgd --seeds 3
+      orchestra compare train.py --strategies allreduce,localsgd -- --your arguments
       orchestra compare digits -n 4 -s "ps, ps(consistency=asp()), slowmo(tau=8)"
       orchestra compare mnist-lenet --epochs 2 --partition dirichlet:0.3
       orchestra compare digits --sim -n 16 --network 10mbit,1ms --delay "lognormal:0.02,0.3 slow:1x5"
@@ -171,7 +177,9 @@ class Race:
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).servers
                 chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / _SNAPSHOTS, score_afterwards=True)
-                in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab)
+                if not self.source.holds_recipe:  # a script may have other ends
+                    chosen = dataclasses.replace(chosen, epochs=self.epochs)
+                in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab, self.source.args)
                 return judge(folder, seed, self.target)
             with progress.choose(quiet=quiet, title=mark) as display:
                 sources.train_recipe(
@@ -259,6 +267,9 @@ def prepare(
     problems += [*_problems(texts, shared, seeds, out), *_unfit_for_lab(texts, shared, lab)]
     try:
         goal = goals.of_a_loop(target) if isinstance(recipe, Loop) else goals.choose(recipe, target)
+        if lab is not None and goal.metric == loop_runs.TRAINING_LOSS:
+            message = "the script itself runs there, and gives train() no evaluate= and evaluation_data= to compare by"
+            problems.append(Problem("lab", lab, message))
     except ConfigError as error:
         problems += error.problems
     if problems:

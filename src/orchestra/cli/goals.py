@@ -70,11 +70,13 @@ def settle(race: Race, *, quiet: bool) -> Race:
         return race
     first, seed, folder = baseline_of(race.strategies), race.seeds, race.out / _FIRST
     mark = f"[first run] {first} · seed {seed}"
-    outcome = dataclasses.replace(race, out=folder).run_one(first, seed, mark, quiet=quiet, first=True)
-    scores = [] if outcome.failed else scores_of(outcome.run)
+    try:
+        outcome = dataclasses.replace(race, out=folder).run_one(first, seed, mark, quiet=quiet, first=True)
+        scores = [] if outcome.failed else scores_of(outcome.run)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     metric = race.target.metric or _first_of(name for scored in scores for name in scored.metrics)
     values = [v for scored in scores if (v := scored.metrics.get(metric)) is not None and math.isfinite(v)]
-    shutil.rmtree(folder, ignore_errors=True)
     target = Target(metric, _reachable(values, lower=lower_is_better(metric)))
     if is_open(target):
         why = outcome.failed or f"it came to no better {metric or 'score'} than it began with"

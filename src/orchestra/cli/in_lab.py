@@ -43,11 +43,12 @@ def problems_of(text: str, nodes: int) -> Iterator[Problem]:
         yield Problem("lab", text, str(error))
 
 
-def run(recipe: str, chosen: Options, nodes: int, lab: str) -> None:
+def run(recipe: str, chosen: Options, nodes: int, lab: str, args: Sequence[str] = ()) -> None:
     """Have every host of a lab run the same command. Raises what its first host, which speaks for the run, said."""
     from orchestra.lab import Lab
 
     command = [sys.executable, "-m", "orchestra", "run", recipe, *flags(chosen), "--quiet"]
+    command += ["--", *args] if args else []
     said = io.BytesIO()
     with with_token(), Lab(name=_name(), hosts=nodes, **read(lab)) as hosts:
         try:

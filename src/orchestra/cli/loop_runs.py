@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -82,6 +83,8 @@ def run(source: Source, chosen: Options, target: Target) -> None:
     folder = Path(chosen.out or "")
     scores = scores_of(folder) or _from_losses(folder)
     names = dict.fromkeys(name for scored in scores for name in scored.metrics)
+    if not names or (target.metric and target.metric not in names):
+        shutil.rmtree(folder, ignore_errors=True)  # so that the same command can be typed again
     if not names:
         message = (
             "gives its model no score to compare by: say optimizer.orchestra.score(accuracy=accuracy) where it "

@@ -49,7 +49,8 @@ def sweep(
 
     Each condition is a comparison as `orchestra compare` makes it, in a folder of its own. The table has a row for each
     strategy and a column for each condition: seconds to the target, the first of a column marked; several, where they
-    cannot be told apart.
+    cannot be told apart. Scripts are taken as `orchestra compare` takes them; a loop of your own has no network, delay
+    or batch to vary, only workers.
 
     For example:
 
