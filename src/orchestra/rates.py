@@ -1,13 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same optimizer at a multiple of its learning rates, whatever makes it and however many groups it has."""
+"""The same optimizer at another learning rate, whatever makes it and however many groups it has."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import optim
+
+
+def at_rate(factory: Callable[..., optim.Optimizer], lr: float) -> Callable[..., optim.Optimizer]:
+    """A factory of the same optimizers with this rate: as their default, if the factory takes one, else in each group.
+
+    `partial(torch.optim.SGD, lr=0.1)` takes one, `lambda params: torch.optim.SGD(params, lr=0.1)` does not.
+    """
+    try:
+        inspect.signature(factory).bind_partial(lr=lr)
+    except TypeError:
+        return _AtRate(factory, lr)
+    except ValueError:  # it has no signature that could be read
+        pass
+    return partial(factory, lr=lr)
+
+
+@dataclass(frozen=True)
+class _AtRate:
+    """A factory of optimizers, all groups of which have one rate."""
+
+    factory: Callable[..., optim.Optimizer]
+    lr: float
+
+    def __call__(self, params: Any) -> optim.Optimizer:
+        """Make one."""
+        made = self.factory(params)
+        for group in made.param_groups:
+            group["lr"] = self.lr
+        return made
 
 
 @dataclass(frozen=True)

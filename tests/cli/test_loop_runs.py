@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +135,28 @@ def test_a_contestant_that_fails_is_told(orchestra: Orchestra, tmp_path: Path) -
     said = orchestra("compare", str(path), "-s", "slowmo", "--target", "accuracy=0.5", "--out", "c")
     assert said.code == 1
     assert "failed: AssertionError: no" in said.out
+
+
+@pytest.mark.timeout(240)
+def test_a_signal_ends_the_whole_comparison(tmp_path: Path) -> None:
+    path = Path(write(tmp_path))
+    path.write_text(path.read_text().replace("range(3)", "range(10**6)"))
+    command = [sys.executable, "-m", "orchestra", "compare", str(path), "-s", "allreduce,localsgd", "--out", "c"]
+    command += ["--target", "accuracy=0.5"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    scores = tmp_path / "c" / "allreduce" / "seed0" / "scores.jsonl"
+    try:
+        deadline = time.monotonic() + 120
+        while not scores.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "stopped by a signal while a strategy ran" in err
+    assert scores.exists()
+    assert not (tmp_path / "c" / "localsgd").exists()
 
 
 def test_what_a_loop_can_never_have() -> None:

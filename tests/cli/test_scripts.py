@@ -288,6 +288,7 @@ def test_a_factor_on_every_rate() -> None:
     assert [group["lr"] for group in made(None).param_groups] == [2.0, 1.0]
     both = Options(lr_factor=4.0, lr=0.1).changes()["optimizer"](torch.optim.SGD)
     assert both(one.parameters()).param_groups[0]["lr"] == pytest.approx(0.4)
+    assert Options(lr=0.1).changes()["optimizer"](factory)(None).param_groups[0]["lr"] == 0.1
     with pytest.raises(ConfigError, match="lr-factor"):
         Options(lr_factor=0.0).changes()
 

@@ -31,7 +31,7 @@ _REAL = (
     "runs in real time, on processes of this machine: a loop of one's own cannot be simulated. Leave it out, or call "
     "orchestra.train, or define a RECIPE"
 )
-_INTERRUPTED = 130
+_INTERRUPTED = (129, 130, 143)  # exit codes of a run that was asked to stop
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def run(source: Source, chosen: Options, target: Target) -> None:
     if problems := [*looping.problems_of(replace(chosen, seconds=None), as_json=False)]:
         raise ConfigError(problems)
     code, last_words = looping.start_silently(source, replace(chosen, seconds=None), source.args)
-    if code == _INTERRUPTED:
-        raise Interrupted("stopped by SIGINT while a strategy ran.")
+    if code in _INTERRUPTED:
+        raise Interrupted("stopped by a signal while a strategy ran.")
     if code == ConfigError.exit_code:
         raise ConfigError([Problem("script", str(source.path), last_words)])
     if code:

@@ -365,17 +365,17 @@ def _optimizer(o: Options) -> dict[str, Change]:
     if o.optimizer is None and o.lr is None and o.lr_factor is None:
         return {}
     from orchestra import expression
-    from orchestra.rates import Rescaled
+    from orchestra.rates import Rescaled, at_rate
 
     if o.lr is not None and not (math.isfinite(o.lr) and o.lr >= 0):
         raise ConfigError([Problem("lr", o.lr, "must be a finite number of at least 0")])
     if o.lr_factor is not None and not 0 < o.lr_factor < math.inf:
         raise ConfigError([Problem("lr-factor", o.lr_factor, "must be a finite number above 0")])
     chosen = None if o.optimizer is None else expression.parse_optimizer(o.optimizer)
-    rate = {} if o.lr is None else {"lr": o.lr}
 
     def change(old: Any) -> Any:
-        made = functools.partial(chosen or old, **rate) if chosen or rate else old
+        made = chosen or old
+        made = made if o.lr is None else at_rate(made, o.lr)
         return made if o.lr_factor is None else Rescaled(made, o.lr_factor)
 
     return {"optimizer": change}

@@ -91,7 +91,7 @@ def recommend(
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
     if shared.sim:  # the same ends for all; that a slow one is given up comes on top
-        shared = dataclasses.replace(shared, epochs=race.epochs, target=_text(race.target))
+        shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)
     ladder = Ladder(race, seeds, quiet=quiet)
     again.keep(context.obj, race.out)
