@@ -41,7 +41,10 @@ class Strategy(ABC, Generic[S]):
     """A second, shorter name on the command line."""
 
     tries: ClassVar[tuple[str, ...]] = ()
-    """What `orchestra recommend` tries of it: the values of its main knob that are worth it."""
+    """What `orchestra recommend` tries of it."""
+
+    main: ClassVar[tuple[str, tuple[Any, ...]] | None] = None
+    """Its main option, and the values that are worth a try where none is given; the usual one first."""
 
     servers: int = 0
     """How many server nodes this strategy needs beside the workers."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, 
 
 if TYPE_CHECKING:
     from orchestra.budget import Target
+    from orchestra.cli.candidates import Setting
     from orchestra.cli.table import Outcome, Table
     from orchestra.recipe import Recipe
 
@@ -46,7 +47,18 @@ Lab = Annotated[
 ]
 Rates = Annotated[
     str | None,
-    typer.Option(metavar="A,B,C", help="Learning rates to try for each strategy before the race; the best one races."),
+    typer.Option(metavar="A,B,C", help="Learning rates to try for each strategy, in place of those around the recipe's."),
+]
+Tune = Annotated[
+    bool,
+    typer.Option(
+        "--tune/--no-tune",
+        help="Find the learning rate of each strategy first, and the momentum of asynchronous ones, with equally many "
+        "tries for all. --lr switches it off as well.",
+    ),
+]
+TuneReal = Annotated[
+    bool, typer.Option("--tune-real", help="Tune on real processes, as the race runs. Default: in simulation.")
 ]
 Claims = Annotated[
     list[str] | None,
@@ -63,18 +75,20 @@ Goal = Annotated[
 
 
 def compare(
-    context: typer.Context, recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 1,
+    context: typer.Context, recipe: Name, strategies: Strategies = DEFAULT, workers: o.Workers = None, seeds: Seeds = 3,
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, lab: Lab = None, lrs: Rates = None, asserted: Claims = None,
+    network: o.Network = None, delay: o.Delay = None, lab: Lab = None, tune: Tune = True, lrs: Rates = None,
+    tune_real: TuneReal = False, asserted: Claims = None,
     trace: o.Trace = False, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies to a target on the same model, samples and seeds, and print who won and what it cost.
 
-    Every strategy runs with every seed; the seeds take turns, so that a machine that slows down slows all alike. The
-    model is set aside 40 times in a run and scored afterwards: scoring costs no strategy any time. Ratios above 1 are
-    faster than the baseline, which is allreduce if it takes part, else the first named.
+    First the learning rate of every strategy is tuned, and its main option where none is given, with equally many tries
+    for all and on other seeds. Then every strategy runs with every seed; the seeds take turns, so that a machine that
+    slows down slows all alike. The model is set aside 40 times in a run and scored afterwards: scoring costs no strategy
+    any time. Ratios above 1 are faster than the baseline, which is allreduce if it takes part, else the first named.
 
     For example:
 
@@ -93,10 +107,13 @@ def compare(
         device=device, sim=sim or None, network=network, delay=delay, trace=trace or None,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
-    said = [claims.parse(text, race.strategies) for text in asserted or []]
+    rates = () if lrs is None else tuning.read(lrs)
+    for text in asserted or []:
+        claims.parse(text, race.strategies)  # what cannot be understood is refused before anything runs
     again.keep(context.obj, race.out)
-    if lrs is not None:
-        race = tuning.tune(race, tuning.read(lrs), quiet=quiet)
+    if rates or (tune and lr is None):
+        race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
+    said = [claims.parse(text, race.strategies) for text in asserted or []]
     table = race.run(quiet=quiet)
     conclude(table, race.out, as_json=json_, quiet=quiet, fair=race.fairness(table), asserted=said)
 
@@ -113,8 +130,10 @@ class Race:
     target: Target
     out: Path
     lab: str | None = None  # the network that each runs in
-    rates: Mapping[str, float] = field(default_factory=dict)  # learning rates of their own
-    tries: int = 0  # after so many
+    fixed: frozenset[str] = frozenset()  # strategies of which the main option was given
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # what they run with, as tuned
+    tries: int = 0  # of each, before
+    snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
 
     @property
@@ -147,21 +166,19 @@ class Race:
         from orchestra.cli.table import Outcome, judge
 
         folder = self.out / _slug(strategy) / f"seed{seed}"
-        rate = {"lr": self.rates[strategy]} if strategy in self.rates else {}
-        limit = {} if self.patience is None else {"seconds": self.patience}
-        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate, **limit)
+        chosen = dataclasses.replace(self.options_of(strategy, seed), out=str(folder))
         about = {"recipe": self.source.name, "options": chosen.given(), "patience": self.patience, "race": self.about()}
         try:
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).servers
-                chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / _SNAPSHOTS, score_afterwards=True)
+                chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / self.snapshots, score_afterwards=True)
                 in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab)
                 return judge(folder, seed, self.target)
             with progress.choose(quiet=quiet, title=mark) as display:
                 sources.train_recipe(
                     self.recipe,
                     chosen.changes(),
-                    evaluate_every=Epochs(self.epochs / _SNAPSHOTS),
+                    evaluate_every=Epochs(self.epochs / self.snapshots),
                     score_afterwards=True,
                     progress=display,
                     note=about | {"args": []},
@@ -173,6 +190,12 @@ class Race:
                 raise  # nothing has run: better to say so than to fail as often as there are runs
             return Outcome(seed, folder, failed=_reason(error))
         return judge(folder, seed, self.target)
+
+    def options_of(self, strategy: str, seed: int) -> Options:
+        """The options of one run, but for its folder."""
+        tuned = self.settings[strategy].options if strategy in self.settings else {}
+        limit = {} if self.patience is None else {"seconds": self.patience}
+        return options_for(strategy, self.shared, seed=seed, **tuned, **limit)
 
     def about(self) -> dict[str, Any]:
         """What is noted of it with each run, for whoever looks before there is a table."""
@@ -207,11 +230,11 @@ class Race:
         baseline = baseline_of([row.strategy for row in rows] or self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
-        return Table(*what, world=self._world(), stops=self.shared.target is not None)
+        return Table(*what, world=self._world(), stops=self.shared.target is not None, tuned=bool(self.settings))
 
     def fairness(self, table: Table) -> list[str]:
         """What all had in common, as the folders of the runs say."""
-        return fairness.examine(table, {s: self.rates.get(s, self.shared.lr) for s in self.strategies}, self.tries)
+        return fairness.examine(table, self.settings, self.tries, self.shared.lr)
 
     def _world(self) -> str:
         """Where it takes place, if that is not here."""
@@ -254,7 +277,15 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
-    return Race(source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab)
+    return Race(source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, _fixed(texts))
+
+
+def _fixed(texts: Sequence[str]) -> frozenset[str]:
+    """The strategies of which the main option is given."""
+    from orchestra import expression
+
+    parsed = [(text, expression.parse(text)) for text in texts]
+    return frozenset(expression.show(s) for text, s in parsed if s.main and re.search(rf"\b{s.main[0]}\s*=", text))
 
 
 def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -> Iterator[Problem]:

@@ -61,6 +61,14 @@ Batch = Annotated[
 Lr = Annotated[
     float | None, typer.Option(help="Learning rate of the inner optimizer. Default: the recipe's own.", metavar="RATE")
 ]
+LrFactor = Annotated[
+    float | None,
+    typer.Option("--lr-factor", help="Learning rate times this, in every parameter group. Default: 1.", metavar="F"),
+]
+Momentum = Annotated[
+    float | None,
+    typer.Option(help="Momentum of the inner optimizer, if it has one. Default: the recipe's own.", metavar="MU"),
+]
 Optimizer = Annotated[
     str | None,
     typer.Option(
@@ -183,6 +191,8 @@ class Options:
     seed: int | None = None
     batch: int | None = None
     lr: float | None = None
+    lr_factor: float | None = None
+    momentum: float | None = None
     optimizer: str | None = None
     schedule: str | None = None
     out: str | None = None
@@ -358,15 +368,23 @@ def _budget(o: Options) -> dict[str, Change]:
 
 
 def _optimizer(o: Options) -> dict[str, Change]:
-    if o.optimizer is None and o.lr is None:
+    if o.optimizer is None and o.lr is None and o.lr_factor is None and o.momentum is None:
         return {}
     from orchestra import expression
+    from orchestra.optimizers.adjusted import Adjusted
 
-    if o.lr is not None and not (math.isfinite(o.lr) and o.lr >= 0):
-        raise ConfigError([Problem("lr", o.lr, "must be a finite number of at least 0")])
+    for name, value, below in (("lr", o.lr, math.inf), ("lr-factor", o.lr_factor, math.inf), ("momentum", o.momentum, 1)):
+        if value is not None and not 0 <= value < below:
+            limit = "a finite number of at least 0" if below == math.inf else "at least 0 and below 1"
+            raise ConfigError([Problem(name, value, f"must be {limit}")])
     chosen = None if o.optimizer is None else expression.parse_optimizer(o.optimizer)
     rate = {} if o.lr is None else {"lr": o.lr}
-    return {"optimizer": lambda old: functools.partial(chosen or old, **rate)}
+
+    def change(old: Any) -> Any:
+        made = functools.partial(chosen or old, **rate)
+        return made if o.lr_factor is None and o.momentum is None else Adjusted(made, o.lr_factor or 1.0, o.momentum)
+
+    return {"optimizer": change}
 
 
 def _schedule(o: Options) -> dict[str, Change]:

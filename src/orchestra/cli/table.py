@@ -135,6 +135,7 @@ class Table:
     rows: tuple[Row, ...]
     world: str = ""  # where it took place, if not on this machine
     stops: bool = False  # runs end at the target
+    tuned: bool = False  # each strategy runs with the learning rate that was best for it
 
     @property
     def ranked(self) -> list[Row]:
@@ -185,6 +186,7 @@ class Table:
         return (
             f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
             f"{plural(self.seeds, 'seed')} · {upto}{plural(self.epochs, 'epoch')}"
+            + f" · {'tuned' if self.tuned else 'untuned'}"
             + (f" · {self.world}" if self.world else "")
         )
 
@@ -275,6 +277,7 @@ class Table:
             "seeds": self.seeds,
             "epochs": self.epochs,
             "baseline": self.baseline,
+            "tuned": self.tuned,
             "rows": [self._record(row) for row in self.ranked],
         }
 

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learning rate for every contestant of a comparison: the same candidates for all, with a seed apart."""
+"""Every strategy at its best before it races: learning rate, momentum and main option, with equally many tries for all.
+
+    first rung      all tries, for a small part of the epochs, on a seed that is not raced with
+    wider grid      the best rate of a strategy lies at the edge: further rates on that side, for all strategies
+    second rung     the best few of each, three times as long, on a second seed; the best one races
+
+A try that reaches the target sooner is better. Of those that do not reach it the one is better that has the better
+score when the first of them ends. Tries are simulated, unless told otherwise, and kept in tuning.json.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +15,29 @@ import dataclasses
 import json
 import math
 import shutil
-from typing import TYPE_CHECKING
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from orchestra.budget import lower_is_better
-from orchestra.cli import summary
+from orchestra.cli import candidates, sources, summary
+from orchestra.cli.candidates import Setting
 from orchestra.errors import ConfigError, Problem
+from orchestra.report.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.compare import Race
-    from orchestra.cli.table import Outcome
+
+NAME = "tuning.json"
+_TRIES, _FEW_TRIES = 12, 6  # of a strategy: where it races with several seeds, and with one or two
+_KEPT = 3  # one in so many tries goes on, three times as long
+_LONGEST = 0.25  # of the epochs, in the first rung
+_SNAPSHOTS = 10  # scores of a try
+_MEASURED = 8  # steps from which the time of an epoch is estimated
 
 
 def read(text: str) -> tuple[float, ...]:
@@ -29,34 +51,265 @@ def read(text: str) -> tuple[float, ...]:
     return rates
 
 
-def tune(race: Race, rates: tuple[float, ...], *, quiet: bool) -> Race:
-    """The same race, every strategy with its best rate; what was tried is kept in tuning.json."""
-    sign = 1 if lower_is_better(race.target.metric) else -1
-    seed, folder = race.seeds, race.out / "tuning"
-    chosen: dict[str, float] = {}
-    record: dict[str, dict[str, float | None]] = {}
-    for number, strategy in enumerate(race.strategies):
-        tried: dict[float, Outcome] = {}
-        for rate in rates:
-            attempt = dataclasses.replace(race, rates={strategy: rate}, out=folder / f"lr-{rate:g}")
-            mark = f"tuning [{number + 1}/{len(race.strategies)}] {strategy} · lr {rate:g}"
-            tried[rate] = attempt.run_one(strategy, seed, mark, quiet=quiet, first=False)
-            if not quiet:
-                summary.say(f"{mark}: {race.told(tried[rate])}")
+@dataclass(frozen=True)
+class Found:
+    """What a try came to."""
 
-        def key(rate: float, tried: dict[float, Outcome] = tried) -> tuple[float, float]:
-            found = tried[rate]
-            near = math.inf if found.best is None else sign * found.best
-            return (math.inf if found.seconds is None else found.seconds, near)
+    seconds: float | None = None  # to the target
+    curve: tuple[tuple[float, float], ...] = ()  # time and score, as long as that is a number
+    failed: str | None = None
 
-        if all(found.best is None for found in tried.values()):
+    def best_until(self, time: float, sign: int) -> float:
+        """The best score up to some time, smaller being better with this sign; infinite if there is none."""
+        return min((sign * score for t, score in self.curve if t <= time), default=math.inf)
+
+
+def rank(found: Mapping[Setting, Found], sign: int) -> list[Setting]:
+    """Settings, the best first; those of which there is no score are left out."""
+    scored = {setting: one for setting, one in found.items() if one.curve and one.failed is None}
+    first = min((one.curve[-1][0] for one in scored.values()), default=0.0)
+
+    def key(setting: Setting) -> tuple[float, float]:
+        one = scored[setting]
+        return (math.inf if one.seconds is None else one.seconds, one.best_until(first, sign))
+
+    return sorted(scored, key=key)
+
+
+@dataclass
+class Plan:
+    """How much is tried, and for how long: together at most as long as the race."""
+
+    strategies: int
+    epochs: float  # of a run
+    worth: float  # runs of each strategy that tuning may cost
+    given: int = 0  # rates that were given: no others are tried
+
+    @property
+    def tries(self) -> int:
+        """Of each strategy."""
+        return self.given or (_TRIES if self.worth >= 3 else _FEW_TRIES)
+
+    @property
+    def kept(self) -> int:
+        """Of each strategy, in the second rung."""
+        return max(1, self.tries // _KEPT)
+
+    @property
+    def _cost(self) -> int:
+        """Of both rungs, in tries of the first."""
+        return self.tries + 3 * self.kept
+
+    @property
+    def first(self) -> float:
+        """Epochs of a try in the first rung; half as many tries again are left for a wider grid."""
+        reserve = 0 if self.given else self.tries // 2
+        return self.epochs * min(_LONGEST, self.worth / (self._cost + reserve))
+
+    @property
+    def widenings(self) -> int:
+        """Times that the grid may be made wider."""
+        left = self.worth * self.epochs - self._cost * self.first
+        return 0 if self.given else min(2, int(left / (self.tries // 2 * self.first) + 1e-9))
+
+    @property
+    def most(self) -> float:
+        """Epochs in all."""
+        return self.strategies * self.first * (self._cost + self.widenings * (self.tries // 2))
+
+
+@dataclass
+class Tuning:
+    """Finds the settings with which strategies race."""
+
+    race: Race
+    worth: float  # runs of each strategy that it may cost
+    rates: tuple[float, ...] = ()  # given, in place of the grid
+    real: bool = False  # tries run as the race does, not in simulation
+    quiet: bool = False
+    _kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # what earlier tries came to
+
+    @cached_property
+    def own(self) -> tuple[float, float]:
+        """Learning rate and momentum of the recipe."""
+        import torch
+
+        changes = self.race.shared.changes()
+        factory = changes["optimizer"](self.race.recipe.optimizer) if "optimizer" in changes else None
+        made = (factory or self.race.recipe.optimizer)([torch.nn.Parameter(torch.zeros(1))])
+        group = made.param_groups[0]
+        return float(group["lr"]), float(group.get("momentum") or 0.0)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How much is tried."""
+        race = self.race
+        return Plan(len(race.strategies), race.epochs, self.worth, len(self.rates))
+
+    def run(self) -> Race:
+        """The same race, every strategy with its best setting."""
+        race, plan = self.race, self.plan
+        self._kept = _read(race.out)
+        if not self.quiet:
+            summary.say(self._estimate())
+        tried: dict[str, dict[Setting, Found]] = {name: {} for name in race.strategies}
+        for name in race.strategies:
+            self._try(name, self._grid(name), tried[name], plan.first, race.seeds)
+        for _ in range(plan.widenings):
+            sides = {side for name in race.strategies if (side := self._edge(name, tried[name]))}
+            for side in sides:
+                for name in race.strategies:
+                    self._try(name, self._grid(name, side), tried[name], plan.first, race.seeds)
+            if not sides:
+                break
+        chosen: dict[str, Setting] = {}
+        for name in race.strategies:
+            best = rank(tried[name], self._sign)[: plan.kept]
+            last: dict[Setting, Found] = {}
+            self._try(name, best, last, 3 * plan.first, race.seeds + 1)
+            setting = self._choose(name, rank(last, self._sign) or best, tried[name], chosen)
+            chosen[setting.strategy] = setting
+            if not self.quiet:
+                edge = ", at the edge of what was tried: --lrs tries others" if self._edge(name, tried[name]) else ""
+                summary.say(f"tuned {setting.strategy}: {setting.words(self.own[0])}{edge}")
+        shutil.rmtree(race.out / "tuning", ignore_errors=True)
+        self._save(chosen, tried)
+        tries = max(len(found) for found in tried.values())
+        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if lower_is_better(self.race.target.metric) else -1
+
+    def _settings(self, name: str) -> list[Setting]:
+        return candidates.settings(name, fixed=name in self.race.fixed, momentum=self.own[1])
+
+    def _grid(self, name: str, side: int = 0) -> list[Setting]:
+        if self.rates:
+            return [Setting(name, rate=rate) for rate in self.rates]
+        return candidates.grid(self._settings(name), self.plan.tries, side)
+
+    def _edge(self, name: str, tried: Mapping[Setting, Found]) -> int:
+        """-1 or 1 if the best rate is the smallest or the largest that was tried with these settings; else 0."""
+        best = next(iter(rank(tried, self._sign)), None)
+        if best is None:
+            return -1  # with every rate it failed
+        alike = [s.factor if s.rate is None else s.rate for s in tried if _alike(s, best)]
+        mine = best.factor if best.rate is None else best.rate
+        return -1 if mine == min(alike) else 1 if mine == max(alike) else 0
+
+    def _choose(
+        self, name: str, ranked: list[Setting], tried: Mapping[Setting, Found], taken: Mapping[str, Setting]
+    ) -> Setting:
+        """The best one; another setting of the strategy where two that were named come to the same."""
+        if not ranked:
             why = next((found.failed for found in tried.values() if found.failed), "nothing was scored")
-            given = ",".join(f"{rate:g}" for rate in rates)
-            raise ConfigError([Problem("lrs", given, f"with none of them does {strategy} come to a score: {why}")])
-        chosen[strategy] = min(rates, key=key)
-        record[strategy] = {f"{rate:g}": tried[rate].seconds for rate in rates}
-    shutil.rmtree(folder, ignore_errors=True)
-    race.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"seed": seed, "chosen": chosen, "seconds_to_target": record}, indent=1)
-    (race.out / "tuning.json").write_text(text + "\n", encoding="utf-8")
-    return dataclasses.replace(race, rates=chosen, tries=len(rates))
+            shown = ", ".join(f"{(s.factor * self.own[0] if s.rate is None else s.rate):.3g}" for s in tried)
+            message = f"with none of them does {name} come to a score: {why}"
+            raise ConfigError([Problem("lrs" if self.rates else "tuning", shown, message)])
+        every = [*ranked, *rank(tried, self._sign)]
+        return next((setting for setting in every if setting.strategy not in taken), ranked[0])
+
+    # Tries.
+
+    def _try(
+        self, name: str, settings: Iterable[Setting], found: dict[Setting, Found], epochs: float, seed: int
+    ) -> None:
+        for setting in settings:
+            found[setting] = self._one(name, setting, epochs, seed)
+
+    def _one(self, name: str, setting: Setting, epochs: float, seed: int) -> Found:
+        race = self._race_of(setting, epochs)
+        key = json.dumps([race.source.name, race.options_of(setting.strategy, seed).given()], sort_keys=True)
+        if key not in self._kept:
+            mark = f"tuning {setting.strategy}: {setting.words(self.own[0])}, {epochs:.3g} epochs"
+            outcome = race.run_one(setting.strategy, seed, mark, quiet=self.quiet, first=False)
+            self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric))
+            shutil.rmtree(outcome.run, ignore_errors=True)
+            self.race.out.mkdir(parents=True, exist_ok=True)
+            _write(self.race.out, {"tries": self._kept})
+        record = self._kept[key]
+        return Found(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
+
+    def _race_of(self, setting: Setting, epochs: float) -> Race:
+        """A race of one try: in simulation, if the strategy can be simulated, and until the target."""
+        from orchestra import expression
+
+        race = self.race
+        simulated = not self.real and race.lab is None and expression.parse(setting.strategy).model_at != "shared"
+        target = f"{race.target.metric}={race.target.value:g}"
+        shared = dataclasses.replace(race.shared, epochs=epochs, target=target, sim=simulated or race.shared.sim)
+        return dataclasses.replace(
+            race, shared=shared, settings={setting.strategy: setting}, snapshots=_SNAPSHOTS, out=race.out / "tuning"
+        )
+
+    def _estimate(self) -> str:
+        """How much is tried, and how long it will take at most."""
+        plan, race = self.plan, self.race
+        where = "as the race runs" if self.real else "in simulation"
+        seconds = plan.most * _seconds_of_an_epoch(race)
+        took = f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+        return (
+            f"tuning {'1 strategy' if plan.strategies == 1 else f'{plan.strategies} strategies'}, {plan.tries} tries each, {where}, with seeds "
+            f"{race.seeds} and {race.seeds + 1}: {took} at most, less than the race. --no-tune leaves it out."
+        )
+
+    def _save(self, chosen: Mapping[str, Setting], tried: Mapping[str, Mapping[Setting, Found]]) -> None:
+        own = self.own[0]
+        record = {
+            "seeds": [self.race.seeds, self.race.seeds + 1],
+            "epochs": [self.plan.first, 3 * self.plan.first],
+            "chosen": {
+                name: {"lr": s.factor * own if s.rate is None else s.rate} | s.options for name, s in chosen.items()
+            },
+            "tries": self._kept,
+        }
+        self.race.out.mkdir(parents=True, exist_ok=True)
+        _write(self.race.out, record)
+
+
+def _alike(a: Setting, b: Setting) -> bool:
+    return (a.strategy, a.momentum) == (b.strategy, b.momentum)
+
+
+def _found(outcome: Any, metric: str) -> Found:
+    from orchestra.report.facts import scores_of
+
+    if outcome.failed is not None:
+        return Found(failed=outcome.failed)
+    scores = [(s.t, s.metrics.get(metric)) for s in scores_of(outcome.run)]
+    return Found(outcome.seconds, tuple((t, v) for t, v in scores if v is not None and math.isfinite(v)))
+
+
+def _seconds_of_an_epoch(race: Race) -> float:
+    """Seconds of this machine that the gradients of one epoch take, one after the other: measured on a few steps."""
+    took, samples = dict[int, float](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        for steps in (1, 1 + _MEASURED):
+            out = Path(folder) / str(steps)
+            few = dataclasses.replace(
+                race.shared, strategy="solo", workers=1, steps=steps, epochs=None, sim=True, delay=None, network=None,
+                trace=None, out=str(out),
+            )  # fmt: skip
+            began = time.perf_counter()
+            sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)
+            took[steps] = time.perf_counter() - began
+            config = object_in(out / "config.json")
+            samples = int(str(config.get("data")).partition(" ")[0]) // int(config["batch"])
+    return samples * max(0.0, took[1 + _MEASURED] - took[1]) / _MEASURED
+
+
+def _read(out: Path) -> dict[str, dict[str, Any]]:
+    """Tries that an earlier call kept in this folder."""
+    found = object_in(out / NAME).get("tries")
+    return {key: value for key, value in found.items() if _is_record(value)} if isinstance(found, dict) else {}
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and {"seconds", "curve", "failed"} <= {*value} and isinstance(value["curve"], list)
+
+
+def _write(out: Path, record: dict[str, Any]) -> None:
+    from orchestra import checkpoint
+
+    checkpoint.write_text(out / NAME, json.dumps(summary.finite(record), indent=1) + "\n")

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is tried for a strategy before it races: its momentum and main option, and learning rates around the recipe's.
+
+    synchronous     up to three values of the main option, where none was given
+    asynchronous    the recipe's momentum and none, and without momentum a second value of the main option
+
+Each of these settings is tried with equally many rates, so that all strategies have equally many tries. A rate is a
+factor on γ/(1 − μ), by which x moves in the long run: without momentum γ itself is larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_RATIOS = {12: 1.5, 6: 2.5, 4: 4.0, 3: 5.0, 2: 8.0}  # between two neighbours, by the number of rates
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a strategy runs with."""
+
+    strategy: str
+    momentum: float | None = None  # None: the recipe's own
+    factor: float = 1.0  # on the recipe's learning rate
+    rate: float | None = None  # in place of the recipe's learning rate
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As options of a run."""
+        factor = None if self.factor == 1 else self.factor
+        found = {"lr": self.rate, "lr_factor": factor, "momentum": self.momentum}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def words(self, own: float) -> str:
+        """The learning rate, where the recipe has its `own`, and the momentum if that is another.
+
+        >>> Setting("ps", momentum=0.0, factor=2.5).words(0.05)
+        'lr 0.125, momentum 0'
+        """
+        rate = self.factor * own if self.rate is None else self.rate
+        return f"lr {rate:.3g}" + ("" if self.momentum is None else f", momentum {self.momentum:g}")
+
+
+def settings(text: str, *, fixed: bool, momentum: float) -> list[Setting]:
+    """The settings of a strategy that are worth a try, at the recipe's own rate.
+
+    `fixed`: its main option was given. `momentum`: the recipe's own.
+
+    >>> [s.strategy for s in settings("localsgd", fixed=False, momentum=0.9)]
+    ['localsgd(tau=16)', 'localsgd(tau=4)', 'localsgd(tau=64)']
+    >>> [(s.momentum, round(s.factor)) for s in settings("ps(consistency=asp)", fixed=False, momentum=0.9)]
+    [(None, 1), (0.0, 10)]
+    """
+    from orchestra import expression
+
+    strategy, texts = expression.parse(text), [text]
+    if strategy.main is not None and not fixed:
+        option, values = strategy.main
+        texts = [expression.show(dataclasses.replace(strategy, **{option: value})) for value in values]
+    if strategy.synchronous or not momentum:
+        return [Setting(text) for text in texts[:3]]
+    plain = [Setting(text, momentum=0.0, factor=1 / (1 - momentum)) for text in texts[:2]]
+    return [Setting(texts[0]), *plain]
+
+
+def factors(count: int, side: int = 0) -> list[float]:
+    """As many rates around 1; or, beside them on one `side` (-1 or 1), half as many.
+
+    >>> factors(4), factors(4, 1), factors(4, -1)
+    ([0.0625, 0.25, 1.0, 4.0], [16.0, 64.0], [0.00390625, 0.015625])
+    """
+    ratio, lowest = _RATIOS[count], -(count * 7 // 12)
+    highest, more = lowest + count - 1, count // 2
+    exponents: Iterable[int] = range(lowest, highest + 1)
+    if side:
+        exponents = range(lowest - more, lowest) if side < 0 else range(highest + 1, highest + 1 + more)
+    return [ratio**exponent for exponent in exponents]
+
+
+def grid(found: list[Setting], tries: int, side: int = 0) -> list[Setting]:
+    """Settings times rates; as many as there are tries, or half as many on one side of them."""
+    rates = factors(tries // len(found), side)
+    return [dataclasses.replace(setting, factor=setting.factor * rate) for setting in found for rate in rates]
