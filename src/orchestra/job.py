@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -128,3 +128,13 @@ class Job:
             within = sum(cut(length, self.steps_per_epoch, rest) for length in self.shards)
             return epochs * self.samples_per_epoch + within
         return epochs * self.samples_per_epoch + min(rest * together, self.samples_per_epoch)
+
+
+class Look(Protocol):
+    """Compares this process's model and data with those of the caller."""
+
+    def require_same(self, module: nn.Module, data: Any, seed: int) -> None:
+        """Raise if they differ."""
+
+    def require_same_outputs(self, module: nn.Module, data: Any, seed: int) -> None:
+        """Raise if the model computes something else with the caller's parameters."""

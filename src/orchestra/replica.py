@@ -142,6 +142,11 @@ class Replica:
                 self._masters.append((p, here))
             start = stop
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter is a part of x, none a copy of another dtype."""
+        return not self._masters
+
     def _hook(self, least: int) -> None:
         """Take the gradients of parameters that are large enough as backward leaves them."""
         for p, slot, part in zip(self.parameters, self._slots, self._ranges, strict=True):

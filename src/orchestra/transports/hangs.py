@@ -30,9 +30,9 @@ class Limits:
 
     patience: float
     silent: float
-    stopped: float = 3.0
+    stopped: float = 2.0
     steps: float = 10.0  # times the longest step so far
-    look: float = 1.0  # between two looks
+    look: float = 0.5  # between two looks
 
     @classmethod
     def of(cls, patience: float) -> Limits:
@@ -42,7 +42,7 @@ class Limits:
         [5.0, 30.0, 300.0]
         """
         silent = min(patience, max(30.0, patience / 10))
-        return cls(patience, silent, look=min(1.0, silent / 5))
+        return cls(patience, silent, look=min(0.5, silent / 5))
 
 
 @dataclass(frozen=True)
