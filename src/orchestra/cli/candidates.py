@@ -11,6 +11,7 @@ factor on γ/(1 − μ), by which x moves in the long run: without momentum γ i
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -24,46 +25,52 @@ class Setting:
 
     strategy: str
     momentum: float | None = None  # None: the recipe's own
-    factor: float = 1.0  # on the recipe's learning rate
-    rate: float | None = None  # in place of the recipe's learning rate
+    own: float = math.nan  # the recipe's learning rate
+    factor: float = 1.0  # on that
+    given: float | None = None  # in place of that
 
     @property
     def options(self) -> dict[str, Any]:
         """As options of a run."""
         factor = None if self.factor == 1 else self.factor
-        found = {"lr": self.rate, "lr_factor": factor, "momentum": self.momentum}
+        found = {"lr": self.given, "lr_factor": factor, "momentum": self.momentum}
         return {name: value for name, value in found.items() if value is not None}
 
-    def words(self, own: float) -> str:
-        """The learning rate, where the recipe has its `own`, and the momentum if that is another.
+    @property
+    def rate(self) -> float:
+        """Its learning rate."""
+        return self.factor * self.own if self.given is None else self.given
 
-        >>> Setting("ps", momentum=0.0, factor=2.5).words(0.05)
+    def __str__(self) -> str:
+        """The learning rate, and the momentum if it is not the recipe's.
+
+        >>> str(Setting("ps", momentum=0.0, own=0.05, factor=2.5))
         'lr 0.125, momentum 0'
         """
-        rate = self.factor * own if self.rate is None else self.rate
-        return f"lr {rate:.3g}" + ("" if self.momentum is None else f", momentum {self.momentum:g}")
+        return f"lr {self.rate:.3g}" + ("" if self.momentum is None else f", momentum {self.momentum:g}")
 
 
-def settings(text: str, *, fixed: bool, momentum: float) -> list[Setting]:
-    """The settings of a strategy that are worth a try, at the recipe's own rate.
+def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Setting]:
+    """The settings of a strategy that are worth a try, at the recipe's `own` rate.
 
-    `fixed`: its main option was given. `momentum`: the recipe's own.
+    `fixed`: its main option was given. `momentum`: the recipe's.
 
-    >>> [s.strategy for s in settings("localsgd", fixed=False, momentum=0.9)]
+    >>> [s.strategy for s in settings("localsgd", fixed=False, own=0.1, momentum=0.9)]
     ['localsgd(tau=16)', 'localsgd(tau=4)', 'localsgd(tau=64)']
-    >>> [(s.momentum, round(s.factor)) for s in settings("ps(consistency=asp)", fixed=False, momentum=0.9)]
-    [(None, 1), (0.0, 10)]
+    >>> [str(s) for s in settings("ps(consistency=asp)", fixed=False, own=0.1, momentum=0.9)]
+    ['lr 0.1', 'lr 1, momentum 0']
     """
     from orchestra import expression
 
-    strategy, texts = expression.parse(text), [text]
+    strategy: Any = expression.parse(text)
+    texts = [text]
     if strategy.main is not None and not fixed:
         option, values = strategy.main
         texts = [expression.show(dataclasses.replace(strategy, **{option: value})) for value in values]
     if strategy.synchronous or not momentum:
-        return [Setting(text) for text in texts[:3]]
-    plain = [Setting(text, momentum=0.0, factor=1 / (1 - momentum)) for text in texts[:2]]
-    return [Setting(texts[0]), *plain]
+        return [Setting(text, own=own) for text in texts[:3]]
+    plain = [Setting(text, momentum=0.0, own=own, factor=1 / (1 - momentum)) for text in texts[:2]]
+    return [Setting(texts[0], own=own), *plain]
 
 
 def factors(count: int, side: int = 0) -> list[float]:

@@ -47,7 +47,7 @@ Lab = Annotated[
 ]
 Rates = Annotated[
     str | None,
-    typer.Option(metavar="A,B,C", help="Learning rates to try for each strategy, in place of those around the recipe's."),
+    typer.Option(metavar="A,B,C", help="Learning rates to try, in place of those around the recipe's own."),
 ]
 Tune = Annotated[
     bool,
@@ -87,8 +87,9 @@ def compare(
 
     First the learning rate of every strategy is tuned, and its main option where none is given, with equally many tries
     for all and on other seeds. Then every strategy runs with every seed; the seeds take turns, so that a machine that
-    slows down slows all alike. The model is set aside 40 times in a run and scored afterwards: scoring costs no strategy
-    any time. Ratios above 1 are faster than the baseline, which is allreduce if it takes part, else the first named.
+    slows down slows all alike. The model is set aside 40 times in a run and scored afterwards: scoring costs no
+    strategy any time. Ratios above 1 are faster than the baseline, which is allreduce if it takes part, else the first
+    named.
 
     For example:
 
@@ -190,6 +191,10 @@ class Race:
                 raise  # nothing has run: better to say so than to fail as often as there are runs
             return Outcome(seed, folder, failed=_reason(error))
         return judge(folder, seed, self.target)
+
+    def like(self, tuned: Race) -> Race:
+        """The same race, every strategy with its setting in another."""
+        return dataclasses.replace(self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries)
 
     def options_of(self, strategy: str, seed: int) -> Options:
         """The options of one run, but for its folder."""

@@ -78,10 +78,5 @@ def _rates(settings: Mapping[str, Setting], tries: int, rate: float | None) -> s
     if not settings:
         which = "the recipe's own" if rate is None else f"{rate:g}"
         return f"untuned: the learning rate is {which} for all, and tuned, the order may be another"
-    each = "; ".join(f"{strategy} {_shown(setting)}" for strategy, setting in settings.items())
+    each = "; ".join(f"{strategy} {setting}" for strategy, setting in settings.items())
     return f"tuned, each the best of {tries} tries, with seeds that are not raced with: {each}"
-
-
-def _shown(setting: Setting) -> str:
-    rate = f"lr x {setting.factor:.3g}" if setting.rate is None else f"lr {setting.rate:.3g}"
-    return rate + ("" if setting.momentum is None else f", momentum {setting.momentum:g}")

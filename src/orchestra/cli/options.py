@@ -373,10 +373,11 @@ def _optimizer(o: Options) -> dict[str, Change]:
     from orchestra import expression
     from orchestra.optimizers.adjusted import Adjusted
 
-    for name, value, below in (("lr", o.lr, math.inf), ("lr-factor", o.lr_factor, math.inf), ("momentum", o.momentum, 1)):
-        if value is not None and not 0 <= value < below:
-            limit = "a finite number of at least 0" if below == math.inf else "at least 0 and below 1"
-            raise ConfigError([Problem(name, value, f"must be {limit}")])
+    for name, value in (("lr", o.lr), ("lr-factor", o.lr_factor)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError([Problem(name, value, "must be a finite number of at least 0")])
+    if o.momentum is not None and not 0 <= o.momentum < 1:
+        raise ConfigError([Problem("momentum", o.momentum, "must be at least 0 and below 1")])
     chosen = None if o.optimizer is None else expression.parse_optimizer(o.optimizer)
     rate = {} if o.lr is None else {"lr": o.lr}
 

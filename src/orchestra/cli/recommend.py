@@ -25,6 +25,7 @@ from orchestra.cli import again, concluding, sources, summary
 from orchestra.cli import compare as racing
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
+from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem
 from orchestra.report import escaping
 from orchestra.words import plural
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates that are not halved any more
+_WORTH = 3.0  # runs of each candidate that tuning may cost: the rungs take more, all in all
 _GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
 _ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies alone: benchmarks/RESULTS.md, laboratory
 
@@ -53,11 +55,12 @@ def recommend(
     context: typer.Context, recipe: racing.Name, network: Network, workers: o.Workers = None,
     straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None, strategies: Candidates = None,
     seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None,
-    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    tune: racing.Tune = True, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Say which strategy to take on a cluster you describe, and why: all are rehearsed there, in virtual time.
 
-    Every strategy of the catalogue runs with several values of its main knob. The slower half is left out again and
+    Every strategy of the catalogue runs with several values of its main knob, each with the learning rate that was best
+    for it in equally many tries, asynchronous ones also without momentum. The slower half is left out again and
     again, while those that stay are run with more seeds. Delays are those of one machine if you measured it:
     --delay FILE from `orchestra probe`.
 
@@ -82,8 +85,11 @@ def recommend(
     race = racing.prepare(source, texts, shared, seeds, target, out)
     # The same ends for all; that a slow one is given up comes on top.
     shared = dataclasses.replace(shared, epochs=race.epochs, target=_text(race.target))
-    ladder = Ladder(dataclasses.replace(race, shared=shared), seeds, quiet=quiet)
+    race = dataclasses.replace(race, shared=shared, fixed=frozenset(race.strategies))
     again.keep(context.obj, race.out)
+    if tune and lr is None:
+        race = Tuning(race, _WORTH, quiet=quiet).run()
+    ladder = Ladder(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)
     advice.save()
@@ -216,7 +222,10 @@ class Advice:
             ]
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None
-        said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} virtual s{_spread(first)}."]
+        setting = self.ladder.race.settings.get(first.strategy)
+        having = "" if setting is None else f" with {setting}"
+        how = f"it reached {table.goal} after {first.time:.3g} virtual s{_spread(first)}"
+        said = [f"Take {first.strategy}{having}: {how}."]
         if base is not None and base.strategy not in self.ladder.left:
             lead = _lead(self.all, first.strategy, base.strategy) if base.always else None
             said.append(f"allreduce took {lead}." if lead else f"allreduce {_missed(self.all, base)}.")

@@ -53,7 +53,8 @@ def run(
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
-        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum, optimizer=optimizer, schedule=schedule,
+        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum,
+        optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
         token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order, grace=grace,

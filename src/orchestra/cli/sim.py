@@ -30,7 +30,8 @@ def sim(
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
-        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum, optimizer=optimizer, schedule=schedule,
+        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum,
+        optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         partition=partition, precision=precision, clip=clip, sim=True, network=network, delay=delay, numerics=numerics,
         trace=trace or None,

@@ -19,6 +19,7 @@ from orchestra.cli import again, concluding, sources, summary
 from orchestra.cli import compare as racing
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
+from orchestra.cli.tuning import Tuning
 from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.report import escaping
@@ -36,19 +37,22 @@ Grid = Annotated[
     ),
 ]
 
+TuneEach = Annotated[bool, typer.Option("--tune-each", help="Tune under each condition. Default: under the first.")]
+
 
 def sweep(
     context: typer.Context, recipe: racing.Name, grid: Grid, strategies: racing.Strategies = racing.DEFAULT,
     workers: o.Workers = None, seeds: racing.Seeds = 1, epochs: o.Epochs = None, target: racing.Goal = None,
     batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
     clip: o.Clip = None, partition: o.Spread = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    network: o.Network = None, delay: o.Delay = None, tune: racing.Tune = True, tune_each: TuneEach = False,
+    tune_real: racing.TuneReal = False, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies under every condition of a grid, and print who was first in each.
 
     Each condition is a comparison as `orchestra compare` makes it, in a folder of its own. The table has a row for each
     strategy and a column for each condition: seconds to the target, the first of a column marked; several, where they
-    cannot be told apart.
+    cannot be told apart. Learning rates are tuned once for each strategy, under the first condition, as `compare` does.
 
     For example:
 
@@ -74,12 +78,17 @@ def sweep(
         for values in _conditions(axes)
     ]
     again.keep(context.obj, folder)
-    found = []
+    tuned, found = None, []
+    tune = tune and lr is None and "lr" not in dict(axes)
     try:
         for i, (values, race) in enumerate(races):
             if not quiet:
                 summary.say(f"condition {i + 1} of {len(races)}: {_words(values)}")
-            table = race.run(quiet=quiet)
+            if tune and (tuned is None or tune_each):
+                worth = seeds if tune_each else seeds * len(races)
+                place = race.out if tune_each else folder
+                tuned = Tuning(replace(race, out=place), worth, real=tune_real, quiet=quiet).run()
+            table = (race if tuned is None else race.like(tuned)).run(quiet=quiet)
             concluding.save(table, race.out)
             found.append(Condition(values, table))
     except KeyboardInterrupt:
@@ -228,7 +237,7 @@ def _title(found: list[Condition]) -> str:
     table = found[0].table
     virtual = "virtual " if table.world else ""
     tie = ", several: a tie" if any(len(condition.first) > 1 for condition in found) else ""
-    return f"{table.recipe} · {virtual}seconds to test {table.goal}; ◂ first under that condition{tie}"
+    return f"{table.recipe} · {virtual}seconds to test {table.goal}, {table.tuning}; ◂ first under that condition{tie}"
 
 
 def _cells(found: list[Condition]) -> tuple[list[str], list[list[str]]]:

@@ -142,6 +142,11 @@ class Table:
         """By time, in the order that the page has as well."""
         return sorted(self.rows, key=lambda row: standing(row.marks, self.target))
 
+    @property
+    def tuning(self) -> str:
+        """Whether there was one."""
+        return "tuned" if self.tuned else "untuned"
+
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy."""
         return next((row for row in self.rows if row.strategy == strategy), None)
@@ -186,7 +191,7 @@ class Table:
         return (
             f"{self.recipe} · target test {self.goal} · {plural(self.workers, 'worker')} · "
             f"{plural(self.seeds, 'seed')} · {upto}{plural(self.epochs, 'epoch')}"
-            + f" · {'tuned' if self.tuned else 'untuned'}"
+            + f" · {self.tuning}"
             + (f" · {self.world}" if self.world else "")
         )
 

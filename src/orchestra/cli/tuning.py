@@ -154,24 +154,24 @@ class Tuning:
             summary.say(self._estimate())
         tried: dict[str, dict[Setting, Found]] = {name: {} for name in race.strategies}
         for name in race.strategies:
-            self._try(name, self._grid(name), tried[name], plan.first, race.seeds)
+            self._try(self._grid(name), tried[name], plan.first, race.seeds)
         for _ in range(plan.widenings):
-            sides = {side for name in race.strategies if (side := self._edge(name, tried[name]))}
+            sides = {side for name in race.strategies if (side := self._edge(tried[name]))}
             for side in sides:
                 for name in race.strategies:
-                    self._try(name, self._grid(name, side), tried[name], plan.first, race.seeds)
+                    self._try(self._grid(name, side), tried[name], plan.first, race.seeds)
             if not sides:
                 break
         chosen: dict[str, Setting] = {}
         for name in race.strategies:
             best = rank(tried[name], self._sign)[: plan.kept]
             last: dict[Setting, Found] = {}
-            self._try(name, best, last, 3 * plan.first, race.seeds + 1)
+            self._try(best, last, 3 * plan.first, race.seeds + 1)
             setting = self._choose(name, rank(last, self._sign) or best, tried[name], chosen)
             chosen[setting.strategy] = setting
             if not self.quiet:
-                edge = ", at the edge of what was tried: --lrs tries others" if self._edge(name, tried[name]) else ""
-                summary.say(f"tuned {setting.strategy}: {setting.words(self.own[0])}{edge}")
+                edge = ", at the edge of what was tried: --lrs tries others" if self._edge(tried[name]) else ""
+                summary.say(f"tuned {setting.strategy}: {setting}{edge}")
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen, tried)
         tries = max(len(found) for found in tried.values())
@@ -182,47 +182,46 @@ class Tuning:
         return 1 if lower_is_better(self.race.target.metric) else -1
 
     def _settings(self, name: str) -> list[Setting]:
-        return candidates.settings(name, fixed=name in self.race.fixed, momentum=self.own[1])
+        own, momentum = self.own
+        return candidates.settings(name, fixed=name in self.race.fixed, own=own, momentum=momentum)
 
     def _grid(self, name: str, side: int = 0) -> list[Setting]:
         if self.rates:
-            return [Setting(name, rate=rate) for rate in self.rates]
+            return [Setting(name, given=rate) for rate in self.rates]
         return candidates.grid(self._settings(name), self.plan.tries, side)
 
-    def _edge(self, name: str, tried: Mapping[Setting, Found]) -> int:
+    def _edge(self, tried: Mapping[Setting, Found]) -> int:
         """-1 or 1 if the best rate is the smallest or the largest that was tried with these settings; else 0."""
         best = next(iter(rank(tried, self._sign)), None)
         if best is None:
             return -1  # with every rate it failed
-        alike = [s.factor if s.rate is None else s.rate for s in tried if _alike(s, best)]
-        mine = best.factor if best.rate is None else best.rate
-        return -1 if mine == min(alike) else 1 if mine == max(alike) else 0
+        alike = [s.rate for s in tried if (s.strategy, s.momentum) == (best.strategy, best.momentum)]
+        return -1 if best.rate == min(alike) else 1 if best.rate == max(alike) else 0
 
     def _choose(
         self, name: str, ranked: list[Setting], tried: Mapping[Setting, Found], taken: Mapping[str, Setting]
     ) -> Setting:
         """The best one; another setting of the strategy where two that were named come to the same."""
-        if not ranked:
+        if not ranked and self.rates:
             why = next((found.failed for found in tried.values() if found.failed), "nothing was scored")
-            shown = ", ".join(f"{(s.factor * self.own[0] if s.rate is None else s.rate):.3g}" for s in tried)
-            message = f"with none of them does {name} come to a score: {why}"
-            raise ConfigError([Problem("lrs" if self.rates else "tuning", shown, message)])
+            shown = ",".join(f"{rate:g}" for rate in self.rates)
+            raise ConfigError([Problem("lrs", shown, f"with none of them does {name} come to a score: {why}")])
+        if not ranked:
+            return Setting(name, own=self.own[0])  # the race says what becomes of it
         every = [*ranked, *rank(tried, self._sign)]
         return next((setting for setting in every if setting.strategy not in taken), ranked[0])
 
     # Tries.
 
-    def _try(
-        self, name: str, settings: Iterable[Setting], found: dict[Setting, Found], epochs: float, seed: int
-    ) -> None:
+    def _try(self, settings: Iterable[Setting], found: dict[Setting, Found], epochs: float, seed: int) -> None:
         for setting in settings:
-            found[setting] = self._one(name, setting, epochs, seed)
+            found[setting] = self._one(setting, epochs, seed)
 
-    def _one(self, name: str, setting: Setting, epochs: float, seed: int) -> Found:
+    def _one(self, setting: Setting, epochs: float, seed: int) -> Found:
         race = self._race_of(setting, epochs)
         key = json.dumps([race.source.name, race.options_of(setting.strategy, seed).given()], sort_keys=True)
         if key not in self._kept:
-            mark = f"tuning {setting.strategy}: {setting.words(self.own[0])}, {epochs:.3g} epochs"
+            mark = f"tuning {setting.strategy}: {setting}, {epochs:.3g} epochs"
             outcome = race.run_one(setting.strategy, seed, mark, quiet=self.quiet, first=False)
             self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric))
             shutil.rmtree(outcome.run, ignore_errors=True)
@@ -249,27 +248,21 @@ class Tuning:
         where = "as the race runs" if self.real else "in simulation"
         seconds = plan.most * _seconds_of_an_epoch(race)
         took = f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+        which = "1 strategy" if plan.strategies == 1 else f"{plan.strategies} strategies"
         return (
-            f"tuning {'1 strategy' if plan.strategies == 1 else f'{plan.strategies} strategies'}, {plan.tries} tries each, {where}, with seeds "
-            f"{race.seeds} and {race.seeds + 1}: {took} at most, less than the race. --no-tune leaves it out."
+            f"tuning {which}, {plan.tries} tries each, {where}, seeds {race.seeds} and {race.seeds + 1}: {took} at "
+            "most, less than the race. --no-tune leaves it out."
         )
 
     def _save(self, chosen: Mapping[str, Setting], tried: Mapping[str, Mapping[Setting, Found]]) -> None:
-        own = self.own[0]
         record = {
             "seeds": [self.race.seeds, self.race.seeds + 1],
             "epochs": [self.plan.first, 3 * self.plan.first],
-            "chosen": {
-                name: {"lr": s.factor * own if s.rate is None else s.rate} | s.options for name, s in chosen.items()
-            },
+            "chosen": {name: {"lr": s.rate, "momentum": s.momentum} for name, s in chosen.items()},
             "tries": self._kept,
         }
         self.race.out.mkdir(parents=True, exist_ok=True)
         _write(self.race.out, record)
-
-
-def _alike(a: Setting, b: Setting) -> bool:
-    return (a.strategy, a.momentum) == (b.strategy, b.momentum)
 
 
 def _found(outcome: Any, metric: str) -> Found:
