@@ -52,7 +52,7 @@ def test_with_a_slow_network_and_a_straggler(tmp_path: Path, monkeypatch: pytest
     names = "allreduce, ps, localsgd(tau=4), localsgd(tau=16), localsgd(tau=64)"
     code, output = ask(
         "--network", "2mbit", "-n", "2", "--straggler", "1x2", "-s", names, "--seeds", "2", "--epochs", "2",
-        "--target", "accuracy=0.6", "--out", str(tmp_path / "out"), "--json", "-q",
+        "--target", "accuracy=0.6", "--out", str(tmp_path / "out"), "--json", "-q", "--no-tune",
     )  # fmt: skip
     record = json.loads(output.splitlines()[-1])
     assert code == 0
@@ -74,7 +74,7 @@ def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra
     """Who comes after the first success may take three times as long, and no more epochs than those before."""
     said = orchestra(
         "recommend", "digits", "--network", "2mbit", "-n", "2", "-s", "localsgd(tau=64),localsgd(tau=16),allreduce",
-        "--seeds", "1", "--target", "accuracy=0.6", "--out", "out",
+        "--seeds", "1", "--target", "accuracy=0.6", "--out", "out", "--no-tune",
     )  # fmt: skip
     assert said.code == 0
     budgets = {path.parts[1]: json.loads(path.read_text())["budget"] for path in Path("out").rglob("config.json")}

@@ -107,8 +107,8 @@ def test_the_time_of_the_whole_run_is_told_also_where_the_target_was_missed() ->
 
 
 def test_one_epoch_is_no_epochs() -> None:
-    assert table(row("allreduce", 4.0)).heading.endswith("· 3 epochs")
-    assert replace(table(row("allreduce", 4.0)), epochs=1.0).heading.endswith("· 1 epoch")
+    assert table(row("allreduce", 4.0)).heading.endswith("· 3 epochs · untuned")
+    assert replace(table(row("allreduce", 4.0)), epochs=1.0).heading.endswith("· 1 epoch · untuned")
 
 
 def test_the_narrow_table_fits_a_small_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -162,10 +162,10 @@ def test_a_rehearsal_has_two_clocks() -> None:
 
 def test_a_table_says_where_its_runs_end() -> None:
     made = table(row("allreduce", 5.0))
-    assert made.heading.endswith("1 seed · 3 epochs")
+    assert made.heading.endswith("1 seed · 3 epochs · untuned")
     assert "total time: of a whole run, past the target." in made.legend
     short = replace(made, stops=True)
-    assert short.heading.endswith("1 seed · until the target, at most 3 epochs")
+    assert short.heading.endswith("1 seed · until the target, at most 3 epochs · untuned")
     assert "total time: until the target, or until it was given up." in short.legend
 
 

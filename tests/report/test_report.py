@@ -438,7 +438,7 @@ def test_mistakes_end_with_2(
 def test_a_real_rehearsal_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "race"
     words = ["--sim", "-n", "3", "--epochs", "2", "--seeds", "2", "--target", "accuracy=0.2", "--quiet"]
-    typed = ["compare", "digits", "-s", "allreduce, ps(consistency=ssp)", *words]
+    typed = ["compare", "digits", "--no-tune", "-s", "allreduce, ps(consistency=ssp)", *words]
     assert invoke([*typed, "--out", str(out)]) == 0
     assert invoke(["report", str(out)]) == 0
     told = packed_in((out / "report.html").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-_RATIOS = {12: 1.5, 6: 2.5, 4: 4.0, 3: 5.0, 2: 8.0}  # between two neighbours, by the number of rates
+_RATIOS = {12: 1.5, 6: 2.5, 4: 4.0}  # between two neighbours, by the number of rates
 
 
 @dataclass(frozen=True)

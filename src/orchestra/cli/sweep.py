@@ -36,7 +36,7 @@ Grid = Annotated[
         "slower worker 0 is), workers, batch, lr.",
     ),
 ]
-
+Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
 TuneEach = Annotated[bool, typer.Option("--tune-each", help="Tune under each condition. Default: under the first.")]
 
 
@@ -66,10 +66,7 @@ def sweep(
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, device=device,
         sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
-    problems = [*_problems(axes, sim, network)]
-    if out is not None and again.is_taken(out):
-        problems.append(Problem("out", str(out), "is not empty: choose a new folder"))
-    if problems:
+    if problems := [*_problems(axes, sim, network, out)]:
         raise ConfigError(problems)
     source, texts = sources.find(recipe), o.split_strategies(strategies)
     folder = out or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-sweep-{source.label}"
@@ -78,30 +75,39 @@ def sweep(
         for values in _conditions(axes)
     ]
     again.keep(context.obj, folder)
-    tuned, found = None, []
-    tune = tune and lr is None and "lr" not in dict(axes)
+    if tune and not tune_each and lr is None and "lr" not in dict(axes):
+        races = _tuned_once(races, folder, real=tune_real, quiet=quiet)
+    found = list[Condition]()
     try:
-        for i, (values, race) in enumerate(races):
+        for values, race in races:
             if not quiet:
-                summary.say(f"condition {i + 1} of {len(races)}: {_words(values)}")
-            if tune and (tuned is None or tune_each):
-                worth = seeds if tune_each else seeds * len(races)
-                place = race.out if tune_each else folder
-                tuned = Tuning(replace(race, out=place), worth, real=tune_real, quiet=quiet).run()
-            table = (race if tuned is None else race.like(tuned)).run(quiet=quiet)
-            concluding.save(table, race.out)
-            found.append(Condition(values, table))
+                summary.say(f"condition {len(found) + 1} of {len(races)}: {_words(values)}")
+            best = Tuning(race, seeds, real=tune_real, quiet=quiet).run() if tune_each else race
+            found.append(Condition(values, best.run(quiet=quiet)))
+            concluding.save(found[-1].table, race.out)
     except KeyboardInterrupt:
-        if found:
-            _save(found, folder)
-            summary.say(f"{plural(len(found), 'condition')} done, in {summary.nearby(folder)}/sweep.md")
+        _stopped(found, folder)
         raise
     _conclude(found, folder, as_json=json_, quiet=quiet)
 
 
-# Axes.
+def _tuned_once(
+    races: list[tuple[Values, racing.Race]], folder: Path, *, real: bool, quiet: bool
+) -> list[tuple[Values, racing.Race]]:
+    """The same races, every strategy with the setting that is best for it under the first condition."""
+    first = replace(races[0][1], out=folder)
+    tuned = Tuning(first, first.seeds * len(races), real=real, quiet=quiet).run()
+    return [(values, race.like(tuned)) for values, race in races]
 
-Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
+
+def _stopped(found: list[Condition], folder: Path) -> None:
+    """Keep what is done."""
+    if found:
+        _save(found, folder)
+        summary.say(f"{plural(len(found), 'condition')} done, in {summary.nearby(folder)}/sweep.md")
+
+
+# Axes.
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
@@ -109,7 +115,9 @@ def _axis(text: str) -> tuple[str, list[str]]:
     return name.strip(), [value.strip() for value in values.split(",") if value.strip()]
 
 
-def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None) -> Iterator[Problem]:
+def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None, out: Path | None) -> Iterator[Problem]:
+    if out is not None and again.is_taken(out):
+        yield Problem("out", str(out), "is not empty: choose a new folder")
     seen: set[str] = set()
     for name, values in axes:
         if name not in _AXES:

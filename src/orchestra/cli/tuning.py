@@ -31,9 +31,10 @@ from orchestra.report.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.compare import Race
+    from orchestra.cli.table import Outcome
 
 NAME = "tuning.json"
-_TRIES, _FEW_TRIES = 12, 6  # of a strategy: where it races with several seeds, and with one or two
+_TRIES = 12  # of a strategy
 _KEPT = 3  # one in so many tries goes on, three times as long
 _LONGEST = 0.25  # of the epochs, in the first rung
 _SNAPSHOTS = 10  # scores of a try
@@ -88,7 +89,7 @@ class Plan:
     @property
     def tries(self) -> int:
         """Of each strategy."""
-        return self.given or (_TRIES if self.worth >= 3 else _FEW_TRIES)
+        return self.given or _TRIES
 
     @property
     def kept(self) -> int:
@@ -265,13 +266,17 @@ class Tuning:
         _write(self.race.out, record)
 
 
-def _found(outcome: Any, metric: str) -> Found:
-    from orchestra.report.facts import scores_of
-
+def _found(outcome: Outcome, metric: str) -> Found:
     if outcome.failed is not None:
         return Found(failed=outcome.failed)
+    return Found(outcome.seconds, _curve(outcome, metric))
+
+
+def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
+    from orchestra.report.facts import scores_of
+
     scores = [(s.t, s.metrics.get(metric)) for s in scores_of(outcome.run)]
-    return Found(outcome.seconds, tuple((t, v) for t, v in scores if v is not None and math.isfinite(v)))
+    return tuple((t, value) for t, value in scores if value is not None and math.isfinite(value))
 
 
 def _seconds_of_an_epoch(race: Race) -> float:

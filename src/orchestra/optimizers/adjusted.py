@@ -18,9 +18,9 @@ class Adjusted:
     lr_factor: float = 1.0
     momentum: float | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> optim.Optimizer:
+    def __call__(self, params: Any) -> optim.Optimizer:
         """Make one."""
-        made = self.base(*args, **kwargs)
+        made = self.base(params)
         for settings in (made.defaults, *made.param_groups):
             settings["lr"] = settings["lr"] * self.lr_factor
             if self.momentum is not None and "momentum" in settings:
