@@ -7,6 +7,8 @@ import copy
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,14 +24,25 @@ _EXACT = 1e-3  # relative error up to which a loss counts as the sum of the loss
 _CLEAR = 1e-2  # relative error above which it is not their mean, and relative size above which a part matters
 _NAMED = 8  # workers without samples that are named
 _LARGE = 0.9  # momentum
+_silent: ContextVar[bool] = ContextVar("orchestra-silent", default=False)
 
 
 def say(*warnings: str | None) -> list[str]:
     """Print the warnings that there are to standard error, and return them."""
     found = [warning for warning in warnings if warning is not None]
-    for warning in found:
+    for warning in () if _silent.get() else found:
         print(f"warning: {warning}", file=sys.stderr)
     return found
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Print no warnings: settings that were found by trying are as good as they can be."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
 
 
 def about_shards(shards: Sequence[int] | None, partition: Partition | None) -> str | None:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,7 +162,7 @@ class Race:
 
     def run_one(self, strategy: str, seed: int, mark: str, *, quiet: bool, first: bool) -> Outcome:
         """One run; if it fails, that is its outcome, but for mistakes in the very first."""
-        from orchestra import expression
+        from orchestra import cautions, expression
         from orchestra.budget import Epochs
         from orchestra.cli.table import Outcome, judge
 
@@ -175,7 +175,8 @@ class Race:
                 chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / self.snapshots, score_afterwards=True)
                 in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab)
                 return judge(folder, seed, self.target)
-            with progress.choose(quiet=quiet, title=mark) as display:
+            known = cautions.silent() if strategy in self.settings else nullcontext()
+            with progress.choose(quiet=quiet, title=mark) as display, known:
                 sources.train_recipe(
                     self.recipe,
                     chosen.changes(),

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -171,6 +172,7 @@ class Tuning:
             setting = self._choose(name, rank(last, self._sign) or best, tried[name], chosen)
             chosen[setting.strategy] = setting
             if not self.quiet:
+                self._show("")
                 edge = ", at the edge of what was tried: --lrs tries others" if self._edge(tried[name]) else ""
                 summary.say(f"tuned {setting.strategy}: {setting}{edge}")
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
@@ -222,14 +224,20 @@ class Tuning:
         race = self._race_of(setting, epochs)
         key = json.dumps([race.source.name, race.options_of(setting.strategy, seed).given()], sort_keys=True)
         if key not in self._kept:
-            mark = f"tuning {setting.strategy}: {setting}, {epochs:.3g} epochs"
-            outcome = race.run_one(setting.strategy, seed, mark, quiet=self.quiet, first=False)
+            self._show(f"tuning {setting.strategy}: {setting}, {epochs:.3g} epochs")
+            outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
             self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric))
             shutil.rmtree(outcome.run, ignore_errors=True)
             self.race.out.mkdir(parents=True, exist_ok=True)
             _write(self.race.out, {"tries": self._kept})
         record = self._kept[key]
         return Found(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
+
+    def _show(self, text: str) -> None:
+        """Say what is tried now, in a line of a terminal that the next one replaces."""
+        if not self.quiet and sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
+            sys.stderr.flush()
 
     def _race_of(self, setting: Setting, epochs: float) -> Race:
         """A race of one try: in simulation, if the strategy can be simulated, and until the target."""
