@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from orchestra.buffers import Before
 from orchestra.errors import Problem
 from orchestra.marks import ABSENT, Marks
 from orchestra.vectors import LARGE
@@ -123,6 +124,7 @@ class Replica:
         self._ours = False  # whether a backward pass under way is this class's own, not one inside the module
         self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
+        self.before = Before(module)  # this forward pass
         self._lay_out()
         self._marks = _marks(self._ranges, cuts, g)
         self._hook(least=LARGE)
@@ -158,6 +160,7 @@ class Replica:
         if ready is not None:
             self._hook(least=1)
         self.refresh()
+        self.before.keep()
         self.module.train()
         if self.x.device.type != "cpu":
             batch = [piece.to(self.x.device, non_blocking=True) for piece in batch]

@@ -76,6 +76,15 @@ def differing(comm: Comm, parameters: Mapping[str, Tensor]) -> str | None:
     return f"{found[0]} from that of worker 0{more}" if found else None
 
 
+def about_left_out(workers: Sequence[int]) -> str:
+    """Warn about buffers that are not part of the mean."""
+    return (
+        f"buffers of {_workers(workers)} (BatchNorm's running statistics) became infinite or NaN, so they are not "
+        "part of the mean over the workers. Call model(x) itself, not a part of it: then what a forward pass with such "
+        "a sample does to buffers is undone. Look for bad samples."
+    )
+
+
 def _gather(comm: Comm, row: Tensor) -> list[list[float]]:
     return [[*found.tolist()] for found in comm.gather(row)]
 

@@ -157,7 +157,10 @@ class Prepared(optim.Optimizer):
         """Whether there are gradients that are finite as far as a GradScaler knows; they are unscaled here."""
         grads = [p.grad for p in self._replica.parameters if p.grad is not None]
         found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
-        if not grads or (found_inf is not None and float(found_inf)):
+        if not grads:
+            return False
+        if found_inf is not None and float(found_inf):
+            self._player.spare_buffers()
             return False
         if scale is not None:
             torch._foreach_mul_(grads, float(scale.double().reciprocal().float()))

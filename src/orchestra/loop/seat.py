@@ -165,7 +165,9 @@ class Seat:
         self._receive_model()
         if life.where == "apart":
             average_(node.comm, [node.x])
-        average_buffers_(node.comm, persistent_buffers(self._module).values(), node.samples)
+        left_out = average_buffers_(node.comm, persistent_buffers(self._module).values(), node.samples)
+        if left_out and self.is_home:
+            self._company.warn(one_model.about_left_out(left_out))
         self._average_also(extra)
         self._require_one_model()
         if self.is_home and isinstance(life.log, EventLog):
@@ -283,11 +285,17 @@ def average_(comm: Comm, tensors: Sequence[Tensor], *, most: int | None = None) 
     _together(tensors, torch.float64, comm.mean_ if most is None else _in_pieces(comm.mean_, most))
 
 
-def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int) -> None:
-    """Average over the workers, weighted by samples seen; of whole numbers take those of the first with samples."""
+def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int) -> list[int]:
+    """Average over the workers, weighted by samples seen; of whole numbers take those of the first with samples.
+
+    Gives the workers that were left out: those with more numbers that are NaN or infinite than another worker has.
+    """
     floats, wholes = _by_kind(buffers)
-    counts = [int(count) for count in comm.gather(torch.tensor([float(seen)], dtype=torch.float64))]
-    weight = float(seen) if any(counts) else 1.0
+    bad = sum(int((~t.isfinite()).sum()) for t in floats)
+    rows = [row.tolist() for row in comm.gather(torch.tensor([seen, bad], dtype=torch.float64))]
+    least = min(row[1] for row in rows if row[0] or not any(row[0] for row in rows))
+    counts = [int(samples) if not_finite <= least else 0 for samples, not_finite in rows]
+    weight = float(counts[comm.rank]) if any(counts) else 1.0
 
     def mean_(vector: Tensor) -> None:
         mean = comm.mean(vector, weight=weight)
@@ -297,6 +305,7 @@ def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int) -> None:
     _together(floats, torch.float64, mean_)
     first = next((rank for rank, count in enumerate(counts) if count), 0)
     _together(wholes, torch.int64, partial(comm.broadcast_, root=first))
+    return [rank for rank, (samples, _) in enumerate(rows) if samples and not counts[rank]]
 
 
 @torch.no_grad()
