@@ -19,7 +19,6 @@ class Before:
         self._places: list[tuple[dict[str, Tensor | None], str]] = []
         self._copies: list[Tensor] = []
 
-    @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers, into the memory of the last copies where these fit."""
         found = [(home, name, b) for home in self._homes for name, b in home.items() if b is not None]

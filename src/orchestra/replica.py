@@ -12,7 +12,8 @@ so every algorithm is one line of vector arithmetic, and sharding, transport and
 - Buffers (BatchNorm's running statistics) stay with the module. Each is a linear function of what its worker saw, so
   the mean over the workers, taken when a model is evaluated or saved, is the same as averaging all along. The mean is
   weighted by the samples that each worker saw; a worker without samples has weight zero. Of whole numbers (BatchNorm's
-  counter of batches) the value of the first worker with samples is taken.
+  counter of batches) the value of the first worker with samples is taken. A gradient that is skipped leaves the
+  buffers as they were before its forward pass (buffers.py).
 """
 
 from __future__ import annotations

@@ -40,9 +40,10 @@ class Sick(nn.Module):
         bad = (x[:, :1] * 100).round() == BAD
         if self.training and bool(bad.any()):
             if not self.poisons:
-                return self.last(self.first(x)) * math.inf
+                y: Tensor = self.last(self.first(x)) * math.inf
+                return y
             x = torch.where(bad, math.inf, x)
-        y: Tensor = self.last(self.norm(self.first(x)))
+        y = self.last(self.norm(self.first(x)))
         return y
 
 
@@ -52,7 +53,7 @@ def finite(module: nn.Module) -> bool:
 
 def both(cluster: Cluster, folder: Path, strategy: str, **given: Any) -> list[nn.Module]:
     """The models with and without a BatchNorm that sees the bad sample."""
-    given = {"cluster": cluster, "budget": Epochs(2)} | given
+    given |= {"cluster": cluster, "budget": Epochs(2)}
     found = [train(strategy, folder / str(p), model=partial(Sick, poisons=p), **given) for p in (True, False)]
     assert [result.summary.skipped for result in found] == [2, 2]  # once in every epoch
     return [result.model for result in found]
