@@ -30,6 +30,12 @@ def named(also: Iterable[nn.Module | Tensor]) -> dict[str, Tensor]:
     return {name: tensor for place, one in enumerate(also) for name, tensor in _parts(f"also[{place}]", one)}
 
 
+def running(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+    """The floating-point buffers among them: statistics of the samples that a worker saw."""
+    modules = [one for one in also if isinstance(one, nn.Module)]
+    return [b for one in modules for b in persistent_buffers(one).values() if b.is_floating_point()]
+
+
 def _parts(place: str, one: nn.Module | Tensor) -> Iterator[tuple[str, Tensor]]:
     if isinstance(one, Tensor) and not one.is_complex():
         yield place, one
