@@ -140,7 +140,8 @@ class Prepared(optim.Optimizer):
         `torch.nn.utils.clip_grad_norm_` clips what this worker computed, before any mean. This clips what the optimizer
         sees: the mean over the workers where the strategy averages gradients (all-reduce, most servers), as after
         DistributedDataParallel; each worker's own gradient where every gradient is applied by itself. Call it after
-        `backward` in every step, on every worker and with the same value.
+        `backward` in every step, on every worker and with the same value: workers in lockstep compare it every 10
+        steps, and servers of other strategies use that of worker 0.
         """
         life = self._player.life
         problems = [

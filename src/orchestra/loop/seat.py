@@ -113,7 +113,7 @@ class Seat:
         """Let worker 0 compare this worker with the others."""
         if self._told is not None and not self._player.over:
             rates = [float(group["lr"]) for group in groups] if self._life.in_step else []
-            self._told.before_step(self.steps + 1, gradients, rates)
+            self._told.before_step(self.steps + 1, gradients, rates, self._node.clip or math.inf)
 
     def position(self) -> list[int] | None:
         """Where the loader is: an epoch, and the batches taken of it."""
