@@ -109,7 +109,7 @@ def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None
             found = list(_losses(module.eval(), batch, copy.deepcopy(loss)))
     except Exception:  # of user code, which was not written for this; training itself reports what is wrong
         return None
-    if not found or not all(map(_is_sum, found)):
+    if not found or not (all(map(_is_sum, found)) or all(map(_is_sum, _without_constant(found)))):
         return None
     count, (whole, first, second, _) = len(batch[-1]), found[0]
     return (
@@ -131,6 +131,14 @@ def _losses(module: nn.Module, batch: Sequence[Any], loss: Any) -> Iterator[tupl
     whole = of(0, count)
     for cut in sorted({count // 2, count // 4} - {0}, reverse=True):
         yield whole, of(0, cut), of(cut, count), cut / count
+
+
+def _without_constant(found: list[tuple[float, float, float, float]]) -> list[tuple[float, float, float, float]]:
+    """The same less what is added to every loss, as a penalty on the parameters is: of a sum, both parts have it."""
+    constant = math.fsum(first + second - whole for whole, first, second, _ in found) / len(found)
+    if len(found) < 2:  # nothing to compare it with
+        return [(0.0, 0.0, 0.0, 0.0)]
+    return [(whole - constant, first - constant, second - constant, share) for whole, first, second, share in found]
 
 
 def _is_sum(losses: tuple[float, float, float, float]) -> bool:

@@ -50,6 +50,12 @@ def check_numbers(
         yield from check_norm("clip", clip)
     if precision not in ("float32", "bf16"):
         yield Problem("precision", precision, 'must be "float32" or "bf16"')
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        message = (
+            'encloses the call, and does not reach the workers: leave it out, and use precision="bf16" to compute '
+            "forward and backward in bfloat16"
+        )
+        yield Problem("torch.autocast", True, message)
     if isinstance(batch, int) and isinstance(accumulate, int) and 1 <= batch < accumulate:
         yield Problem(
             "accumulate", accumulate, f"cannot cut a batch of {batch} into {accumulate} parts: at most {batch}"

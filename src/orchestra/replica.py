@@ -12,7 +12,8 @@ so every algorithm is one line of vector arithmetic, and sharding, transport and
 - Buffers (BatchNorm's running statistics) stay with the module. Each is a linear function of what its worker saw, so
   the mean over the workers, taken when a model is evaluated or saved, is the same as averaging all along. The mean is
   weighted by the samples that each worker saw; a worker without samples has weight zero. Of whole numbers (BatchNorm's
-  counter of batches) the value of the first worker with samples is taken.
+  counter of batches) the value of the first worker with samples is taken. A gradient that is skipped leaves the
+  buffers as they were before its forward pass (buffers.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from orchestra.buffers import Before
 from orchestra.errors import Problem
 from orchestra.marks import ABSENT, Marks
 from orchestra.vectors import LARGE
@@ -123,6 +125,7 @@ class Replica:
         self._ours = False  # whether a backward pass under way is this class's own, not one inside the module
         self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
+        self.before = Before(module)  # this forward pass
         self._lay_out()
         self._marks = _marks(self._ranges, cuts, g)
         self._hook(least=LARGE)
@@ -163,6 +166,7 @@ class Replica:
         if ready is not None:
             self._hook(least=1)
         self.refresh()
+        self.before.keep()
         self.module.train()
         if self.x.device.type != "cpu":
             batch = [piece.to(self.x.device, non_blocking=True) for piece in batch]

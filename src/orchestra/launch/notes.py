@@ -83,7 +83,7 @@ _ANYBODY: dict[str, dict[str, Fits]] = {
     "state-loaded": {},
     "settings": {"name": _like(r"\w{1,64}"), "first": _whole, "values": _settings},
     "gradient": {"checksum": _whole},
-    "rates": {"step": _whole, "values": _numbers},
+    "rates": {"step": _whole, "values": _numbers, "clip": _number},
     "file": _FILE,
 }
 _MEMBER: dict[str, dict[str, Fits]] = {

@@ -78,6 +78,7 @@ class Watch:
     _last: float | None = None
     _nodes: dict[int, _Watched] = field(default_factory=dict)
     _stuck: float = 0.0  # seconds in which all nodes waited
+    _steps: tuple[tuple[float, ...], ...] = ()  # of all nodes, when they were last seen
 
     @property
     def due(self) -> bool:
@@ -151,8 +152,6 @@ class Watch:
         else:
             self._stuck += passed
         return self._stuck >= max((self._limit(self._nodes[node]) for node in pids), default=self.limits.silent)
-
-    _steps: tuple[tuple[float, ...], ...] = ()
 
 
 def _stat(pid: int) -> tuple[str, float]:
