@@ -110,10 +110,10 @@ def measure(rounds: int) -> Outcome:
         "Simulated all-reduce",
         f"All-reduce by {', '.join(map(str, WORKERS))} simulated workers, batch {BATCH}, SGD with momentum, one "
         "thread. *By range*: the mean of each worker's range by itself, N² operations a step, as it was before "
-        "2026-11-18. *Whole*: the mean of the whole vector once, N operations, the same bits. Processor time per gradient, which "
-        f"other programs hardly change; {rounds} rounds in turn, every other one backwards; ratios within a round. "
-        "LeNet-5 with 4 workers is so small that every worker averages and updates everything, so both forms do the "
-        "same in a simulation.",
+        "2026-11-18. *Whole*: the mean of the whole vector once, N operations, the same bits. Processor time per "
+        f"gradient, which other programs hardly change; {rounds} rounds in turn, every other one backwards; ratios "
+        "within a round. LeNet-5 with 4 workers is so small that every worker averages and updates everything, so both "
+        "forms do the same in a simulation.",
     )
     for numerics in (None, "real", "batched"):
         rows = []
