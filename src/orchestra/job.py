@@ -112,9 +112,9 @@ class Job:
         """Whether one x in memory serves all workers of a machine."""
         return self.one_memory and (self.strategy.model_at == "shared" or (self.owns_range and self.device == "cpu"))
 
-    @property
+    @cached_property
     def groups(self) -> tuple[Group, Group]:
-        """The workers, and the servers after them."""
+        """The workers, and the servers after them; all nodes of a simulation hold the same two."""
         nodes = tuple(range(self.workers + self.servers))
         return Group(nodes[: self.workers]), Group(nodes[self.workers :])
 
