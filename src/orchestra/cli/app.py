@@ -32,7 +32,6 @@ from orchestra.cli.unknown_options import explain as explain_option
 from orchestra.cli.watch import watch
 from orchestra.errors import Interrupted
 
-
 # Typer brings its own copy of click from some version on, and does not export this class of it.
 _NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
 
