@@ -12,8 +12,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
+from orchestra.batches import Pieces, each, loss_of, pieces
 from orchestra.data.partitions import Dirichlet, Partition
 from orchestra.phases import Phases
 from orchestra.rng import left_alone
@@ -97,7 +98,7 @@ def _phases(strategy: Strategy[Any], own: float, workers: int) -> Iterator[tuple
         yield strategy.then, own, False
 
 
-def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None:
+def about_loss(module: nn.Module, batch: Pieces, loss: Any) -> str | None:
     """Warn about a loss that is a sum over the samples; `module` is a copy that is not needed any more.
 
     A mean over a batch is the weighted mean of the losses of two parts of it, a sum is their sum. Both parts of two
@@ -111,7 +112,7 @@ def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None
         return None
     if not found or not (all(map(_is_sum, found)) or all(map(_is_sum, _without_constant(found)))):
         return None
-    count, (whole, first, second, _) = len(batch[-1]), found[0]
+    count, (whole, first, second, _) = len(pieces(batch)[0]), found[0]
     return (
         f"the loss of {plural(count, 'sample')} is {whole:.4g}, the sum of the losses of its two parts, {first:.4g} "
         f"and {second:.4g}: the loss is a sum over the samples, not their mean, so steps grow with the batch. Use "
@@ -119,14 +120,12 @@ def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None
     )
 
 
-def _losses(module: nn.Module, batch: Sequence[Any], loss: Any) -> Iterator[tuple[float, float, float, float]]:
+def _losses(module: nn.Module, batch: Pieces, loss: Any) -> Iterator[tuple[float, float, float, float]]:
     """The loss of a batch, of the two parts of a cut, and the share of the first part; for several cuts."""
-    count = len(batch[-1])
+    count = len(pieces(batch)[0])
 
     def of(start: int, stop: int) -> float:
-        *inputs, target = (piece[start:stop] for piece in batch)
-        value: Tensor = loss(module(*inputs), target)
-        return float(value)
+        return float(loss_of(module, each(lambda piece: piece[start:stop], batch), loss))
 
     whole = of(0, count)
     for cut in sorted({count // 2, count // 4} - {0}, reverse=True):

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from orchestra.batches import Loss
 from orchestra.data.partitions import Partition
 from orchestra.delays import Delay
 from orchestra.inner import Factory, Schedule
 from orchestra.ops import Group
-from orchestra.replica import Loss
 from orchestra.strategy import Strategy
 from orchestra.vectors import cut, is_small, ranges, ranges_of_layers
 
@@ -27,7 +27,7 @@ class Job:
 
     model: Callable[[], nn.Module]
     data: Callable[[], Any]
-    loss: Loss
+    loss: Loss | None
     optimizer: Factory
     strategy: Strategy[Any]
     workers: int

@@ -313,7 +313,7 @@ class Node:
             self._skip()
         return self.g
 
-    def _differentiate(self, batch: list[Any], size: int, ready: Ready | None) -> float:
+    def _differentiate(self, batch: Any, size: int, ready: Ready | None) -> float:
         """Fill g and give the loss; NaN if either is not finite, and then the buffers are as before."""
         assert self.replica is not None
         loss = self.replica.gradient(batch, size, ready)

@@ -64,7 +64,7 @@ class Compute(Op[T]):
 
     fn: Callable[[], T]
     work: int = 0
-    batch: Sequence[Any] | None = None
+    batch: Any = None
     numbers: int = 0
     draws: bool = False
     unless: Group | None = None

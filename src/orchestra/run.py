@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from orchestra import checkpoint, groups, marks, snapshot
 from orchestra.board import Report
+from orchestra.data import samples
 from orchestra.data.feed import Samples, fold, make_feed
 from orchestra.errors import EnvironmentProblem
 from orchestra.events import Ended, Snapped, Stepped
@@ -105,7 +106,7 @@ def worker(
     """
     seed_everything(job.seed)
     module = job.model().to(x.device)
-    data = job.data() if data is None else data
+    data = samples.read(job.data()) if data is None else data
     if look is not None:
         look.require_same(module, data, job.seed)
     seed_everything(fold(job.seed, rank + 1))
@@ -144,12 +145,12 @@ def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[flo
     """The loss over this worker's share of the samples set apart, if there are any."""
     if job.validation is None:
         return None
-    samples = Samples(job.validation())
-    mine = range(len(samples))[rank :: job.workers]
+    apart = Samples(samples.read(job.validation()))
+    mine = range(len(apart))[rank :: job.workers]
 
     def total() -> tuple[float, float]:
         losses = [
-            len(chosen) * replica.loss_of(samples.take(chosen))
+            len(chosen) * replica.loss_of(apart.take(chosen))
             for start in range(0, len(mine), job.batch)
             if (chosen := list(mine[start : start + job.batch]))
         ]

@@ -33,16 +33,18 @@ from orchestra import (
     schedules,
 )
 from orchestra.attached import Attached
+from orchestra.batches import Loss
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Cluster, Local, Order, Told
 from orchestra.conclusion import Conclusion
+from orchestra.data import samples
 from orchestra.data.feed import Samples, make_feed
 from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
-from orchestra.replica import Loss, flatten, trainable
+from orchestra.replica import flatten, trainable
 from orchestra.report.facts import Facts
 from orchestra.request import Request, first_look, placed, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
@@ -71,7 +73,7 @@ def train(
     *,
     model: Callable[[], nn.Module],
     data: Callable[[], Any],
-    loss: Loss,
+    loss: Loss | None = None,
     optimizer: Factory,
     strategy: Strategy[Any] | str = "allreduce",
     cluster: Cluster | None = None,
@@ -105,9 +107,11 @@ def train(
 
     Args:
         model: makes the module. Every process calls it, with the same seed.
-        data: makes the training data: a tuple of tensors, a Dataset or an IterableDataset, of single samples, not
-            batches; the last entry of a sample is the target.
-        loss: `loss(output, target)`, the mean over the batch.
+        data: makes the training data: a tuple or a dict of tensors or NumPy arrays, a Dataset or an IterableDataset, of
+            single samples, not batches. The last entry of a tuple is the target; of a dict, "labels", "label",
+            "targets", "target" or "y", else the last. The model gets the others, those of a dict by name.
+        loss: `loss(output, target)`, the mean over the batch. None: the model gets the target as well, and computes the
+            loss itself, as `output.loss`.
         optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`; it may put them
             into groups.
         strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
@@ -180,7 +184,7 @@ class _Training:
         given = replace(given, schedule=schedules.settle(given.schedule, together))
         seed_everything(given.seed)
         self.module = given.model()
-        self.data = given.data()
+        self.data = samples.read(given.data())
         self.doubts: list[str] = []
         refuse(second_look(given, self.strategy, self.module, self.data, self.doubts.append))
         self.given = replace(given, cluster=given.cluster.settled(given, self.strategy, self.module, self.data))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
+from orchestra.batches import each, output_of
 from orchestra.data.feed import Samples
 from orchestra.errors import ClusterError
 from orchestra.fingerprint import opening_sum, parts_of_data, shape_of
@@ -165,9 +166,9 @@ def _outputs(module: nn.Module, data: Any, seed: int) -> list[Tensor]:
         with left_alone(), torch.no_grad():
             seed_everything(seed)
             samples = Samples(data)
-            *inputs, _ = samples.take(range(min(_FEW, len(samples))))
             device = next(module.parameters()).device
-            found = copy.deepcopy(module).eval()(*(x.to(device) if isinstance(x, Tensor) else x for x in inputs))
+            batch = each(lambda piece: piece.to(device), samples.take(range(min(_FEW, len(samples)))))
+            found = output_of(copy.deepcopy(module).eval(), batch)
     except Exception:  # of user code, which was not written for this; training itself reports what is wrong
         return []
     tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

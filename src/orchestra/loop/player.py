@@ -97,7 +97,7 @@ class Taken(Replica):
                     "load_state_dict(assign=True), p.data = ... and flatten_parameters()."
                 )
 
-    def gradient(self, batch: Sequence[Any], size: int, ready: Ready | None = None) -> float:
+    def gradient(self, batch: Any, size: int, ready: Ready | None = None) -> float:
         """Take them. What the loss is not known to be is not held against it."""
         self.take()
         return 0.0 if self.known_loss is None else self.known_loss
