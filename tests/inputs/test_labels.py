@@ -77,7 +77,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-def said_of(data: Any, loss: Any, out: Path, cluster: Cluster | None = None, **given: Any) -> str:
+def said_of(data: Any, loss: Any, out: Path, **given: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         train("allreduce", out, data=lambda: data, loss=loss, **{"model": classifier, **given})
     (problem,) = caught.value.problems
