@@ -157,6 +157,7 @@ MAY_KNOW = {
         "checkpoint",
         "checks",
         "data.feed",
+        "data.labels",
         "environment",
         "errors",
         "events",

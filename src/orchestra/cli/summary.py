@@ -56,7 +56,9 @@ def describe(run: Path, facts: Facts) -> str:
         f" ({facts.samples_per_second:,.0f} samples/s"
         + ("" if facts.virtual else f"; set up in {facts.setup:.1f} s")
         + f"){ended.get(facts.stopped_by, '')}",
-        f"  training loss {loss}{metrics}" if facts.trained else "  timing only: nothing was trained",
+        f"  training loss {loss}{metrics}{_unlearned(facts)}"
+        if facts.trained
+        else "  timing only: nothing was trained",
         f"  each worker sent {size(facts.sent_per_worker)} and received {size(facts.received_per_worker)}",
     ]
     lines += _happened(facts)
@@ -66,6 +68,10 @@ def describe(run: Path, facts: Facts) -> str:
         lines.append(f"  {plural(facts.skipped, 'gradient')} not finite, not used")
     lines += ["", *_nodes(facts), "", f"  run    {nearby(run)}", f"  model  {nearby(run / 'model.safetensors')}"]
     return "\n".join(lines)
+
+
+def _unlearned(facts: Facts) -> str:
+    return "" if facts.unlearned is None else f" · {facts.unlearned}"
 
 
 def _happened(facts: Facts) -> Iterator[str]:

@@ -100,8 +100,12 @@ class Company:
         if said["kind"] == "rates":
             self._differing = self._differing or self._comparisons.rates(source, said["step"], said["values"])
         elif (warning := self._comparisons.gradient(source, said["checksum"])) is not None:
-            self.warnings.append(warning)
-            print(f"orchestra: warning: {warning}", file=sys.stderr)
+            self.warn(warning)
+
+    def warn(self, warning: str) -> None:
+        """Print a warning, and keep it for the run folder."""
+        self.warnings.append(warning)
+        print(f"orchestra: warning: {warning}", file=sys.stderr)
 
     def _glance(self) -> None:
         for error in self._exchange.lost.values():

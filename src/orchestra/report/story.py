@@ -138,7 +138,7 @@ def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[st
 _AS_THEY_ARE = (
     "strategy", "seed", "workers", "servers", "steps", "samples", "seconds", "setup", "samples_per_second", "loss",
     "metrics", "sent_per_worker", "received_per_worker", "sent_total", "staleness_mean", "staleness_max", "skipped",
-    "dropped", "stopped_by", "parameters", "virtual", "trained",
+    "dropped", "stopped_by", "parameters", "virtual", "trained", "learned", "unlearned",
 )  # fmt: skip
 
 
@@ -260,6 +260,7 @@ def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
             r["metrics"].get(metric),
             r["samples_per_second"],
             r["failed"] is not None,
+            r["unlearned"],
         )
         for r in told
     ]
