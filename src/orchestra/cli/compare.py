@@ -54,7 +54,7 @@ Claims = Annotated[
         "--assert",
         metavar="CLAIM",
         help='End with code 9 unless it holds: "slowmo.time < allreduce.time", "ps.bytes <= 0.5 * allreduce.bytes". '
-        "Figures: time, seconds, bytes, wait, staleness, final, reached.",
+        "Figures: time, seconds, bytes, wait, age, final, reached.",
     ),
 ]
 Goal = Annotated[

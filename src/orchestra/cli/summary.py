@@ -75,9 +75,9 @@ def _unlearned(facts: Facts) -> str:
 
 
 def _happened(facts: Facts) -> Iterator[str]:
-    """Staleness, a switch, and gradients that the model did not use."""
+    """The age of gradients, a switch, and gradients that the model did not use."""
     if facts.staleness_mean is not None:
-        yield f"  staleness {facts.staleness_mean:.1f} on average, {facts.staleness_max} at most"
+        yield f"  gradients were {facts.staleness_mean:.1f} updates old on average, {facts.staleness_max} at most"
     if facts.happened is not None:
         step, t = facts.happened
         then = " and ".join(f"{name} {value:.4g}" for name, value in facts.afterwards.items() if facts.trained)

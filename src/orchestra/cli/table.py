@@ -206,10 +206,10 @@ class Table:
     def columns(self, *, narrow: bool = False) -> list[str]:
         """Headings of the columns; short ones for a small terminal."""
         if narrow:
-            return ["strategy", "nodes", "runs", "time to target", "ratio", "total", "MB", "wait", "stale", "final"]
+            return ["strategy", "nodes", "runs", "time to target", "ratio", "total", "MB", "wait", "age", "final"]
         metric = f"final {self.target.metric}"
         against = f"vs {self.baseline}"
-        figures = ["MB/worker", "wait", "staleness", metric]
+        figures = ["MB/worker", "wait", "age (updates)", metric]
         return ["strategy", "nodes", "reached", "time to target", against, "total time", *figures]
 
     def cells(self, row: Row, *, narrow: bool = False) -> list[str]:
@@ -258,8 +258,8 @@ class Table:
         return (
             f"time to target: median{spread}. {ratio}Other columns: means. nodes: workers and servers. "
             f"total time: {whole}. MB/worker: sent and received. "
-            "wait: share of the workers' time spent waiting for others. staleness: updates made between a worker's "
-            "pull and its push."
+            "wait: share of the workers' time spent waiting for others. age: of gradients, updates made "
+            "between a worker's pull and its push."
         )
 
     def markdown(self) -> str:

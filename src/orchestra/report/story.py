@@ -224,10 +224,11 @@ def _together(
     virtual = all(run["virtual"] for run in told)
     found = verdict.judge(marks, target, metric, "virtual s" if virtual else "s", races.baseline)
     if not all(run["over"] or run["failed"] or run["fate"] for run in told):
-        found = replace(found, sentence=f"So far: {found.sentence}")
+        unscored = found.sentence.replace("Nothing was scored", "no trained model was scored yet")
+        found = replace(found, sentence=f"So far: {unscored}")
     dressed = looks(names, formulas.catalogue())
     return {
-        "title": title or _title(equal, names),
+        "title": title or _title(equal, names, about),
         "version": orchestra.__version__,
         "target": _goal(target),
         "metric": metric,
@@ -325,8 +326,9 @@ def _goal(target: Target | None) -> dict[str, Any] | None:
     return {"metric": target.metric, "value": target.value, "lower": lower, "text": verdict.goal(target)}
 
 
-def _title(equal: dict[str, str], names: Sequence[str]) -> str:
-    what = equal.get("recipe", "runs")
+def _title(equal: dict[str, str], names: Sequence[str], about: Sequence[Run]) -> str:
+    """What was trained, by the name of its file or else of its folder, and how."""
+    what = Path(equal["recipe"]).name if "recipe" in equal else about[0].path.name if len(about) == 1 else "runs"
     who = names[0] if len(names) == 1 else f"{len(names)} strategies"
     workers = f", {equal['workers']} workers" if "workers" in equal else ""
     return f"{what}: {who}{workers}"

@@ -22,7 +22,7 @@ _RUN = (
     "reached", "best", "final", "loss", "sent_per_worker", "received_per_worker", "sent_total", "staleness_mean",
     "staleness_max", "skipped", "stopped_by", "virtual", "learned", "unlearned",
 )  # fmt: skip
-_FIGURES = ("nodes", "in all", "samples/s", "per worker", "waiting", "staleness")
+_FIGURES = ("nodes", "in all", "samples/s", "per worker", "waiting", "gradient age (updates)")
 
 
 def table(
@@ -99,8 +99,8 @@ _RACE_LEGEND = (
     "of strategies (Holm). "
 )
 _LEGEND = (
-    "Nodes: workers and servers. Per worker: bytes sent and received. Waiting: share of the workers' time. Staleness: "
-    "updates made between a worker's pull and its push."
+    "Nodes: workers and servers. Per worker: bytes sent and received. Waiting: share of the workers' time. Gradient "
+    "age: updates made between a worker's pull and its push."
 )
 
 
