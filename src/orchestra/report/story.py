@@ -8,7 +8,7 @@ timelines put steps together, and of many seeds only the first one has a timelin
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -224,8 +224,7 @@ def _together(
     virtual = all(run["virtual"] for run in told)
     found = verdict.judge(marks, target, metric, "virtual s" if virtual else "s", races.baseline)
     if not all(run["over"] or run["failed"] or run["fate"] for run in told):
-        unscored = found.sentence.replace("Nothing was scored", "no trained model was scored yet")
-        found = replace(found, sentence=f"So far: {unscored}")
+        found = replace(found, sentence=_so_far(found.sentence))
     dressed = looks(names, formulas.catalogue())
     return {
         "title": title or _title(equal, names, about),
@@ -242,11 +241,15 @@ def _together(
         "table": tables.table(told, marks, target, metric, races.baseline),
         "runs": told,
         "refused": _left_out(refused, absent),
-        "happened": [text for run in told for text in _happened(run)],
+        "happened": [*(text for run in told for text in _happened(run)), *_warnings(told)],
         "settings": {"equal": equal, "different": different, "of": [_only(s, different) for s in all_settings]},
         "commands": settings.commands(about),
         "virtual": virtual,
     }
+
+
+def _so_far(sentence: str) -> str:
+    return f"So far: {sentence.replace('Nothing was scored', 'no trained model was scored yet')}"
 
 
 def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
@@ -300,11 +303,22 @@ def _happened(run: dict[str, Any]) -> Iterator[str]:
         yield f"{name} failed: {run['failed']}"
     elif not run["over"]:
         yield f"{name} {run['fate']}: figures until then." if run["fate"] else f"{name} has not ended: figures so far."
-    yield from (f"{name}: {text}" for text in run["warnings"])
     if run["skipped"]:
         yield f"{name}: {plural(run['skipped'], 'gradient')} not finite, not used."
     if run["dropped"]:
         yield f"{name}: {plural(run['dropped'], 'gradient')} dropped: too few workers were left for another update."
+
+
+def _warnings(told: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What runs warned of, each text once; which of several did not learn is in the verdict."""
+    names = defaultdict[str, list[str]](list)
+    for run in told:
+        for text in run["warnings"]:
+            if len(told) == 1 or run["unlearned"] is None or run["unlearned"] not in text:
+                names[text].append(run["name"])
+    for text, found in names.items():
+        more = f" and {plural(len(found) - 1, 'other')}" if len(found) > 1 else ""
+        yield f"{found[0]}{more}: {text}"
 
 
 def _left_out(refused: Sequence[dict[str, str]], absent: Sequence[Failure]) -> list[dict[str, str]]:
