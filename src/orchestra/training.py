@@ -40,6 +40,7 @@ from orchestra.cluster import Cluster, Local, Order, Told
 from orchestra.conclusion import Conclusion
 from orchestra.data import samples
 from orchestra.data.feed import Samples, make_feed
+from orchestra.data.labels import distribution
 from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.inner import Factory, Schedule, elementwise
@@ -65,8 +66,17 @@ class Result:
     def __repr__(self) -> str:
         figures = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         what = f"{self.summary.strategy}: {self.summary.made}{figures}"
-        missing = f", {self.summary.missing}" if self.summary.missing else ""
-        return f"<Result {what}{missing}, in {self.run}>"
+        more = [text for text in (self.summary.missing, self.summary.unlearned) if text]
+        return f"<Result {', '.join([what, *more])}, in {self.run}>"
+
+    @property
+    def learned(self) -> bool | None:
+        """Whether the run learned anything; None if that cannot be told, as of a run of few steps.
+
+        False if the training loss did not fall below that of the first steps, or the accuracy is that of guessing.
+        `summary.why_unlearned` then has the figures and what to do.
+        """
+        return self.summary.learned
 
 
 def train(
@@ -216,9 +226,12 @@ class _Training:
             alive.make_room(self.folder)
         with alive.holding(self.folder):
             if self.saved is None:
-                self._write_config(job)
+                self._write_config(job, scorer)
                 scorer.begin(metrics)
-            return self._carry_out(job, scorer, resumed_at)
+            result = self._carry_out(job, scorer, resumed_at)
+        if "recipe" not in given.note:  # else the command line prints the warnings
+            cautions.say(result.summary.warning)
+        return result
 
     def _carry_out(self, job: Job, scorer: Scorer, resumed_at: float) -> Result:
         given = self.given
@@ -351,10 +364,12 @@ class _Training:
         given, about = self.given, self._about(job)
         return fingerprint.fingerprint(orchestra.__version__, given, self.strategy, self.module, self.data, about)
 
-    def _write_config(self, job: Job) -> None:
+    def _write_config(self, job: Job, scorer: Scorer) -> None:
         seed_everything(self.given.seed)  # samples may be drawn
         config = self._about(job) | {
             "defining": self.strategy.defining,
+            "stale": self.strategy.stale or self.strategy.model_at == "shared",
+            "labels": distribution(scorer.data) or distribution(self.data),
             "parameters": job.parameters,
             "initial": fingerprint.initial(flatten(self.module)),
             "samples": fingerprint.samples(self.data) if self.given.cluster.trains else None,

@@ -160,6 +160,7 @@ MAY_KNOW = {
         "checkpoint",
         "checks",
         "data.feed",
+        "data.labels",
         "environment",
         "errors",
         "events",

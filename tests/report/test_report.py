@@ -397,7 +397,9 @@ def test_png_without_a_browser_says_what_to_do(race: Path, monkeypatch: pytest.M
 def test_the_command_writes_beside_the_runs_and_says_where(race: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert invoke(["report", str(race), "--title", "A race"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("localsgd reached accuracy ≥ 0.5 in 0.6 virtual s")
+    assert out.startswith(
+        "localsgd and ps(consistency=asp) are tied: they reached accuracy ≥ 0.5 in 0.6 and 0.72 virtual"
+    )
     assert (race / "report.html").as_uri() in err
     assert packed_in((race / "report.html").read_text(encoding="utf-8"))["title"] == "A race"
     assert not [*race.glob("*.tmp")]

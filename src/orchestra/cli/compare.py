@@ -66,7 +66,7 @@ Claims = Annotated[
         "--assert",
         metavar="CLAIM",
         help='End with code 9 unless it holds: "slowmo.time < allreduce.time", "ps.bytes <= 0.5 * allreduce.bytes". '
-        "Figures: time, seconds, bytes, wait, staleness, final, reached.",
+        "Figures: time, seconds, bytes, wait, age, final, reached.",
     ),
 ]
 Goal = Annotated[
@@ -216,7 +216,7 @@ class Race:
             return f"failed: {outcome.failed}"
         unit = "virtual s" if outcome.facts.virtual else "s"
         name, total = self.target.metric, f"{outcome.facts.seconds:.2f} {unit} in all"
-        total += f"; {outcome.facts.missing}" if outcome.facts.missing else ""
+        total += "".join(f"; {text}" for text in (outcome.facts.missing, outcome.facts.unlearned) if text)
         if outcome.seconds is None:
             best = "no score is a number" if outcome.best is None else f"best {outcome.best:.4g}"
             return f"{name} {self.target.value:g} not reached, {best}; {total}"

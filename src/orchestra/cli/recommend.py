@@ -193,6 +193,8 @@ class Advice:
     unfit: dict[str, str]
 
     def __post_init__(self) -> None:
+        from orchestra.cli import ties
+
         ladder, self.all = self.ladder, self.ladder.table()
         table = ladder.table(ladder.left)
         # Those who ran with few seeds and left are not ranked among those who ran with all.
@@ -200,7 +202,7 @@ class Advice:
         self.table = dataclasses.replace(table, baseline=baseline)
         others = [row for row in self.all.ranked if row.strategy not in ladder.left]
         self.others = sorted(others, key=lambda row: -len(row.outcomes))
-        self.finalists = [row for row in self.table.ranked if row.always]
+        self.finalists, self.tied = ties.arranged(self.table)
         self.elsewhere = [*_elsewhere(ladder, self.finalists[:2])] if len(self.finalists) > 1 else []
 
     @property
@@ -210,6 +212,8 @@ class Advice:
 
     def words(self) -> list[str]:
         """The advice, why, and how sure it is."""
+        from orchestra.cli import ties
+
         table = self.table
         if not self.finalists:
             near = table.ranked[0]
@@ -222,10 +226,10 @@ class Advice:
             ]
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None
-        setting = self.ladder.race.settings.get(first.strategy)
-        having = "" if setting is None else f" with {setting}"
-        how = f"it reached {table.goal} after {first.time:.3g} virtual s{_spread(first)}"
-        said = [f"Take {first.strategy}{having}: {how}."]
+        said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} virtual s{_spread(first)}."]
+        said = [ties.recommended(self.tied, table.goal)] if self.tied else said
+        if first.strategy in self.ladder.race.settings:
+            said.append(f"Run it with what tuning found: {self.ladder.race.settings[first.strategy]}.")
         if base is not None and base.strategy not in self.ladder.left:
             lead = _lead(self.all, first.strategy, base.strategy) if base.always else None
             said.append(f"allreduce took {lead}." if lead else f"allreduce {_missed(self.all, base)}.")
@@ -233,14 +237,9 @@ class Advice:
 
     def _doubt(self, first: Row) -> Iterator[str]:
         """How sure that is."""
-        from orchestra.report.verdict import firsts
-
-        if len(self.finalists) > 1:
-            second = self.finalists[1]
-            lead = _lead(self.table, first.strategy, second.strategy)
-            yield f"{second.strategy} is next: it took {lead or 'as long'}."
-            if second.strategy in firsts(self.table.marks, self.table.target):
-                yield "That is less than one snapshot of the model: a tie."
+        if others := [row for row in self.finalists[1:] if row not in self.tied]:
+            lead = _lead(self.table, first.strategy, others[0].strategy)
+            yield f"{others[0].strategy} is next: it took {lead or 'as long'}."
         yield from (f"{row.strategy} {_missed(self.table, row)}." for row in self.table.ranked if not row.always)
         yield from self.elsewhere
         yield (
@@ -261,10 +260,12 @@ class Advice:
     def record(self) -> dict[str, Any]:
         """Everything, down to the single runs; those who came furthest come first."""
         found = self.all.as_record()
-        place = {row.strategy: i for i, row in enumerate([*self.table.ranked, *self.others])}
+        missed = [row for row in self.table.ranked if not row.always]
+        place = {row.strategy: i for i, row in enumerate([*self.finalists, *missed, *self.others])}
         found["rows"].sort(key=lambda row: place[row["strategy"]])
         return found | {
             "recommended": self.finalists[0].strategy if self.finalists else None,
+            "tied": [row.strategy for row in self.tied],
             "advice": self.words(),
             "given_up": {
                 row.strategy: seeds
@@ -319,6 +320,8 @@ def _missed(table: Table, row: Row) -> str:
     """What became of who did not always reach the target."""
     if not row.done:
         return "failed"
+    if not row.times and row.unlearned is not None:
+        return row.unlearned
     runs, missed = len(row.outcomes), len(row.outcomes) - len(row.times)
     how = f"was {_GIVEN_UP}" if any(map(_is_given_up, row.outcomes)) else "did not reach the target"
     often = f" in {missed} of {runs} runs" if runs > 1 else ""
@@ -373,19 +376,22 @@ def _elsewhere(ladder: Ladder, rows: list[Row]) -> Iterator[str]:
             found: dict[str, list[Outcome]] = {row.strategy: [] for row in rows}
             for seed, row in itertools.product(range(ladder.seeds), rows):
                 found[row.strategy].append(ladder.run_one(there, row.strategy, seed, words))
-            yield f"With {words}, {_first(there.table(found), rows[0].strategy)}."
+            yield f"With {words}, {_first(there.table(found))}."
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _first(table: Table, here: str) -> str:
+def _first(table: Table) -> str:
     """Which of two comes first there, and by how much."""
+    from orchestra.report.verdict import tied
+
     first, second = table.ranked
     if not first.always:
         return "neither reaches the target in every run"
-    same = "it is still first" if first.strategy == here else f"{first.strategy} would be first"
+    if len(tied(table.marks, table.target)) > 1:
+        return f"{first.strategy} and {second.strategy} are tied"
     lead = _lead(table, first.strategy, second.strategy)
-    return f"{same}: {second.strategy} " + (f"took {lead}" if lead else _missed(table, second))
+    return f"{first.strategy} is first: {second.strategy} " + (f"took {lead}" if lead else _missed(table, second))
 
 
 def _scaled(rate: str, factor: float) -> str:

@@ -213,6 +213,8 @@ class Condition:
     def cell(self, strategy: str) -> str:
         """Seconds to the target, those of the first marked."""
         row = self.table.row(strategy)
+        if row is not None and not row.times and row.unlearned is not None:
+            return row.unlearned.partition(" (")[0]
         if row is None or not row.times:
             return "not reached" if row is not None and row.done else "failed"
         incomplete = " !" if row.incomplete else ""

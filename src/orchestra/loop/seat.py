@@ -253,7 +253,11 @@ class Seat:
         def write() -> None:
             ending = {"stopped_by": "loop", "warnings": self._company.warnings}
             checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
-            checkpoint.write_text(folder / "summary.json", json.dumps(facts_of(folder).as_dict(), indent=1))
+            facts = facts_of(folder)
+            if facts.warning is not None and facts.warning not in self._company.warnings:
+                self._company.warn(facts.warning)
+                checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
+            checkpoint.write_text(folder / "summary.json", json.dumps(facts.as_dict(), indent=1))
 
         try:
             snapshot.trying_again(write)
