@@ -239,20 +239,11 @@ class _Training:
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
         order = Order(
-            job=job,
-            x0=flatten(self.module),
-            module=self.module,
-            data=self.data,
-            about=self._about(job),
-            seconds=seconds,
-            resumed_at=resumed_at,
-            resumed_from=0 if self.saved is None else self.saved.step,
-            how_to_resume=self._how_to_resume(),
-            show=display,
-            scorer=scorer,
-            has_target=bool(self.targets),
+            job=job, x0=flatten(self.module), module=self.module, data=self.data, about=self._about(job),
+            seconds=seconds, resumed_at=resumed_at, resumed_from=0 if self.saved is None else self.saved.step,
+            how_to_resume=self._how_to_resume(), show=display, scorer=scorer, has_target=bool(self.targets),
             fingerprint=self._fingerprint(job),
-        )
+        )  # fmt: skip
         shown = display if isinstance(display, progress.Display) else progress.Display(None)
         try:
             ending = given.cluster.carry_out(order)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from orchestra.data.feed import is_tensors
+from orchestra.batches import target_of
+from orchestra.data import samples
 
 _MOST = 100_000  # labels that are counted, from all over the data
 
@@ -34,9 +35,10 @@ def distribution(data: Any) -> dict[str, Any] | None:
 
 
 def _labels(data: Any) -> Tensor | None:
-    if is_tensors(data):
-        last: Tensor = tuple(data)[-1]
-        return last
+    data = samples.read(data)
+    if samples.is_columns(data):
+        labels: Tensor = target_of(data)
+        return labels
     if isinstance(data, TensorDataset):
         return data.tensors[-1]
     targets = getattr(data, "targets", None)  # as data sets of torchvision have it
