@@ -15,9 +15,9 @@ import torch
 from benchmarks.common import ROOT
 
 SCRIPTS = (
-    "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal", "kernels",
-    "prediction", "crossover", "carriers", "links", "attached", "race", "lab_flows", "lab_prediction", "lab_levels",
-    "batched", "batched_gpu",
+    "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal",
+    "simulated_means", "kernels", "prediction", "crossover", "carriers", "links", "attached", "race", "lab_flows",
+    "lab_prediction", "lab_levels", "batched", "batched_gpu",
 )  # fmt: skip
 RESULTS = Path(__file__).with_name("RESULTS.md")
 

@@ -112,6 +112,7 @@ def _section(classes: list[type[Any]]) -> str:
         f"## {title} {{ #{names[0]} }}",
         f"{anchors}{', '.join(f'`{name}`' for name in names)}{', for short ' + short[0] if short else ''}",
         _text(sys.modules[classes[0].__module__]),
+        *(f"Another name is `{name}`. {differs}" for cls in classes for name, differs in known.aliases_of(cls).items()),
         *(block for cls in classes for block in _knobs(cls, alone=len(classes) == 1)),
         "```bash\n" + "\n".join(_example(cls) for cls in classes) + "\n```",
     ]

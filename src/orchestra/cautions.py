@@ -7,11 +7,14 @@ import copy
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 
+from orchestra.batches import Pieces, each, loss_of, pieces
 from orchestra.data.partitions import Dirichlet, Partition
 from orchestra.phases import Phases
 from orchestra.rng import left_alone
@@ -22,14 +25,25 @@ _EXACT = 1e-3  # relative error up to which a loss counts as the sum of the loss
 _CLEAR = 1e-2  # relative error above which it is not their mean, and relative size above which a part matters
 _NAMED = 8  # workers without samples that are named
 _LARGE = 0.9  # momentum
+_silent: ContextVar[bool] = ContextVar("orchestra-silent", default=False)
 
 
 def say(*warnings: str | None) -> list[str]:
     """Print the warnings that there are to standard error, and return them."""
     found = [warning for warning in warnings if warning is not None]
-    for warning in found:
+    for warning in () if _silent.get() else found:
         print(f"warning: {warning}", file=sys.stderr)
     return found
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Print no warnings: settings that were found by trying are as good as they can be."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
 
 
 def about_shards(shards: Sequence[int] | None, partition: Partition | None) -> str | None:
@@ -84,7 +98,7 @@ def _phases(strategy: Strategy[Any], own: float, workers: int) -> Iterator[tuple
         yield strategy.then, own, False
 
 
-def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None:
+def about_loss(module: nn.Module, batch: Pieces, loss: Any) -> str | None:
     """Warn about a loss that is a sum over the samples; `module` is a copy that is not needed any more.
 
     A mean over a batch is the weighted mean of the losses of two parts of it, a sum is their sum. Both parts of two
@@ -96,9 +110,9 @@ def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None
             found = list(_losses(module.eval(), batch, copy.deepcopy(loss)))
     except Exception:  # of user code, which was not written for this; training itself reports what is wrong
         return None
-    if not found or not all(map(_is_sum, found)):
+    if not found or not (all(map(_is_sum, found)) or all(map(_is_sum, _without_constant(found)))):
         return None
-    count, (whole, first, second, _) = len(batch[-1]), found[0]
+    count, (whole, first, second, _) = len(pieces(batch)[0]), found[0]
     return (
         f"the loss of {plural(count, 'sample')} is {whole:.4g}, the sum of the losses of its two parts, {first:.4g} "
         f"and {second:.4g}: the loss is a sum over the samples, not their mean, so steps grow with the batch. Use "
@@ -106,18 +120,24 @@ def about_loss(module: nn.Module, batch: Sequence[Any], loss: Any) -> str | None
     )
 
 
-def _losses(module: nn.Module, batch: Sequence[Any], loss: Any) -> Iterator[tuple[float, float, float, float]]:
+def _losses(module: nn.Module, batch: Pieces, loss: Any) -> Iterator[tuple[float, float, float, float]]:
     """The loss of a batch, of the two parts of a cut, and the share of the first part; for several cuts."""
-    count = len(batch[-1])
+    count = len(pieces(batch)[0])
 
     def of(start: int, stop: int) -> float:
-        *inputs, target = (piece[start:stop] for piece in batch)
-        value: Tensor = loss(module(*inputs), target)
-        return float(value)
+        return float(loss_of(module, each(lambda piece: piece[start:stop], batch), loss))
 
     whole = of(0, count)
     for cut in sorted({count // 2, count // 4} - {0}, reverse=True):
         yield whole, of(0, cut), of(cut, count), cut / count
+
+
+def _without_constant(found: list[tuple[float, float, float, float]]) -> list[tuple[float, float, float, float]]:
+    """The same less what is added to every loss, as a penalty on the parameters is: of a sum, both parts have it."""
+    constant = math.fsum(first + second - whole for whole, first, second, _ in found) / len(found)
+    if len(found) < 2:  # nothing to compare it with
+        return [(0.0, 0.0, 0.0, 0.0)]
+    return [(whole - constant, first - constant, second - constant, share) for whole, first, second, share in found]
 
 
 def _is_sum(losses: tuple[float, float, float, float]) -> bool:

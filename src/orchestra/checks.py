@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from orchestra import cautions, groups
-from orchestra.data.feed import Samples, is_tensors
+from orchestra import groups
+from orchestra.batches import place_of_target, target_of
+from orchestra.data import samples
+from orchestra.data.feed import Samples
 from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 from orchestra.errors import Problem
 from orchestra.inner import ELEMENTWISE, elementwise
@@ -50,6 +51,12 @@ def check_numbers(
         yield from check_norm("clip", clip)
     if precision not in ("float32", "bf16"):
         yield Problem("precision", precision, 'must be "float32" or "bf16"')
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        message = (
+            'encloses the call, and does not reach the workers: leave it out, and use precision="bf16" to compute '
+            "forward and backward in bfloat16"
+        )
+        yield Problem("torch.autocast", True, message)
     if isinstance(batch, int) and isinstance(accumulate, int) and 1 <= batch < accumulate:
         yield Problem(
             "accumulate", accumulate, f"cannot cut a batch of {batch} into {accumulate} parts: at most {batch}"
@@ -163,18 +170,14 @@ def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterat
     if isinstance(data, DataLoader):
         yield Problem("data", "DataLoader", "give the Dataset itself: batch= says how many samples make a batch")
         return
-    if not is_tensors(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        yield Problem("data", type(data).__name__, "must give a tuple of tensors, a Dataset or an IterableDataset")
+    unfit = [*samples.problems_of(data)] or [*_columns(data)]
+    yield from unfit
+    if unfit:
         return
-    if is_tensors(data):
-        if any(t.dim() == 0 for t in data):
-            yield Problem("data", "a number", "the tensors must have samples along their first dimension")
-            return
-        lengths = [len(t) for t in data]
-        if len(set(lengths)) > 1:
-            yield Problem("data", lengths, "the tensors must have the same number of samples")
-            return
-        yield from _finite(data)
+    if not samples.is_columns(data) and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        message = "must give a tuple or a dict of tensors or NumPy arrays, a Dataset or an IterableDataset"
+        yield Problem("data", type(data).__name__, message)
+        return
     count = len(Samples(data))
     if count == 0:
         yield Problem("data", 0, "there is no sample")
@@ -187,97 +190,35 @@ def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterat
         yield from _divisible(data, partition, workers)
 
 
-def _finite(data: Any) -> Iterator[Problem]:
-    for i, t in enumerate(data):
+def _columns(data: Any) -> Iterator[Problem]:
+    """Tensors with a first dimension, of one length, finite."""
+    if not samples.is_columns(data):
+        return
+    named = dict(data.items() if isinstance(data, Mapping) else enumerate(data))
+    if any(t.dim() == 0 for t in named.values()):
+        yield Problem("data", "a number", "the tensors must have samples along their first dimension")
+        return
+    lengths = [len(t) for t in named.values()]
+    if len(set(lengths)) > 1:
+        shown = dict(zip(named, lengths, strict=True)) if isinstance(data, Mapping) else lengths
+        yield Problem("data", shown, "the tensors must have the same number of samples")
+        return
+    for place, t in named.items():
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             bad = int((~torch.isfinite(t.reshape(len(t), -1)).all(1)).nonzero()[0])
-            yield Problem(f"data[{i}][{bad}]", "nan or inf", "samples must be finite: drop or repair this one")
+            yield Problem(f"data[{place!r}][{bad}]", "nan or inf", "samples must be finite: drop or repair this one")
 
 
 def _divisible(data: Any, partition: Any, workers: int) -> Iterator[Problem]:
     if isinstance(partition, Dirichlet) and not (math.isfinite(partition.alpha) and partition.alpha > 0):
         yield Problem("partition.alpha", partition.alpha, "must be above zero")
         return
-    if is_tensors(data) and not isinstance(partition, LabelSorted | Dirichlet):
+    whole = samples.is_columns(data)
+    if whole and not isinstance(partition, LabelSorted | Dirichlet):
         return  # one's own need not look at labels
-    sample = torch.as_tensor(data[-1] if is_tensors(data) else data[0][-1])
-    if sample.dim() != int(is_tensors(data)) or sample.is_floating_point():
-        yield Problem(
-            "partition", partition, "divides by label, but the last entry of a sample is no class number: use IID()"
-        )
-
-
-def rehearse(module: nn.Module, data: Any, loss: Any, batch: int, warn: Callable[[str], object]) -> Iterator[Problem]:
-    """Compute one small gradient on a copy of the model: what fails here would fail on every worker.
-
-    Misfits that can be named become problems; an exception out of the user's own code comes through as it is. `warn`
-    hears of a loss that is a sum.
-    """
-    few = min(batch, 8)
-    try:
-        if isinstance(data, IterableDataset):
-            stream = iter(data)
-            samples = [next(stream) for _ in range(few)]
-        else:
-            samples = [] if is_tensors(data) else [data[0]]
-    except StopIteration:
-        yield Problem("data", type(data).__name__, f"the stream ended before {few} samples")
-        return
-    if samples and not isinstance(samples[0], tuple | list):
-        yield Problem("data", type(samples[0]).__name__, "a sample must be a tuple: the inputs and, last, the target")
-        return
-    streamed = isinstance(data, IterableDataset)
-    sample = list(default_collate(samples)) if streamed else Samples(data).take(range(min(few, len(Samples(data)))))
-    if len(sample) < 2:
-        yield Problem("data", len(sample), "a sample must have at least an input and a target")
-        return
-    twin = copy.deepcopy(module)
-    try:
-        yield from _one_gradient(twin.train(), sample, loss, data)
-    except Exception as error:
-        error.add_note(
-            f"This was one gradient on {len(sample[-1])} samples, tried before any process was started: model, data "
-            "and loss do not go together."
-        )
-        raise
-    if (summed := cautions.about_loss(twin, sample, loss)) is not None:
-        warn(summed)
-
-
-def _one_gradient(module: nn.Module, sample: list[Any], loss: Any, data: Any) -> Iterator[Problem]:
-    output = module(*sample[:-1])
-    wrong = [*_classes(loss, output, data)]
-    if wrong:
-        yield from wrong
-        return
-    value = loss(output, sample[-1])
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        yield Problem("loss", shape, "must give one number (a tensor without dimensions): take its mean")
-        return
-    if not value.requires_grad:
-        yield Problem("loss", value.item(), "does not depend on the trainable parameters")
-        return
-    torch.autograd.backward(value)
-    for name, p in trainable(module).items():
-        if p.grad is not None and p.grad.layout is not torch.strided:
-            yield Problem(f"model.{name}", "sparse gradient", "is not supported: use sparse=False in its layer")
-
-
-def _classes(loss: Any, output: Any, data: Any) -> Iterator[Problem]:
-    """Class numbers that the model has no output for, where the loss is known to take class numbers."""
-    takes_classes = loss in (nn.functional.cross_entropy, nn.functional.nll_loss) or isinstance(
-        loss, nn.CrossEntropyLoss | nn.NLLLoss
-    )
-    if not takes_classes or not is_tensors(data) or data[-1].is_floating_point() or output.dim() < 2:
-        return
-    ignored = getattr(loss, "ignore_index", -100)
-    target, classes = data[-1], output.shape[1]
-    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
-    if bool(wrong.any()):
-        index = int(wrong.reshape(len(target), -1).any(1).nonzero()[0])
-        yield Problem(
-            f"data[-1][{index}]",
-            target[index].tolist(),
-            f"is no class of the model, whose {classes} outputs are 0 to {classes - 1}",
-        )
+    one = data if whole else data[0]
+    sample = torch.as_tensor(target_of(one))
+    if sample.dim() != int(whole) or sample.is_floating_point():
+        entry = f"the entry {place_of_target(one)!r}" if isinstance(one, Mapping) else "the last entry"
+        message = f"divides by label, but {entry} of a sample is no class number: use IID()"
+        yield Problem("partition", partition, message)

@@ -100,6 +100,9 @@ class Conclusion:
         if facts.missing is not None and not any(facts.missing in warning for warning in how.warnings):
             how.warnings.append(f"{facts.strategy}: {facts.missing}")
             self._write("ending.json", ending)
+        if facts.warning is not None and facts.warning not in how.warnings:
+            how.warnings.append(facts.warning)
+            self._write("ending.json", ending)
         self._write("summary.json", facts.as_dict())
         return facts
 

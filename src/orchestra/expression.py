@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_origin, get_type_hints
@@ -19,8 +19,8 @@ from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.inner import ELEMENTWISE, Factory
 from orchestra.optimizers import LAMB, LARS
 from orchestra.schedules import CURVES, Curve
-from orchestra.strategies import PARTS, STRATEGIES
-from orchestra.strategy import Strategy
+from orchestra.strategies import ABSENT, ALIASES, PARTS, STRATEGIES
+from orchestra.strategy import Strategy, misfit
 
 _LONGEST = 1000  # characters of an expression
 
@@ -43,6 +43,20 @@ class _Vocabulary:
         entry = self.known[name]
         return dataclasses.is_dataclass(entry) and get_origin(get_type_hints(entry).get(option)) is Literal
 
+    def demand(self, name: str, option: str) -> str | None:
+        """What an option must be, if it is a number or a yes or no."""
+        entry = self.known[name]
+        if not dataclasses.is_dataclass(entry):
+            return _demand_by_default(inspect.signature(entry).parameters[option].default)
+        (field,) = (f for f in dataclasses.fields(entry) if f.name == option)
+        hint, least, most = get_type_hints(entry)[option], field.metadata.get("least"), field.metadata.get("most")
+        message = misfit("a word", hint)
+        if message is None or "number" not in message:
+            return None if hint is not bool else "must be True or False"
+        limits = {(True, True): f", {least} to {most}", (True, False): f", at least {least}"}
+        example = f", such as {option}={default}" if (default := _default(field)) is not None else ""
+        return message + limits.get((least is not None, most is not None), "") + example
+
     def refuse(self, text: str, message: str) -> ConfigError:
         """An error about a text."""
         return ConfigError([Problem(self.what, text, message)])
@@ -52,7 +66,13 @@ def names() -> dict[str, type[Any]]:
     """Every name that may stand in a strategy, short ones included; also of strategies defined elsewhere."""
     classes: list[type[Any]] = [cls for cls in Strategy.__subclasses__() if dataclasses.is_dataclass(cls)]
     classes += [*STRATEGIES, *PARTS]
-    return _by_name(*classes) | {cls.short: cls for cls in STRATEGIES if cls.short}
+    other = {name: alias.strategy for name, alias in ALIASES.items()}
+    return other | _by_name(*classes) | {cls.short: cls for cls in STRATEGIES if cls.short}
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """What to say about a name that no strategy or part has."""
+    return ABSENT.get(name.lower()) or f"no strategy or part is called {name!r}; {nearest(name, known)}"
 
 
 def parse(text: str) -> Strategy[Any]:
@@ -158,26 +178,61 @@ def _build(tree: ast.expr, text: str, words: _Vocabulary) -> Any:
 def _make(name: str, keywords: list[ast.keyword], text: str, words: _Vocabulary) -> Any:
     key = name.lower()
     if key not in words.known:
-        kind = "strategy or part" if words.what == "strategy" else words.what
-        raise words.refuse(text, f"no {kind} is called {name!r}; {nearest(name, words.known)}")
+        no_such = f"no {words.what} is called {name!r}; {nearest(name, words.known)}"
+        raise words.refuse(text, unknown(name, words.known) if words.what == "strategy" else no_such)
+    options, given = words.options(key), [(str(k.arg), k.value) for k in keywords]
+    where = f"{words.what} {name}"
+    problems = [
+        Problem(f"{where}.{o}", _plain(v), f"is not an option; {nearest(o, options) if options else 'there are none'}")
+        for o, v in given
+        if o not in options
+    ]
+    if problems:
+        raise ConfigError(problems)
     arguments: dict[str, Any] = {}
-    for option, value in ((str(k.arg), k.value) for k in keywords):
-        # An option that takes one of a few words takes them without quotes, also where a part is called so.
-        word = isinstance(value, ast.Name) and words.takes_words(key, option)
-        arguments[option] = ast.unparse(value) if word else _build(value, text, words)
-    options = words.options(key)
-    if unknown := [option for option in arguments if option not in options]:
-        raise ConfigError(
-            [
-                Problem(
-                    f"{words.what} {name}.{option}",
-                    arguments[option],
-                    f"is not an option; {nearest(option, options)}" if options else "is not an option; there are none",
-                )
-                for option in unknown
-            ]
-        )
+    for option, value in given:
+        try:
+            arguments[option] = _argument(name, option, value, text, words)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     return words.make(words.known[key], arguments)
+
+
+def _argument(name: str, option: str, value: ast.expr, text: str, words: _Vocabulary) -> Any:
+    # An option that takes one of a few words takes them without quotes, also where a part is called so.
+    if isinstance(value, ast.Name) and words.takes_words(name.lower(), option):
+        return value.id
+    try:
+        return _build(value, text, words)
+    except ConfigError as error:
+        demand, where = words.demand(name.lower(), option), f"{words.what} {name}.{option}"
+        if demand is not None:
+            raise ConfigError([Problem(where, ast.unparse(value), demand)]) from None
+        # A problem of the whole text is one of this option; a part's own options have their place already.
+        own = [p if p.where != words.what else Problem(where, ast.unparse(value), p.message) for p in error.problems]
+        raise ConfigError(own) from None
+
+
+def _plain(tree: ast.expr) -> Any:
+    """The value of a literal; of anything else its text."""
+    try:
+        return ast.literal_eval(tree)
+    except (ValueError, TypeError):
+        return ast.unparse(tree)
+
+
+def _demand_by_default(default: Any) -> str | None:
+    """What an option must be that has such a default."""
+    match default:
+        case bool():
+            return "must be True or False"
+        case int() | float():
+            return f"must be a number, such as {default}"
+        case tuple():
+            return f"must be numbers, such as {default}"
+    return None
 
 
 def _example(name: str, words: _Vocabulary) -> str:

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -42,7 +42,7 @@ def initial(x: Tensor) -> str:
 
 def samples(data: Any) -> str | None:
     """A sum of some samples, if there are tensors in them; None of a stream."""
-    some = [field for _, fields in _some(data) for field in fields]
+    some = [field for _, fields in _some(data) for field in fields.values()]
     return _sum(some) if some else None
 
 
@@ -163,15 +163,17 @@ def budget_of(given: Request) -> list[str]:
     return [f"{type(part).__name__.lower()}={value(part)}" for part in budgets.parts(given.budget)]
 
 
-def _some(data: Any) -> Iterator[tuple[int, list[Tensor]]]:
-    """Samples from all over the data, each with its index; none of a stream, which may be read only once."""
+def _some(data: Any) -> Iterator[tuple[int, dict[Any, Tensor]]]:
+    """Samples from all over the data, each with its index, and their fields by name or place; none of a stream."""
     if isinstance(data, IterableDataset):
         return
     whole = Samples(data)
     step = max(1, len(whole) // _LOOKED_AT)
     for index in range(0, len(whole), step)[:_LOOKED_AT]:
         # One by one: they need not fit into a batch together.
-        yield index, [field for field in whole.take([index]) if isinstance(field, Tensor)]
+        taken = whole.take([index])
+        fields = taken.items() if isinstance(taken, Mapping) else enumerate(taken)
+        yield index, {name: field for name, field in fields if isinstance(field, Tensor)}
 
 
 def _sum(tensors: Iterable[Tensor]) -> str:
@@ -242,9 +244,15 @@ def parts_of_data(data: Any) -> dict[str, str]:
     '3 float32, a number int64, in sum 772ba160'
     """
     return {
-        f"sample {index}": ", ".join([*(shape_of(part[0]) for part in sample), f"in sum {_sum(sample)[:8]}"])
+        f"sample {index}": ", ".join([*map(_field, sample.items()), f"in sum {_sum(sample.values())[:8]}"])
         for index, sample in _some(data)
     }
+
+
+def _field(entry: tuple[Any, Tensor]) -> str:
+    """The shape of a field of a sample, with its name if it has one."""
+    name, field = entry
+    return f"{name} {shape_of(field[0])}" if isinstance(name, str) else shape_of(field[0])
 
 
 def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
+from orchestra.batches import Loss
 from orchestra.data.partitions import Partition
 from orchestra.delays import Delay
 from orchestra.inner import Factory, Schedule
 from orchestra.ops import Group
-from orchestra.replica import Loss
 from orchestra.strategy import Strategy
 from orchestra.vectors import cut, is_small, ranges, ranges_of_layers
 
@@ -27,7 +27,7 @@ class Job:
 
     model: Callable[[], nn.Module]
     data: Callable[[], Any]
-    loss: Loss
+    loss: Loss | None
     optimizer: Factory
     strategy: Strategy[Any]
     workers: int
@@ -112,9 +112,9 @@ class Job:
         """Whether one x in memory serves all workers of a machine."""
         return self.one_memory and (self.strategy.model_at == "shared" or (self.owns_range and self.device == "cpu"))
 
-    @property
+    @cached_property
     def groups(self) -> tuple[Group, Group]:
-        """The workers, and the servers after them."""
+        """The workers, and the servers after them; all nodes of a simulation hold the same two."""
         nodes = tuple(range(self.workers + self.servers))
         return Group(nodes[: self.workers]), Group(nodes[self.workers :])
 
@@ -128,3 +128,13 @@ class Job:
             within = sum(cut(length, self.steps_per_epoch, rest) for length in self.shards)
             return epochs * self.samples_per_epoch + within
         return epochs * self.samples_per_epoch + min(rest * together, self.samples_per_epoch)
+
+
+class Look(Protocol):
+    """Compares this process's model and data with those of the caller."""
+
+    def require_same(self, module: nn.Module, data: Any, seed: int) -> None:
+        """Raise if they differ."""
+
+    def require_same_outputs(self, module: nn.Module, data: Any, seed: int) -> None:
+        """Raise if the model computes something else with the caller's parameters."""

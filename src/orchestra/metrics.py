@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How good a model is on a data set: plain functions `(model, data) -> {name: value}`.
 
-`data` is a tuple of tensors `(inputs, targets)` or a map-style torch `Dataset` of such pairs. All of them score in
-evaluation mode and put every module's mode back, keep no gradients, and go through the data in order: the same model
-gives the same numbers. Sums are kept in double precision, so the size of a batch does not show.
+`data` is what `orchestra.train` takes, but for streams: a tuple or a dict of tensors or NumPy arrays, or a map-style
+`Dataset` of tuples or dicts. An output with `.logits`, as models of Hugging Face give it, counts as its logits. All of
+them score in evaluation mode and put every module's mode back, keep no gradients, and go through the data in order: the
+same model gives the same numbers. Sums are kept in double precision, so the size of a batch does not show.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+
+from orchestra.batches import each, output_of, target_of
+from orchestra.data.samples import Samples, read
 
 BATCH = 1024  # samples scored at once
 
@@ -61,15 +64,12 @@ def _scored(model: nn.Module, data: Any, batch: int) -> Iterator[tuple[Tensor, T
     """Outputs and targets, batch by batch, in order, where the model is."""
     where = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     with _evaluating(model), torch.inference_mode():
-        for inputs, target in _batches(data, batch):
-            yield model(inputs.to(where)), target.to(where)
-
-
-def _batches(data: Any, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    if isinstance(data, tuple):
-        inputs, targets = data
-        return zip(inputs.split(batch), targets.split(batch), strict=True)
-    return iter(DataLoader(data, batch_size=batch))
+        samples = Samples(read(data))
+        for start in range(0, len(samples), batch):
+            taken = samples.take(range(start, min(start + batch, len(samples))))
+            here = each(lambda piece: piece.to(where), taken)
+            output = output_of(model, here)
+            yield getattr(output, "logits", output), target_of(here)
 
 
 @contextmanager

@@ -313,11 +313,14 @@ class Node:
             self._skip()
         return self.g
 
-    def _differentiate(self, batch: list[Any], size: int, ready: Ready | None) -> float:
-        """Fill g and give the loss; NaN if either is not finite."""
+    def _differentiate(self, batch: Any, size: int, ready: Ready | None) -> float:
+        """Fill g and give the loss; NaN if either is not finite, and then the buffers are as before."""
         assert self.replica is not None
         loss = self.replica.gradient(batch, size, ready)
-        return loss if math.isfinite(float(self.g.sum(dtype=self._wide))) else math.nan
+        if math.isfinite(loss) and math.isfinite(float(self.g.sum(dtype=self._wide))):
+            return loss
+        self.replica.before.restore()
+        return math.nan
 
     def _skip(self) -> None:
         self.skipped += 1

@@ -24,6 +24,9 @@ class Group:
 
     members: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
     def __len__(self) -> int:
         return len(self.members)
 
@@ -37,6 +40,10 @@ class Group:
     @cached_property
     def _places(self) -> dict[int, int]:
         return {node: i for i, node in enumerate(self.members)}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.members)
 
 
 class Op(Generic[T]):
@@ -57,7 +64,7 @@ class Compute(Op[T]):
 
     fn: Callable[[], T]
     work: int = 0
-    batch: Sequence[Any] | None = None
+    batch: Any = None
     numbers: int = 0
     draws: bool = False
     unless: Group | None = None

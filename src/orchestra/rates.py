@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same optimizer at another learning rate, whatever makes it and however many groups it has."""
+"""The same optimizer with another learning rate or momentum, whatever makes it and however many groups it has."""
 
 from __future__ import annotations
 
@@ -42,20 +42,24 @@ class _AtRate:
 
 
 @dataclass(frozen=True)
-class Rescaled:
-    """A factory of optimizers whose rates are a multiple of those that another factory gives them."""
+class Adjusted:
+    """Makes the optimizer of `base`, each learning rate times `lr_factor`; and with `momentum`, where it has one."""
 
-    factory: Callable[..., optim.Optimizer]
-    factor: float
+    base: Callable[..., optim.Optimizer]
+    lr_factor: float = 1.0
+    momentum: float | None = None
 
     def __call__(self, params: Any) -> optim.Optimizer:
         """Make one."""
-        made = self.factory(params)
-        for group in made.param_groups:
-            group["lr"] = group["lr"] * self.factor
+        made = self.base(params)
+        for settings in (made.defaults, *made.param_groups):
+            settings["lr"] = settings["lr"] * self.lr_factor
+            if self.momentum is not None and "momentum" in settings:
+                settings["momentum"] = self.momentum
+                settings["nesterov"] = bool(settings.get("nesterov")) and self.momentum > 0
         return made
 
 
 def factor_of(factory: Callable[..., optim.Optimizer]) -> float:
     """The multiple that a factory makes of another's rates; 1 if it is no such one."""
-    return factory.factor if isinstance(factory, Rescaled) else 1.0
+    return factory.lr_factor if isinstance(factory, Adjusted) else 1.0

@@ -23,7 +23,7 @@ class Recipe:
     about: str  # one line
     model: Callable[[], nn.Module]  # built after the seed is set: its initial values come from torch's generator
     data: Callable[[], Any]  # training data: a tuple of tensors, a Dataset, ...
-    loss: Callable[..., Tensor]  # loss(model(inputs), targets), a mean over the samples of the batch
+    loss: Callable[..., Tensor] | None  # loss(model(inputs), targets), a mean over the batch; None: the model's own
     optimizer: Callable[..., torch.optim.Optimizer]  # of the parameters: functools.partial(torch.optim.SGD, lr=0.1)
     batch: int  # samples per worker and step
     epochs: float

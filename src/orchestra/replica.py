@@ -12,7 +12,8 @@ so every algorithm is one line of vector arithmetic, and sharding, transport and
 - Buffers (BatchNorm's running statistics) stay with the module. Each is a linear function of what its worker saw, so
   the mean over the workers, taken when a model is evaluated or saved, is the same as averaging all along. The mean is
   weighted by the samples that each worker saw; a worker without samples has weight zero. Of whole numbers (BatchNorm's
-  counter of batches) the value of the first worker with samples is taken.
+  counter of batches) the value of the first worker with samples is taken. A gradient that is skipped leaves the
+  buffers as they were before its forward pass (buffers.py).
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from orchestra import misfits
+from orchestra.batches import Loss, Pieces, each, loss_of
+from orchestra.buffers import Before
 from orchestra.errors import Problem
 from orchestra.marks import ABSENT, Marks
 from orchestra.vectors import LARGE
 
-Loss = Callable[[Any, Any], Tensor]
 Ready = Callable[[slice], None]
 
 
@@ -101,7 +105,7 @@ class Replica:
         x: Tensor,
         g: Tensor,
         *,
-        loss: Loss,
+        loss: Loss | None,
         bf16: bool = False,
         accumulate: int = 1,
         cuts: Sequence[int] = (),
@@ -123,6 +127,7 @@ class Replica:
         self._ours = False  # whether a backward pass under way is this class's own, not one inside the module
         self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
+        self.before = Before(module)  # this forward pass
         self._lay_out()
         self._marks = _marks(self._ranges, cuts, g)
         self._hook(least=LARGE)
@@ -142,6 +147,11 @@ class Replica:
                 self._masters.append((p, here))
             start = stop
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter is a part of x, none a copy of another dtype."""
+        return not self._masters
+
     def _hook(self, least: int) -> None:
         """Take the gradients of parameters that are large enough as backward leaves them."""
         for p, slot, part in zip(self.parameters, self._slots, self._ranges, strict=True):
@@ -150,7 +160,7 @@ class Replica:
                 p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._hooked.add(p)
 
-    def gradient(self, batch: Sequence[Any], size: int, ready: Ready | None = None) -> float:
+    def gradient(self, batch: Pieces, size: int, ready: Ready | None = None) -> float:
         """Fill g with the mean gradient over a batch of `size` samples and give the mean loss.
 
         `ready` is told of ranges of g that are final while backward goes on; not of all of them.
@@ -158,9 +168,11 @@ class Replica:
         if ready is not None:
             self._hook(least=1)
         self.refresh()
+        self.before.keep()
         self.module.train()
+        given = batch
         if self.x.device.type != "cpu":
-            batch = [piece.to(self.x.device, non_blocking=True) for piece in batch]
+            batch = each(lambda piece: piece.to(self.x.device, non_blocking=True), batch)
         total: Tensor | float = 0.0
         self._filled.clear()
         parts = list(_parts(batch, size, self._accumulate))
@@ -169,8 +181,7 @@ class Replica:
             for p in self.parameters:
                 p.grad = None
             with self._autocast():
-                *inputs, target = part
-                loss = self._loss(self.module(*inputs), target)
+                loss = self._loss_of(part, given)
             scaled = loss if share == 1 else loss * share
             self._ours = True
             try:
@@ -182,6 +193,14 @@ class Replica:
         self._hand_back()
         return float(total)
 
+    def _loss_of(self, batch: Pieces, given: Pieces) -> Tensor:
+        """The loss; an error about labels comes with their values, as they were given."""
+        try:
+            return loss_of(self.module, batch, self._loss)
+        except (IndexError, RuntimeError) as error:
+            misfits.add_note(error, given)
+            raise
+
     @torch.no_grad()
     def take(self) -> None:
         """Fill g with what somebody else's backward pass left."""
@@ -190,13 +209,12 @@ class Replica:
         self._hand_back()
 
     @torch.no_grad()
-    def loss_of(self, batch: Sequence[Any]) -> float:
+    def loss_of(self, batch: Pieces) -> float:
         """The mean loss over a batch, as the model is when it is used."""
         self.refresh()
         self.module.eval()
         with self._autocast():
-            *inputs, target = (piece.to(self.x.device) for piece in batch)
-            return float(self._loss(self.module(*inputs), target))
+            return float(self._loss_of(each(lambda piece: piece.to(self.x.device), batch), batch))
 
     def refresh(self) -> None:
         """Bring parameters of another dtype than x up to date with it."""
@@ -271,7 +289,7 @@ def _marks(layers: Sequence[slice], cuts: Sequence[int], g: Tensor) -> Marks:
     return Marks((slice(head, head + 1) for head in sorted(heads)), g.device)
 
 
-def _parts(batch: Sequence[Any], size: int, count: int) -> Iterator[tuple[Sequence[Any], float]]:
+def _parts(batch: Pieces, size: int, count: int) -> Iterator[tuple[Pieces, float]]:
     """Cut a batch into micro-batches, each with its share of the samples."""
     if count == 1:
         yield batch, 1.0
@@ -281,5 +299,5 @@ def _parts(batch: Sequence[Any], size: int, count: int) -> Iterator[tuple[Sequen
     for i in range(count):
         stop = start + small + (i < larger)
         if stop > start:
-            yield [piece[start:stop] for piece in batch], (stop - start) / size
+            yield each(itemgetter(slice(start, stop)), batch), (stop - start) / size
         start = stop

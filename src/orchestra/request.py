@@ -16,13 +16,15 @@ from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
 from orchestra import alive, checks, expression
+from orchestra.batches import Loss
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Steps, Target
 from orchestra.cluster import Cluster
 from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, Problem
+from orchestra.first_gradient import rehearse
 from orchestra.inner import Factory, Schedule
-from orchestra.replica import Loss, problems_of
+from orchestra.replica import problems_of
 from orchestra.schedules import Curve
 from orchestra.scoring import Evaluate
 from orchestra.strategy import Strategy, check_fields
@@ -34,7 +36,7 @@ class Request:
 
     model: Callable[[], nn.Module]
     data: Callable[[], Any]
-    loss: Loss
+    loss: Loss | None
     optimizer: Factory
     strategy: Strategy[Any] | str
     cluster: Cluster
@@ -132,7 +134,7 @@ def _look_at_place(given: Request, strategy: Strategy[Any] | None) -> Generator[
 def _look_at_functions(given: Request) -> Iterator[Problem]:
     for name, example in (("model", "lambda: Net()"), ("data", "lambda: (x, y)"), ("loss", "F.cross_entropy")):
         value = getattr(given, name)
-        if not callable(value):
+        if not callable(value) and (name, value) != ("loss", None):
             message = f"must be a function, so that every process can make its own: {name}={example}"
             yield Problem(name, type(value).__name__, message)
     if isinstance(given.model, nn.Module):
@@ -227,7 +229,7 @@ def second_look(
     found = [*checks.check_data(data, batch=batch, workers=workers, partition=given.partition)]
     yield from found
     if not found and not unfit:
-        found = [*checks.rehearse(module, data, given.loss, given.batch, warn)]
+        found = [*rehearse(module, data, given.loss, given.batch, warn)]
         yield from found or given.cluster.misfits(given, module, data)
 
 

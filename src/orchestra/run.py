@@ -13,19 +13,18 @@ from torch import Tensor, nn
 
 from orchestra import checkpoint, groups, marks, snapshot
 from orchestra.board import Report
+from orchestra.data import samples
 from orchestra.data.feed import Samples, fold, make_feed
 from orchestra.errors import EnvironmentProblem
 from orchestra.events import Ended, Snapped, Stepped
 from orchestra.inner import Factory, Inner
-from orchestra.job import Job
+from orchestra.job import Job, Look
 from orchestra.node import Comm, Log, Node
 from orchestra.replica import Replica
 from orchestra.rng import get_states, seed_everything, set_states
 from orchestra.strategy import Where
 from orchestra.transports.middleware import Metered
 from orchestra.vectors import LARGE, ranges
-
-Look = Callable[[nn.Module, Any, int], None]  # at model and data, with the seed
 
 _REPORT_EVERY = 0.02  # seconds between a busy server's reports: they are for eyes
 
@@ -107,13 +106,15 @@ def worker(
     """
     seed_everything(job.seed)
     module = job.model().to(x.device)
-    data = job.data() if data is None else data
+    data = samples.read(job.data()) if data is None else data
     if look is not None:
-        look(module, data, job.seed)
+        look.require_same(module, data, job.seed)
     seed_everything(fold(job.seed, rank + 1))
     replica = Replica(
         module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate, cuts=job.cuts, names=job.names
     )
+    if look is not None and replica.is_whole:
+        look.require_same_outputs(module, data, job.seed)
     layers = list(replica.parameters) if job.layerwise else None
     mine = ranges(x.numel(), job.workers)[rank] if job.owns_range else slice(0, x.numel())
     return Node(
@@ -144,12 +145,12 @@ def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[flo
     """The loss over this worker's share of the samples set apart, if there are any."""
     if job.validation is None:
         return None
-    samples = Samples(job.validation())
-    mine = range(len(samples))[rank :: job.workers]
+    apart = Samples(samples.read(job.validation()))
+    mine = range(len(apart))[rank :: job.workers]
 
     def total() -> tuple[float, float]:
         losses = [
-            len(chosen) * replica.loss_of(samples.take(chosen))
+            len(chosen) * replica.loss_of(apart.take(chosen))
             for start in range(0, len(mine), job.batch)
             if (chosen := list(mine[start : start + job.batch]))
         ]

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -51,9 +52,9 @@ def figures(evaluate: Evaluate, module: nn.Module, data: Any) -> dict[str, float
     with torch.no_grad():
         value = evaluate(module, data)
     if isinstance(value, Mapping):
-        return {str(name): float(v) for name, v in value.items()}
+        return _numbers({str(name): (f"evaluate(...)[{name!r}]", v) for name, v in value.items()})
     name = getattr(evaluate, "__name__", "score")
-    return {name if name.isidentifier() else "score": float(value)}
+    return _numbers({name if name.isidentifier() else "score": ("evaluate(...)", value)})
 
 
 @dataclass
@@ -273,6 +274,36 @@ class Scorer:
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
         print(f"warning: {message}", file=sys.stderr)
+
+
+def _numbers(found: Mapping[str, tuple[str, Any]]) -> dict[str, float]:
+    """The figures by name, from where each was found and its value; a `ConfigError` about all that are no numbers."""
+    figures = {name: _number(value) for name, (_, value) in found.items()}
+    if wrong := [found[name] for name, figure in figures.items() if figure is None]:
+        raise ConfigError([Problem(where, _shown(value), _expected(where, value)) for where, value in wrong])
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def _number(value: Any) -> float | None:
+    """A value as a float; None of text, of nothing, and of several numbers."""
+    if isinstance(value, str | bytes):
+        return None
+    try:
+        return float(value.item() if isinstance(value, np.ndarray) else value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _shown(value: Any) -> Any:
+    shape = getattr(value, "shape", None)
+    return value if shape is None else f"{type(value).__name__.lower()} of shape {tuple(shape)}"
+
+
+def _expected(where: str, value: Any) -> str:
+    if where.endswith("]"):
+        return "must be a number: evaluate gives a dict of numbers by name"
+    missing = ": does evaluate end without `return`?" if value is None else ""
+    return f"must be a number, or a dict of numbers such as {{'accuracy': 0.9}}{missing}"
 
 
 def _size(folder: Path) -> int:

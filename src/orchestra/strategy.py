@@ -41,7 +41,10 @@ class Strategy(ABC, Generic[S]):
     """A second, shorter name on the command line."""
 
     tries: ClassVar[tuple[str, ...]] = ()
-    """What `orchestra recommend` tries of it: the values of its main knob that are worth it."""
+    """What `orchestra recommend` tries of it."""
+
+    main: ClassVar[tuple[str, tuple[Any, ...]] | None] = None
+    """Its main option, and the values that are worth a try where none is given; the usual one first."""
 
     servers: int = 0
     """How many server nodes this strategy needs beside the workers."""
@@ -170,7 +173,7 @@ def check_fields(part: Any, where: str) -> Iterator[Problem]:
     hints = get_type_hints(type(part))
     for field in dataclasses.fields(part):
         value, name = getattr(part, field.name), f"{where}.{field.name}"
-        message = _misfit(value, hints[field.name])
+        message = misfit(value, hints[field.name])
         least, most = field.metadata.get("least"), field.metadata.get("most")
         if message:
             yield Problem(name, value, message)
@@ -186,13 +189,13 @@ def check_fields(part: Any, where: str) -> Iterator[Problem]:
             yield from check_fields(value, name)
 
 
-def _misfit(value: Any, hint: Any) -> str | None:
+def misfit(value: Any, hint: Any) -> str | None:
     """Why a value does not fit an annotation, or None."""
     if get_origin(hint) is Literal:
         allowed = get_args(hint)
         return None if value in allowed else f"must be one of {', '.join(map(str, allowed))}"
     if isinstance(hint, types.UnionType):  # of a value and None
-        found = [_misfit(value, part) for part in get_args(hint) if part is not types.NoneType]
+        found = [misfit(value, part) for part in get_args(hint) if part is not types.NoneType]
         return None if value is None or None in found else f"{found[0]}, or None"
     expected = get_origin(hint) or hint
     if expected is float:
@@ -202,7 +205,7 @@ def _misfit(value: Any, hint: Any) -> str | None:
     if isinstance(expected, type) and not isinstance(value, expected):
         return f"must be {_article(expected.__name__)}{_known(expected, value)}"
     if expected is tuple:
-        return next((f"has {v!r}, which {why}" for v in value if (why := _misfit(v, get_args(hint)[0]))), None)
+        return next((f"has {v!r}, which {why}" for v in value if (why := misfit(v, get_args(hint)[0]))), None)
     return None
 
 

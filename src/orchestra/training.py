@@ -33,16 +33,19 @@ from orchestra import (
     schedules,
 )
 from orchestra.attached import Attached
+from orchestra.batches import Loss
 from orchestra.board import Progress
 from orchestra.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.cluster import Cluster, Local, Order, Told
 from orchestra.conclusion import Conclusion
+from orchestra.data import samples
 from orchestra.data.feed import Samples, make_feed
+from orchestra.data.labels import distribution
 from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.inner import Factory, Schedule, elementwise
 from orchestra.job import Job
-from orchestra.replica import Loss, flatten, trainable
+from orchestra.replica import flatten, trainable
 from orchestra.report.facts import Facts
 from orchestra.request import Request, first_look, placed, read_strategy, refuse, second_look
 from orchestra.rng import left_alone, seed_everything
@@ -63,15 +66,24 @@ class Result:
     def __repr__(self) -> str:
         figures = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         what = f"{self.summary.strategy}: {self.summary.made}{figures}"
-        missing = f", {self.summary.missing}" if self.summary.missing else ""
-        return f"<Result {what}{missing}, in {self.run}>"
+        more = [text for text in (self.summary.missing, self.summary.unlearned) if text]
+        return f"<Result {', '.join([what, *more])}, in {self.run}>"
+
+    @property
+    def learned(self) -> bool | None:
+        """Whether the run learned anything; None if that cannot be told, as of a run of few steps.
+
+        False if the training loss did not fall below that of the first steps, or the accuracy is that of guessing.
+        `summary.why_unlearned` then has the figures and what to do.
+        """
+        return self.summary.learned
 
 
 def train(
     *,
     model: Callable[[], nn.Module],
     data: Callable[[], Any],
-    loss: Loss,
+    loss: Loss | None = None,
     optimizer: Factory,
     strategy: Strategy[Any] | str = "allreduce",
     cluster: Cluster | None = None,
@@ -105,9 +117,11 @@ def train(
 
     Args:
         model: makes the module. Every process calls it, with the same seed.
-        data: makes the training data: a tuple of tensors, a Dataset or an IterableDataset, of single samples, not
-            batches; the last entry of a sample is the target.
-        loss: `loss(output, target)`, the mean over the batch.
+        data: makes the training data: a tuple or a dict of tensors or NumPy arrays, a Dataset or an IterableDataset, of
+            single samples, not batches. The last entry of a tuple is the target; of a dict, "labels", "label",
+            "targets", "target" or "y", else the last. The model gets the others, those of a dict by name.
+        loss: `loss(output, target)`, the mean over the batch. None: the model gets the target as well, and computes the
+            loss itself, as `output.loss`.
         optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`; it may put them
             into groups.
         strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
@@ -180,7 +194,7 @@ class _Training:
         given = replace(given, schedule=schedules.settle(given.schedule, together))
         seed_everything(given.seed)
         self.module = given.model()
-        self.data = given.data()
+        self.data = samples.read(given.data())
         self.doubts: list[str] = []
         refuse(second_look(given, self.strategy, self.module, self.data, self.doubts.append))
         self.given = replace(given, cluster=given.cluster.settled(given, self.strategy, self.module, self.data))
@@ -212,9 +226,12 @@ class _Training:
             alive.make_room(self.folder)
         with alive.holding(self.folder):
             if self.saved is None:
-                self._write_config(job)
+                self._write_config(job, scorer)
                 scorer.begin(metrics)
-            return self._carry_out(job, scorer, resumed_at)
+            result = self._carry_out(job, scorer, resumed_at)
+        if "recipe" not in given.note:  # else the command line prints the warnings
+            cautions.say(result.summary.warning)
+        return result
 
     def _carry_out(self, job: Job, scorer: Scorer, resumed_at: float) -> Result:
         given = self.given
@@ -222,20 +239,11 @@ class _Training:
         seconds = next((p.count for p in budgets.parts(given.budget) if isinstance(p, Seconds)), None)
         display = given.progress if callable(given.progress) else progress.auto(given.progress, seconds)
         order = Order(
-            job=job,
-            x0=flatten(self.module),
-            module=self.module,
-            data=self.data,
-            about=self._about(job),
-            seconds=seconds,
-            resumed_at=resumed_at,
-            resumed_from=0 if self.saved is None else self.saved.step,
-            how_to_resume=self._how_to_resume(),
-            show=display,
-            scorer=scorer,
-            has_target=bool(self.targets),
+            job=job, x0=flatten(self.module), module=self.module, data=self.data, about=self._about(job),
+            seconds=seconds, resumed_at=resumed_at, resumed_from=0 if self.saved is None else self.saved.step,
+            how_to_resume=self._how_to_resume(), show=display, scorer=scorer, has_target=bool(self.targets),
             fingerprint=self._fingerprint(job),
-        )
+        )  # fmt: skip
         shown = display if isinstance(display, progress.Display) else progress.Display(None)
         try:
             ending = given.cluster.carry_out(order)
@@ -347,10 +355,12 @@ class _Training:
         given, about = self.given, self._about(job)
         return fingerprint.fingerprint(orchestra.__version__, given, self.strategy, self.module, self.data, about)
 
-    def _write_config(self, job: Job) -> None:
+    def _write_config(self, job: Job, scorer: Scorer) -> None:
         seed_everything(self.given.seed)  # samples may be drawn
         config = self._about(job) | {
             "defining": self.strategy.defining,
+            "stale": self.strategy.stale or self.strategy.model_at == "shared",
+            "labels": distribution(scorer.data) or distribution(self.data),
             "parameters": job.parameters,
             "initial": fingerprint.initial(flatten(self.module)),
             "samples": fingerprint.samples(self.data) if self.given.cluster.trains else None,

@@ -28,6 +28,15 @@ def plural(count: float, noun: str) -> str:
     return f"{many} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 
+def listed(texts: Sequence[str]) -> str:
+    """Texts as a sentence lists them.
+
+    >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])
+    ('a', 'a and b', 'a, b and c')
+    """
+    return " and ".join([*filter(None, [", ".join(texts[:-1])]), *texts[-1:]])
+
+
 def percents(shares: Sequence[float]) -> list[int]:
     """Shares of a whole in whole percent, and last what they leave of it: 100 together, whatever was rounded.
 

@@ -64,6 +64,7 @@ def test_there_is_something_to_look_at() -> None:
 # A part of the package, and all that it may know of the others.
 MAY_KNOW = {
     "alive": {"files"},
+    "batches": set[str](),
     "board": set[str](),
     "environment": {"errors"},
     "errors": set[str](),
@@ -71,6 +72,7 @@ MAY_KNOW = {
     "files": set[str](),
     "kept": set[str](),
     "marks": set[str](),
+    "misfits": {"batches", "errors"},
     "thinning": set[str](),
     "ops": set[str](),
     "vectors": set[str](),
@@ -125,6 +127,7 @@ MAY_KNOW = {
         "cautions",
         "alive",
         "attached",
+        "batches",  # for a type
         "environment",
         "fingerprint",
         "board",
@@ -158,6 +161,7 @@ MAY_KNOW = {
         "checkpoint",
         "checks",
         "data.feed",
+        "data.labels",
         "environment",
         "errors",
         "events",

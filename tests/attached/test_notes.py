@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.zoo import train
 from orchestra import Attached, Steps
 from orchestra.launch import courier, notes
 from orchestra.launch.courier import Reception, files_of, part_of
+from orchestra.launch.overseer import Overseer
 from orchestra.ops import Traffic
 from orchestra.transports.exchange import Exchange
 from orchestra.transports.wire import BadFrame
@@ -197,6 +199,36 @@ def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         file.write("more\n")
     bringing.bring()
     assert sent == [10, b"0123456789", 4, b"abc\n", 5, b"more\n"]
+
+
+class Home(Overseer):
+    """One that only listens."""
+
+    def begin(self) -> None: ...
+
+    def ask_to_stop(self, code: int) -> None: ...
+
+    def seconds(self) -> float:
+        return 0.0
+
+    def rows(self) -> tuple[Any, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_part_that_is_written_after_another_failed_is_discarded(late: int, tmp_path: Path) -> None:
+    job = SimpleNamespace(run=tmp_path, workers=2, servers=0)
+    home = Home(SimpleNamespace(job=job, resumed_from=0, about={}))  # type: ignore[arg-type]
+    home.name = lambda node: f"worker {node}"  # type: ignore[method-assign]
+    said: list[dict[str, Any]] = [
+        {"kind": "saved", "node": 0, "step": 4},
+        {"kind": "save-failed", "node": 1, "step": 4, "error": "no room"},
+    ]
+    for words in said[:: 1 if late else -1]:
+        if words["kind"] == "saved":
+            (tmp_path / "checkpoints" / "step-00000004.tmp").mkdir(parents=True)
+        home.hear(words)
+    assert not any((tmp_path / "checkpoints").iterdir())
 
 
 # In a run.

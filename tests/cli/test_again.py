@@ -69,5 +69,7 @@ def test_a_command_that_was_refused_leaves_room_for_the_next(orchestra: Orchestr
     wrong = orchestra("compare", "digits", "--sim", "-s", "allreduce", "--batch", "0", "--out", "here", "-q")
     assert wrong.code == 2
     assert json.loads((tmp_path / "here" / "command.json").read_text())["command"][-2:] == ["0", "-q"]
-    assert orchestra("compare", "digits", "--sim", "-s", "allreduce", *QUICK, "--out", "here", "-q").code == 0
+    assert (
+        orchestra("compare", "digits", "--sim", "-s", "allreduce", *QUICK, "--no-tune", "--out", "here", "-q").code == 0
+    )
     assert "choose a new one" in orchestra("compare", "digits", "--sim", "--out", "here").err

@@ -80,34 +80,42 @@ def test_rates_that_are_none(text: str) -> None:
 
 def tried(out: Path, metric: str, found: dict[float, Outcome], monkeypatch: pytest.MonkeyPatch) -> Race:
     """A race of which the outcomes are known beforehand, by rate."""
-    monkeypatch.setattr(Race, "run_one", lambda race, strategy, *_, **__: found[race.rates[strategy]])
+    monkeypatch.setattr(Race, "run_one", lambda race, strategy, *_, **__: found[race.settings[strategy].rate])
+    monkeypatch.setattr(
+        tuning, "_curve", lambda outcome, metric: () if outcome.best is None else ((1.0, outcome.best),)
+    )
     source = sources.find("digits")
     return Race(source, sources.load(source), ("allreduce",), Options(workers=2), 1, Target(metric, 0.9), out)
 
 
-FAILED = Outcome(0, Path(), failed="it burst")
+FAILED = Outcome(0, Path("none"), failed="it burst")
+
+
+def outcome(best: float, seconds: float | None = None) -> Outcome:
+    return Outcome(0, Path("none"), best=best, seconds=seconds)
 
 
 @pytest.mark.parametrize(
     ("metric", "found", "best"),
     [
-        ("accuracy", {0.1: FAILED, 0.2: Outcome(0, Path(), best=0.3), 0.3: Outcome(0, Path(), best=0.4)}, 0.3),
-        ("accuracy", {0.1: Outcome(0, Path(), best=0.0), 0.2: Outcome(0, Path(), best=0.1)}, 0.2),
-        ("loss", {0.1: FAILED, 0.2: Outcome(0, Path(), best=0.5), 0.3: Outcome(0, Path(), best=0.0)}, 0.3),
-        ("loss", {0.1: Outcome(0, Path(), best=0.1), 0.2: Outcome(0, Path(), seconds=9.0, best=0.2)}, 0.2),
+        ("accuracy", {0.1: FAILED, 0.2: outcome(0.3), 0.3: outcome(0.4)}, 0.3),
+        ("accuracy", {0.1: outcome(0.0), 0.2: outcome(0.1)}, 0.2),
+        ("loss", {0.1: FAILED, 0.2: outcome(0.5), 0.3: outcome(0.0)}, 0.3),
+        ("loss", {0.1: outcome(0.1), 0.2: outcome(0.2, 9.0)}, 0.2),
     ],
 )
 def test_a_rate_that_failed_is_not_the_best(
     metric: str, found: dict[float, Outcome], best: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     race = tried(tmp_path, metric, found, monkeypatch)
-    assert tuning.tune(race, (*found,), quiet=True).rates == {"allreduce": best}
+    tuned = tuning.Tuning(race, 1, (*found,), quiet=True).run()
+    assert {name: setting.rate for name, setting in tuned.settings.items()} == {"allreduce": best}
 
 
 def test_where_every_rate_failed_there_is_none_to_race_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     race = tried(tmp_path, "loss", {0.1: FAILED, 0.2: FAILED}, monkeypatch)
     with pytest.raises(ConfigError, match="with none of them does allreduce come to a score: it burst"):
-        tuning.tune(race, (0.1, 0.2), quiet=True)
+        tuning.Tuning(race, 1, (0.1, 0.2), quiet=True).run()
 
 
 def test_without_the_baseline_another_is_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,15 +144,19 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
     assert "localsgd.time < allreduce.time: holds" in found.output
     assert "localsgd.bytes > allreduce.bytes: DOES NOT HOLD" in found.output
     tuned = json.loads((out / "tuning.json").read_text())
-    assert tuned["chosen"] == {"allreduce": 0.05, "localsgd(tau=4)": 0.05}
-    assert tuned["seed"] == 2  # not one of those that are raced with
+    assert {name: found["lr"] for name, found in tuned["chosen"].items()} == {
+        "allreduce": 0.05,
+        "localsgd(tau=4)": 0.05,
+    }
+    assert tuned["seeds"] == [2, 3]  # none of those that are raced with
     record = json.loads((out / "table.json").read_text())
     fair = " ".join(record["fairness"])
     for point in (
         "same initial parameters",
         "same samples",
         "same budget: epochs=1",
-        "0.05 for all, each the best of 2",
+        "tuned, each the best of 2 tries, with seeds that are not raced with",
+        "allreduce lr 0.05; localsgd(tau=4) lr 0.05",
     ):
         assert point in fair
     assert not list(out.glob("tuning/*"))

@@ -21,7 +21,7 @@ from orchestra.cli.compare import prepare
 from orchestra.cli.loop_runs import TRAINING_LOSS
 from orchestra.cli.options import Options
 from orchestra.errors import ClusterError, ConfigError
-from orchestra.rates import Rescaled
+from orchestra.rates import Adjusted
 from orchestra.recipe import Recipe
 from orchestra.request import Request
 
@@ -284,7 +284,7 @@ def test_a_factor_on_every_rate() -> None:
 
     change = Options(lr_factor=4.0).changes()["optimizer"]
     made = change(factory)
-    assert isinstance(made, Rescaled)
+    assert isinstance(made, Adjusted)
     assert [group["lr"] for group in made(None).param_groups] == [2.0, 1.0]
     both = Options(lr_factor=4.0, lr=0.1).changes()["optimizer"](torch.optim.SGD)
     assert both(one.parameters()).param_groups[0]["lr"] == pytest.approx(0.4)

@@ -48,7 +48,20 @@ def test_timing_only_takes_hundreds_of_workers(orchestra: Orchestra) -> None:
 
 
 def test_compare_in_virtual_time(orchestra: Orchestra) -> None:
-    race = ("compare", "digits", "--sim", "-s", "allreduce,localsgd", "-n", "4", "--epochs", "4")
+    race = (
+        "compare",
+        "digits",
+        "--no-tune",
+        "--seeds",
+        "1",
+        "--sim",
+        "-s",
+        "allreduce,localsgd",
+        "-n",
+        "4",
+        "--epochs",
+        "4",
+    )
     said = orchestra(*race, "--network", "10mbit,1ms", "--target", "accuracy=0.9")
     assert said.code == 0
     assert "localsgd reached accuracy" in said.out
@@ -58,7 +71,7 @@ def test_compare_in_virtual_time(orchestra: Orchestra) -> None:
 def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
     said = orchestra(
         "sweep", "digits", "--sim", "-n", "4", "--epochs", "4", "--target", "accuracy=0.9", "--out", "swept",
-        "-s", "allreduce,localsgd", "--grid", "bandwidth=1mbit,1gbit", "--grid", "straggler=1,3",
+        "--no-tune", "-s", "allreduce,localsgd", "--grid", "bandwidth=1mbit,1gbit", "--grid", "straggler=1,3",
     )  # fmt: skip
     assert said.code == 0
     assert said.out.count("◂") == 1 + 4  # once in the title, once under each condition
@@ -218,7 +231,7 @@ def test_steps_of_fast_and_slow_workers_are_told_apart(orchestra: Orchestra) -> 
 
 def test_a_comparison_says_where_it_took_place(orchestra: Orchestra, tmp_path: Path) -> None:
     said = orchestra("compare", "digits", "--sim", "--network", "10mbps,1ms", "--epochs", "0.2", "-s", "allreduce",
-                     "--out", "out")  # fmt: skip
+                     "--out", "out", "--no-tune")  # fmt: skip
     assert "virtual seconds: network 10mbps,1ms, delay constant:0.05" in said.out
     assert "virtual seconds" in (tmp_path / "out" / "table.md").read_text()
 

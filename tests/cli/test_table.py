@@ -58,7 +58,7 @@ def test_a_lead_within_the_spread_may_be_chance() -> None:
     made = table(row("allreduce", 4.0, 6.0, 5.0), row("localsgd", 3.0, 6.5, 4.5), row("slowmo", 3.0, 6.7, 4.6))
     words = " ".join(verdict(made, cores=8))
     assert "which may be chance" in words
-    assert "Its lead over slowmo could be chance" in words
+    assert words.startswith("localsgd and slowmo are tied: they reached accuracy ≥ 0.9 in 4.5 and 4.6 s")
 
 
 def test_seeds_that_agree_are_known_to_a_snapshot() -> None:
@@ -83,8 +83,28 @@ def test_the_table_says_what_the_sentence_says() -> None:
 
 def test_a_lead_within_a_snapshot_is_called_a_tie() -> None:
     words = " ".join(verdict(table(row("allreduce", 4.0), row("localsgd", 3.95, gap=0.1)), cores=8))
+    assert "localsgd and allreduce are tied" in words
     assert "less than one snapshot" in words
+    assert "take localsgd: it is the simplest to write down" in words
     assert "One seed only" in words
+
+
+def test_of_a_tie_the_simplest_or_else_the_cheapest_is_advised() -> None:
+    def advised(*rows: Row) -> str:
+        (found,) = [text for text in verdict(table(*rows), cores=8) if "take" in text]
+        return found
+
+    served = replace(row("ps", 3.95), servers=1)
+    assert advised(row("allreduce", 4.0), served) == (
+        "Of ps and allreduce, which are tied, take allreduce: it needs the fewest nodes, 2."
+    )
+    assert "take slowmo: it sends the fewest bytes between all nodes, " in advised(
+        row("allreduce", 3.95), row("slowmo", 4.0, sent=1e5)
+    )
+    assert "take slowmo: of those with 2 nodes it sends the fewest bytes" in advised(
+        served, row("slowmo", 4.0, sent=1e5), row("allreduce", 3.98)
+    )
+    assert not any("take" in text for text in verdict(table(row("allreduce", 4.0), row("slowmo", 2.0)), cores=8))
 
 
 def test_what_missed_the_target_is_shown_and_not_ranked() -> None:
@@ -107,8 +127,8 @@ def test_the_time_of_the_whole_run_is_told_also_where_the_target_was_missed() ->
 
 
 def test_one_epoch_is_no_epochs() -> None:
-    assert table(row("allreduce", 4.0)).heading.endswith("· 3 epochs")
-    assert replace(table(row("allreduce", 4.0)), epochs=1.0).heading.endswith("· 1 epoch")
+    assert table(row("allreduce", 4.0)).heading.endswith("· 3 epochs · untuned")
+    assert replace(table(row("allreduce", 4.0)), epochs=1.0).heading.endswith("· 1 epoch · untuned")
 
 
 def test_the_narrow_table_fits_a_small_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -162,10 +182,10 @@ def test_a_rehearsal_has_two_clocks() -> None:
 
 def test_a_table_says_where_its_runs_end() -> None:
     made = table(row("allreduce", 5.0))
-    assert made.heading.endswith("1 seed · 3 epochs")
+    assert made.heading.endswith("1 seed · 3 epochs · untuned")
     assert "total time: of a whole run, past the target." in made.legend
     short = replace(made, stops=True)
-    assert short.heading.endswith("1 seed · until the target, at most 3 epochs")
+    assert short.heading.endswith("1 seed · until the target, at most 3 epochs · untuned")
     assert "total time: until the target, or until it was given up." in short.legend
 
 

@@ -133,7 +133,17 @@ def test_a_script_that_fails_on_a_worker(orchestra: Orchestra, tmp_path: Path) -
     assert said.err.startswith("Traceback")
     assert "AssertionError: enough" in said.err
     assert said.err.count("Traceback") == 1
-    compared = orchestra("compare", str(tmp_path / "mine.py"), "--strategies", "allreduce,solo", "--out", "c")
+    compared = orchestra(
+        "compare",
+        str(tmp_path / "mine.py"),
+        "--strategies",
+        "allreduce,solo",
+        "--no-tune",
+        "--seeds",
+        "1",
+        "--out",
+        "c",
+    )
     assert compared.code == 1
     assert "failed: AssertionError: enough" in compared.out
 
@@ -141,7 +151,7 @@ def test_a_script_that_fails_on_a_worker(orchestra: Orchestra, tmp_path: Path) -
 def test_compare(orchestra: Orchestra) -> None:
     said = orchestra(
         "compare", "digits", "--strategies", "allreduce, localsgd(tau=4)", "--epochs", "3", "--target", "accuracy=0.5",
-        "--out", "race",
+        "--no-tune", "--seeds", "1", "--out", "race",
     )  # fmt: skip
     assert said.code == 0
     table = json.loads(Path("race/table.json").read_text())
@@ -160,7 +170,7 @@ def test_compare(orchestra: Orchestra) -> None:
 def test_compare_shows_what_missed_the_target_and_who_ran_alone(orchestra: Orchestra) -> None:
     said = orchestra(
         "compare", "digits", "--strategies", "solo,allreduce", "--epochs", "0.3", "--target", "accuracy=1.0", "--json",
-        "--quiet", "--workers", "2", "--seeds", "2",
+        "--quiet", "--workers", "2", "--seeds", "2", "--no-tune",
     )  # fmt: skip
     assert said.code == 0
     assert said.err == ""
@@ -216,4 +226,9 @@ def test_an_optimizer_and_a_schedule_from_the_command_line(orchestra: Orchestra,
     assert config["schedule"] == "warmup(epochs=1, factor=2.0)"
     assert config["optimizer"].startswith("LARS ")
     assert orchestra("resume", "run", "--epochs", "2", "--json", "-q").json["steps"] == 90
-    assert orchestra("compare", "digits", "--sim", "--epochs", "1", *given, "-s", "allreduce,localsgd", "-q").code == 0
+    assert (
+        orchestra(
+            "compare", "digits", "--sim", "--epochs", "1", *given, "-s", "allreduce,localsgd", "-q", "--no-tune"
+        ).code
+        == 0
+    )

@@ -56,6 +56,34 @@ def _env() -> dict[str, str]:
     return dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 
 
+@pytest.mark.parametrize(
+    ("command", "said", "not_said"),
+    [
+        ("run --network 10mbit", ["orchestra sim --network", "--lab", "orchestra sim, compare"], ["trusted"]),
+        ("resume --network 10mbit", ["orchestra sim --network", "--lab"], ["trusted"]),
+        ("run --sim", ["Use `orchestra sim`"], ["Did you mean"]),
+        ("run --numerics off", ["use `orchestra sim`"], ["Did you mean"]),
+        ("run --lab 10mbit,1ms", ["--lab is an option of orchestra compare.", "orchestra lab up"], ["--delay", "--lr"]),
+        ("sim --lab 10mbit,1ms", ["--lab is an option of orchestra compare."], ["--delay", "--lr"]),
+        ("run --hosts FILE", ["orchestra launch --hosts FILE -- run"], ["--out", "--steps"]),
+        ("run --strategies slowmo", ["Did you mean --strategy?", "orchestra compare, sweep and"], ["--trace"]),
+        ("compare --strategy slowmo", ["Did you mean --strategies?", "orchestra run and sim"], ["--trace"]),
+        ("run --worker 3", ["Did you mean --workers?"], ["--order"]),
+        ("run --frobnicate", ["No such option: --frobnicate"], ["Did you mean", "is an option of"]),
+    ],
+)
+def test_an_unknown_option_is_explained(
+    command: str, said: list[str], not_said: list[str], orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    verb, *more = command.split()
+    answer = orchestra(verb, "digits", *more)
+    assert answer.code == 2
+    (message,) = [line for line in answer.err.splitlines() if "No such option" in line]
+    assert all(words in message for words in said), message
+    assert not any(words in message for words in not_said), message
+
+
 def test_strategies_lists_the_catalogue(orchestra: Orchestra) -> None:
     found = orchestra("strategies", "--json").json
     assert [entry["name"] for entry in found] == [cls.__name__.lower() for cls in STRATEGIES]
@@ -77,6 +105,32 @@ def test_explain_shows_pseudo_code_and_knobs(orchestra: Orchestra) -> None:
     assert said.code == 0
     assert all(text in said.out for text in ("u  ← β u", "tau = 12", "at least 1", "Bytes sent", "slowmo(tau=24)"))
     assert "ps(consistency=asp())" in orchestra("explain", "asp").out
+
+
+def test_explain_another_name_says_whose_it_is_and_how_they_differ(orchestra: Orchestra) -> None:
+    said = orchestra("explain", "fedavg")
+    assert said.code == 0
+    assert said.out.startswith("fedavg is another name for localsgd. ")
+    assert "epochs" in said.out.split("\n\n")[0]
+    assert "localsgd(tau=" in said.out
+    assert orchestra("explain", "ddp").out.startswith("ddp is another name for allreduce. ")
+    record = orchestra("explain", "fedavg", "--json").json
+    assert record["name"] == "localsgd"
+    assert [*record["aliases"]] == ["fedavg"]
+
+
+def test_other_names_are_listed(orchestra: Orchestra) -> None:
+    found = {record["name"]: record for record in orchestra("strategies", "--json").json}
+    assert [*found["allreduce"]["aliases"]] == ["ddp"]
+    assert found["slowmo"]["aliases"] == {}
+    assert "fedavg: localsgd" in orchestra("strategies").err
+
+
+def test_explain_a_strategy_that_is_missing_here(orchestra: Orchestra) -> None:
+    said = orchestra("explain", "diloco")
+    assert said.code == 2
+    assert "DiLoCo is not available" in said.err
+    assert "slowmo(tau=500" in said.err
 
 
 def test_explain_a_misspelt_name(orchestra: Orchestra) -> None:

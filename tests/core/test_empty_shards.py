@@ -122,6 +122,8 @@ def test_nor_do_they_over_sockets(tmp_path: Path) -> None:
     expected = alone(tmp_path / "alone").model.state_dict()
     for found in values(together(2, call)):
         assert_close(found, expected)
+    (warning,) = json.loads((tmp_path / "run" / "ending.json").read_text())["warnings"]
+    assert warning.startswith("worker 1 of 2 has no samples (partition Uneven(few=0))")
 
 
 def test_nor_do_they_in_a_loop_of_ones_own() -> None:

@@ -204,12 +204,19 @@ def test_a_deleted_folder_ends_the_run_in_a_line(strategy: Strategy[Any], tmp_pa
     assert not run.exists()
 
 
-def test_a_deleted_folder_of_a_virtual_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.mark.parametrize("steps", [200, 100_000])
+def test_a_deleted_folder_of_a_virtual_run(steps: int, tmp_path: Path) -> None:
+    """It is noticed at the next look, long before there are so many events that they are written to the folder."""
+    run, looks = tmp_path / "run", []
+
+    def watch(now: Any) -> None:
+        looks.append(run.exists())
+        deleting(run)(now)
+
     with pytest.raises(RunFolderGone) as error:
-        train(AllReduce(), run, cluster=Simulated(workers=2), model=Jittery, budget=Steps(100_000),
-              progress=deleting(run))  # fmt: skip
+        train(AllReduce(), run, cluster=Simulated(workers=2), model=Jittery, budget=Steps(steps), progress=watch)
     assert told(str(error.value), run)
+    assert all(looks)
 
 
 def test_a_deleted_folder_of_processes_of_their_own(tmp_path: Path) -> None:

@@ -129,3 +129,63 @@ def test_while_the_processes_make_their_models(tmp_path: Path, more: tuple[str, 
         process.kill()
         process.wait()
         assert until(lambda: not forkservers(mark), 10), marked(mark)
+
+
+# `orchestra launch`, with a stand-in for ssh that keeps the environment, and with it the mark.
+
+_STAND_IN = """\
+#!/bin/sh
+asked=asked-$1
+if [ -e "$asked" ]; then stage=run; else stage=check; fi
+touch "$asked"
+if [ "$1" = two ] && [ "$stage" = "$SILENT" ]; then touch silent; exec sleep 100; fi
+shift
+exec sh -c "$*"
+"""
+_NODE = """\
+import os, time
+from pathlib import Path
+Path("node-" + os.environ["RANK"]).touch()
+time.sleep(100)
+"""
+
+
+@contextmanager
+def launched(tmp_path: Path, *command: str, silent: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A launcher with two hosts; the second does not answer at the stage `silent`, as one that is switched off."""
+    (tmp_path / "stand-in").write_text(_STAND_IN)
+    (tmp_path / "stand-in").chmod(0o755)
+    (tmp_path / "hosts").write_text("one\ntwo\n")
+    (tmp_path / "node.py").write_text(_NODE)
+    words = ("--hosts", "hosts", "--ssh", str(tmp_path / "stand-in"), "--master", "127.0.0.1", "--")
+    launch = ("env", f"SILENT={silent}", sys.executable, "-m", "orchestra", "launch", *words, *command)
+    with started(tmp_path, *launch) as found:
+        yield found
+
+
+def assert_no_orphans(process: subprocess.Popen[bytes], mark: str) -> None:
+    assert len(marked(mark)) > 1
+    process.kill()
+    process.wait()
+    assert until(lambda: not marked(mark), 10), marked(mark)
+
+
+@pytest.mark.parametrize("stage", ["check", "run"])
+def test_launch_while_a_host_does_not_answer(tmp_path: Path, stage: str) -> None:
+    """It would be waited for 100 s; in the second stage the first host's process has started meanwhile."""
+    with launched(tmp_path, "python", "node.py", silent=stage) as (process, mark):
+        assert until((tmp_path / "silent").exists, 60), (tmp_path / "said").read_text()
+        assert stage == "check" or until((tmp_path / "node-0").exists, 60)
+        assert_no_orphans(process, mark)
+
+
+def test_launch_while_the_processes_start(tmp_path: Path) -> None:
+    with launched(tmp_path, "python", "node.py") as (process, mark):
+        assert until(lambda: len([*tmp_path.glob("node-*")]) == 2, 60), (tmp_path / "said").read_text()
+        assert_no_orphans(process, mark)
+
+
+def test_launch_while_the_processes_import_torch(tmp_path: Path) -> None:
+    with launched(tmp_path, "run", "digits", "--out", "run") as (process, mark):
+        assert until(lambda: any(map(maps_torch, marked(mark))), 60), (tmp_path / "said").read_text()
+        assert_no_orphans(process, mark)

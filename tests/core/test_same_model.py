@@ -77,6 +77,43 @@ def test_local_gives_the_same_in_either_order(tmp_path: Path, strategy: str) -> 
     assert_same(found, train(strategy, tmp_path / "b", model=partial(Named, NAMES), **asked).model)
 
 
+class InTurn(Named):
+    """Calls its layers in the order in which they were registered."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(2 * layer(x))
+        y: Tensor = self.head(x)
+        return y
+
+
+class AsListed(Named):
+    """Calls its layers in the order of a list of its own."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self.listed = list(names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.listed:
+            x = torch.tanh(2 * self.layers[name](x))
+        y: Tensor = self.head(x)
+        return y
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+def test_layers_are_called_in_the_callers_order(tmp_path: Path, strategy: str) -> None:
+    model = differently(partial(InTurn, NAMES), partial(InTurn, NAMES[::-1]))
+    result = train(strategy, tmp_path / "run", workers=2, model=model, budget=Steps(6))
+    assert_close(result.model, plain(model=partial(InTurn, NAMES), steps=6, size=2))
+
+
+def test_a_model_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    model = differently(partial(AsListed, NAMES), partial(AsListed, NAMES[::-1]))
+    with pytest.raises(ClusterError, match=r"the model computes something else for the same samples.*PYTHONHASHSEED"):
+        train("allreduce", tmp_path, workers=2, model=model)
+
+
 def test_tied_layers_have_one_name_or_the_other(tmp_path: Path) -> None:
     def tied(first: str, second: str) -> nn.Module:
         model = Named([first, *NAMES[2:], second])
@@ -128,8 +165,16 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index] + float.fromhex(f"0x{os.urandom(2).hex()}p-30"), self.y[index]
 
 
-def test_samples_that_are_drawn_are_not_compared(tmp_path: Path) -> None:
-    assert train("allreduce", tmp_path / "run", data=Noisy).summary.steps == 5
+class Flipped(Noisy):
+    """Likewise, and each sample is one of two: several are read the same twice by chance."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] * (1 - 2 * (os.urandom(1)[0] % 2)), self.y[index]
+
+
+@pytest.mark.parametrize("data", [Noisy, Flipped])
+def test_samples_that_are_drawn_are_not_compared(tmp_path: Path, data: Callable[[], Any]) -> None:
+    assert train("allreduce", tmp_path / "run", data=data).summary.steps == 5
 
 
 def ordered(order: Sequence[str]) -> nn.Module:

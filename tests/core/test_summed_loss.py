@@ -93,6 +93,8 @@ def test_what_is_a_sum_and_what_is_not(count: int) -> None:
     assert judge(lambda output, target: total(output, target) / 1000)
     assert judge(nn.CrossEntropyLoss(reduction="sum"), classifier(), make_classes)
     assert judge(total, Dicey())  # BatchNorm and dropout do not hide it
+    assert judge(lambda output, target: total(output, target) + 0.5) is (count > 3)  # from two cuts on
+    assert not judge(lambda output, target: F.mse_loss(output, target) + 0.5)
     assert not judge(F.mse_loss)
     assert not judge(nn.CrossEntropyLoss(), classifier(), make_classes)
     assert not judge(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2])), classifier(), make_classes)

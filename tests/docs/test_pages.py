@@ -26,6 +26,7 @@ def test_the_catalogue_has_every_strategy_and_part_whole(cls: type) -> None:
     text = pages.catalogue() if cls in STRATEGIES else pages.parts()
     assert known.name_of(cls) in _anchors(text)
     assert known.page(cls) in text.replace("<br>\n", "\n")
+    assert all(f"`{name}`. {differs}" in text for name, differs in known.aliases_of(cls).items())
     for knob in known.knobs(cls):
         assert re.search(rf"^\| `{knob.name}` \| `{re.escape(knob.default)}` \|", text, re.MULTILINE), knob
 

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -37,9 +39,10 @@ from orchestra import (
     Solo,
     Steps,
     Target,
+    expression,
 )
 from orchestra.expression import parse
-from orchestra.strategies import STRATEGIES
+from orchestra.strategies import ABSENT, ALIASES, PARTS, STRATEGIES
 
 pytestmark = pytest.mark.usefixtures("no_process")
 
@@ -94,11 +97,22 @@ def some_stream(count: int) -> IterableDataset[tuple[Tensor, Tensor]]:
         ("bsp", "is not a strategy"),
         ("3", "is not a strategy"),
         ("", "cannot be read"),
+        ("localsgd(tau=eight)", "strategy localsgd.tau = 'eight'    must be a whole number, at least 1, such as tau=8"),
+        ("LocalSGD(tau=Eight)", "strategy LocalSGD.tau = 'Eight'    must be a whole number"),
+        ("localsgd(tau=eight())", "strategy localsgd.tau = 'eight()'    must be a whole number"),
+        ("localsgd(tau=2*eight)", "strategy localsgd.tau = '2 * eight'    must be a whole number"),
+        ("localsgd(tua=eight)", "did you mean 'tau'?"),
+        ("slowmo(beta=high)", "strategy slowmo.beta = 'high'    must be a number, 0 to 0.999, such as beta=0.7"),
+        ("slowmo(base=localsgd(tau=eight))", "strategy localsgd.tau = 'eight'    must be a whole number"),
+        ("ps(servers=two)", "strategy ps.servers = 'two'    must be a whole number, at least 1"),
+        ("ps(consistency=ssp(staleness=few))", "strategy ssp.staleness = 'few'    must be a whole number"),
+        ("ps(consistency=asap)", "strategy ps.consistency = 'asap'    no strategy or part is called 'asap'; did"),
         ("slowmo(", "cannot be read"),
         ("slowmo(**{'tau': 3})", "** is not allowed"),
         ("__import__('os').system('true')", "strategy"),
         ("slowmo(tau=__import__('os').getpid())", "strategy"),
-        ("slowmo(tau=[].append(1))", "neither a number"),
+        ("slowmo(tau=[].append(1))", "strategy slowmo.tau = '[].append(1)'    must be a whole number"),
+        ("ps(consistency=[].append(1))", "neither a number"),
         ("slowmo(tau={[]: 1})", "strategy"),
         ("a\0b", "cannot be read"),
         ("-" * 900 + "1", "strategy"),
@@ -110,6 +124,67 @@ def some_stream(count: int) -> IterableDataset[tuple[Tensor, Tensor]]:
 )
 def test_a_bad_strategy_is_named(text: str, said: str, tmp_path: Path) -> None:
     assert said in problems(tmp_path, text)
+
+
+def test_several_bad_options_are_named_together(tmp_path: Path) -> None:
+    said = problems(tmp_path, "slowmo(tau=eight, beta=high)")
+    assert "strategy slowmo.tau = 'eight'" in said
+    assert "strategy slowmo.beta = 'high'" in said
+
+
+NUMBERS = [
+    (cls, field)
+    for cls in (*STRATEGIES, *PARTS)
+    for field in dataclasses.fields(cls)
+    if get_type_hints(cls)[field.name] in (int, float, int | None, float | None)
+]
+
+
+@pytest.mark.parametrize(("cls", "field"), NUMBERS, ids=[f"{cls.__name__}.{field.name}" for cls, field in NUMBERS])
+def test_every_number_of_a_strategy_is_named_with_what_it_must_be(cls: Any, field: Any) -> None:
+    name = cls.__name__.lower()
+    with pytest.raises(ConfigError) as caught:
+        parse(f"{name}({field.name}=eight)")
+    (problem,) = caught.value.problems
+    assert problem.where == f"strategy {name}.{field.name}"
+    assert problem.value == "eight"
+    assert "number" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "said"),
+    [
+        (expression.parse_optimizer, "sgd(lr=fast)", "optimizer sgd.lr = 'fast'    must be a number"),
+        (expression.parse_optimizer, "adamw(betas=usual)", "optimizer adamw.betas = 'usual'    must be numbers"),
+        (expression.parse_optimizer, "sgd(nesterov=yes)", "optimizer sgd.nesterov = 'yes'    must be True or False"),
+        (expression.parse_schedule, "warmup(epochs=two)", "schedule warmup.epochs = 'two'    must be a number"),
+    ],
+)
+def test_words_in_place_of_numbers_are_named_in_optimizers_and_schedules(read: Any, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert said in str(caught.value)
+
+
+def test_other_names_of_a_strategy_are_understood(tmp_path: Path) -> None:
+    assert parse("fedavg(tau=4)") == LocalSGD(tau=4)
+    assert parse("DDP") == AllReduce()
+    assert expression.show(parse("fedavg")) == "localsgd"
+    run = train("fedavg(tau=4)", tmp_path / "run", cluster=Simulated(workers=2), budget=Steps(2)).run
+    assert json.loads((run / "config.json").read_text())["strategy"] == "localsgd(tau=4)"
+
+
+def test_no_other_name_is_that_of_a_strategy_or_part() -> None:
+    own = {cls.__name__.lower() for cls in (*STRATEGIES, *PARTS)} | {cls.short for cls in STRATEGIES}
+    assert not own & {*ALIASES, *ABSENT}
+    assert {alias.strategy for alias in ALIASES.values()} <= set(STRATEGIES)
+    assert not {*ALIASES} & {*ABSENT}
+
+
+def test_a_known_strategy_that_is_missing_here_is_named_with_the_nearest(tmp_path: Path) -> None:
+    said = problems(tmp_path, "diloco(tau=500)")
+    assert "DiLoCo is not available" in said
+    assert "slowmo(tau=500" in said
 
 
 @given(st.text(max_size=40) | st.text("solmpsaytu()=,[]{}'0123456789.-+* \\\n", max_size=60))
@@ -330,8 +405,8 @@ DATA: list[tuple[dict[str, Any], str]] = [
     ({"data": lambda: make_data(0)}, "there is no sample"),
     ({"data": lambda: (torch.zeros(9, 7), torch.zeros(8, 1))}, "same number of samples"),
     ({"data": with_nan}, "data[0][17]"),
-    ({"data": lambda: 5}, "must give a tuple of tensors"),
-    ({"data": lambda: None}, "must give a tuple of tensors"),
+    ({"data": lambda: 5}, "must give a tuple or a dict of tensors or NumPy arrays"),
+    ({"data": lambda: None}, "must give a tuple or a dict of tensors or NumPy arrays"),
     ({"data": lambda: (torch.tensor(1.0), torch.tensor(2.0))}, "data"),
     ({"data": lambda: (torch.zeros(30, 7),)}, "at least an input and a target"),
     ({"data": lambda: Samples_(*[torch.zeros(7)] * 30)}, "data"),

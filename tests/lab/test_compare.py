@@ -12,7 +12,7 @@ import pytest
 
 
 def compare(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "orchestra", "compare", "digits", *arguments]
+    command = [sys.executable, "-m", "orchestra", "compare", "digits", "--no-tune", "--seeds", "1", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 

@@ -139,8 +139,19 @@ def ddp(optimizer: Factory, size: int = WORKERS, steps: int = 8) -> nn.Module:
     return module
 
 
-def local(optimizer: Factory, tau: int, size: int = WORKERS, steps: int = 8) -> nn.Module:
-    """Workers of their own, each plain PyTorch, and the mean of what they have."""
+def average_momenta(modules: list[nn.Module], inners: list[torch.optim.Optimizer]) -> None:
+    """Layer by layer, with zeros for workers that have not used the layer; these get none."""
+    for each in zip(*(module.parameters() for module in modules), strict=True):
+        states = [inner.state.get(p, {}) for inner, p in zip(inners, each, strict=True)]
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = [state[name] for state in states if state]
+            mean = sum(found[1:], found[0].clone()) / len(states) if found else None
+            for momentum in found:
+                momentum.copy_(mean)
+
+
+def local(optimizer: Factory, tau: int, size: int = WORKERS, steps: int = 8, *, momenta: bool = False) -> nn.Module:
+    """Workers of their own, each plain PyTorch, and the mean of what they have; of their momenta, too, if asked for."""
     modules = []
     for _ in range(size):
         seed_everything(SEED)
@@ -161,6 +172,8 @@ def local(optimizer: Factory, tau: int, size: int = WORKERS, steps: int = 8) -> 
                 mean = sum(p * (w / sum(weights)) for p, w in zip(each, weights, strict=True))
                 for p in each:
                     p.copy_(mean)
+            if momenta:
+                average_momenta(modules, inners)
     return modules[0]
 
 
@@ -275,6 +288,7 @@ def test_momenta_are_averaged_layer_by_layer(optimizer: Factory, tmp_path: Path)
     strategy = SlowMo(tau=1, beta=0.0, buffers="average")
     found = run(strategy, tmp_path / "run", optimizer=optimizer, cluster=FIXED, budget=Steps(12))
     assert_never_moved(found.state_dict(), start_of())
+    assert_close(found, local(optimizer, 1, steps=12, momenta=True), tolerance=1e-11)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

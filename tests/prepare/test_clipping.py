@@ -115,3 +115,23 @@ def test_alone_it_is_that_of_torch() -> None:
         return [*model.parameters()]
 
     torch.testing.assert_close(script(True), script(False), rtol=1e-6, atol=1e-7)
+
+
+def differs(strategy: str) -> None:
+    with contextlib.suppress(SystemExit):  # of servers
+        model: Any = make_model()
+        model, optimizer = orchestra.prepare(model, sgd(model.parameters()), strategy=strategy)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.ones(2, 7) * (1 + optimizer.orchestra.rank)).sum().backward()
+            optimizer.clip_grad_norm_(0.5 if optimizer.orchestra.rank else 2.0)
+            optimizer.step()
+        optimizer.finish()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+def test_values_that_differ_between_workers_are_an_error(strategy: str) -> None:
+    for outcome in together(NODES[strategy], lambda: differs(strategy))[:2]:
+        assert outcome.kind in ("ClusterError", "Stopped"), outcome.error
+        assert "2.0 on worker 0" in outcome.error
+        assert "0.5 on worker 1" in outcome.error

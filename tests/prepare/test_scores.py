@@ -22,7 +22,7 @@ import orchestra
 from orchestra import overrides
 from orchestra.errors import ConfigError
 from orchestra.inner import Factory
-from orchestra.rates import Rescaled
+from orchestra.rates import Adjusted
 from orchestra.report.facts import facts_of, scores_of
 
 
@@ -102,7 +102,7 @@ def test_what_is_no_score_is_refused() -> None:
 
 
 def at_half(call: Any) -> Any:
-    with overrides.using({"optimizer": lambda old: Rescaled(old, 0.5)}):
+    with overrides.using({"optimizer": lambda old: Adjusted(old, 0.5)}):
         return call()
 
 

@@ -51,7 +51,7 @@ def train(recipe: Recipe, *, epochs: float, seed: int = 0) -> nn.Module:
             order = torch.randperm(len(inputs))[: steps * recipe.batch].view(steps, recipe.batch)
         chosen = order[step % steps]
         optimizer.zero_grad()
-        torch.autograd.backward(recipe.loss(model(inputs[chosen]), targets[chosen]))
+        torch.autograd.backward(recipe.loss(model(inputs[chosen]), targets[chosen]))  # type: ignore[misc]
         optimizer.step()
     return model
 
@@ -84,12 +84,12 @@ def test_a_recipe_is_complete_and_takes_a_step(name: str) -> None:
     assert score in scores
     assert scores[score] < float(least) < 1  # more is better, and an untrained model is not there yet
     optimizer = recipe.optimizer(model.parameters())
-    before = recipe.loss(model(few[0]), few[1])
+    before = recipe.loss(model(few[0]), few[1])  # type: ignore[misc]
     for _ in range(30):
         optimizer.zero_grad()
-        torch.autograd.backward(recipe.loss(model(few[0]), few[1]))
+        torch.autograd.backward(recipe.loss(model(few[0]), few[1]))  # type: ignore[misc]
         optimizer.step()
-    assert recipe.loss(model(few[0]), few[1]) < before
+    assert recipe.loss(model(few[0]), few[1]) < before  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -99,12 +99,12 @@ def test_many_replicas_can_be_evaluated_in_one(name: str) -> None:
     stacked, _ = torch.func.stack_module_state(replicas)
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return recipe.loss(torch.func.functional_call(replicas[0], parameters, (x,)), y)
+        return recipe.loss(torch.func.functional_call(replicas[0], parameters, (x,)), y)  # type: ignore[misc]
 
     pairs = tuple(part.view(2, 8, *part.shape[1:]) for part in (inputs, targets))
     gradients = torch.func.vmap(torch.func.grad(loss))(stacked, *pairs)
     for rank, replica in enumerate(replicas):
-        torch.autograd.backward(recipe.loss(replica(pairs[0][rank]), pairs[1][rank]))
+        torch.autograd.backward(recipe.loss(replica(pairs[0][rank]), pairs[1][rank]))  # type: ignore[misc]
         for parameter, value in replica.named_parameters():
             torch.testing.assert_close(gradients[parameter][rank], value.grad, atol=1e-5, rtol=1e-4)
 

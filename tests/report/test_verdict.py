@@ -70,7 +70,41 @@ def test_two_seeds_that_disagree_have_no_interval_worth_the_name() -> None:
 def test_less_than_one_snapshot_is_a_tie() -> None:
     marks = [mark("allreduce", i, 10.0 + i, gap=2.0) for i in range(3)]
     marks += [mark("slowmo", i, 9.5 + i) for i in range(3)]
-    assert any("a tie" in doubt for doubt in judge(marks, TARGET, "accuracy").doubts)
+    found = judge(marks, TARGET, "accuracy")
+    assert found.sentence.startswith("slowmo and allreduce are tied: they reached accuracy ≥ 0.9 in 10.5 and 11 s")
+    assert "slowmo was less than one snapshot of the model before allreduce, 1.05 times as fast" in found.sentence
+    assert found.tied == ("slowmo", "allreduce")
+    assert found.doubts == (), "said once"
+
+
+def test_a_small_lead_that_may_be_chance_is_a_tie_and_a_large_one_is_not() -> None:
+    near = judge(marks_of(localsgd=(5.0, 5.2, 5.4), slowmo=(5.4, 5.0, 5.9), allreduce=(9.0, 9.5, 10.0)), TARGET, "")
+    assert near.tied == ("localsgd", "slowmo")
+    assert near.sentence.startswith(
+        "localsgd and slowmo are tied: they reached accuracy ≥ 0.9 in 5.2 and 5.4 s, medians"
+    )
+    assert "localsgd was before slowmo, 1.04 times as fast as slowmo (95 % interval" in near.sentence
+    assert ", and 1.83 times as fast as allreduce (95 % interval" in near.sentence
+    far = judge(marks_of(localsgd=(5.0, 5.2, 5.4), slowmo=(7.0, 5.1, 9.0), allreduce=(12.0, 14.0, 13.0)), TARGET, "")
+    assert far.tied == ()
+    assert far.sentence.startswith("localsgd reached")
+    assert any("Its lead over slowmo could be chance" in doubt for doubt in far.doubts)
+
+
+def test_a_tie_without_the_baseline_says_what_became_of_it() -> None:
+    found = judge(marks_of(localsgd=(5.0,), slowmo=(5.05,), allreduce=(None,)), TARGET, "accuracy")
+    assert "in 5 and 5.05 s; allreduce did not; localsgd was less than one snapshot" in found.sentence
+
+
+def test_what_did_not_learn_is_named_with_the_reason() -> None:
+    why = "did not learn (rate too large for stale gradients?)"
+    lost = [replace(found, unlearned=why) for found in marks_of(ps=(None, None))]
+    found = judge([*marks_of(allreduce=(5.0, 5.1)), *lost], TARGET, "accuracy")
+    assert f"ps {why}." in found.doubts
+    some = judge([*marks_of(allreduce=(5.0, 5.1), ps=(3.0,)), lost[1]], TARGET, "accuracy")
+    assert "ps did not learn in 1 of 2 runs (rate too large for stale gradients?)." in some.doubts
+    assert f"ps {why}." in judge(lost, None, "accuracy").doubts
+    assert judge(lost, TARGET, "accuracy").sentence == "No strategy reached accuracy ≥ 0.9, and none learned anything."
 
 
 def test_who_missed_the_target_is_not_ranked() -> None:
@@ -122,7 +156,7 @@ def test_a_tie_is_nobodys_lead() -> None:
 def test_all_that_cannot_be_told_apart_may_have_been_first() -> None:
     near = [mark("allreduce", 0, 5.05, gap=0.2), mark("ps", 0, 5.0), mark("localsgd", 0, 5.1)]
     assert firsts(near, TARGET) == ["ps", "allreduce"]
-    assert "lead over allreduce is less than one snapshot" in " ".join(judge(near, TARGET, "accuracy").doubts)
+    assert "ps was less than one snapshot of the model before allreduce" in judge(near, TARGET, "accuracy").sentence
     assert firsts([mark("ps", 0, 0.0), mark("allreduce", 0, 0.0)], TARGET) == ["allreduce", "ps"], "both at once"
     assert firsts([mark("ps", 0, None)], TARGET) == []
 

@@ -14,9 +14,21 @@ from typing import Any
 import pytest
 import torch
 from tests.laws.examples import COUNTED, EXAMPLES, SYNCHRONOUS, cancels, each_of, sieves, workers_for
-from tests.zoo import INPUTS, Dicey, assert_close, assert_same, events, make_data, make_large, make_model, train
+from tests.processes import together
+from tests.zoo import (
+    INPUTS,
+    Dicey,
+    assert_close,
+    assert_same,
+    events,
+    make_data,
+    make_large,
+    make_model,
+    momentum,
+    train,
+)
 
-from orchestra import AllReduce, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
+from orchestra import AllReduce, Attached, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
 from orchestra.delays import Trace
 from orchestra.errors import ConfigError, Deadlock, WorkerFailed
 from orchestra.events import Ended, Logged, Stepped
@@ -304,10 +316,24 @@ def test_without_numbers_everything_takes_as_long(strategy: S, number: float, mo
         assert off == pytest.approx(real, rel=1e-9), figure
 
 
-def test_large_models_too(tmp_path: Path) -> None:
-    """Where every worker updates a range of one x."""
-    real = train(AllReduce(), tmp_path / "real", workers=3, model=make_large, budget=Steps(4))
-    assert_same(real.model, rehearse(AllReduce(), tmp_path / "virtual", model=make_large, steps=4).model)
+@pytest.mark.parametrize("optimizer", [momentum, partial(torch.optim.AdamW, lr=0.002)], ids=["momentum", "adamw"])
+@pytest.mark.parametrize("workers", [3, 4])
+def test_large_models_too(workers: int, optimizer: Any, tmp_path: Path) -> None:
+    """Where every worker updates a range of one x: in shared memory, over sockets and in virtual time."""
+    given: dict[str, Any] = {"model": make_large, "optimizer": optimizer, "budget": Steps(4)}
+    real = train(AllReduce(), tmp_path / "real", workers=workers, **given)
+    virtual = train(AllReduce(), tmp_path / "virtual", cluster=Simulated(workers=workers), **given)
+    assert_same(real.model, virtual.model)
+
+    def call() -> Any:
+        result = train(AllReduce(), tmp_path / "attached", cluster=Attached(patience=60), **given)
+        return result.model.state_dict(), result.summary.sent_total
+
+    for outcome in together(workers, call):
+        assert not outcome.kind, outcome.error
+        state, sent = outcome.value
+        assert all(torch.equal(state[name], tensor) for name, tensor in virtual.model.state_dict().items())
+        assert sent == virtual.summary.sent_total == real.summary.sent_total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,6 @@ def test_a_median_a_slow_and_a_late_run_fail_it() -> None:
     assert [claim.holds for claim in made([0.0] * 20, switched=None).claims] == [True, True, True, True, False]
 
 
-@pytest.mark.skipif(not (FOLDER / "results.json").exists(), reason="the twenty seeds have not been run yet")
 def test_the_judgement_is_as_saved_and_as_told() -> None:
     record = saved(".")
     study = Study(record["title"], FOLDER, rows=record["rows"])

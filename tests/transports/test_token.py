@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from cryptography import x509
 from orchestra import Attached
 from orchestra.errors import ConfigError
 from orchestra.transports import token
-from orchestra.transports.token import Token
+from orchestra.transports.token import Token, WrongToken
 
 SECRET = "0123456789abcdef" * 2
 
@@ -99,7 +102,19 @@ def test_all_that_a_stranger_sees_is_made_of_what_scrypt_gives(monkeypatch: pyte
     seen = [_certificate(made) for made in (first, other)]
     assert seen[0].serial_number != seen[1].serial_number
     assert seen[0].public_key() != seen[1].public_key()
-    assert other._derive(b"proof:") != first._derive(b"proof:")
+    with pytest.raises(WrongToken):
+        prove(second, Token(text, trusted=True))
+    prove(second, second)
+
+
+def prove(one: Token, other: Token) -> None:
+    """Let two ends of a connection prove to each other that they have the token."""
+    ends = socket.socketpair()
+    with ends[0], ends[1], ThreadPoolExecutor(1) as thread:
+        until = time.monotonic() + 30
+        answer = thread.submit(one.secure, ends[0], server=True, until=until)
+        other.secure(ends[1], server=False, until=until)
+        answer.result()
 
 
 def _certificate(made: Token) -> x509.Certificate:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NAME = "command.json"
+_BEFORE = (NAME, "tuning.json", "tuning")  # what is there before the first run of a race
 
 
 def keep(typed: Sequence[str], out: Path) -> None:
@@ -20,8 +21,8 @@ def keep(typed: Sequence[str], out: Path) -> None:
 
 
 def is_taken(out: Path) -> bool:
-    """Whether there is more in a folder than a command that was refused before anything ran."""
-    return out.exists() and (not out.is_dir() or any(path.name != NAME for path in out.iterdir()))
+    """Whether there is more in a folder than what a command left that was refused or stopped before the race."""
+    return out.exists() and (not out.is_dir() or any(path.name not in _BEFORE for path in out.iterdir()))
 
 
 def _without_out(typed: Sequence[str]) -> Iterator[str]:

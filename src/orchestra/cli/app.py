@@ -28,8 +28,12 @@ from orchestra.cli.strategies import strategies
 from orchestra.cli.sweep import sweep
 from orchestra.cli.top import top
 from orchestra.cli.trace import trace
+from orchestra.cli.unknown_options import explain as explain_option
 from orchestra.cli.watch import watch
 from orchestra.errors import Interrupted
+
+# Typer brings its own copy of click from some version on, and does not export this class of it.
+_NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
 
 
 class _Verbs(TyperGroup):
@@ -43,6 +47,9 @@ class _Verbs(TyperGroup):
         """Carry out a verb."""
         try:
             return super().invoke(ctx)
+        except _NoSuchOption as error:
+            explain_option(error)
+            raise
         except Interrupted as error:
             _say(str(error))
             raise typer.Exit(error.exit_code) from None

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from orchestra import expression
-from orchestra.errors import ConfigError, Problem, nearest
-from orchestra.strategies import PARTS, STRATEGIES
+from orchestra.errors import ConfigError, Problem
+from orchestra.strategies import ALIASES, PARTS, STRATEGIES
 from orchestra.strategy import Strategy
 
 
@@ -31,8 +31,20 @@ def find(name: str) -> type[Any]:
     known = expression.names()
     word = name.split("(")[0].strip().lower()
     if word not in known:
-        raise ConfigError([Problem("name", name, f"no strategy or part is called so; {nearest(word, known)}")])
+        raise ConfigError([Problem("name", name, expression.unknown(word, known))])
     return known[word]
+
+
+def about_alias(name: str) -> str | None:
+    """Whose other name this is, and how what goes by it differs; None if it is a strategy's own name."""
+    word = name.split("(")[0].strip().lower()
+    alias = ALIASES.get(word)
+    return None if alias is None else f"{word} is another name for {name_of(alias.strategy)}. {alias.differs}"
+
+
+def aliases_of(cls: type[Any]) -> dict[str, str]:
+    """The other names of a strategy, with how what goes by them differs."""
+    return {name: alias.differs for name, alias in ALIASES.items() if alias.strategy is cls}
 
 
 def name_of(cls: type[Any]) -> str:

@@ -28,7 +28,8 @@ FIGURES: dict[str, Callable[[Row], float]] = {
     "seconds": lambda row: row.seconds if row.done else math.nan,
     "bytes": lambda row: row.traffic if row.done else math.nan,
     "wait": lambda row: row.wait,
-    "staleness": lambda row: _known(row.mean("staleness_mean")),
+    "age": lambda row: _known(row.mean("staleness_mean")),
+    "staleness": lambda row: _known(row.mean("staleness_mean")),  # what `age` was called before
     "final": lambda row: row.final,
     "reached": lambda row: len(row.times) / len(row.outcomes),
 }

@@ -8,7 +8,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import progress
-from orchestra.cli import again, claims, fairness, goals, in_lab, loop_runs, sources, summary, tuning
+from orchestra.cli import again, candidates, claims, fairness, goals, in_lab, loop_runs, sources, summary, tuning
 from orchestra.cli import options as o
 from orchestra.cli.concluding import conclude
 from orchestra.cli.loop_runs import Loop
@@ -26,6 +26,7 @@ from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, 
 
 if TYPE_CHECKING:
     from orchestra.budget import Target
+    from orchestra.cli.candidates import Setting
     from orchestra.cli.table import Outcome, Table
     from orchestra.recipe import Recipe
 
@@ -53,7 +54,18 @@ Lab = Annotated[
 ]
 Rates = Annotated[
     str | None,
-    typer.Option(metavar="A,B,C", help="Learning rates to try for each strategy before the race; the best one races."),
+    typer.Option(metavar="A,B,C", help="Learning rates to try, in place of those around the recipe's own."),
+]
+Tune = Annotated[
+    bool,
+    typer.Option(
+        "--tune/--no-tune",
+        help="Find the learning rate of each strategy first, and the momentum of asynchronous ones, with equally many "
+        "tries for all. --lr switches it off as well.",
+    ),
+]
+TuneReal = Annotated[
+    bool, typer.Option("--tune-real", help="Tune on real processes, as the race runs. Default: in simulation.")
 ]
 Claims = Annotated[
     list[str] | None,
@@ -61,7 +73,7 @@ Claims = Annotated[
         "--assert",
         metavar="CLAIM",
         help='End with code 9 unless it holds: "slowmo.time < allreduce.time", "ps.bytes <= 0.5 * allreduce.bytes". '
-        "Figures: time, seconds, bytes, wait, staleness, final, reached.",
+        "Figures: time, seconds, bytes, wait, age, final, reached.",
     ),
 ]
 Goal = Annotated[
@@ -75,18 +87,21 @@ Goal = Annotated[
 
 def compare(
     context: typer.Context, recipe: Name, args: o.Args = None, strategies: Strategies = DEFAULT,
-    workers: o.Workers = None, seeds: Seeds = 1,
+    workers: o.Workers = None, seeds: Seeds = 3,
     epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, lab: Lab = None, lrs: Rates = None, asserted: Claims = None,
+    network: o.Network = None, delay: o.Delay = None, lab: Lab = None, tune: Tune = True, lrs: Rates = None,
+    tune_real: TuneReal = False, asserted: Claims = None,
     trace: o.Trace = False, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies to a target on the same model, samples and seeds, and print which won and what it cost.
 
-    Every strategy runs with every seed; the seeds take turns, so that a machine that slows down slows all alike. The
-    model is set aside 40 times in a run and scored afterwards: scoring costs no strategy any time. Ratios above 1 are
-    faster than the baseline, which is allreduce if it takes part, else the first named.
+    First the learning rate of every strategy is tuned, and its main option where none is given, with equally many tries
+    for all and on other seeds. Then every strategy runs with every seed; the seeds take turns, so that a machine that
+    slows down slows all alike. The model is set aside 40 times in a run and scored afterwards: scoring costs no
+    strategy any time. Ratios above 1 are faster than the baseline, which is allreduce if it takes part, else the first
+    named.
 
     A script that calls orchestra.train runs once, up to its first such call; what comes after it does not run. Each
     strategy then trains with the arguments of that call. A script with a loop of its own, under orchestra.prepare, runs
@@ -111,11 +126,14 @@ def compare(
         device=device, sim=sim or None, network=network, delay=delay, trace=trace or None,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
-    said = [claims.parse(text, race.strategies) for text in asserted or []]
+    rates = () if lrs is None else tuning.read(lrs)
+    for text in asserted or []:
+        claims.parse(text, race.strategies)  # what cannot be understood is refused before anything runs
     again.keep(context.obj, race.out)
     race = goals.settle(race, quiet=quiet)
-    if lrs is not None:
-        race = tuning.tune(race, tuning.read(lrs), quiet=quiet)
+    if rates or (tune and lr is None):
+        race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
+    said = [claims.parse(text, race.strategies) for text in asserted or []]
     table = race.run(quiet=quiet)
     conclude(table, race.out, as_json=json_, quiet=quiet, fair=race.fairness(table), asserted=said)
 
@@ -132,8 +150,10 @@ class Race:
     target: Target
     out: Path
     lab: str | None = None  # the network that each runs in
-    rates: Mapping[str, float] = field(default_factory=dict)  # learning rates of their own
-    tries: int = 0  # after so many
+    fixed: frozenset[str] = frozenset()  # strategies of which the main option was given
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # what they run with, as tuned
+    tries: int = 0  # of each, before
+    snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
 
     @property
@@ -161,14 +181,12 @@ class Race:
 
     def run_one(self, strategy: str, seed: int, mark: str, *, quiet: bool, first: bool) -> Outcome:
         """One run; if it fails, that is its outcome, but for mistakes in the very first."""
-        from orchestra import expression
+        from orchestra import cautions, expression
         from orchestra.budget import Epochs
         from orchestra.cli.table import Outcome, judge
 
         folder = self.out / _slug(strategy) / f"seed{seed}"
-        rate = {"lr": self.rates[strategy]} if strategy in self.rates else {}
-        limit = {} if self.patience is None else {"seconds": self.patience}
-        chosen = options_for(strategy, self.shared, seed=seed, out=str(folder), **rate, **limit)
+        chosen = dataclasses.replace(self.options_of(strategy, seed), out=str(folder))
         about = {"recipe": self.source.name, "options": chosen.given(), "patience": self.patience, "race": self.about()}
         try:
             if isinstance(self.recipe, Loop):
@@ -176,16 +194,17 @@ class Race:
                 return judge(folder, seed, self.target)
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).servers
-                chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / _SNAPSHOTS, score_afterwards=True)
+                chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / self.snapshots, score_afterwards=True)
                 if not self.source.holds_recipe:  # a script may have other ends
                     chosen = dataclasses.replace(chosen, epochs=self.epochs)
                 in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab, self.source.args)
                 return judge(folder, seed, self.target)
-            with progress.choose(quiet=quiet, title=mark) as display:
+            known = cautions.silent() if strategy in self.settings else nullcontext()
+            with progress.choose(quiet=quiet, title=mark) as display, known:
                 sources.train_recipe(
                     self.recipe,
                     chosen.changes(),
-                    evaluate_every=Epochs(self.epochs / _SNAPSHOTS),
+                    evaluate_every=Epochs(self.epochs / self.snapshots),
                     score_afterwards=True,
                     progress=display,
                     note=about | {"args": list(self.source.args)},
@@ -197,6 +216,16 @@ class Race:
                 raise  # nothing has run: better to say so than to fail as often as there are runs
             return Outcome(seed, folder, failed=_reason(error))
         return judge(folder, seed, self.target)
+
+    def like(self, tuned: Race) -> Race:
+        """The same race, every strategy with its setting in another."""
+        return dataclasses.replace(self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries)
+
+    def options_of(self, strategy: str, seed: int) -> Options:
+        """The options of one run, but for its folder."""
+        tuned = self.settings[strategy].options if strategy in self.settings else {}
+        limit = {} if self.patience is None else {"seconds": self.patience}
+        return options_for(strategy, self.shared, seed=seed, **tuned, **limit)
 
     def about(self) -> dict[str, Any]:
         """What is noted of it with each run, for whoever looks before there is a table."""
@@ -211,7 +240,7 @@ class Race:
             return f"failed: {outcome.failed}"
         unit = "virtual s" if outcome.facts.virtual else "s"
         name, total = self.target.metric, f"{outcome.facts.seconds:.2f} {unit} in all"
-        total += f"; {outcome.facts.missing}" if outcome.facts.missing else ""
+        total += "".join(f"; {text}" for text in (outcome.facts.missing, outcome.facts.unlearned) if text)
         if outcome.seconds is None:
             best = "no score is a number" if outcome.best is None else f"best {outcome.best:.4g}"
             return f"{name} {self.target.value:g} not reached, {best}; {total}"
@@ -231,11 +260,11 @@ class Race:
         baseline = baseline_of([row.strategy for row in rows] or self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
-        return Table(*what, world=self._world(), stops=self.shared.target is not None)
+        return Table(*what, world=self._world(), stops=self.shared.target is not None, tuned=bool(self.settings))
 
     def fairness(self, table: Table) -> list[str]:
         """What all had in common, as the folders of the runs say."""
-        return fairness.examine(table, {s: self.rates.get(s, self.shared.lr) for s in self.strategies}, self.tries)
+        return fairness.examine(table, self.settings, self.tries, self.shared.lr)
 
     def _world(self) -> str:
         """Where it takes place, if that is not here."""
@@ -275,7 +304,9 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
-    return Race(source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab)
+    return Race(
+        source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, candidates.fixed(texts)
+    )
 
 
 def _read(

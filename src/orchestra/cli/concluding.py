@@ -87,7 +87,8 @@ def show(table: Table, words: Sequence[str], fair: Sequence[str] = ()) -> None:
     console.print(grid)
     if narrow:
         console.print(
-            f"runs: reached · ratio: speed, {table.baseline} = 1 · total: s · MB: of a worker · stale: mean/max",
+            f"runs: reached · ratio: speed, {table.baseline} = 1 · total: s · MB: of a worker · "
+            "age: of gradients, in updates, mean/max",
             style="dim",
         )
     else:

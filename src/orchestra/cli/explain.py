@@ -58,6 +58,8 @@ def explain(
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
+    if (alias := catalogue.about_alias(name)) is not None:
+        console.print(f"{textwrap.fill(alias, 100)}\n")
     short = catalogue.short_of(cls)
     title = catalogue.name_of(cls) + (f" (short: {short})" if short else "")
     console.print(f"{title}: {catalogue.one_line(cls)}\n", style="bold")

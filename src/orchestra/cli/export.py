@@ -24,7 +24,7 @@ Mlflow = Annotated[str | None, typer.Option("--mlflow", metavar="URI", help="A t
 
 
 def export(runs: Runs, tensorboard: TensorBoard = None, wandb: Wandb = None, mlflow: Mlflow = None) -> None:
-    """Give the figures of runs to the tool you live in: losses, scores, shares of time, bytes, staleness, by step.
+    """Give the figures of runs to the tool you live in: losses, scores, times, bytes, ages of gradients, by step.
 
     Runs may be real or rehearsed, over or under way; each becomes a run there. Needs the tool itself, which is an extra
     of that name.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from orchestra.report.reading import object_in
 
 if TYPE_CHECKING:
+    from orchestra.cli.candidates import Setting
     from orchestra.cli.table import Table
 
 
@@ -27,14 +28,14 @@ class Point:
         return f"{'same' if self.fair else 'NOT THE SAME'} {self.what}: {self.how}"
 
 
-def examine(table: Table, rates: Mapping[str, float | None], tries: int) -> list[str]:
+def examine(table: Table, settings: Mapping[str, Setting], tries: int, rate: float | None = None) -> list[str]:
     """The points, in words; those that do not hold say where."""
     runs = [outcome for row in table.rows for outcome in row.outcomes if outcome.facts is not None]
     found = [str(point) for point in _points([(run.seed, object_in(run.run / "config.json")) for run in runs])]
     nodes = sorted({row.workers + row.servers for row in table.rows})
     counted = str(nodes[0]) if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
     found.append(f"all nodes counted: {counted}, servers included; see the column")
-    return [*found, _rates(rates, tries)]
+    return [*found, _rates(settings, tries, rate)]
 
 
 def _points(configs: list[tuple[int, dict[str, Any]]]) -> Iterator[Point]:
@@ -73,18 +74,9 @@ def _family(optimizer: Any) -> str:
     return str(optimizer).partition(" ")[0]
 
 
-def _rates(rates: Mapping[str, float | None], tries: int) -> str:
-    if not any(rate is not None for rate in rates.values()):
-        return "learning rate: the recipe's own for all, tuned for none (--lrs 0.02,0.05,0.1 would tune each)"
-    if len(set(rates.values())) == 1:
-        return f"learning rate: {next(iter(rates.values())):g} for all, {_after(tries)}"
-    each = ", ".join(f"{strategy} {rate:g}" for strategy, rate in rates.items() if rate is not None)
-    return f"learning rates: {each}; {_after(tries)}"
-
-
-def _after(tries: int) -> str:
-    return (
-        "as given, tuned for none"
-        if not tries
-        else f"each the best of {tries} tries, with a seed that is not raced with"
-    )
+def _rates(settings: Mapping[str, Setting], tries: int, rate: float | None) -> str:
+    if not settings:
+        which = "the recipe's own" if rate is None else f"{rate:g}"
+        return f"untuned: the learning rate is {which} for all, and tuned, the order may be another"
+    each = "; ".join(f"{strategy} {setting}" for strategy, setting in settings.items())
+    return f"tuned, each the best of {tries} tries, with seeds that are not raced with: {each}"

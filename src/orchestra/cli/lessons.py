@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from orchestra.cli import ties
 from orchestra.cli.table import Row, Table
 from orchestra.report.verdict import CHANCE, judge
 from orchestra.words import plural, size
@@ -14,10 +15,13 @@ def verdict(table: Table, cores: int | None) -> list[str]:
         return ["Every run failed: there is nothing to compare."]
     judged = judge(table.marks, table.target, table.target.metric, table.unit, table.baseline)
     said, winners = [judged.sentence], [row for row in table.ranked if row.always]
-    if not winners:
+    if not winners and all(row.unlearned for row in table.rows if row.done):
+        said.append("Give another --lr.")
+    elif not winners:
         said.append("Give more --epochs or a nearer --target.")
     elif winners[0].workers + winners[0].servers == 1 and table.workers > 1:
         said.append(f"{winners[0].strategy} is one process alone: here this model is too small for company to pay.")
+    said += ties.advice([row for row in winners if row.strategy in judged.tied])
     said += _traffic(table, winners[0]) if winners else []
     said += [*judged.doubts, *_told_apart(table), *_stale(table)]
     crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
@@ -70,7 +74,11 @@ def _told_apart(table: Table) -> list[str]:
 
 def _stale(table: Table) -> list[str]:
     """What may have kept strategies from the target."""
-    missed = [(row, row.mean("staleness_mean")) for row in table.ranked if row.done and not row.always]
+    missed = [
+        (row, row.mean("staleness_mean"))
+        for row in table.ranked
+        if row.done and not row.always and row.unlearned is None  # else that is said already
+    ]
     return [
         f"With {row.strategy} gradients were {stale:.1f} updates old on average: a smaller --lr may help it."
         for row, stale in missed

@@ -62,7 +62,11 @@ Lr = Annotated[
     float | None, typer.Option(help="Learning rate of the inner optimizer. Default: the recipe's own.", metavar="RATE")
 ]
 LrFactor = Annotated[
-    float | None, typer.Option(help="Multiply the learning rates of the recipe or the script by this.", metavar="F")
+    float | None,
+    typer.Option("--lr-factor", help="Learning rate times this, in every parameter group. Default: 1.", metavar="F"),
+]
+Momentum = Annotated[
+    float | None, typer.Option(help="Momentum of the inner optimizer. Default: the recipe's own.", metavar="MU")
 ]
 Optimizer = Annotated[
     str | None,
@@ -187,6 +191,7 @@ class Options:
     batch: int | None = None
     lr: float | None = None
     lr_factor: float | None = None
+    momentum: float | None = None
     optimizer: str | None = None
     schedule: str | None = None
     out: str | None = None
@@ -362,21 +367,23 @@ def _budget(o: Options) -> dict[str, Change]:
 
 
 def _optimizer(o: Options) -> dict[str, Change]:
-    if o.optimizer is None and o.lr is None and o.lr_factor is None:
+    if o.optimizer is None and o.lr is None and o.lr_factor is None and o.momentum is None:
         return {}
     from orchestra import expression
-    from orchestra.rates import Rescaled, at_rate
+    from orchestra.rates import Adjusted, at_rate
 
-    if o.lr is not None and not (math.isfinite(o.lr) and o.lr >= 0):
+    if o.lr is not None and not 0 <= o.lr < math.inf:
         raise ConfigError([Problem("lr", o.lr, "must be a finite number of at least 0")])
     if o.lr_factor is not None and not 0 < o.lr_factor < math.inf:
         raise ConfigError([Problem("lr-factor", o.lr_factor, "must be a finite number above 0")])
+    if o.momentum is not None and not 0 <= o.momentum < 1:
+        raise ConfigError([Problem("momentum", o.momentum, "must be at least 0 and below 1")])
     chosen = None if o.optimizer is None else expression.parse_optimizer(o.optimizer)
 
     def change(old: Any) -> Any:
         made = chosen or old
         made = made if o.lr is None else at_rate(made, o.lr)
-        return made if o.lr_factor is None else Rescaled(made, o.lr_factor)
+        return made if o.lr_factor is None and o.momentum is None else Adjusted(made, o.lr_factor or 1.0, o.momentum)
 
     return {"optimizer": change}
 

@@ -24,6 +24,7 @@ from orchestra.cli import again, concluding, described, goals, loop_runs, source
 from orchestra.cli import compare as racing
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
+from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem
 from orchestra.report import escaping
 from orchestra.words import plural
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates that are not halved any more
+_WORTH = 3.0  # runs of each candidate that tuning may cost: the rungs take more, all in all
 _GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
 _ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies alone: benchmarks/RESULTS.md, laboratory
 
@@ -57,12 +59,13 @@ def recommend(
     context: typer.Context, recipe: racing.Name, args: o.Args = None, network: Network = None,
     workers: o.Workers = None, straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None,
     strategies: Candidates = None, seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None,
-    optimizer: o.Optimizer = None,
-    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    optimizer: o.Optimizer = None, tune: racing.Tune = True, out: o.Out = None, json_: o.Json = False,
+    quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Say which strategy to take on a cluster you describe, and why: all are rehearsed there, in virtual time.
 
-    Every strategy of the catalogue runs with several values of its main knob. The slower half is left out again and
+    Every strategy of the catalogue runs with several values of its main knob, each with the learning rate that was best
+    for it in equally many tries, asynchronous ones also without momentum. The slower half is left out again and
     again, while those that stay are run with more seeds. Delays are those of one machine if you measured it:
     --delay FILE from `orchestra probe`.
 
@@ -90,11 +93,14 @@ def recommend(
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
+    race = dataclasses.replace(race, fixed=frozenset(race.strategies))
     if shared.sim:  # the same ends for all; that a slow one is given up comes on top
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)
-    ladder = Ladder(race, seeds, quiet=quiet)
     again.keep(context.obj, race.out)
+    if tune and lr is None:
+        race = Tuning(race, _WORTH, quiet=quiet).run()
+    ladder = Ladder(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)
     advice.save()
@@ -190,6 +196,8 @@ class Advice:
     unfit: dict[str, str]
 
     def __post_init__(self) -> None:
+        from orchestra.cli import ties
+
         ladder, self.all = self.ladder, self.ladder.table()
         table = ladder.table(ladder.left)
         # Those who ran with few seeds and left are not ranked among those who ran with all.
@@ -197,7 +205,7 @@ class Advice:
         self.table = dataclasses.replace(table, baseline=baseline)
         others = [row for row in self.all.ranked if row.strategy not in ladder.left]
         self.others = sorted(others, key=lambda row: -len(row.outcomes))
-        self.finalists = [row for row in self.table.ranked if row.always]
+        self.finalists, self.tied = ties.arranged(self.table)
         rehearsed = ladder.race.shared.sim and len(self.finalists) > 1
         self.elsewhere = [*_elsewhere(ladder, self.finalists[:2])] if rehearsed else []
 
@@ -208,6 +216,8 @@ class Advice:
 
     def words(self) -> list[str]:
         """The advice, why, and how sure it is."""
+        from orchestra.cli import ties
+
         table = self.table
         if not self.finalists:
             near = table.ranked[0]
@@ -221,21 +231,21 @@ class Advice:
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None
         said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} {table.unit}{_spread(first)}."]
+        said = [ties.recommended(self.tied, table.goal)] if self.tied else said
+        if first.strategy in self.ladder.race.settings:
+            said.append(f"Run it with what tuning found: {self.ladder.race.settings[first.strategy]}.")
         if base is not None and base.strategy not in self.ladder.left:
             lead = _lead(self.all, first.strategy, base.strategy) if base.always else None
             said.append(f"allreduce took {lead}." if lead else f"allreduce {_missed(self.all, base)}.")
-        return [*said, *_why(first, base), *self._doubt(first)]
+        from orchestra.cli.reasons import where_the_time_went
+
+        return [*said, *where_the_time_went(first, base), *self._doubt(first)]
 
     def _doubt(self, first: Row) -> Iterator[str]:
         """How sure that is."""
-        from orchestra.report.verdict import firsts
-
-        if len(self.finalists) > 1:
-            second = self.finalists[1]
-            lead = _lead(self.table, first.strategy, second.strategy)
-            yield f"{second.strategy} is next: it took {lead or 'as long'}."
-            if second.strategy in firsts(self.table.marks, self.table.target):
-                yield "That is less than one snapshot of the model: a tie."
+        if others := [row for row in self.finalists[1:] if row not in self.tied]:
+            lead = _lead(self.table, first.strategy, others[0].strategy)
+            yield f"{others[0].strategy} is next: it took {lead or 'as long'}."
         yield from (f"{row.strategy} {_missed(self.table, row)}." for row in self.table.ranked if not row.always)
         yield from self.elsewhere
         if not self.ladder.race.shared.sim:
@@ -262,10 +272,12 @@ class Advice:
     def record(self) -> dict[str, Any]:
         """Everything, down to the single runs; those who came furthest come first."""
         found = self.all.as_record()
-        place = {row.strategy: i for i, row in enumerate([*self.table.ranked, *self.others])}
+        missed = [row for row in self.table.ranked if not row.always]
+        place = {row.strategy: i for i, row in enumerate([*self.finalists, *missed, *self.others])}
         found["rows"].sort(key=lambda row: place[row["strategy"]])
         return found | {
             "recommended": self.finalists[0].strategy if self.finalists else None,
+            "tied": [row.strategy for row in self.tied],
             "advice": self.words(),
             "given_up": {
                 row.strategy: seeds
@@ -320,6 +332,8 @@ def _missed(table: Table, row: Row) -> str:
     """What became of who did not always reach the target."""
     if not row.done:
         return "failed"
+    if not row.times and row.unlearned is not None:
+        return row.unlearned
     runs, missed = len(row.outcomes), len(row.outcomes) - len(row.times)
     how = f"was {_GIVEN_UP}" if any(map(_is_given_up, row.outcomes)) else "did not reach the target"
     often = f" in {missed} of {runs} runs" if runs > 1 else ""
@@ -331,34 +345,6 @@ def _spread(row: Row) -> str:
         return " (one seed)"
     low, high = row.interval
     return f" ({low:.3g} to {high:.3g} over {len(row.times)} seeds)"
-
-
-def _why(first: Row, base: Row | None) -> Iterator[str]:
-    """From where the time went."""
-    shares = _shares(first)
-    yield (
-        f"Its workers compute {shares['compute']:.0%} of the time, send and receive {shares['communicate']:.0%} and "
-        f"wait for others {shares['wait']:.0%}."
-    )
-    if base is None or not base.done:
-        return
-    theirs = _shares(base)
-    steps = [(row, row.mean("steps") or 1) for row in (first, base)]
-    mine, other = (row.traffic / count for row, count in steps)
-    lost = max(("communicate", "wait"), key=lambda kind: theirs[kind] - shares[kind])
-    if theirs[lost] - shares[lost] > 0.05:
-        what = "sending and receiving" if lost == "communicate" else "waiting for the slowest"
-        yield f"With allreduce they spend {theirs[lost]:.0%} of it {what}."
-    if mine and mine < 0.8 * other:
-        yield f"It moves {other / mine:.1f} times fewer bytes a step."
-    stale = first.mean("staleness_mean")
-    if stale:
-        yield f"The price: gradients are {stale:.1f} updates old on average when they are used."
-
-
-def _shares(row: Row) -> dict[str, float]:
-    kinds = ("compute", "communicate", "wait")
-    return {kind: sum(facts.share(kind) for facts in row.done) / max(1, len(row.done)) for kind in kinds}
 
 
 def _elsewhere(ladder: Ladder, rows: list[Row]) -> Iterator[str]:
@@ -374,19 +360,22 @@ def _elsewhere(ladder: Ladder, rows: list[Row]) -> Iterator[str]:
             found: dict[str, list[Outcome]] = {row.strategy: [] for row in rows}
             for seed, row in itertools.product(range(ladder.seeds), rows):
                 found[row.strategy].append(ladder.run_one(there, row.strategy, seed, words))
-            yield f"With {words}, {_first(there.table(found), rows[0].strategy)}."
+            yield f"With {words}, {_first(there.table(found))}."
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _first(table: Table, here: str) -> str:
+def _first(table: Table) -> str:
     """Which of two comes first there, and by how much."""
+    from orchestra.report.verdict import tied
+
     first, second = table.ranked
     if not first.always:
         return "neither reaches the target in every run"
-    same = "it is still first" if first.strategy == here else f"{first.strategy} would be first"
+    if len(tied(table.marks, table.target)) > 1:
+        return f"{first.strategy} and {second.strategy} are tied"
     lead = _lead(table, first.strategy, second.strategy)
-    return f"{same}: {second.strategy} " + (f"took {lead}" if lead else _missed(table, second))
+    return f"{first.strategy} is first: {second.strategy} " + (f"took {lead}" if lead else _missed(table, second))
 
 
 def _scaled(rate: str, factor: float) -> str:

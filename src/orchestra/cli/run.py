@@ -22,8 +22,8 @@ def run(
     recipe: o.What, args: o.Args = None, strategy: o.Strategy = None, workers: o.Workers = None,
     servers: o.Servers = None, epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None,
     target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
-    lr_factor: o.LrFactor = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
-    seed: o.Seed = None, partition: o.Spread = None,
+    lr_factor: o.LrFactor = None, momentum: o.Momentum = None, optimizer: o.Optimizer = None,
+    schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None,
     precision: o.Precision = None, device: o.Device = None, delay: o.Delay = None,
     checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
     token_file: o.TokenFile = None, trusted: o.Trusted = False, order: o.Order = None, grace: o.Grace = None,
@@ -53,7 +53,8 @@ def run(
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
-        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, optimizer=optimizer, schedule=schedule,
+        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum,
+        optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
         token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order, grace=grace,

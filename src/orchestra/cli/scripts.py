@@ -16,19 +16,19 @@ from itertools import islice
 from typing import Any
 
 from torch import nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 import orchestra.budget as budgets
 from orchestra import overrides
+from orchestra.batches import Loss, Pieces, loss_of, target_of
 from orchestra.cli import summary
 from orchestra.cli.loop_runs import TRAINING_LOSS
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
 from orchestra.cluster import Cluster, Local
-from orchestra.data.feed import Samples
+from orchestra.data.samples import Samples, collate, read
 from orchestra.errors import ConfigError, Problem
 from orchestra.recipe import Recipe
-from orchestra.replica import Loss
 from orchestra.request import Request, first_look, refuse
 from orchestra.sim.simulated import Simulated
 
@@ -94,7 +94,7 @@ def _epochs(asked: Request) -> float:
     data = asked.data()
     if isinstance(data, IterableDataset):
         return math.nan if epochs is None else float(epochs)
-    return round(min(last * together / len(Samples(data)), math.inf if epochs is None else epochs), 4)
+    return round(min(last * together / len(Samples(read(data))), math.inf if epochs is None else epochs), 4)
 
 
 def _place(cluster: Cluster) -> Cluster:
@@ -116,19 +116,19 @@ def placed(recipe: Recipe, shared: Options) -> Options:
 # The training loss, of scripts without a score.
 
 
-def _some(data: Callable[[], Any]) -> list[list[Any]]:
+def _some(data: Callable[[], Any]) -> list[Pieces]:
     """Batches of samples that are spread over the data evenly, or are the first of a stream."""
     found = data()
     if isinstance(found, IterableDataset):
         stream = list(islice(iter(found), _MOST))
-        return [list(default_collate(stream[i : i + _AT_ONCE])) for i in range(0, len(stream), _AT_ONCE)]
-    samples = Samples(found)
+        return [collate(stream[i : i + _AT_ONCE]) for i in range(0, len(stream), _AT_ONCE)]
+    samples = Samples(read(found))
     chosen = range(0, len(samples), max(1, math.ceil(len(samples) / _MOST)))
     return [samples.take(chosen[i : i + _AT_ONCE]) for i in range(0, len(chosen), _AT_ONCE)]
 
 
-def _loss_on(loss: Loss, model: nn.Module, batches: list[list[Any]]) -> dict[str, float]:
+def _loss_on(loss: Loss | None, model: nn.Module, batches: list[Pieces]) -> dict[str, float]:
     """The mean loss over batches."""
-    sizes = [len(batch[-1]) for batch in batches]
-    total = sum(float(loss(model(*batch[:-1]), batch[-1])) * size for batch, size in zip(batches, sizes, strict=True))
+    sizes = [len(target_of(batch)) for batch in batches]
+    total = sum(float(loss_of(model, batch, loss)) * size for batch, size in zip(batches, sizes, strict=True))
     return {TRAINING_LOSS: total / max(1, sum(sizes))}

@@ -12,8 +12,8 @@ def sim(
     recipe: o.What, args: o.Args = None, strategy: o.Strategy = None, workers: o.Workers = None,
     network: o.Network = None, delay: o.Delay = None, servers: o.Servers = None, epochs: o.Epochs = None,
     steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
-    lr_factor: o.LrFactor = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
-    seed: o.Seed = None,
+    lr_factor: o.LrFactor = None, momentum: o.Momentum = None,
+    optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None,
     partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, numerics: o.Numerics = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False, trace: o.Trace = False,
 ) -> None:  # fmt: skip
@@ -30,7 +30,8 @@ def sim(
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
-        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, optimizer=optimizer, schedule=schedule,
+        target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum,
+        optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
         partition=partition, precision=precision, clip=clip, sim=True, network=network, delay=delay, numerics=numerics,
         trace=trace or None,

@@ -22,7 +22,7 @@ def strategies(
       orchestra run digits --strategy "slowmo(tau=8, beta=0.6)"
     """
     from orchestra.cli import catalogue, summary
-    from orchestra.strategies import STRATEGIES
+    from orchestra.strategies import ALIASES, STRATEGIES
 
     if json_:
         summary.print_json([as_record(cls) for cls in STRATEGIES])
@@ -42,7 +42,8 @@ def strategies(
             catalogue.synchronous(cls), catalogue.paper(cls), catalogue.one_line(cls),
         )  # fmt: skip
     summary.console_for(90).print(table)
-    summary.say("\nnext: orchestra explain slowmo")
+    also = ", ".join(f"{name}: {catalogue.name_of(alias.strategy)}" for name, alias in ALIASES.items())
+    summary.say(f"\nother names: {also}\nnext: orchestra explain slowmo")
 
 
 def as_record(cls: type[Any]) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def as_record(cls: type[Any]) -> dict[str, Any]:
     return {
         "name": catalogue.name_of(cls),
         "short": catalogue.short_of(cls),
+        "aliases": catalogue.aliases_of(cls),
         "about": catalogue.one_line(cls),
         "paper": catalogue.citation(cls),
         "servers": getattr(cls(), "servers", 0),

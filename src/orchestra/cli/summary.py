@@ -56,7 +56,9 @@ def describe(run: Path, facts: Facts) -> str:
         f" ({facts.samples_per_second:,.0f} samples/s"
         + ("" if facts.virtual else f"; set up in {facts.setup:.1f} s")
         + f"){ended.get(facts.stopped_by, '')}",
-        f"  training loss {loss}{metrics}" if facts.trained else "  timing only: nothing was trained",
+        f"  training loss {loss}{metrics}{_unlearned(facts)}"
+        if facts.trained
+        else "  timing only: nothing was trained",
         f"  each worker sent {size(facts.sent_per_worker)} and received {size(facts.received_per_worker)}",
     ]
     lines += _happened(facts)
@@ -68,10 +70,14 @@ def describe(run: Path, facts: Facts) -> str:
     return "\n".join(lines)
 
 
+def _unlearned(facts: Facts) -> str:
+    return "" if facts.unlearned is None else f" · {facts.unlearned}"
+
+
 def _happened(facts: Facts) -> Iterator[str]:
-    """Staleness, a switch, and gradients that the model did not use."""
+    """The age of gradients, a switch, and gradients that the model did not use."""
     if facts.staleness_mean is not None:
-        yield f"  staleness {facts.staleness_mean:.1f} on average, {facts.staleness_max} at most"
+        yield f"  gradients were {facts.staleness_mean:.1f} updates old on average, {facts.staleness_max} at most"
     if facts.happened is not None:
         step, t = facts.happened
         then = " and ".join(f"{name} {value:.4g}" for name, value in facts.afterwards.items() if facts.trained)

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from orchestra.cli import again, concluding, goals, sources, summary
 from orchestra.cli import compare as racing
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
+from orchestra.cli.tuning import Tuning
 from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.report import escaping
@@ -35,6 +36,8 @@ Grid = Annotated[
         "slower worker 0 is), workers, batch, lr.",
     ),
 ]
+Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
+TuneEach = Annotated[bool, typer.Option("--tune-each", help="Tune under each condition. Default: under the first.")]
 
 
 def sweep(
@@ -43,14 +46,16 @@ def sweep(
     epochs: o.Epochs = None, target: racing.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
     optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None, partition: o.Spread = None,
     device: o.Device = None, sim: o.Sim = False, network: o.Network = None, delay: o.Delay = None,
+    tune: racing.Tune = True, tune_each: TuneEach = False, tune_real: racing.TuneReal = False,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies under every condition of a grid, and print who was first in each.
 
     Each condition is a comparison as `orchestra compare` makes it, in a folder of its own. The table has a row for each
     strategy and a column for each condition: seconds to the target, the first of a column marked; several, where they
-    cannot be told apart. Scripts are taken as `orchestra compare` takes them; a loop of your own has no network, delay
-    or batch to vary, only workers.
+    cannot be told apart. Learning rates are tuned once for each strategy, under the first condition, as `compare` does.
+    Scripts are taken as `orchestra compare` takes them; a loop of your own has no network, delay or batch to vary, only
+    workers.
 
     For example:
 
@@ -64,10 +69,7 @@ def sweep(
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, device=device,
         sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
-    problems = [*_problems(axes, sim, network)]
-    if out is not None and again.is_taken(out):
-        problems.append(Problem("out", str(out), "is not empty: choose a new folder"))
-    if problems:
+    if problems := [*_problems(axes, sim, network, out)]:
         raise ConfigError(problems)
     source, texts = sources.find(recipe, args or ()), o.split_strategies(strategies)
     folder = out or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-sweep-{source.label}"
@@ -77,31 +79,51 @@ def sweep(
     ]
     again.keep(context.obj, folder)
     goal = goals.settle(races[0][1], quiet=quiet).target  # one for all conditions
-    found = _run([(values, replace(race, target=goal)) for values, race in races], folder, quiet=quiet)
-    _conclude(found, folder, as_json=json_, quiet=quiet)
+    races = [(values, replace(race, target=goal)) for values, race in races]
+    if tune and not tune_each and lr is None and "lr" not in dict(axes):
+        races = _tuned_once(races, folder, real=tune_real, quiet=quiet)
+    best = partial(_tuned, real=tune_real, quiet=quiet) if tune_each else lambda race: race
+    _conclude(_run(races, folder, best, quiet=quiet), folder, as_json=json_, quiet=quiet)
 
 
-def _run(races: list[tuple[Values, racing.Race]], folder: Path, *, quiet: bool) -> list[Condition]:
+def _tuned(race: racing.Race, *, real: bool, quiet: bool) -> racing.Race:
+    return Tuning(race, race.seeds, real=real, quiet=quiet).run()
+
+
+def _run(
+    races: list[tuple[Values, racing.Race]], folder: Path, best: Callable[[racing.Race], racing.Race], *, quiet: bool
+) -> list[Condition]:
     """One comparison after the other; Ctrl-C leaves the table of those that are done."""
     found: list[Condition] = []
     try:
-        for i, (values, race) in enumerate(races):
+        for values, race in races:
             if not quiet:
-                summary.say(f"condition {i + 1} of {len(races)}: {_words(values)}")
-            table = race.run(quiet=quiet)
-            concluding.save(table, race.out)
-            found.append(Condition(values, table))
+                summary.say(f"condition {len(found) + 1} of {len(races)}: {_words(values)}")
+            found.append(Condition(values, best(race).run(quiet=quiet)))
+            concluding.save(found[-1].table, race.out)
     except KeyboardInterrupt:
-        if found:
-            _save(found, folder)
-            summary.say(f"{plural(len(found), 'condition')} done, in {summary.nearby(folder)}/sweep.md")
+        _stopped(found, folder)
         raise
     return found
 
 
-# Axes.
+def _tuned_once(
+    races: list[tuple[Values, racing.Race]], folder: Path, *, real: bool, quiet: bool
+) -> list[tuple[Values, racing.Race]]:
+    """The same races, every strategy with the setting that is best for it under the first condition."""
+    first = replace(races[0][1], out=folder)
+    tuned = Tuning(first, first.seeds * len(races), real=real, quiet=quiet).run()
+    return [(values, race.like(tuned)) for values, race in races]
 
-Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
+
+def _stopped(found: list[Condition], folder: Path) -> None:
+    """Keep what is done."""
+    if found:
+        _save(found, folder)
+        summary.say(f"{plural(len(found), 'condition')} done, in {summary.nearby(folder)}/sweep.md")
+
+
+# Axes.
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
@@ -109,7 +131,9 @@ def _axis(text: str) -> tuple[str, list[str]]:
     return name.strip(), [value.strip() for value in values.split(",") if value.strip()]
 
 
-def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None) -> Iterator[Problem]:
+def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None, out: Path | None) -> Iterator[Problem]:
+    if out is not None and again.is_taken(out):
+        yield Problem("out", str(out), "is not empty: choose a new folder")
     seen: set[str] = set()
     for name, values in axes:
         if name not in _AXES:
@@ -205,6 +229,8 @@ class Condition:
     def cell(self, strategy: str) -> str:
         """Seconds to the target, those of the first marked."""
         row = self.table.row(strategy)
+        if row is not None and not row.times and row.unlearned is not None:
+            return row.unlearned.partition(" (")[0]
         if row is None or not row.times:
             return "not reached" if row is not None and row.done else "failed"
         incomplete = " !" if row.incomplete else ""
@@ -237,7 +263,7 @@ def _title(found: list[Condition]) -> str:
     table = found[0].table
     virtual = "virtual " if table.world else ""
     tie = ", several: a tie" if any(len(condition.first) > 1 for condition in found) else ""
-    return f"{table.recipe} · {virtual}seconds to {table.aim}; ◂ first under that condition{tie}"
+    return f"{table.recipe} · {virtual}seconds to {table.aim}, {table.tuning}; ◂ first under that condition{tie}"
 
 
 def _cells(found: list[Condition]) -> tuple[list[str], list[list[str]]]:

@@ -13,7 +13,7 @@ from typing import Any
 from orchestra.budget import Target, lower_is_better
 from orchestra.report import escaping
 from orchestra.report.facts import Facts, facts_of, scores_of
-from orchestra.report.marks import Mark, achieved, standing
+from orchestra.report.marks import Mark, achieved, standing, unlearned_of
 from orchestra.report.verdict import Against, against_baseline, goal, is_useless
 from orchestra.statistics import Estimate, median_interval
 from orchestra.words import plural
@@ -51,7 +51,17 @@ class Row:
     def marks(self) -> list[Mark]:
         """What its runs achieved."""
         return [
-            Mark(self.strategy, "", o.seed, o.seconds, o.since, o.best, o.final, failed=o.failed is not None)
+            Mark(
+                self.strategy,
+                "",
+                o.seed,
+                o.seconds,
+                o.since,
+                o.best,
+                o.final,
+                failed=o.failed is not None,
+                unlearned=None if o.facts is None else o.facts.unlearned,
+            )
             for o in self.outcomes
         ]
 
@@ -64,6 +74,11 @@ class Row:
     def incomplete(self) -> list[Outcome]:
         """Runs in which what the strategy is about did not happen."""
         return [o for o in self.outcomes if o.facts is not None and o.facts.missing is not None]
+
+    @property
+    def unlearned(self) -> str | None:
+        """That runs did not learn, how many, and what may be the reason."""
+        return unlearned_of(self.marks)
 
     @property
     def failures(self) -> list[Outcome]:
@@ -135,11 +150,17 @@ class Table:
     rows: tuple[Row, ...]
     world: str = ""  # where it took place, if not on this machine
     stops: bool = False  # runs end at the target
+    tuned: bool = False  # each strategy runs with the learning rate that was best for it
 
     @property
     def ranked(self) -> list[Row]:
         """By time, in the order that the page has as well."""
         return sorted(self.rows, key=lambda row: standing(row.marks, self.target))
+
+    @property
+    def tuning(self) -> str:
+        """Whether there was one."""
+        return "tuned" if self.tuned else "untuned"
 
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy."""
@@ -191,16 +212,17 @@ class Table:
             f"{self.recipe} · target {self.aim} · {plural(self.workers, 'worker')} · "
             f"{plural(self.seeds, 'seed')}"
             + ("" if math.isnan(self.epochs) else f" · {upto}{plural(self.epochs, 'epoch')}")
+            + f" · {self.tuning}"
             + (f" · {self.world}" if self.world else "")
         )
 
     def columns(self, *, narrow: bool = False) -> list[str]:
         """Headings of the columns; short ones for a small terminal."""
         if narrow:
-            return ["strategy", "nodes", "runs", "time to target", "ratio", "total", "MB", "wait", "stale", "final"]
+            return ["strategy", "nodes", "runs", "time to target", "ratio", "total", "MB", "wait", "age", "final"]
         metric = f"final {self.target.metric}"
         against = f"vs {self.baseline}"
-        figures = ["MB/worker", "wait", "staleness", metric]
+        figures = ["MB/worker", "wait", "age (updates)", metric]
         return ["strategy", "nodes", "reached", "time to target", against, "total time", *figures]
 
     def cells(self, row: Row, *, narrow: bool = False) -> list[str]:
@@ -220,16 +242,18 @@ class Table:
             + ("!" if row.incomplete else ""),
             str(row.workers + row.servers),
             f"{len(row.times)}/{len(row.outcomes)}",
-            self._time(row),
+            self._time(row, narrow=narrow),
             ratio,
             f"{row.seconds:.2f}{'' if narrow else ' s'}" if row.done else "-",
             f"{row.traffic / 1e6:.1f}" if row.done else "-",
             f"{row.wait:.0%}" if row.done else "-",
             "-" if stale is None else f"{stale:.1f}/{most}" if narrow else f"{stale:.1f} (max {most})",
-            f"{row.final:.4g}" if row.done else "-",
+            f"{row.final:.4g}{' ‡' if row.unlearned else ''}" if row.done else "-",
         ]
 
-    def _time(self, row: Row) -> str:
+    def _time(self, row: Row, *, narrow: bool) -> str:
+        if not row.times and row.unlearned is not None:
+            return row.unlearned.partition(" (")[0] if narrow else row.unlearned
         if not row.times:
             return "failed" if not row.done else f"not reached (best {self.best(row):.4g})"
         text = f"{row.time:.2f} s"
@@ -247,8 +271,8 @@ class Table:
         return (
             f"time to target: median{spread}. {ratio}Other columns: means. nodes: workers and servers. "
             f"total time: {whole}. MB/worker: sent and received. "
-            "wait: share of the workers' time spent waiting for others. staleness: updates made between a worker's "
-            "pull and its push."
+            "wait: share of the workers' time spent waiting for others. age: of gradients, updates made "
+            "between a worker's pull and its push."
         )
 
     def markdown(self) -> str:
@@ -266,6 +290,7 @@ class Table:
                 found.append(
                     f"* {row.strategy} did not reach the target in {missed} of {len(row.outcomes)} runs: not ranked."
                 )
+            found += [f"‡ {row.strategy} {row.unlearned}."] if row.unlearned is not None else []
             found += [f"{row.strategy}, seed {o.seed}, failed: {o.failed}" for o in row.failures]
             found += [f"! {row.strategy}, seed {o.seed}: {o.facts.missing}." for o in row.incomplete if o.facts]
         return found
@@ -281,6 +306,7 @@ class Table:
             "seeds": self.seeds,
             "epochs": self.epochs,
             "baseline": self.baseline,
+            "tuned": self.tuned,
             "rows": [self._record(row) for row in self.ranked],
         }
 
@@ -305,6 +331,7 @@ class Table:
             "staleness_max": max((f.staleness_max for f in row.done if f.staleness_max is not None), default=None),
             "best": self.best(row),
             "final": row.final,
+            "unlearned": row.unlearned,
             "outcomes": [_outcome(o) for o in row.outcomes],
         }
 

@@ -32,7 +32,7 @@ Once = Annotated[bool, typer.Option("--once", help="Print one table and leave.")
 
 
 def top(run: Run = None, plain: Plain = False, once: Once = False, json_: o.Json = False) -> None:
-    """See how a run goes: a row for each worker with its step, loss, staleness, waiting and rate.
+    """See how a run goes: a row for each worker with its step, loss, age of gradients, waiting and rate.
 
     The run may be real or rehearsed, under way, over or dead. Nothing that is done here touches it. Where standard
     output is no terminal, --plain is understood. On the screen, ? tells what the keys do.

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learning rate for every contestant of a comparison: the same candidates for all, with a seed apart."""
+"""Every strategy at its best before it races: learning rate, momentum and main option, with equally many tries for all.
+
+    first rung      all tries, for a small part of the epochs, on a seed that is not raced with
+    wider grid      the best rate of a strategy lies at the edge: further rates on that side, for all strategies
+    second rung     the best few of each, three times as long, on a second seed; the best one races
+
+A try that reaches the target sooner is better. Of those that do not reach it the one is better that has the better
+score when the first of them ends. Tries are simulated, unless told otherwise, and kept in tuning.json.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +15,32 @@ import dataclasses
 import json
 import math
 import shutil
-from typing import TYPE_CHECKING
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from orchestra.budget import lower_is_better
-from orchestra.cli import summary
+from orchestra.cli import candidates, sources, summary
+from orchestra.cli.candidates import Setting
+from orchestra.cli.loop_runs import Loop
 from orchestra.errors import ConfigError, Problem
+from orchestra.report.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.compare import Race
     from orchestra.cli.table import Outcome
+
+NAME = "tuning.json"
+_TRIES = 12  # of a strategy
+_KEPT = 3  # one in so many tries goes on, three times as long
+_LONGEST = 0.25  # of the epochs, in the first rung
+_SNAPSHOTS = 10  # scores of a try
+_MEASURED = 8  # steps from which the time of an epoch is estimated
 
 
 def read(text: str) -> tuple[float, ...]:
@@ -29,34 +54,297 @@ def read(text: str) -> tuple[float, ...]:
     return rates
 
 
-def tune(race: Race, rates: tuple[float, ...], *, quiet: bool) -> Race:
-    """The same race, every strategy with its best rate; what was tried is kept in tuning.json."""
-    sign = 1 if lower_is_better(race.target.metric) else -1
-    seed, folder = race.seeds, race.out / "tuning"
-    chosen: dict[str, float] = {}
-    record: dict[str, dict[str, float | None]] = {}
-    for number, strategy in enumerate(race.strategies):
-        tried: dict[float, Outcome] = {}
-        for rate in rates:
-            attempt = dataclasses.replace(race, rates={strategy: rate}, out=folder / f"lr-{rate:g}")
-            mark = f"tuning [{number + 1}/{len(race.strategies)}] {strategy} · lr {rate:g}"
-            tried[rate] = attempt.run_one(strategy, seed, mark, quiet=quiet, first=False)
-            if not quiet:
-                summary.say(f"{mark}: {race.told(tried[rate])}")
+@dataclass(frozen=True)
+class Found:
+    """What a try came to."""
 
-        def key(rate: float, tried: dict[float, Outcome] = tried) -> tuple[float, float]:
-            found = tried[rate]
-            near = math.inf if found.best is None else sign * found.best
-            return (math.inf if found.seconds is None else found.seconds, near)
+    seconds: float | None = None  # to the target
+    curve: tuple[tuple[float, float], ...] = ()  # time and score, as long as that is a number
+    failed: str | None = None
 
-        if all(found.best is None for found in tried.values()):
+    def best_until(self, time: float, sign: int) -> float:
+        """The best score up to some time, smaller being better with this sign; infinite if there is none."""
+        return min((sign * score for t, score in self.curve if t <= time), default=math.inf)
+
+
+def rank(found: Mapping[Setting, Found], sign: int) -> list[Setting]:
+    """Settings, the best first; those of which there is no score are left out."""
+    scored = {setting: one for setting, one in found.items() if one.curve and one.failed is None}
+    first = min((one.curve[-1][0] for one in scored.values()), default=0.0)
+
+    def key(setting: Setting) -> tuple[float, float]:
+        one = scored[setting]
+        return (math.inf if one.seconds is None else one.seconds, one.best_until(first, sign))
+
+    return sorted(scored, key=key)
+
+
+@dataclass
+class Plan:
+    """How much is tried, and for how long: together at most as long as the race."""
+
+    strategies: int
+    epochs: float  # of a run
+    worth: float  # runs of each strategy that tuning may cost
+    given: int = 0  # rates that were given: no others are tried
+
+    @property
+    def tries(self) -> int:
+        """Of each strategy."""
+        return self.given or _TRIES
+
+    @property
+    def kept(self) -> int:
+        """Of each strategy, in the second rung."""
+        return max(1, self.tries // _KEPT)
+
+    @property
+    def _cost(self) -> int:
+        """Of both rungs, in tries of the first."""
+        return self.tries + 3 * self.kept
+
+    @property
+    def first(self) -> float:
+        """Epochs of a try in the first rung; half as many tries again are left for a wider grid."""
+        reserve = 0 if self.given else self.tries // 2
+        return self.epochs * min(_LONGEST, self.worth / (self._cost + reserve))
+
+    @property
+    def widenings(self) -> int:
+        """Times that the grid may be made wider."""
+        left = self.worth * self.epochs - self._cost * self.first
+        return 0 if self.given else min(2, int(left / (self.tries // 2 * self.first) + 1e-9))
+
+    @property
+    def most(self) -> float:
+        """Epochs in all."""
+        return self.strategies * self.first * (self._cost + self.widenings * (self.tries // 2))
+
+
+@dataclass
+class Tuning:
+    """Finds the settings with which strategies race."""
+
+    race: Race
+    worth: float  # runs of each strategy that it may cost
+    rates: tuple[float, ...] = ()  # given, in place of the grid
+    real: bool = False  # tries run as the race does, not in simulation
+    quiet: bool = False
+    _kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # what earlier tries came to
+
+    @cached_property
+    def own(self) -> tuple[float, float]:
+        """Learning rate and momentum of the recipe."""
+        recipe, changes = self.race.recipe, self.race.shared.changes()
+        if isinstance(recipe, Loop):
+            return math.nan, 0.0  # only the loop knows
+        factory = changes["optimizer"](recipe.optimizer) if "optimizer" in changes else recipe.optimizer
+        made = factory([*recipe.model().parameters()])
+        group = made.param_groups[0]
+        return float(group["lr"]), float(group.get("momentum") or 0.0)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How much is tried."""
+        race = self.race
+        return Plan(len(race.strategies), race.epochs, self.worth, len(self.rates))
+
+    def run(self) -> Race:
+        """The same race, every strategy with its best setting."""
+        race, plan = self.race, self.plan
+        self._kept = _read(race.out)
+        if isinstance(race.recipe, Loop):
+            return self._run_loop()
+        if not self.quiet:
+            summary.say(self._estimate())
+        tried: dict[str, dict[Setting, Found]] = {name: {} for name in race.strategies}
+        for name in race.strategies:
+            self._try(self._grid(name), tried[name], plan.first, race.seeds)
+        for _ in range(plan.widenings):
+            sides = {side for name in race.strategies if (side := self._edge(tried[name]))}
+            for side in sides:
+                for name in race.strategies:
+                    self._try(self._grid(name, side), tried[name], plan.first, race.seeds)
+            if not sides:
+                break
+        final: dict[str, list[Setting]] = {}
+        for name in race.strategies:
+            best = rank(tried[name], self._sign)[: plan.kept]
+            last: dict[Setting, Found] = {}
+            self._try(best, last, 3 * plan.first, race.seeds + 1)
+            final[name] = rank(last, self._sign) or best
+        return self._conclude(tried, final)
+
+    def _run_loop(self) -> Race:
+        """The same for a loop, which runs to its end with each try: as many tries as there are seeds, at most five."""
+        race = self.race
+        count = min(5, int(self.worth) - (int(self.worth) + 1) % 2)
+        if count < 3:
+            if not self.quiet:
+                summary.say("untuned: a try is a whole run of the script. --seeds 3 or more leaves time for tuning.")
+            return race
+        factors = [3.0**exponent for exponent in range(-(count // 2), count // 2 + 1)]
+        tried: dict[str, dict[Setting, Found]] = {name: {} for name in race.strategies}
+        for name in race.strategies:
+            self._try([Setting(name, factor=factor) for factor in factors], tried[name], race.epochs, race.seeds)
+        return self._conclude(tried, {name: rank(found, self._sign) for name, found in tried.items()})
+
+    def _conclude(self, tried: Mapping[str, dict[Setting, Found]], final: Mapping[str, list[Setting]]) -> Race:
+        """Choose, say and keep what was found."""
+        race, chosen = self.race, dict[str, Setting]()
+        for name in race.strategies:
+            setting = self._choose(name, final[name], tried[name], chosen)
+            chosen[setting.strategy] = setting
+            if not self.quiet:
+                self._show("")
+                edge = ", at the edge of what was tried: --lrs tries others" if self._edge(tried[name]) else ""
+                summary.say(f"tuned {setting.strategy}: {setting}{edge}")
+        shutil.rmtree(race.out / "tuning", ignore_errors=True)
+        self._save(chosen)
+        tries = max(len(found) for found in tried.values())
+        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries)
+
+    @property
+    def _sign(self) -> int:
+        return 1 if lower_is_better(self.race.target.metric) else -1
+
+    def _settings(self, name: str) -> list[Setting]:
+        own, momentum = self.own
+        return candidates.settings(name, fixed=name in self.race.fixed, own=own, momentum=momentum)
+
+    def _grid(self, name: str, side: int = 0) -> list[Setting]:
+        if self.rates:
+            return [Setting(name, given=rate) for rate in self.rates]
+        return candidates.grid(self._settings(name), self.plan.tries, side)
+
+    def _edge(self, tried: Mapping[Setting, Found]) -> int:
+        """-1 or 1 if the best rate is the smallest or the largest that was tried with these settings; else 0."""
+        best = next(iter(rank(tried, self._sign)), None)
+        if best is None:
+            return -1  # with every rate it failed
+        alike = [s.size for s in tried if (s.strategy, s.momentum) == (best.strategy, best.momentum)]
+        return -1 if best.size == min(alike) else 1 if best.size == max(alike) else 0
+
+    def _choose(
+        self, name: str, ranked: list[Setting], tried: Mapping[Setting, Found], taken: Mapping[str, Setting]
+    ) -> Setting:
+        """The best one; another setting of the strategy where two that were named come to the same."""
+        if not ranked and self.rates:
             why = next((found.failed for found in tried.values() if found.failed), "nothing was scored")
-            given = ",".join(f"{rate:g}" for rate in rates)
-            raise ConfigError([Problem("lrs", given, f"with none of them does {strategy} come to a score: {why}")])
-        chosen[strategy] = min(rates, key=key)
-        record[strategy] = {f"{rate:g}": tried[rate].seconds for rate in rates}
-    shutil.rmtree(folder, ignore_errors=True)
-    race.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"seed": seed, "chosen": chosen, "seconds_to_target": record}, indent=1)
-    (race.out / "tuning.json").write_text(text + "\n", encoding="utf-8")
-    return dataclasses.replace(race, rates=chosen, tries=len(rates))
+            shown = ",".join(f"{rate:g}" for rate in self.rates)
+            raise ConfigError([Problem("lrs", shown, f"with none of them does {name} come to a score: {why}")])
+        if not ranked:
+            return Setting(name, own=self.own[0])  # the race says what becomes of it
+        every = [*ranked, *rank(tried, self._sign)]
+        return next((setting for setting in every if setting.strategy not in taken), ranked[0])
+
+    # Tries.
+
+    def _try(self, settings: Iterable[Setting], found: dict[Setting, Found], epochs: float, seed: int) -> None:
+        for setting in settings:
+            found[setting] = self._one(setting, epochs, seed)
+
+    def _one(self, setting: Setting, epochs: float, seed: int) -> Found:
+        race = self._race_of(setting, epochs)
+        key = json.dumps([race.source.name, race.options_of(setting.strategy, seed).given()], sort_keys=True)
+        if key not in self._kept:
+            self._show(f"tuning {setting.strategy}: {setting}, {epochs:.3g} epochs")
+            outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
+            self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric))
+            shutil.rmtree(outcome.run, ignore_errors=True)
+            self.race.out.mkdir(parents=True, exist_ok=True)
+            _write(self.race.out, {"tries": self._kept})
+        record = self._kept[key]
+        return Found(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
+
+    def _show(self, text: str) -> None:
+        """Say what is tried now, in a line of a terminal that the next one replaces."""
+        if not self.quiet and sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
+            sys.stderr.flush()
+
+    def _race_of(self, setting: Setting, epochs: float) -> Race:
+        """A race of one try: in simulation, if the strategy can be simulated, and until the target."""
+        from orchestra import expression
+
+        race = self.race
+        if isinstance(race.recipe, Loop):
+            return dataclasses.replace(race, settings={setting.strategy: setting}, out=race.out / "tuning")
+        simulated = not self.real and race.lab is None and expression.parse(setting.strategy).model_at != "shared"
+        target = f"{race.target.metric}={race.target.value:g}"
+        shared = dataclasses.replace(race.shared, epochs=epochs, target=target, sim=simulated or race.shared.sim)
+        return dataclasses.replace(
+            race, shared=shared, settings={setting.strategy: setting}, snapshots=_SNAPSHOTS, out=race.out / "tuning"
+        )
+
+    def _estimate(self) -> str:
+        """How much is tried, and how long it will take at most."""
+        plan, race = self.plan, self.race
+        where = "as the race runs" if self.real else "in simulation"
+        seconds = plan.most * _seconds_of_an_epoch(race)
+        took = f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+        which = "1 strategy" if plan.strategies == 1 else f"{plan.strategies} strategies"
+        return (
+            f"tuning {which}, {plan.tries} tries each, {where}, seeds {race.seeds} and {race.seeds + 1}: {took} at "
+            "most, less than the race. --no-tune leaves it out."
+        )
+
+    def _save(self, chosen: Mapping[str, Setting]) -> None:
+        record = {
+            "seeds": [self.race.seeds, self.race.seeds + 1],
+            "epochs": [self.plan.first, 3 * self.plan.first],
+            "chosen": {
+                name: {"lr": s.rate, "lr_factor": s.factor, "momentum": s.momentum} for name, s in chosen.items()
+            },
+            "tries": self._kept,
+        }
+        self.race.out.mkdir(parents=True, exist_ok=True)
+        _write(self.race.out, record)
+
+
+def _found(outcome: Outcome, metric: str) -> Found:
+    if outcome.failed is not None:
+        return Found(failed=outcome.failed)
+    return Found(outcome.seconds, _curve(outcome, metric))
+
+
+def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
+    from orchestra.report.facts import scores_of
+
+    scores = [(s.t, s.metrics.get(metric)) for s in scores_of(outcome.run)]
+    return tuple((t, value) for t, value in scores if value is not None and math.isfinite(value))
+
+
+def _seconds_of_an_epoch(race: Race) -> float:
+    """Seconds of this machine that the gradients of one epoch take, one after the other: measured on a few steps."""
+    assert not isinstance(race.recipe, Loop)
+    took, samples = dict[int, float](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        for steps in (1, 1 + _MEASURED):
+            out = Path(folder) / str(steps)
+            few = dataclasses.replace(
+                race.shared, strategy="solo", workers=1, steps=steps, epochs=None, sim=True, delay=None, network=None,
+                trace=None, out=str(out),
+            )  # fmt: skip
+            began = time.perf_counter()
+            sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)
+            took[steps] = time.perf_counter() - began
+            config = object_in(out / "config.json")
+            samples = int(str(config.get("data")).partition(" ")[0]) // int(config["batch"])
+    return samples * max(0.0, took[1 + _MEASURED] - took[1]) / _MEASURED
+
+
+def _read(out: Path) -> dict[str, dict[str, Any]]:
+    """Tries that an earlier call kept in this folder."""
+    found = object_in(out / NAME).get("tries")
+    return {key: value for key, value in found.items() if _is_record(value)} if isinstance(found, dict) else {}
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and {"seconds", "curve", "failed"} <= {*value} and isinstance(value["curve"], list)
+
+
+def _write(out: Path, record: dict[str, Any]) -> None:
+    from orchestra import checkpoint
+
+    checkpoint.write_text(out / NAME, json.dumps(summary.finite(record), indent=1) + "\n")

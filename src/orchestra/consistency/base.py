@@ -7,10 +7,10 @@
         g ← ∇f(x)                                           a question: remember who asks
         push g[R] to the server of R, for every R           a worker has left: count on it no more
                                                             update x if it is time; answer those who may read it
-                                                            too few workers are left for an update: tell who asks
+                                                            too few workers are left for an update: answer OVER
 
-A worker that hears the latter passes over its mini-batch, here and in all steps to come: its gradient could only be
-dropped. What a server holds then stays unused. The summary counts both.
+A worker that receives OVER skips its mini-batches from then on: their gradients could only be dropped. What a server
+holds then stays unused. The summary counts both.
 
 Whoever has to wait does so before its step, when nothing of the step has happened: there a run can be saved.
 """

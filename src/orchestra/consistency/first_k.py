@@ -56,7 +56,7 @@ class KSync(OnRequest):
 
     @property
     def meets(self) -> bool:
-        """Who has come has to wait for others to go on."""
+        """A worker that has pushed waits for others before its next step."""
         return False
 
     def demands(self, workers: int, servers: int) -> Iterator[Problem]:
@@ -99,7 +99,7 @@ class KBatchSync(OnRequest):
 
     @property
     def meets(self) -> bool:
-        """Who has come has to wait for others to go on."""
+        """A worker that has pushed waits for others before its next step."""
         return False
 
     def work(self, node: Node, s: ServerState) -> None:
@@ -111,7 +111,7 @@ class KBatchSync(OnRequest):
         hold_in_time(at, push)
 
     def settle(self, at: Service) -> None:
-        """Update; everybody is at work at what is the past now."""
+        """Update; all workers now compute at an old x."""
         if len(at.s.held) >= self.k:
             _renew(at, at.active)
 
@@ -128,7 +128,7 @@ class KAsync(OnRequest):
 
     @property
     def meets(self) -> bool:
-        """Who has come has to wait for others to go on."""
+        """A worker that has pushed waits for others before its next step."""
         return False
 
     def updates(self, workers: int) -> float:

@@ -12,8 +12,8 @@ https://papers.nips.cc/paper/4894
 
 What a worker reads at clock c then holds all gradients of clocks up to c − s − 1, its own, and maybe newer ones. Every
 push counts as an N-th of its clock's mean: with plain SGD and equal mini-batches s = 0 is BSP up to rounding, and s = ∞
-is ASP with a learning rate of γ/N. The bound is on clocks: counted in updates, staleness can reach about
-(N − 1)(2 s + 1).
+is ASP with a learning rate of γ/N. The bound is on clocks, which are steps of a worker. The age of a gradient, which
+reports count in updates, is another figure: it can reach about (N − 1)(2 s + 1).
 
 Bytes per worker and step: S sent, S received.
 """

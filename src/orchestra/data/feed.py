@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from orchestra.data.partitions import IID, Partition
+from orchestra.data.samples import Samples, collate, is_columns
 from orchestra.rng import get_states, left_alone, seed_everything, set_states
 from orchestra.vectors import cut
 
-Batch = tuple[list[Any], int]  # the pieces (inputs..., target), and how many samples they hold
+Batch = tuple[Any, int]  # the inputs and the target, and how many samples they hold
 
 
 class Feed(Protocol):
@@ -65,31 +66,6 @@ class Feed(Protocol):
         ...
 
 
-class Samples:
-    """A tuple of tensors or a map-style Dataset, by index."""
-
-    def __init__(self, data: Any) -> None:
-        self._tensors = tuple(data) if is_tensors(data) else None
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._tensors[0]) if self._tensors is not None else len(self._data)
-
-    def take(self, indices: Sequence[int]) -> list[Any]:
-        """A batch of the samples with these indices."""
-        if self._tensors is not None:
-            picked = torch.as_tensor(indices, dtype=torch.int64, device=self._tensors[0].device)
-            return [t.index_select(0, picked) for t in self._tensors]
-        return list(default_collate([self._data[i] for i in indices]))
-
-    def labels(self) -> Tensor:
-        """The last entry of every sample, as partitions by label need."""
-        if self._tensors is not None:
-            labels: Tensor = self._tensors[-1]
-            return labels
-        return torch.as_tensor([int(self._data[i][-1]) for i in range(len(self))])
-
-
 class _Deal(NamedTuple):
     """How the samples of an epoch are dealt out."""
 
@@ -107,8 +83,8 @@ class IndexedFeed:
     ) -> None:
         self.data = data
         self._samples = Samples(data)
-        self.draws = not is_tensors(data)
-        self._pick: Callable[[], list[Any]] = lambda: self._samples.take(self.indices(self.epoch, self.step))
+        self.draws = not is_columns(data)
+        self._pick: Callable[[], Any] = lambda: self._samples.take(self.indices(self.epoch, self.step))
         self.batch, self._seed, self._rank, self._size = batch, seed, rank, size
         self._shards: list[Tensor] | None = None
         if partition is not None and not isinstance(partition, IID):
@@ -264,7 +240,7 @@ class StreamFeed:
         if not self._ahead:
             self.steps_per_epoch = self.step
             self.seek(self.epoch + 1, 0)
-        return (list(default_collate(mine)) if mine else []), len(mine)
+        return (collate(mine) if mine else []), len(mine)
 
     def seek(self, epoch: int, step: int) -> None:
         """Go to a position by reading up to it."""
@@ -322,11 +298,6 @@ def _permutation(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def is_tensors(data: Any) -> bool:
-    """Whether data is a tuple of tensors."""
-    return isinstance(data, tuple | list) and len(data) > 0 and all(isinstance(t, Tensor) for t in data)
-
-
 def make_feed(data: Any, *, batch: int, seed: int, rank: int, size: int, partition: Partition | None) -> Feed:
     """The feed for whatever kind of data this is."""
     if isinstance(data, IterableDataset):
@@ -350,4 +321,4 @@ def fold(seed: int, *more: int) -> int:
     return state & 0x7FFFFFFFFFFFFFFF
 
 
-__all__ = ["Batch", "Feed", "IndexedFeed", "Samples", "StreamFeed", "fold", "hand", "is_tensors", "make_feed"]
+__all__ = ["Batch", "Feed", "IndexedFeed", "Samples", "StreamFeed", "fold", "hand", "make_feed"]

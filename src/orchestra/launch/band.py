@@ -12,6 +12,7 @@ The far end is `orchestra.launch.remote`, behind ssh or whatever else carries it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -38,6 +39,7 @@ _KILLED = 5.0  # seconds to be gone after being killed
 _LAST_WORDS = 1.0  # seconds for what was said and is not yet read
 _TAIL = 12  # lines of standard error that are repeated
 _OPENINGS = 1 << 16  # bytes of a line that does not end
+_PR_SET_PDEATHSIG = 1  # of prctl.h
 _REFUSED = ConfigError.exit_code  # of those who find something wrong with the command
 # Exit codes of those who noticed that another was gone, the likeliest cause first: all say so if its host is gone.
 _CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
@@ -53,10 +55,25 @@ class Wire(Protocol):
         """Hang up."""
 
 
-class Pipe:
-    """A far end behind a command, such as ssh."""
+def ending_with_us() -> Callable[[], None]:
+    """For `preexec_fn`: SIGTERM for the new process when the thread that starts it ends, so also when we are killed.
 
-    def __init__(self, rank: int, command: Sequence[str], orders: str, news: News) -> None:
+    An ssh that still connects does not read its input, so it would not notice that.
+    """
+    libc, us = ctypes.CDLL(None), os.getpid()
+
+    def tie() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != us:  # we died before the line above took effect
+            os._exit(1)
+
+    return tie
+
+
+class Pipe:
+    """A far end behind a command, such as ssh. `tied`: the command ends with the thread that starts it."""
+
+    def __init__(self, rank: int, command: Sequence[str], orders: str, news: News, *, tied: bool = False) -> None:
         self._rank, self._news = rank, news
         # A session of its own: Ctrl-C on our terminal is for us to pass on.
         self._process = subprocess.Popen(
@@ -66,6 +83,7 @@ class Pipe:
             stderr=subprocess.PIPE,
             start_new_session=True,
             bufsize=0,
+            preexec_fn=ending_with_us() if tied else None,
         )
         self.say(orders)
         threading.Thread(target=self._listen, daemon=True).start()

@@ -111,7 +111,7 @@ def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog, origin: 
         torch.cuda.set_device(device)
         x, g = x.to(device), g.to(device)
         arena.pin(rank)
-    return run.worker(job, rank, comm, log, x, g, look=origin.require_same)
+    return run.worker(job, rank, comm, log, x, g, look=origin)
 
 
 def _read(fd: int) -> Handover:

@@ -99,8 +99,8 @@ class Coordinator(Overseer):
             if told in readable:
                 self.hear(json.loads(told.recv(1 << 17)))
             elif news in readable:
-                # Only when nothing is left to be heard: a node's last words matter more than that it is gone.
-                self._mourn(news)
+                # Only when nothing is left to be heard: read a node's error before its exit status.
+                self._note_exit(news)
             self.consider_stopping()
             self._look_for_hangs()
             self.order.show(self.progress())
@@ -152,7 +152,7 @@ class Coordinator(Overseer):
         for node in range(self.nodes):  # those who wait for the others to be done
             words.announce(self.plan.word("bell", node), 0)
 
-    def _mourn(self, news: socket.socket) -> None:
+    def _note_exit(self, news: socket.socket) -> None:
         message = news.recv(1 << 16)
         if not message:
             raise ClusterError(f"{_STARTER} died. Run again; if it stays so, look at dmesg.")
@@ -167,7 +167,7 @@ class Coordinator(Overseer):
             raise WorkerLost(self.name(node), _cause(status))
 
     def _end(self, news: socket.socket) -> None:
-        """Give everyone a moment to go, then see that they do."""
+        """Ask the nodes to exit, then kill those that have not."""
         self.arena.words.announce(ABORT, 1)
         deadline = time.monotonic() + (_GRACE if self.signals < 2 else 0.0)
         killed = False

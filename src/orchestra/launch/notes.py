@@ -89,7 +89,7 @@ _ANYBODY: dict[str, dict[str, Fits]] = {
     "state-loaded": {},
     "settings": {"name": _like(r"\w{1,64}"), "first": _whole, "values": _settings},
     "gradient": {"checksum": _whole},
-    "rates": {"step": _whole, "values": _numbers},
+    "rates": {"step": _whole, "values": _numbers, "clip": _number},
     "score": {"number": _whole, "t": _number, "step": _whole, "samples": _whole, "figures": _figures},
     "file": _FILE,
 }

@@ -32,6 +32,7 @@ class Overseer(ABC):
     ready: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     saved: dict[int, set[int]] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)  # steps at which a node could not save
     warnings: list[str] = field(default_factory=list)
     silenced: set[int] = field(default_factory=set)  # who has complained once about its log
     stopped_by: str = "budget"
@@ -94,7 +95,8 @@ class Overseer(ABC):
                     f"{self.name(node)} could not save at step {said['step']}: {said['error']}. Training went on; of "
                     f"checkpoints, {newest}."
                 )
-                shutil.rmtree(checkpoint.draft(self.job.run / "checkpoints", said["step"]), ignore_errors=True)
+                self.incomplete.add(said["step"])
+                self._discard(said["step"])
             case "snapshot-failed":
                 self._warn(f"{self.name(node)} could not set aside the model at step {said['step']}: {said['error']}.")
             case "log-failed" if node not in self.silenced:
@@ -106,7 +108,10 @@ class Overseer(ABC):
                 raise by_name(said["error"])(said["message"])
 
     def _note_saved(self, step: int, node: int) -> None:
-        """Seal a checkpoint once every node has written its part."""
+        """Seal a checkpoint once every node has written its part; discard it if one of them could not."""
+        if step in self.incomplete:
+            self._discard(step)  # this node's part was written after it was known
+            return
         here = self.saved.setdefault(step, set())
         here.add(node)
         if len(here) < self.nodes:
@@ -117,6 +122,9 @@ class Overseer(ABC):
             self.last_checkpoint = step
         except OSError as error:
             self._warn(f"the checkpoint of step {step} could not be sealed: {error}. Training went on.")
+
+    def _discard(self, step: int) -> None:
+        shutil.rmtree(checkpoint.draft(self.job.run / "checkpoints", step), ignore_errors=True)
 
     def _warn(self, message: str) -> None:
         """Say it now, and remember it for the end."""

@@ -204,8 +204,11 @@ class _Watch:
         self._silence, self._grace = float(orders["silence"]), float(orders["grace"])  # seconds
         self._heard = time.monotonic()
         self._end: float | None = None  # when a process that was left alone is killed
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # from others than the launcher
+        for number in (signal.SIGINT, signal.SIGHUP):  # from others than the launcher
             signal.signal(number, lambda number, _: self._signal(signal.Signals(number)))
+        # Where the launcher started this process itself, the kernel sends SIGTERM when the launcher dies, beside the
+        # end of input. The process hears of the two once: it would take a second SIGTERM as the order not to save.
+        signal.signal(signal.SIGTERM, lambda *_: self._leave())
 
     def stand_by(self) -> None:
         """Return when the process has ended."""

@@ -23,7 +23,7 @@ from typing import Any
 from orchestra.environment import STARTED_BY
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.launch.agreement import Answer, agree
-from orchestra.launch.band import GRACE, SILENCE, Band, News, Pipe
+from orchestra.launch.band import GRACE, SILENCE, Band, News, Pipe, ending_with_us
 from orchestra.launch.hosts import PORT, Host, Seat, argv, place, seats
 
 _CONNECT = 10  # seconds to connect to a host
@@ -127,7 +127,7 @@ def _wire(run: Run, seat: Seat, port: int, token: str, mark: str, news: News) ->
         "silence": SILENCE,
         "grace": run.grace,
     }
-    return Pipe(seat.rank, run.line(seat.host), json.dumps(orders), news)
+    return Pipe(seat.rank, run.line(seat.host), json.dumps(orders), news, tied=True)
 
 
 def _sweep(run: Run, hosts: Sequence[Host], mark: str) -> None:
@@ -167,8 +167,9 @@ def _ask(line: Sequence[str], question: Mapping[str, Any]) -> subprocess.Popen[s
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
-        )
+            line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True,
+            preexec_fn=ending_with_us(),
+        )  # fmt: skip
     except OSError as error:
         raise EnvironmentProblem(
             f"{line[0]} cannot be run here: {error}. Install it, or say --ssh with a command that reaches hosts."

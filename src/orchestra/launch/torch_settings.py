@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program told torch for all that it computes: read in the caller, set in the processes it starts."""
+"""Global torch settings (default dtype, determinism, precision): read in the caller, set in its processes."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,20 @@ def _default_device() -> torch.device | None:
     return None if chosen is None else torch.get_default_device()
 
 
-# How each is read and set.
+def _precisions() -> Iterator[tuple[str, tuple[Callable[[], Any], Callable[[Any], object]]]]:
+    """The precision of float32 computations of each backend; what contains others comes first. Older torch has none."""
+    for path in (
+        *("backends", "backends.mkldnn", "backends.mkldnn.matmul", "backends.mkldnn.conv", "backends.mkldnn.rnn"),
+        *("backends.cuda.matmul", "backends.cudnn", "backends.cudnn.conv", "backends.cudnn.rnn"),
+    ):
+        place: Any = torch
+        for name in path.split("."):
+            place = getattr(place, name, None)
+        if hasattr(place, "fp32_precision"):
+            yield f"precision of {path}", _of(place, "fp32_precision")
+
+
+# How each is read and set, in the order in which they are set.
 _ALL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "default device": (_default_device, torch.set_default_device),
@@ -40,13 +52,18 @@ _ALL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
     "fill uninitialized memory": _of(torch.utils.deterministic, "fill_uninitialized_memory"),
+    **dict(_precisions()),
     "precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "flush denormals": (_flushes_denormals, torch.set_flush_denormal),
     "detect anomalies": (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
-    "mkldnn": _of(backends.mkldnn, "enabled"),
+    **{
+        f"mkldnn {name}": _of(backends.mkldnn, name)
+        for name in ("enabled", "deterministic")
+        if hasattr(backends.mkldnn, name)
+    },
     **{f"cudnn {name}": _of(backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic", "allow_tf32")},
     **{
         f"half products {name}": _of(backends.cuda.matmul, name)
@@ -68,18 +85,22 @@ class TorchSettings:
     @classmethod
     def current(cls) -> TorchSettings:
         """Read what is in force in this process."""
-        return cls(dict(_readable()))
+        found = {name: _read(name) for name in _ALL}
+        return cls({name: value for name, value in found.items() if value is not _UNREADABLE})
 
     def apply(self) -> None:
-        """Set what differs here."""
-        here = dict(_readable())
+        """Set what differs here, one after the other: some change others that come later."""
         for name, value in self.values.items():
-            if here.get(name) != value:
+            if _read(name) != value:
                 _ALL[name][1](value)
 
 
-def _readable() -> Iterator[tuple[str, Any]]:
-    """Torch raises for some where a newer setting of the same thing was used: then those are left alone."""
-    for name, (read, _) in _ALL.items():
-        with contextlib.suppress(RuntimeError):
-            yield name, read()
+_UNREADABLE = object()
+
+
+def _read(name: str) -> Any:
+    """Torch raises for a legacy setting where the newer ones of the same thing say what it has no value for."""
+    try:
+        return _ALL[name][0]()
+    except RuntimeError:
+        return _UNREADABLE

@@ -53,7 +53,7 @@ class Pulse:
     t: float = 0.0
     loss: float | None = None
     steps: deque[Stepped] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    stale: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # staleness of gradients, or gaps
+    stale: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # ages of gradients, in updates
     events: list[Event] = field(default_factory=list)  # all of them, where they are kept
 
     def take(self, event: Event) -> News | None:
@@ -67,7 +67,7 @@ class Pulse:
                 self.steps.append(event)
             case Logged():
                 self.step, self.t = max(self.step, event.step), event.t
-                if event.name in ("staleness", "gap"):
+                if event.name == "staleness":
                     self.stale.append(event.value)
                 elif event.name in _TOLD:
                     return News(event.t, event.node, f"{event.name} at step {event.step:,}")

@@ -30,7 +30,7 @@ l        small curves of the loss, or of how long steps take
 p        pause: the screen stands still, the run does not
 q        leave: the run goes on without anybody watching
 
-comp.  comm.  wait: shares of the last 32 steps' time. stale: updates that a gradient had missed, on average of the
+comp.  comm.  wait: shares of the last 32 steps' time. age: updates that a gradient had missed, on average of the
 last 32; servers know that. heard: when a node last wrote anything, in real seconds."""
 
 
@@ -178,7 +178,7 @@ class Top(App[None]):
     def _row(self, node: NodeNow, width: int) -> dict[str, Text]:
         found = words.cells(node)
         wide = width >= _WIDE
-        row = {name: Text(found[name], justify="right") for name in ("node", "step", "loss", "stale")}
+        row = {name: Text(found[name], justify="right") for name in ("node", "step", "loss", "age")}
         row["node"] = Text(found["node"])
         if wide:
             row |= {name: Text(found[name], justify="right") for name in ("comp.", "comm.")}

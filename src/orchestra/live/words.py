@@ -81,7 +81,7 @@ def cells(node: NodeNow) -> dict[str, str]:
         "node": node.name,
         "step": f"{node.step:,}",
         "loss": _NONE if node.loss is None else f"{node.loss:.4g}",
-        "stale": _NONE if node.staleness is None else f"{node.staleness:.1f}",
+        "age": _NONE if node.staleness is None else f"{node.staleness:.1f}",
         "comp.": f"{node.compute:.0%}" if known else _NONE,
         "comm.": f"{node.communicate:.0%}" if known else _NONE,
         "wait": f"{node.wait:.0%}" if known else _NONE,

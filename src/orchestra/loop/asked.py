@@ -25,7 +25,7 @@ from orchestra.job import Job
 from orchestra.loop import loader as loaders
 from orchestra.loop import ranks, wrappers
 from orchestra.loop.earlier import EARLIER, problems_of_group
-from orchestra.rates import Rescaled
+from orchestra.rates import Adjusted
 from orchestra.replica import problems_of, trainable
 from orchestra.strategy import Strategy
 from orchestra.words import plural
@@ -190,7 +190,7 @@ class Asked:
             model=lambda: self.model,
             data=lambda: None,
             loss=lambda output, target: output,
-            optimizer=self.factory() if self.lr_factor == 1 else Rescaled(self.factory(), self.lr_factor),
+            optimizer=self.factory() if self.lr_factor == 1 else Adjusted(self.factory(), self.lr_factor),
             strategy=self.strategy,
             workers=self.workers,
             batch=(self.loader.batch_size if self.loader is not None else None) or 1,

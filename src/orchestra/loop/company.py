@@ -101,10 +101,16 @@ class Company:
     def _compare(self, source: int, said: dict[str, Any]) -> None:
         """Warn of workers that do the same, and keep in mind that some differ: `_glance` ends the run then."""
         if said["kind"] == "rates":
-            self._differing = self._differing or self._comparisons.rates(source, said["step"], said["values"])
+            self._differing = self._differing or self._comparisons.rates(
+                source, said["step"], said["values"], said["clip"]
+            )
         elif (warning := self._comparisons.gradient(source, said["checksum"])) is not None:
-            self.warnings.append(warning)
-            print(f"orchestra: warning: {warning}", file=sys.stderr)
+            self.warn(warning)
+
+    def warn(self, warning: str) -> None:
+        """Print a warning, and keep it for the run folder."""
+        self.warnings.append(warning)
+        print(f"orchestra: warning: {warning}", file=sys.stderr)
 
     def _glance(self) -> None:
         for error in self._exchange.lost.values():

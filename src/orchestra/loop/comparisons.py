@@ -29,8 +29,9 @@ class Told:
     def __init__(self, say: Callable[[dict[str, Any]], None]) -> None:
         self._say, self._first = say, True
         self._step, self._rates = 0, list[float]()  # in force in the last step
+        self._clip = math.inf  # the largest norm of the gradient in it
 
-    def before_step(self, step: int, gradients: Sequence[Tensor], rates: list[float]) -> None:
+    def before_step(self, step: int, gradients: Sequence[Tensor], rates: list[float], clip: float) -> None:
         """Tell of the gradient, if it is the first, and of the learning rates in this step, if they must be equal.
 
         Without gradients there is nothing to tell: the samples are known to be this worker's own.
@@ -38,7 +39,7 @@ class Told:
         if self._first and (found := _checksum(gradients)) is not None:
             self._first = False
             self._say({"kind": "gradient", "checksum": found})
-        self._rates = rates[:ENTRIES]
+        self._rates, self._clip = rates[:ENTRIES], clip
         if self._rates and step % _EVERY == 0:
             self._tell_rates(step)
 
@@ -49,7 +50,7 @@ class Told:
 
     def _tell_rates(self, step: int) -> None:
         self._step = step
-        self._say({"kind": "rates", "step": step, "values": self._rates})
+        self._say({"kind": "rates", "step": step, "values": self._rates, "clip": self._clip})
 
 
 class Comparisons:
@@ -59,7 +60,8 @@ class Comparisons:
         self._workers = workers
         self._gradients: dict[int, int] = {}  # the worker that told of each checksum first
         self._same: tuple[int, int] | None = None
-        self._rates: dict[int, dict[int, list[float]]] = {}  # by step and worker, until all have told of the step
+        # By step and worker, until all have told of the step: the largest norm of the gradient, and the rates.
+        self._rates: dict[int, dict[int, tuple[float, list[float]]]] = {}
 
     def gradient(self, worker: int, checksum: int) -> str | None:
         """Give a warning, once, if another worker has told of the same gradient."""
@@ -73,12 +75,19 @@ class Comparisons:
             "loader, cut the data by orchestra.rank() and orchestra.world_size() first."
         )
 
-    def rates(self, worker: int, step: int, values: list[float]) -> str | None:
-        """Give an error if another worker had other learning rates in the same step."""
+    def rates(self, worker: int, step: int, values: list[float], clip: float = math.inf) -> str | None:
+        """Give an error if another worker had other learning rates, or another clip, in the same step."""
         told = self._rates.setdefault(step, {})
-        told[worker] = values
+        told[worker] = clip, values
         other = next(iter(told))  # all that have told of this step so far agree
-        for group, (a, b) in enumerate(zip(told[other], values, strict=False)):
+        theirs, rates = told[other]
+        if not math.isclose(theirs, clip, rel_tol=1e-6):
+            return (
+                f"optimizer.clip_grad_norm_ bounds the gradient by {theirs!r} on worker {other} and by {clip!r} on "
+                f"worker {worker} in step {step:,} (inf: it was not called): workers in lockstep must have the same. "
+                "Call it with the same value on every worker."
+            )
+        for group, (a, b) in enumerate(zip(rates, values, strict=False)):
             if not math.isclose(a, b, rel_tol=1e-6) and not (math.isnan(a) and math.isnan(b)):
                 which = f" of parameter group {group}" if len(values) > 1 else ""
                 return (

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -170,7 +171,7 @@ def _again(loader: DataLoader[Any], share: Share) -> DataLoader[Any]:
 
 
 def count(batch: Any) -> int:
-    """How many samples a batch seems to hold: the length of its first tensor.
+    """How many samples a batch seems to hold: the length of its first tensor or array.
 
     >>> count({"input": [torch.zeros(3, 2)], "target": torch.zeros(3)})
     3
@@ -178,7 +179,7 @@ def count(batch: Any) -> int:
     todo = [batch]
     while todo:
         match todo.pop(0):
-            case Tensor() as found if found.dim():
+            case Tensor() | np.ndarray() as found if found.ndim:
                 return len(found)
             case Mapping() as found:
                 todo = [*found.values(), *todo]

@@ -30,6 +30,12 @@ def named(also: Iterable[nn.Module | Tensor]) -> dict[str, Tensor]:
     return {name: tensor for place, one in enumerate(also) for name, tensor in _parts(f"also[{place}]", one)}
 
 
+def running(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
+    """The floating-point buffers among them: statistics of the samples that a worker saw."""
+    modules = [one for one in also if isinstance(one, nn.Module)]
+    return [b for one in modules for b in persistent_buffers(one).values() if b.is_floating_point()]
+
+
 def _parts(place: str, one: nn.Module | Tensor) -> Iterator[tuple[str, Tensor]]:
     if isinstance(one, Tensor) and not one.is_complex():
         yield place, one
@@ -74,6 +80,15 @@ def differing(comm: Comm, parameters: Mapping[str, Tensor]) -> str | None:
                 p.copy_(first)
     more = f" ({plural(len(found) - 1, 'more parameter')} as well)" if len(found) > 1 else ""
     return f"{found[0]} from that of worker 0{more}" if found else None
+
+
+def about_left_out(workers: Sequence[int]) -> str:
+    """Warn about buffers that are not part of the mean."""
+    return (
+        f"buffers of {_workers(workers)} (BatchNorm's running statistics) became infinite or NaN, so they are not "
+        "part of the mean over the workers. Call model(x) itself, not a part of it: then what a forward pass with such "
+        "a sample does to buffers is undone. Look for bad samples."
+    )
 
 
 def _gather(comm: Comm, row: Tensor) -> list[list[float]]:

@@ -140,7 +140,8 @@ class Prepared(optim.Optimizer):
         `torch.nn.utils.clip_grad_norm_` clips what this worker computed, before any mean. This clips what the optimizer
         sees: the mean over the workers where the strategy averages gradients (all-reduce, most servers), as after
         DistributedDataParallel; each worker's own gradient where every gradient is applied by itself. Call it after
-        `backward` in every step, on every worker and with the same value.
+        `backward` in every step, on every worker and with the same value: workers in lockstep compare it every 10
+        steps, and servers of other strategies use that of worker 0.
         """
         life = self._player.life
         problems = [
@@ -157,7 +158,10 @@ class Prepared(optim.Optimizer):
         """Whether there are gradients that are finite as far as a GradScaler knows; they are unscaled here."""
         grads = [p.grad for p in self._replica.parameters if p.grad is not None]
         found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
-        if not grads or (found_inf is not None and float(found_inf)):
+        if not grads:
+            return False
+        if found_inf is not None and float(found_inf):
+            self._player.spare_buffers()
             return False
         if scale is not None:
             torch._foreach_mul_(grads, float(scale.double().reciprocal().float()))

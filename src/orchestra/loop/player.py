@@ -97,7 +97,7 @@ class Taken(Replica):
                     "load_state_dict(assign=True), p.data = ... and flatten_parameters()."
                 )
 
-    def gradient(self, batch: Sequence[Any], size: int, ready: Ready | None = None) -> float:
+    def gradient(self, batch: Any, size: int, ready: Ready | None = None) -> float:
         """Take them. What the loss is not known to be is not held against it."""
         self.take()
         return 0.0 if self.known_loss is None else self.known_loss
@@ -145,6 +145,7 @@ class Player:
         """Go on to where the strategy asks for a gradient, if it is at rest."""
         if not self.asking:
             self.before_step()
+            self.replica.before.keep()
         before = self._mark()
         while not self.asking:
             self._go_on()
@@ -168,6 +169,14 @@ class Player:
         self._feed.size, self.replica.known_loss = size, loss
         self.asking = self.touched = False
         self._go_on()
+
+    def spare_buffers(self) -> None:
+        """Undo a forward pass whose gradient a GradScaler passes over, if the pass made buffers infinite or NaN.
+
+        Others stay, as in plain PyTorch: a scale that is too large says nothing about the forward pass.
+        """
+        if self.asking and self.replica.before.spoiled():
+            self.replica.before.restore()
 
     def rest(self) -> None:
         """Be between two steps: one that was begun without a gradient to follow ends with an empty mini-batch."""

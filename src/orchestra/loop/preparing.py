@@ -32,6 +32,7 @@ import orchestra
 from orchestra import cautions, checkpoint, expression, fingerprint, overrides, run, thinning
 from orchestra.attached import Attached
 from orchestra.data.feed import fold
+from orchestra.data.labels import distribution
 from orchestra.environment import is_member
 from orchestra.errors import ConfigError, OrchestraError, Problem, Stopped
 from orchestra.events import Began, Event, EventLog
@@ -271,6 +272,8 @@ def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
         config = asked.about(job) | {
             "loop": True,
             "defining": asked.strategy.defining,
+            "stale": asked.strategy.stale or asked.strategy.model_at == "shared",
+            "labels": None if asked.loader is None else distribution(asked.loader.dataset),
             "parameters": job.parameters,
             "initial": fingerprint.initial(flatten(asked.model)),
             "budget": [] if job.last_step is None else [f"steps={job.last_step}"],

@@ -132,7 +132,7 @@ class Seat:
         """Let worker 0 compare this worker with the others."""
         if self._told is not None and not self._player.over:
             rates = [float(group["lr"]) for group in groups] if self._life.in_step else []
-            self._told.before_step(self.steps + 1, gradients, rates)
+            self._told.before_step(self.steps + 1, gradients, rates, self._node.clip or math.inf)
 
     def position(self) -> list[int] | None:
         """Where the loader is: an epoch, and the batches taken of it."""
@@ -164,7 +164,8 @@ class Seat:
         """End together with the others, with one model and one of each of `also`; a second call does nothing."""
         if self._player.over:
             return
-        extra = one_model.named(also)
+        also = list(also)
+        extra, statistics = one_model.named(also), one_model.running(also)
         self._player.rest()
         life, node, left = self._life, self._node, None if self._loader is None else self._loader.left
         if life.in_step:
@@ -185,8 +186,8 @@ class Seat:
         self._receive_model()
         if life.where == "apart":
             average_(node.comm, [node.x])
-        average_buffers_(node.comm, persistent_buffers(self._module).values(), node.samples)
-        self._average_also(extra)
+        self._average_buffers(persistent_buffers(self._module).values())
+        self._average_also(extra, statistics)
         self._require_one_model()
         if self.is_home and isinstance(life.log, EventLog):
             self._conclude()
@@ -207,12 +208,20 @@ class Seat:
             )
             self._fail(OrchestraError(message))
 
-    def _average_also(self, extra: Mapping[str, Tensor]) -> None:
+    def _average_buffers(self, buffers: Iterable[Tensor], most: int | None = None) -> None:
+        left_out = average_buffers_(self._node.comm, buffers, self._node.samples, most=most)
+        if left_out and self.is_home:
+            self._company.warn(one_model.about_left_out(left_out))
+
+    def _average_also(self, extra: Mapping[str, Tensor], statistics: Sequence[Tensor]) -> None:
         """What else the user keeps: means, weighted as the model's; of whole numbers those of worker 0."""
         comm, most = self._node.comm, self._node.x.numel()
         if (problem := one_model.other_layout(comm, extra)) is not None:
             self._fail(ConfigError([problem]))
-        average_(comm, [t for t in extra.values() if t.is_floating_point()], most=most)
+        seen = set(map(id, statistics))
+        average_(comm, [t for t in extra.values() if t.is_floating_point() and id(t) not in seen], most=most)
+        if statistics:
+            self._average_buffers(statistics, most)
         whole = [t for t in extra.values() if not t.is_floating_point()]
         _together(whole, torch.int64, _in_pieces(comm.broadcast_, most))
 
@@ -265,6 +274,10 @@ class Seat:
             ending = {"stopped_by": "loop", "warnings": self._company.warnings}
             checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
             self._scores.write()
+            facts = facts_of(folder)
+            if facts.warning is not None and facts.warning not in self._company.warnings:
+                self._company.warn(facts.warning)
+                checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
             self._sum_up()
 
         try:
@@ -308,20 +321,27 @@ def average_(comm: Comm, tensors: Sequence[Tensor], *, most: int | None = None) 
     _together(tensors, torch.float64, comm.mean_ if most is None else _in_pieces(comm.mean_, most))
 
 
-def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int) -> None:
-    """Average over the workers, weighted by samples seen; of whole numbers take those of the first with samples."""
+def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int, *, most: int | None = None) -> list[int]:
+    """Average over the workers, weighted by samples seen; of whole numbers take those of the first with samples.
+
+    Gives the workers that were left out: those with more numbers that are NaN or infinite than another worker has.
+    """
     floats, wholes = _by_kind(buffers)
-    counts = [int(count) for count in comm.gather(torch.tensor([float(seen)], dtype=torch.float64))]
-    weight = float(seen) if any(counts) else 1.0
+    bad = sum(int((~t.isfinite()).sum()) for t in floats)
+    rows = [row.tolist() for row in comm.gather(torch.tensor([seen, bad], dtype=torch.float64))]
+    least = min(row[1] for row in rows if row[0] or not any(row[0] for row in rows))
+    counts = [int(samples) if not_finite <= least else 0 for samples, not_finite in rows]
+    weight = float(counts[comm.rank]) if any(counts) else 1.0
 
     def mean_(vector: Tensor) -> None:
         mean = comm.mean(vector, weight=weight)
         vector.copy_(torch.where(mean.isnan() & vector.isinf(), vector, mean))  # a mask's −inf is its own mean
         comm.broadcast_(vector)  # whatever one worker had, all end with the same
 
-    _together(floats, torch.float64, mean_)
+    _together(floats, torch.float64, mean_ if most is None else _in_pieces(mean_, most))
     first = next((rank for rank, count in enumerate(counts) if count), 0)
     _together(wholes, torch.int64, partial(comm.broadcast_, root=first))
+    return [rank for rank, (samples, _) in enumerate(rows) if samples and not counts[rank]]
 
 
 @torch.no_grad()

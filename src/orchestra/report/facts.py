@@ -7,14 +7,14 @@ import gc
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 from orchestra import files
 from orchestra.events import Began, Ended, Event, Logged, Sampled, Scored, Skipped, Stepped, read
-from orchestra.report import dropped
+from orchestra.report import dropped, learning
 from orchestra.report.dropped import Dropped
 from orchestra.words import plural
 
@@ -65,6 +65,9 @@ class Facts:
     used: int | None = None  # samples that went into the model, where some did not
     retired: tuple[int, ...] = ()  # workers that made way for servers
     dropped: int = 0  # gradients for which too few workers were left to make an update
+    learned: bool | None = None  # None: nothing can be told, as of a run that is short or not over
+    unlearned: str | None = None  # that it did not learn, and what may be the reason
+    why_unlearned: str | None = None  # the figures that say so, and what to do
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -93,6 +96,11 @@ class Facts:
             f"NEVER {self.defining.upper()} in {plural(self.steps, 'step')}{so_far}: figures of its first part alone. "
             "A larger threshold, latest=0.5 or when=atshare would make it"
         )
+
+    @property
+    def warning(self) -> str | None:
+        """That the run did not learn, with figures and what to do."""
+        return None if self.unlearned is None else f"{self.strategy} {self.unlearned}: {self.why_unlearned}"
 
     def share(self, kind: str) -> float:
         """The workers' mean share of time in `compute`, `communicate` or `wait`."""
@@ -165,7 +173,19 @@ def facts_of(run: Path) -> Facts:
 def facts_from(
     config: dict[str, Any], ending: dict[str, Any], everything: Sequence[Event], scores: Sequence[Scored]
 ) -> Facts:
-    """The figures of a run whose files are already read."""
+    """The figures of a run whose files are already read; whether it learned is judged when it is over."""
+    facts = _figures(config, ending, everything, scores)
+    if not facts.trained or not ending:
+        return facts
+    stepped = [e for e in everything if isinstance(e, Stepped)]
+    stale = bool(config.get("stale") or facts.staleness_max)
+    found = learning.judge(stepped, scores, config.get("labels"), steps=facts.steps, stale=stale)
+    return replace(facts, **asdict(found))
+
+
+def _figures(
+    config: dict[str, Any], ending: dict[str, Any], everything: Sequence[Event], scores: Sequence[Scored]
+) -> Facts:
     events, said, lost = _apart(everything)
     began = [e for e in events if isinstance(e, Began)]
     stepped = [e for e in events if isinstance(e, Stepped)]
@@ -188,7 +208,7 @@ def facts_from(
         setup=max((e.setup for e in began), default=0.0),
         samples_per_second=samples / seconds if seconds else 0.0,
         loss=final_loss([e for e in stepped if e.node not in retired]) if trained else None,
-        metrics=scores[-1].metrics if scores and trained else {},
+        metrics=scores[-1].metrics if scores and trained and scores[-1].number else {},
         sent_per_worker=_mean([e.sent for e in workers]),
         received_per_worker=_mean([e.received for e in workers]),
         sent_total=sum(e.sent for e in latest.values()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,13 +25,14 @@ class Achieved:
 
 def achieved(scores: Sequence[Scored], target: Target) -> Achieved:
     """When the target was reached, and how good the model was."""
-    values = [value for s in scores if (value := s.metrics.get(target.metric)) is not None and math.isfinite(value)]
+    trained = [s for s in scores if s.number]  # not the initial model: its score is no result
+    values = [value for s in trained if (value := s.metrics.get(target.metric)) is not None and math.isfinite(value)]
     first = next((i for i, s in enumerate(scores) if target.reached(s.metrics)), None)
     return Achieved(
         seconds=None if first is None else scores[first].t,
         since=scores[first - 1].t if first else 0.0,
         best=(min if lower_is_better(target.metric) else max)(values, default=None),
-        final=scores[-1].metrics.get(target.metric) if scores else None,
+        final=trained[-1].metrics.get(target.metric) if trained else None,
     )
 
 
@@ -47,11 +49,27 @@ class Mark:
     final: float | None
     speed: float | None = None  # samples a second
     failed: bool = False
+    unlearned: str | None = None  # that it did not learn, and what may be the reason
 
 
 def times_of(marks: Sequence[Mark]) -> list[float]:
     """Seconds to the target, of the runs that reached it."""
     return [mark.seconds for mark in marks if mark.seconds is not None]
+
+
+def unlearned_of(marks: Sequence[Mark]) -> str | None:
+    """That runs of one strategy did not learn, how many of them, and what may be the reason; None if all learned.
+
+    >>> lost = Mark("ps", "", 0, None, 0.0, 0.1, 0.1, unlearned="did not learn (rate too large?)")
+    >>> unlearned_of([lost, Mark("ps", "", 1, 3.0, 2.9, 0.9, 0.9)])
+    'did not learn in 1 of 2 runs (rate too large?)'
+    """
+    found = [mark.unlearned for mark in marks if mark.unlearned is not None]
+    if not found:
+        return None
+    words, _, suspect = Counter(found).most_common(1)[0][0].partition(" (")
+    some = f" in {len(found)} of {len(marks)} runs" if len(found) < len(marks) else ""
+    return f"{words}{some} ({suspect}"
 
 
 def always(marks: Sequence[Mark]) -> bool:

@@ -311,7 +311,7 @@ def _waiting(story: Story, runs: Runs) -> Drawing | None:
     return d
 
 
-def _histogram(story: Story, runs: Runs, name: str, title: str) -> Drawing | None:
+def _histogram(story: Story, runs: Runs, name: str, title: str, unit: str) -> Drawing | None:
     """One for each strategy, one below the other on one axis; dashed: the bound that it keeps."""
     groups, counts = by_strategy(runs), dict[str, Counter[int]]()
     for strategy, own in groups.items():
@@ -322,7 +322,7 @@ def _histogram(story: Story, runs: Runs, name: str, title: str) -> Drawing | Non
     bounds = {s: bound[1] for s in counts if (bound := groups[s][0]["bound"]) and bound[0] == name}
     d = Drawing(title, height=80 + 90 * len(counts), left=40, right=30)
     x = scale([-0.6, max([*bounds.values(), *(v for found in counts.values() for v in found)]) + 0.6], *d.across)
-    d.x_axis(x, name)
+    d.x_axis(x, unit)
     for i, (strategy, found) in enumerate(counts.items()):
         floor, whole = d.top + 76 + 90 * i, found.total()
         mean = sum(value * n for value, n in found.items()) / whole
@@ -350,7 +350,12 @@ FIGURES: dict[str, Callable[[Story, Runs], Drawing | None]] = {
     "bytes": _bytes,
     "waiting": _waiting,
     "step-times": _step_times,
-    "staleness": partial(_histogram, name="staleness", title="Staleness: updates between a worker's pull and its push"),
-    "gap": partial(_histogram, name="gap", title="Steps ahead of the slowest worker; dashed: the bound"),
+    "gradient-age": partial(
+        _histogram,
+        name="staleness",
+        title="Age of gradients: updates between a worker's pull and its push",
+        unit="updates",
+    ),
+    "gap": partial(_histogram, name="gap", title="Steps ahead of the slowest worker; dashed: the bound", unit="steps"),
     "consensus": _consensus,
 }

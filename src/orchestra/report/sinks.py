@@ -4,7 +4,7 @@
     train/loss, train/lr, train/epoch       mean over the workers that did a step, by step
     time/compute, time/communicate, time/wait       shares of the workers' time, over the last steps
     traffic/sent, traffic/received          bytes of a worker until then, on average
-    train/staleness                         of the gradients that came, on average over those of a step
+    train/staleness                         age of the gradients that came, in updates, on average over a step's
     test/...                                what was evaluated
 
 All against steps; the time of each is that of the run, virtual or real, counted from when it began. Nothing is sent

@@ -8,7 +8,7 @@ timelines put steps together, and of many seeds only the first one has a timelin
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -138,7 +138,7 @@ def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[st
 _AS_THEY_ARE = (
     "strategy", "seed", "workers", "servers", "steps", "samples", "seconds", "setup", "samples_per_second", "loss",
     "metrics", "sent_per_worker", "received_per_worker", "sent_total", "staleness_mean", "staleness_max", "skipped",
-    "dropped", "stopped_by", "parameters", "virtual", "trained",
+    "dropped", "stopped_by", "parameters", "virtual", "trained", "learned", "unlearned",
 )  # fmt: skip
 
 
@@ -224,10 +224,10 @@ def _together(
     virtual = all(run["virtual"] for run in told)
     found = verdict.judge(marks, target, metric, "virtual s" if virtual else "s", races.baseline)
     if not all(run["over"] or run["failed"] or run["fate"] for run in told):
-        found = replace(found, sentence=f"So far: {found.sentence}")
+        found = replace(found, sentence=_so_far(found.sentence))
     dressed = looks(names, formulas.catalogue())
     return {
-        "title": title or _title(equal, names),
+        "title": title or _title(equal, names, about),
         "version": orchestra.__version__,
         "target": _goal(target),
         "metric": metric,
@@ -241,11 +241,15 @@ def _together(
         "table": tables.table(told, marks, target, metric, races.baseline),
         "runs": told,
         "refused": _left_out(refused, absent),
-        "happened": [text for run in told for text in _happened(run)],
+        "happened": [*(text for run in told for text in _happened(run)), *_warnings(told)],
         "settings": {"equal": equal, "different": different, "of": [_only(s, different) for s in all_settings]},
         "commands": settings.commands(about),
         "virtual": virtual,
     }
+
+
+def _so_far(sentence: str) -> str:
+    return f"So far: {sentence.replace('Nothing was scored', 'no trained model was scored yet')}"
 
 
 def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
@@ -260,6 +264,7 @@ def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
             r["metrics"].get(metric),
             r["samples_per_second"],
             r["failed"] is not None,
+            r["unlearned"],
         )
         for r in told
     ]
@@ -298,11 +303,22 @@ def _happened(run: dict[str, Any]) -> Iterator[str]:
         yield f"{name} failed: {run['failed']}"
     elif not run["over"]:
         yield f"{name} {run['fate']}: figures until then." if run["fate"] else f"{name} has not ended: figures so far."
-    yield from (f"{name}: {text}" for text in run["warnings"])
     if run["skipped"]:
         yield f"{name}: {plural(run['skipped'], 'gradient')} not finite, not used."
     if run["dropped"]:
         yield f"{name}: {plural(run['dropped'], 'gradient')} dropped: too few workers were left for another update."
+
+
+def _warnings(told: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What runs warned of, each text once; which of several did not learn is in the verdict."""
+    names = defaultdict[str, list[str]](list)
+    for run in told:
+        for text in run["warnings"]:
+            if len(told) == 1 or run["unlearned"] is None or run["unlearned"] not in text:
+                names[text].append(run["name"])
+    for text, found in names.items():
+        more = f" and {plural(len(found) - 1, 'other')}" if len(found) > 1 else ""
+        yield f"{found[0]}{more}: {text}"
 
 
 def _left_out(refused: Sequence[dict[str, str]], absent: Sequence[Failure]) -> list[dict[str, str]]:
@@ -324,8 +340,9 @@ def _goal(target: Target | None) -> dict[str, Any] | None:
     return {"metric": target.metric, "value": target.value, "lower": lower, "text": verdict.goal(target)}
 
 
-def _title(equal: dict[str, str], names: Sequence[str]) -> str:
-    what = equal.get("recipe", "runs")
+def _title(equal: dict[str, str], names: Sequence[str], about: Sequence[Run]) -> str:
+    """What was trained, by the name of its file or else of its folder, and how."""
+    what = Path(equal["recipe"]).name if "recipe" in equal else about[0].path.name if len(about) == 1 else "runs"
     who = names[0] if len(names) == 1 else f"{len(names)} strategies"
     workers = f", {equal['workers']} workers" if "workers" in equal else ""
     return f"{what}: {who}{workers}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestra.budget import Target
 from orchestra.report import escaping
-from orchestra.report.marks import Mark, always, standing, times_of
+from orchestra.report.marks import Mark, always, standing, times_of, unlearned_of
 from orchestra.report.settings import natural
 from orchestra.report.verdict import Against, against_baseline, is_useless
 from orchestra.statistics import Estimate, median_interval
@@ -20,9 +20,9 @@ from orchestra.words import size
 _RUN = (
     "name", "strategy", "condition", "seed", "workers", "servers", "steps", "samples", "seconds", "samples_per_second",
     "reached", "best", "final", "loss", "sent_per_worker", "received_per_worker", "sent_total", "staleness_mean",
-    "staleness_max", "skipped", "stopped_by", "virtual",
+    "staleness_max", "skipped", "stopped_by", "virtual", "learned", "unlearned",
 )  # fmt: skip
-_FIGURES = ("nodes", "in all", "samples/s", "per worker", "waiting", "staleness")
+_FIGURES = ("nodes", "in all", "samples/s", "per worker", "waiting", "gradient age (updates)")
 
 
 def table(
@@ -38,7 +38,9 @@ def table(
         for against in sorted(by, key=lambda a: standing(by[a], target)):
             own = [r for r in runs if r["condition"] == condition and r["strategy"] == against.strategy]
             race = _race(by[against], against) if target is not None else []
-            lines.append([condition] * (len(groups) > 1) + [against.strategy, *race, *_figures_of(own, metric)])
+            lost = unlearned_of(by[against])  # in full once
+            figures = _figures_of(own, metric, lost.partition(" (")[0] if lost and target is not None else lost)
+            lines.append([condition] * (len(groups) > 1) + [against.strategy, *race, *figures])
     return {"head": [*["condition"] * (len(groups) > 1), *_head(target, metric)], "lines": lines}
 
 
@@ -47,10 +49,11 @@ def _head(target: Target | None, metric: str | None) -> list[str]:
     return ["strategy", *to_target, *([f"final {metric}"] if metric is not None else []), *_FIGURES]
 
 
-def _figures_of(own: Sequence[dict[str, Any]], metric: str | None) -> list[str]:
+def _figures_of(own: Sequence[dict[str, Any]], metric: str | None, unlearned: str | None) -> list[str]:
     """Of the runs that there are; every one may have failed before there was anything to tell."""
     final = [run["metrics"][metric] for run in own if metric in run["metrics"]]
-    score = [f"{statistics.fmean(final):.4g}" if final else "-"] if metric is not None else []
+    but = "" if unlearned is None else f", {unlearned}"
+    score = [f"{statistics.fmean(final):.4g}{but}" if final else but.removeprefix(", ") or "-"] if metric else []
     if not own:
         return [*score, *["-"] * len(_FIGURES)]
     stale = [run["staleness_mean"] for run in own if run["staleness_mean"] is not None]
@@ -67,7 +70,7 @@ def _figures_of(own: Sequence[dict[str, Any]], metric: str | None) -> list[str]:
 
 def _race(own: Sequence[Mark], against: Against) -> list[str]:
     times = times_of(own)
-    time = "failed" if all(mark.failed for mark in own) else "not reached"
+    time = "failed" if all(mark.failed for mark in own) else (unlearned_of(own) or "not reached")
     if times:
         low, high = median_interval(times)
         time = f"{statistics.median(times):.3g} s" + (f" [{low:.3g}, {high:.3g}]" if len(times) > 1 else "")
@@ -96,8 +99,8 @@ _RACE_LEGEND = (
     "of strategies (Holm). "
 )
 _LEGEND = (
-    "Nodes: workers and servers. Per worker: bytes sent and received. Waiting: share of the workers' time. Staleness: "
-    "updates made between a worker's pull and its push."
+    "Nodes: workers and servers. Per worker: bytes sent and received. Waiting: share of the workers' time. Gradient "
+    "age: updates made between a worker's pull and its push."
 )
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestra.budget import Target, lower_is_better
-from orchestra.report.marks import Mark, always, standing, times_of
+from orchestra.report.marks import Mark, always, standing, times_of, unlearned_of
 from orchestra.statistics import Estimate, difference, holm, ratio
-from orchestra.words import plural
+from orchestra.words import listed, plural
 
 CHANCE = 0.05  # what is less likely than this counts as a difference
 USELESS = 10  # times that the ends of an interval may be apart
+SLIGHT = 1.1  # times as fast that is a tie where it may be chance
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Verdict:
     sentence: str
     doubts: tuple[str, ...]
     baseline: str
+    tied: tuple[str, ...] = ()  # strategies that share the first place, if several do
 
 
 def judge(
@@ -47,13 +49,21 @@ def judge(
     baseline = baseline_of(names, baseline)
     if all(mark.final is None and mark.best is None for mark in marks):
         return Verdict(_by_speed(marks, names, baseline, len(groups)), (), baseline)
+    lost = _unlearned(marks, names)
     if target is None:
         advice = ("Give --target SCORE=VALUE to compare times.",) if len(names) > 1 else ()
-        return Verdict(_by_score(marks, names, baseline, metric, len(groups)), advice, baseline)
+        return Verdict(_by_score(marks, names, baseline, metric, len(groups)), (*lost, *advice), baseline)
     race = _Race(marks, names, baseline, target, unit)
     if len(groups) > 1:
-        return Verdict(race.over(groups), tuple(race.caveats()), baseline)
-    return Verdict(race.sentence(), (*race.doubts(), *race.caveats()), baseline)
+        return Verdict(race.over(groups), (*lost, *race.caveats()), baseline)
+    doubts = (*race.doubts(), *lost, *race.caveats())
+    return Verdict(race.sentence(), doubts, baseline, race.tied if len(race.tied) > 1 else ())
+
+
+def _unlearned(marks: Sequence[Mark], names: Sequence[str]) -> list[str]:
+    """Which strategies did not learn, in all runs or in some."""
+    found = {name: unlearned_of([mark for mark in marks if mark.strategy == name]) for name in names}
+    return [f"{name} {words}." for name, words in found.items() if words is not None]
 
 
 def baseline_of(names: Sequence[str], wanted: str | None = None) -> str:
@@ -145,6 +155,18 @@ def firsts(marks: Sequence[Mark], target: Target | None) -> list[str]:
     return [name for time, name in order if time == order[0][0] or since[name] < order[0][0]]
 
 
+def tied(marks: Sequence[Mark], target: Target | None) -> list[str]:
+    """The first to reach the target under one condition, and all that cannot be told apart from it.
+
+    A strategy is tied with the first if snapshots do not tell which came before, or if the first is less than a tenth
+    faster and the interval of that ratio holds 1.
+    """
+    order, close = [name for _, name in ranked(marks, target)], firsts(marks, target)
+    leads = {name: lead(marks, order[0], name) for name in order[1:]}
+    alike = [name for name, e in leads.items() if e is not None and e.includes(1.0) and e.value < SLIGHT]
+    return [name for name in order if name in close or name in alike]
+
+
 @dataclass(frozen=True)
 class _Race:
     marks: Sequence[Mark]
@@ -157,6 +179,11 @@ class _Race:
     def against(self) -> dict[str, Against]:
         return {found.strategy: found for found in against_baseline(self.marks, self.baseline)}
 
+    @cached_property
+    def tied(self) -> tuple[str, ...]:
+        """Those that share the first place."""
+        return tuple(tied(self.marks, self.target))
+
     def of(self, name: str) -> list[Mark]:
         """The runs of a strategy."""
         return [mark for mark in self.marks if mark.strategy == name]
@@ -166,6 +193,8 @@ class _Race:
         order = ranked(self.marks, self.target)
         if not order:
             return self._nobody()
+        if len(self.tied) > 1:
+            return self._tie(dict((name, time) for time, name in order))
         time, first = order[0]
         runs = len(self.of(first))
         of = f", the median of {runs} runs" if runs > 1 else ""
@@ -174,6 +203,22 @@ class _Race:
             return f"{said}; there is nothing to compare it with."
         rival = _rival([name for _, name in order], self.baseline)
         return f"{said}{'; nobody else did in every run' if rival is None else self._beside(first, rival)}."
+
+    def _tie(self, times: dict[str, float]) -> str:
+        """That nothing is ahead of all others, and how far from a difference that is."""
+        runs, first = len(self.of(self.tied[0])), self.tied[0]
+        of = f", medians of {runs} runs" if runs > 1 else ""
+        seconds = listed([f"{times[name]:.3g}" for name in self.tied])
+        said = f"{listed(self.tied)} are tied: they reached {goal(self.target)} in {seconds} {self.unit}{of}"
+        rival = self.baseline if self.baseline in self.tied[1:] else self.tied[1]
+        close = rival in firsts(self.marks, self.target)
+        less = f"less than one snapshot of the model before {rival}" if close else f"before {rival}"
+        e = lead(self.marks, first, rival)
+        much = "" if e is None else f", {_times(e, rival)}"
+        than = None if self.baseline in self.tied else lead(self.marks, first, self.baseline)
+        base = "" if self.baseline in self.tied or than is not None else self._beside(first, self.baseline)
+        ahead = "" if than is None else f", and {_times(than, self.baseline, self.against[first].p)}"
+        return f"{said}{base}; {first} was {less}{much}{ahead}."
 
     def _beside(self, first: str, rival: str) -> str:
         e, hits, runs = lead(self.marks, first, rival), len(times_of(self.of(rival))), len(self.of(rival))
@@ -188,6 +233,8 @@ class _Race:
         near = min((m for m in self.marks if m.best is not None), key=lambda m: sign * (m.best or 0), default=None)
         if near is None:
             return f"No run was scored for {self.target.metric}: there is nothing to compare."
+        if all(mark.unlearned for mark in self.marks):
+            return f"No strategy reached {goal(self.target)}, and none learned anything."
         hits = {name: len(times_of(self.of(name))) for name in self.names}
         most = max(self.names, key=lambda name: hits[name] / len(self.of(name)))
         text = f"No strategy reached {goal(self.target)} in every run"
@@ -225,15 +272,12 @@ class _Race:
         return f"; under {where} it was {ends} times as fast as {self.baseline}"
 
     def doubts(self) -> list[str]:
-        """Where a lead is no larger than what chance or the spacing of snapshots explains."""
-        order, found = [name for _, name in ranked(self.marks, self.target)], []
-        for rival in [name for i, name in enumerate(order) if i == 1 or (i > 1 and name == self.baseline)]:
-            e = lead(self.marks, order[0], rival)
-            if rival in firsts(self.marks, self.target):
-                found.append(f"Its lead over {rival} is less than one snapshot of the model: a tie.")
-            elif self.baseline not in (order[0], rival) and e is not None and e.includes(1.0):
-                found.append(f"Its lead over {rival} could be chance ({interval(e)}).")
-        return found
+        """Where the lead over the next strategy may be chance."""
+        order = [name for _, name in ranked(self.marks, self.target)]
+        if len(order) < 2 or order[1] in self.tied or self.baseline in order[:2]:
+            return []
+        e = lead(self.marks, order[0], order[1])
+        return [f"Its lead over {order[1]} could be chance ({interval(e)})."] if e and e.includes(1.0) else []
 
     def caveats(self) -> list[str]:
         """What holds under one condition and under many."""
@@ -290,5 +334,9 @@ def _by_score(marks: Sequence[Mark], names: Sequence[str], baseline: str, metric
     if not own:
         return f"{said}, the best."
     e = difference(own, others)
-    unsure = ", which may be chance" if e.includes(0.0) else ""
-    return f"{said}, the best: {e.value:+.2g} beside {rival} ({interval(e, '+.2g')}{unsure})."
+    beside = f"{e.value:+.2g} beside {rival} ({interval(e, '+.2g')}"
+    return (
+        f"{said}, which is no clear lead: {beside}, which may be chance)."
+        if e.includes(0.0)
+        else (f"{said}, the best: {beside}).")
+    )

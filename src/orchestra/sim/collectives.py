@@ -25,18 +25,30 @@ def _mean(group: Group, ops: Sequence[Mean]) -> list[float]:
 
 
 def _mean_update(group: Group, ops: Sequence[MeanUpdate]) -> list[None]:
+    """Average the whole of g once, then let each member update the range of x that it owns.
+
+    The mean is taken element by element, so it has the bits of the means of ranges, which real workers take; for N
+    members it is N operations, not N².
+    """
     weights = [op.weight for op in ops]
     if any(weights) and not ops[0].g.is_meta:
-        parts = ranges(ops[0].g.numel(), len(ops))
+        mean = ops[0].g
+        weighted_mean(mean, [op.g for op in ops], weights)
+        parts = ranges(mean.numel(), len(ops))
         for op, part in zip(ops, parts, strict=True):
-            mine = op.g[part]
-            weighted_mean(mine, [other.g[part] for other in ops], weights)
-            op.apply(mine)
-        for op, part in zip(ops, parts, strict=True):
-            for other in ops:
-                if other.x.data_ptr() != op.x.data_ptr():
-                    other.x[part].copy_(op.x[part])
+            op.apply(mean[part])
+        _share([op.x for op in ops], parts)
     return [None for _ in ops]
+
+
+def _share(vectors: Sequence[Tensor], parts: Sequence[slice]) -> None:
+    """Bring each member's own range to all members: into one vector, then from there to those in other memory."""
+    whole = vectors[0]
+    apart = [(x, part) for x, part in zip(vectors, parts, strict=True) if x.data_ptr() != whole.data_ptr()]
+    for x, part in apart:
+        whole[part].copy_(x[part])
+    for x, _ in apart:
+        x.copy_(whole)
 
 
 def _broadcast(group: Group, ops: Sequence[Broadcast]) -> list[None]:
@@ -48,9 +60,12 @@ def _broadcast(group: Group, ops: Sequence[Broadcast]) -> list[None]:
 
 
 def _gather(group: Group, ops: Sequence[Gather]) -> list[list[Tensor]]:
-    if ops[0].x.is_meta:
-        return [[other.x for other in ops] for _ in ops]
-    return [[other.x.detach().clone() for other in ops] for _ in ops]
+    """Give every member a copy of its own of all vectors, which it may change: one operation for all N vectors."""
+    vectors = [op.x.detach() for op in ops]
+    if vectors[0].is_meta:
+        return [vectors.copy() for _ in ops]
+    rows = torch.stack(vectors)
+    return [list(rows.clone().unbind()) for _ in ops]
 
 
 CARRY_OUT: dict[type[Any], Callable[..., list[Any]]] = {

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from orchestra.replica import Loss, flatten, trainable
+from orchestra import misfits
+from orchestra.batches import Loss, Pieces, each, like, loss_of, pieces
+from orchestra.replica import flatten, trainable
 
 _SMALL, _MANY = 1 << 16, 8  # parameters up to which, and workers from which on, it pays on a CPU
 _TOLERANCE = 1e-4  # of the largest element: how far a gradient taken together may be from one taken alone
@@ -33,14 +36,14 @@ class Pending:
     """A gradient under way. Its worker waits for it meanwhile, and nobody else writes to its x."""
 
     x: Tensor
-    batch: Sequence[Any]  # pieces of a mini-batch; or one list of indices, where the data are known
+    batch: Pieces  # pieces of a mini-batch; or one list of indices, where the data are known
     answer: tuple[Tensor, float] | None = None  # g and the loss
 
 
 class Batched:
     """The gradients of one model at many parameters. With `data`, mini-batches are lists of indices into them."""
 
-    def __init__(self, module: nn.Module, loss: Loss, data: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, module: nn.Module, loss: Loss | None, data: Pieces | None = None) -> None:
         self._module = module.train()
         self._loss = loss
         self._data = data
@@ -51,19 +54,23 @@ class Batched:
         self.calls = 0
         self.taken = 0
 
-    def _value(self, x: Tensor, *batch: Tensor) -> Tensor:
+    def _value(self, x: Tensor, batch: Pieces) -> Tensor:
         parameters, start = dict(self._fixed), 0
         for name, shape in self._shapes.items():
             stop = start + math.prod(shape)
             parameters[name] = x[start:stop].view(shape)
             start = stop
-        *inputs, target = batch
-        return self._loss(functional_call(self._module, parameters, tuple(inputs)), target)
 
-    def begin(self, x: Tensor, batch: Sequence[Any]) -> Pending:
+        def forward(*inputs: Any, **named: Any) -> Any:
+            return functional_call(self._module, parameters, inputs, named)
+
+        return loss_of(forward, batch, self._loss)
+
+    def begin(self, x: Tensor, batch: Pieces) -> Pending:
         """A worker begins."""
         pending = Pending(x, batch)
-        key = tuple((piece.shape, piece.dtype) for piece in batch) if self._data is None else len(batch[0])
+        each_piece = pieces(batch)
+        key = tuple((piece.shape, piece.dtype) for piece in each_piece) if self._data is None else len(each_piece[0])
         self._waiting.setdefault(key, []).append(pending)
         return pending
 
@@ -80,21 +87,38 @@ class Batched:
         self.calls += 1
         self.taken += len(group)
         x = torch.stack([pending.x for pending in group])
-        with torch.enable_grad():
-            g, losses = self._gradients(x, *self._batches(group, x.device))
+        batches = self._batches(group, x.device)
+        try:
+            with torch.enable_grad():
+                g, losses = self._gradients(x, batches)
+        except (IndexError, RuntimeError) as error:
+            self._explain(error, x, batches)
+            raise
         finite = torch.isfinite(g.sum(1))
         values = torch.where(finite, losses, math.nan).tolist()  # the one wait for a GPU
         for pending, row, value in zip(group, g.unbind(), values, strict=True):
             pending.answer = (row, value)
 
-    def _batches(self, group: list[Pending], device: torch.device) -> list[Tensor]:
+    def _explain(self, error: Exception, x: Tensor, batches: Pieces) -> None:
+        """Add what one mini-batch alone says about its labels: the error of many in one call is about other shapes."""
+        for i, one in enumerate(x):
+            alone = each(itemgetter(i), batches)
+            try:
+                self._value(one, alone)
+            except (IndexError, RuntimeError) as single:
+                misfits.add_note(single, alone)
+                for note in getattr(single, "__notes__", []):
+                    error.add_note(note)
+                return
+
+    def _batches(self, group: list[Pending], device: torch.device) -> Pieces:
         """All mini-batches, one upon the other."""
         if self._data is None:
-            columns = zip(*(pending.batch for pending in group), strict=True)
-            return [torch.stack([piece.to(device) for piece in column]) for column in columns]
-        indices = torch.tensor([pending.batch[0] for pending in group])
+            columns = zip(*(pieces(pending.batch) for pending in group), strict=True)
+            return like(group[0].batch, (torch.stack([piece.to(device) for piece in column]) for column in columns))
+        indices = torch.tensor([pieces(pending.batch)[0] for pending in group])
         picked = indices.view(-1).to(device)
-        return [t.index_select(0, picked).view(*indices.shape, *t.shape[1:]) for t in self._data]
+        return each(lambda t: t.index_select(0, picked).view(*indices.shape, *t.shape[1:]), self._data)
 
 
 def pays(module: nn.Module, device: str, workers: int) -> bool:
@@ -109,15 +133,14 @@ def pays(module: nn.Module, device: str, workers: int) -> bool:
     return small and workers >= _MANY and all(isinstance(part, nn.Linear) for part in holders)
 
 
-def _have_gradients(module: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> list[bool]:
+def _have_gradients(module: nn.Module, loss: Loss | None, batch: Pieces) -> list[bool]:
     """Which parameters have a gradient. In one call for many mini-batches those without would have zeros."""
-    *inputs, target = batch
     parameters = list(trainable(module.train()).values())
-    found = torch.autograd.grad(loss(module(*inputs), target), parameters, allow_unused=True)
+    found = torch.autograd.grad(loss_of(module, batch, loss), parameters, allow_unused=True)
     return [g is not None for g in found]
 
 
-def why_not(module: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> str | None:
+def why_not(module: nn.Module, loss: Loss | None, batch: Pieces) -> str | None:
     """Why gradients of a model cannot be taken together, or None if they can."""
     if len({p.dtype for p in trainable(module).values()}) > 1:
         return "the parameters have several dtypes"
@@ -128,7 +151,7 @@ def why_not(module: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> str | Non
         batched = Batched(twin, loss)
         both = [batched.begin(x, batch) for x in (x0, 1.01 * x0)]
         g, value = batched.end(both[0])
-        alone, single = grad_and_value(batched._value)(x0, *batch)
+        alone, single = grad_and_value(batched._value)(x0, batch)
     except Exception as error:  # anything that a user's model may do
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
     if not all(map(torch.equal, module.buffers(), twin.buffers())):

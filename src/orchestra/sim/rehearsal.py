@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from orchestra import alive, delays, files, run, snapshot, thinning
+from orchestra.batches import each
 from orchestra.board import Progress, Report, name_of
 from orchestra.cluster import Ending, Order
-from orchestra.data.feed import IndexedFeed, is_tensors
+from orchestra.data import samples
+from orchestra.data.feed import IndexedFeed
 from orchestra.errors import Deadlock, Interrupted, OrchestraError, RunFolderGone, WorkerFailed
 from orchestra.events import Began, Event, EventLog
 from orchestra.networks import Network
@@ -150,7 +152,9 @@ class Rehearsal:
             self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
             born.append((node, meter, log))
         if self.batched:
-            self._gather_gradients([node for node, _, _ in born[: job.workers]], data if is_tensors(data) else None)
+            self._gather_gradients(
+                [node for node, _, _ in born[: job.workers]], data if samples.is_columns(data) else None
+            )
         return born
 
     def _gather_gradients(self, nodes: list[Node], data: Any) -> None:
@@ -182,7 +186,7 @@ class Rehearsal:
 
     def _timed_nodes(self) -> list[tuple[Node, Metered, _Log]]:
         job, x0 = self.job, self.order.x0
-        data, momenta = job.data(), momenta_of(job, x0)
+        data, momenta = samples.read(job.data()), momenta_of(job, x0)
         born = []
         for rank in range(self.nodes):
             log = self._log(rank)
@@ -278,7 +282,7 @@ def _shared(feed: Any, device: torch.device) -> Any:
     """The data of one worker for the next, where they will be needed; streams are each worker's own."""
     if not isinstance(feed, IndexedFeed):
         return None
-    return tuple(t.to(device) for t in feed.data) if is_tensors(feed.data) else feed.data
+    return each(lambda t: t.to(device), feed.data) if samples.is_columns(feed.data) else feed.data
 
 
 class _Log:

@@ -93,7 +93,7 @@ class World:
         self._racks = _racks(network, len(every))
         self.ways: list[dict[int, Way]] = [{} for _ in range(nodes)]  # from each node to those that it wrote to
         self._flying: dict[Way, deque[tuple[Arrived, Any]]] = {}
-        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self._meetings: dict[Group, _Meeting] = {}
         self.under_way = 0  # messages and collectives in flight
 
     # From host to host.
@@ -182,7 +182,9 @@ class World:
 
     def meet(self, rank: int, op: Any, group: Group) -> Promise[Any]:
         """Come to a collective; it begins when every member has."""
-        meeting = self._meetings.setdefault(group.members, _Meeting())
+        meeting = self._meetings.get(group)
+        if meeting is None:
+            meeting = self._meetings[group] = _Meeting()
         if rank in meeting.ops:
             raise RuntimeError(f"node {rank} comes to a collective twice before the others came once")
 
@@ -193,7 +195,7 @@ class World:
         promise: Promise[Any] = Promise(self.kernel, missing)
         meeting.ops[rank], meeting.promises[rank] = op, promise
         if len(meeting.ops) == len(group):
-            del self._meetings[group.members]
+            del self._meetings[group]
             self._collect(group, meeting)
         return promise
 

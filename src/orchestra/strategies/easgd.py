@@ -51,6 +51,7 @@ class EASGD(Strategy[EASGDState]):
     """Workers and a centre on servers attract each other, now and then."""
 
     tries = ("easgd",)
+    main = ("tau", (10, 40))
 
     tau: int = knob(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
     beta: float = knob(0.9, "β: the moving rates α of all workers together", least=0)

@@ -33,6 +33,7 @@ class LocalSGD(Strategy[LocalSGDState]):
     """Average the models every `tau` steps."""
 
     tries = ("localsgd(tau=4)", "localsgd(tau=16)", "localsgd(tau=64)")
+    main = ("tau", (16, 4, 64))
 
     tau: int = knob(8, "τ: local steps between two means; more means less traffic and more drift", least=1)
 

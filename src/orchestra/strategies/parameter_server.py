@@ -18,7 +18,7 @@ x is cut into equal ranges, at cache lines if it is long, or between the layers 
 that the largest range is as small as it can be. Optimizers that look at whole layers need the latter, or one server.
 
 Optimizer state lives with the range and advances once per update. Every update makes a new version of a range; the
-staleness of a push is the number of versions made since its worker pulled.
+staleness of a push is the number of versions made since its worker pulled: reports call it the gradient's age.
 
 Every push carries the range it covers and its worker's clock there: what comes twice is dropped, and a push in several
 `pieces` is taken when it is whole.

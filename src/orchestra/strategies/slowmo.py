@@ -51,6 +51,7 @@ class SlowMo(Strategy[SlowMoState]):
     """Momentum on the movement of the averaged model."""
 
     tries = ("slowmo(tau=4)", "slowmo(tau=16)", "slowmo(tau=64)")
+    main = ("tau", (16, 4, 64))
 
     tau: int = knob(12, "τ: steps of the base strategy in a round", least=1)
     alpha: float = knob(1.0, "α: slow learning rate; 1 was best in the paper", least=0)

@@ -43,6 +43,7 @@ class SyncEASGD(Strategy[SyncEASGDState]):
     """Workers and the mean of where they are attract each other, all at once."""
 
     tries = ("synceasgd",)
+    main = ("tau", (10, 4, 40))
 
     tau: int = knob(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
     beta: float = knob(0.9, "β: how far the centre moves to the mean of the workers", least=0)

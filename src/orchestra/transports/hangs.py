@@ -30,9 +30,9 @@ class Limits:
 
     patience: float
     silent: float
-    stopped: float = 3.0
+    stopped: float = 2.0
     steps: float = 10.0  # times the longest step so far
-    look: float = 1.0  # between two looks
+    look: float = 0.5  # between two looks
 
     @classmethod
     def of(cls, patience: float) -> Limits:
@@ -42,7 +42,7 @@ class Limits:
         [5.0, 30.0, 300.0]
         """
         silent = min(patience, max(30.0, patience / 10))
-        return cls(patience, silent, look=min(1.0, silent / 5))
+        return cls(patience, silent, look=min(0.5, silent / 5))
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class Watch:
     _last: float | None = None
     _nodes: dict[int, _Watched] = field(default_factory=dict)
     _stuck: float = 0.0  # seconds in which all nodes waited
+    _steps: tuple[tuple[float, ...], ...] = ()  # of all nodes, when they were last seen
 
     @property
     def due(self) -> bool:
@@ -151,8 +152,6 @@ class Watch:
         else:
             self._stuck += passed
         return self._stuck >= max((self._limit(self._nodes[node]) for node in pids), default=self.limits.silent)
-
-    _steps: tuple[tuple[float, ...], ...] = ()
 
 
 def _stat(pid: int) -> tuple[str, float]:

@@ -6,10 +6,11 @@ import { roundTicks } from "./curves.js";
 import { count, mean, number } from "./format.js";
 import { axisLabel, byStrategy, colourOf, colours, runs } from "./state.js";
 
+const UNITS = { staleness: "updates", gap: "steps" };
 const WORDS = {
-  staleness: ["Staleness", "Updates made between a worker's pull and its push."],
+  staleness: ["Age of gradients, in updates", "Updates made between a worker's pull and its push."],
   gap: [
-    "How far ahead workers were",
+    "How far ahead workers were, in steps",
     "Steps ahead of the slowest worker whenever x was read; the line is the bound that the strategy keeps.",
   ],
 };
@@ -69,7 +70,7 @@ export function histogram(name) {
           marginTop: 26,
           x: {
             domain: [-0.6, most + wide],
-            label: g === groups.at(-1) ? `${name} →` : null,
+            label: g === groups.at(-1) ? `${UNITS[name]} →` : null,
             labelAnchor: "right",
             labelArrow: "none",
             tickFormat: (x) => (Number.isInteger(x) ? number(x) : ""),
@@ -122,7 +123,7 @@ export function histogram(name) {
     ...WORDS[name],
     draw,
     rows,
-    name === "staleness" ? "None of these strategies lets gradients grow old." : "No strategy here bounds clocks.",
+    name === "staleness" ? "None of these strategies lets gradients grow old." : "No strategy here bounds how many steps a worker may be ahead.",
   );
 }
 

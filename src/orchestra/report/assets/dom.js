@@ -22,6 +22,8 @@ function fill(element, attributes, children) {
 }
 
 // A table; cells are text or elements. All columns to the left, or the first few.
+const kind = (cell) => (typeof cell === "string" && cell.length > 28 ? "long" : null); // words, not a figure
+
 export function grid(head, lines, { left = 1, label = "" } = {}) {
   const table = el(
     "table",
@@ -35,7 +37,7 @@ export function grid(head, lines, { left = 1, label = "" } = {}) {
       "tbody",
       {},
       ...lines.map((line) =>
-        el("tr", {}, ...line.map((cell, i) => el("td", { class: i < left ? "name" : null }, cell ?? "–"))),
+        el("tr", {}, ...line.map((cell, i) => el("td", { class: i < left ? "name" : kind(cell) }, cell ?? "–"))),
       ),
     ),
   );

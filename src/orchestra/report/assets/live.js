@@ -63,7 +63,7 @@ function duration(s) {
 
 const now = el("div", { "data-live": "yes", id: "now" });
 const KINDS = ["compute", "communicate", "wait"];
-const HEAD = ["node", "step", "loss", "staleness", ...KINDS, "samples/s", "traffic", "last heard", "state"];
+const HEAD = ["node", "step", "loss", "gradient age", ...KINDS, "samples/s", "traffic", "last heard", "state"];
 
 function line(node) {
   const known = node.rate != null; // of servers nothing is, until they end

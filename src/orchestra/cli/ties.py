@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of several strategies to take that are equally fast: the simplest, else the cheapest.
+
+1. the fewest nodes: servers are machines as well
+2. the fewest bytes between all nodes, unless they differ by less than a twentieth
+3. the shortest expression: defaults before options
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestra.cli.table import Row, Table
+from orchestra.report.verdict import tied
+from orchestra.words import listed, plural, size
+
+_ALIKE = 1.05  # times as many bytes that count as equally many
+
+
+def choose(rows: Sequence[Row]) -> tuple[Row, str]:
+    """The strategy to take of some that are tied, and the rule that says so."""
+    fewest = min(row.workers + row.servers for row in rows)
+    small = [row for row in rows if row.workers + row.servers == fewest]
+    if len(small) == 1 < len(rows):
+        return small[0], f"it needs the fewest nodes, {fewest}"
+    least = min(row.total for row in small)
+    frugal = [row for row in small if row.total <= _ALIKE * least]
+    few = f"of those with {plural(fewest, 'node')} " if len(small) < len(rows) else ""
+    if len(frugal) == 1 < len(small):
+        return frugal[0], f"{few}it sends the fewest bytes between all nodes, {size(least)}"
+    first = min(frugal, key=lambda row: len(row.strategy))
+    return first, f"{few}it is the simplest to write down, at about as many bytes"
+
+
+def advice(rows: Sequence[Row]) -> list[str]:
+    """What to take of strategies that are tied, in a sentence; nothing if there are not several."""
+    if len(rows) < 2:
+        return []
+    first, rule = choose(rows)
+    return [f"Of {listed([row.strategy for row in rows])}, which are tied, take {first.strategy}: {rule}."]
+
+
+def arranged(table: Table) -> tuple[list[Row], list[Row]]:
+    """The strategies that always reached the target, the one to recommend first, and those that are tied with it."""
+    rows = [row for row in table.ranked if row.always]
+    names = tied(table.marks, table.target) if len(rows) > 1 else []
+    equal = [row for row in rows if row.strategy in names]
+    if len(equal) < 2:
+        return rows, []
+    first = choose(equal)[0]
+    return sorted(rows, key=lambda row: row is not first), sorted(equal, key=lambda row: row is not first)
+
+
+def recommended(rows: Sequence[Row], goal: str) -> str:
+    """What `recommend` says of a tie: which strategy to take, by which rule, and how fast all of them were."""
+    first, rule = choose(rows)
+    others = listed([row.strategy for row in rows if row is not first])
+    times = listed([f"{row.time:.3g}" for row in rows])
+    of = f", medians of {len(first.times)} seeds" if len(first.times) > 1 else " (one seed)"
+    return (
+        f"Take {first.strategy}: it is tied with {others}, and {rule}. They reached {goal} after {times} virtual s{of}."
+    )

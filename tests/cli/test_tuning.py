@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy is tuned with equally many tries, on other seeds, in no more time than the race takes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cli.conftest import Orchestra
+
+from orchestra.cli import compare, sources, tuning
+from orchestra.cli.candidates import Setting, grid, settings
+from orchestra.cli.compare import Race
+from orchestra.cli.options import Options
+from orchestra.cli.table import Outcome
+from orchestra.cli.tuning import Found, Plan, Tuning, rank
+from orchestra.errors import ConfigError
+from orchestra.rates import Adjusted
+from orchestra.report import story
+from orchestra.strategies import STRATEGIES
+
+EVERY = sorted({text for cls in STRATEGIES for text in (*cls.tries, cls.short or cls.__name__.lower())})
+
+
+# What is tried.
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_all_strategies_have_equally_many_different_tries(momentum: float, fixed: bool) -> None:
+    tries = 12
+    for text in EVERY:
+        found = settings(text, fixed=fixed, own=0.1, momentum=momentum)
+        assert len({*grid(found, tries)}) == tries, text
+        for side in (-1, 1):
+            assert len({*grid(found, tries, side)} - {*grid(found, tries)}) == tries // 2, text
+        assert any(setting.rate == pytest.approx(0.1) and setting.momentum is None for setting in grid(found, tries))
+
+
+def test_asynchronous_strategies_are_tried_without_momentum_as_well() -> None:
+    asp = settings("ps(consistency=asp)", fixed=False, own=0.1, momentum=0.9)
+    assert {setting.momentum for setting in asp} == {None, 0.0}
+    assert all(s.momentum is None for s in settings("allreduce", fixed=False, own=0.1, momentum=0.9))
+    assert all(s.momentum is None for s in settings("ps(consistency=asp)", fixed=False, own=0.1, momentum=0.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "tuned"), [("localsgd", True), ("localsgd(tau=8)", False), ("slowmo(beta=0.5)", True)]
+)
+def test_an_option_that_was_given_stays(text: str, tuned: bool) -> None:
+    race = compare.prepare(sources.find("digits"), [text], Options(workers=2, sim=True), 3, None, Path("nowhere"))
+    (name,) = race.strategies
+    found = settings(name, fixed=name in race.fixed, own=0.1, momentum=0.9)
+    assert len({setting.strategy for setting in found}) == (3 if tuned else 1)
+
+
+# How long it takes.
+
+
+@pytest.mark.parametrize("worth", [1, 2, 3, 5, 10, 40])
+@pytest.mark.parametrize("given", [0, 2, 7])
+def test_tuning_takes_at_most_as_long_as_the_race(worth: int, given: int) -> None:
+    plan = Plan(4, 20.0, worth, given)
+    assert plan.most <= 4 * 20 * worth * (1 + 1e-9)
+    assert 3 * plan.first <= 20
+    assert given or plan.widenings >= 1
+
+
+# Which is best.
+
+
+def test_sooner_at_the_target_is_better_and_then_the_score_at_one_time() -> None:
+    slow, fast, near, far, lost = (Setting(name) for name in ("slow", "fast", "near", "far", "lost"))
+    found = {
+        far: Found(curve=((1.0, 0.3), (9.0, 0.9))),  # better in the end, but that is later than all others ended
+        lost: Found(failed="Diverged"),
+        slow: Found(seconds=4.0, curve=((1.0, 0.1), (4.0, 0.95))),
+        near: Found(curve=((1.0, 0.5), (3.0, 0.6))),
+        fast: Found(seconds=2.0, curve=((1.0, 0.1), (2.0, 0.95))),
+    }
+    assert rank(found, -1) == [fast, slow, near, far]
+
+
+def made(found: Callable[[Setting], Found], names: tuple[str, ...], out: Path, seeds: int = 3) -> Tuning:
+    """A tuning of which the outcomes are known beforehand."""
+    race = compare.prepare(sources.find("digits"), [*names], Options(workers=2, sim=True), seeds, None, out)
+    tuned = Tuning(race, seeds, quiet=True)
+    tuned._one = lambda setting, epochs, seed: found(setting)  # type: ignore[method-assign]
+    return tuned
+
+
+def best_at(rate: float) -> Callable[[Setting], Found]:
+    return lambda setting: Found(curve=((1.0, -abs(math.log(setting.rate / rate))),))
+
+
+def test_the_best_rate_is_found_and_the_grid_widens_for_all(tmp_path: Path) -> None:
+    near = made(best_at(0.06), ("allreduce", "ps(consistency=asp)"), tmp_path / "a").run()
+    assert near.tries == 12
+    assert all(setting.rate == pytest.approx(0.06, rel=0.6) for setting in near.settings.values())
+    far = made(best_at(1.5), ("allreduce", "ps"), tmp_path / "b").run()
+    assert far.tries == 18
+    assert all(setting.rate == pytest.approx(1.5, rel=0.3) for setting in far.settings.values())
+
+
+def test_one_at_the_edge_widens_the_grid_of_the_others(tmp_path: Path) -> None:
+    def found(setting: Setting) -> Found:
+        return best_at(1.5 if setting.strategy == "ps" else 0.05)(setting)
+
+    tuned = made(found, ("allreduce", "ps"), tmp_path)
+    seen: dict[str, set[Setting]] = {"allreduce": set(), "ps": set()}
+    one = tuned._one
+    tuned._one = lambda setting, *rest: (seen[setting.strategy].add(setting), one(setting, *rest))[1]  # type: ignore
+    race = tuned.run()
+    assert len(seen["allreduce"]) == len(seen["ps"]) == 18
+    assert race.settings["allreduce"].rate == pytest.approx(0.05)
+
+
+def test_two_that_come_to_the_same_stay_two(tmp_path: Path) -> None:
+    def found(setting: Setting) -> Found:
+        return Found(curve=((1.0, 1.0 if setting.strategy == "localsgd(tau=16)" and setting.factor == 1 else 0.5),))
+
+    race = made(found, ("localsgd(tau=16)", "localsgd"), tmp_path).run()
+    assert len(race.strategies) == 2
+    assert race.strategies[0] == "localsgd(tau=16)"
+
+
+def test_a_strategy_that_always_fails_races_as_it_is(tmp_path: Path) -> None:
+    race = made(lambda setting: Found(failed="Diverged"), ("allreduce",), tmp_path).run()
+    assert race.settings["allreduce"].options == {}
+
+
+# What it changes.
+
+
+def test_an_optimizer_is_adjusted_in_every_group() -> None:
+    def groups(parameters: Any) -> torch.optim.Optimizer:
+        first, second = parameters
+        made: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 0.5}]
+        return torch.optim.SGD(made, lr=0.1, momentum=0.9, nesterov=True)
+
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    found = Adjusted(groups, 2.0, 0.0)(parameters).param_groups
+    assert [(g["lr"], g["momentum"], g["nesterov"]) for g in found] == [(0.2, 0.0, False), (1.0, 0.0, False)]
+    adam = Adjusted(torch.optim.Adam, 0.5, 0.0)(parameters).param_groups
+    assert [(g["lr"], "momentum" in g) for g in adam] == [(5e-4, False)]
+
+
+@pytest.mark.parametrize("option", ["--lr-factor=-1", "--lr-factor=nan", "--momentum=1", "--momentum=-0.1"])
+def test_what_is_no_rate_or_momentum_is_refused(option: str, orchestra: Orchestra) -> None:
+    answer = orchestra("sim", "digits", option)
+    assert answer.code == 2
+    assert option.partition("=")[0].removeprefix("--") in answer.err
+
+
+# In all.
+
+QUICK = ("--sim", "-n", "2", "--epochs", "2", "--target", "accuracy=0.6", "--seeds", "1", "--out", "out")
+
+
+def test_compare_tunes_by_default(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = orchestra("compare", "digits", "-s", "localsgd,ps(consistency=asp)", *QUICK)
+    assert said.code == 0, said.err
+    assert "tuning 2 strategies, 12 tries each, in simulation, seeds 1 and 2: about" in said.err
+    assert "· tuned ·" in said.out
+    record = json.loads(Path("out/table.json").read_text())
+    assert record["tuned"] is True
+    kept = json.loads(Path("out/tuning.json").read_text())
+    assert {*kept["chosen"]} == {row["strategy"] for row in record["rows"]}
+    assert not Path("out/tuning").exists()
+    (asp,) = (run for run in Path("out").glob("ps-*/seed0/config.json"))
+    setting = kept["chosen"]["ps(consistency=asp)"]
+    assert f"'lr': {setting['lr']:.4g}"[:10] in json.loads(asp.read_text())["optimizer"]
+    seeds = {json.loads(path.read_text())["seed"] for path in Path("out").rglob("config.json")}
+    assert not seeds & {*kept["seeds"]}
+
+
+@pytest.mark.parametrize("how", [("--no-tune",), ("--lr", "0.05")])
+def test_untuned_is_said(how: tuple[str, ...], orchestra: Orchestra) -> None:
+    said = orchestra("compare", "digits", "-s", "allreduce", *QUICK, *how)
+    assert said.code == 0, said.err
+    assert "tuning" not in said.err
+    assert "· untuned ·" in said.out
+    assert "untuned: the learning rate is" in " ".join(story.tell([Path("out")])["fairness"])
+
+
+def test_tries_are_kept_where_tuning_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    race = compare.prepare(
+        sources.find("digits"), ["allreduce"], Options(workers=2, sim=True, epochs=1.0), 1, "accuracy=0.5", tmp_path
+    )
+    real, runs = Race.run_one, list[float]()
+
+    def stopping(race: Race, strategy: str, *rest: Any, **more: Any) -> Outcome:
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        runs.append(race.settings[strategy].rate)
+        return real(race, strategy, *rest, **more)
+
+    monkeypatch.setattr(Race, "run_one", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        Tuning(race, 1, quiet=True).run()
+    assert len(runs) == 3
+    again: list[float] = []
+
+    def going_on(race: Race, strategy: str, *rest: Any, **more: Any) -> Outcome:
+        again.append(race.settings[strategy].rate)
+        return real(race, strategy, *rest, **more)
+
+    monkeypatch.setattr(Race, "run_one", going_on)
+    tuned = Tuning(race, 1, quiet=True).run()
+    assert not {*runs} & {*again[:3]}
+    kept = again.copy()
+    assert Tuning(race, 1, quiet=True).run().settings == tuned.settings
+    assert again == kept  # everything was known
+
+
+def test_a_sweep_tunes_once(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned: list[Path] = []
+
+    def once(self: Tuning) -> Race:
+        tuned.append(self.race.out)
+        setting = Setting("allreduce", own=0.05, factor=0.5)
+        return replace(self.race, settings={"allreduce": setting}, tries=12)
+
+    monkeypatch.setattr(tuning.Tuning, "run", once)
+    grid = ("--grid", "bandwidth=10mbit,1gbit", "-s", "allreduce")
+    said = orchestra("sweep", "digits", *QUICK, *grid)
+    assert said.code == 0, said.err
+    assert tuned == [Path("out")]
+    optimizers = {json.loads(path.read_text())["optimizer"] for path in Path("out").rglob("config.json")}
+    assert len(optimizers) == 1
+    assert "'lr': 0.025" in optimizers.pop()
+    tuned.clear()
+    assert orchestra("sweep", "digits", *QUICK[:-1], "each", *grid, "--tune-each").code == 0
+    assert len(tuned) == 2
+
+
+def test_rates_that_were_given_are_not_widened(tmp_path: Path) -> None:
+    tuned = made(best_at(9.0), ("allreduce",), tmp_path)
+    tuned.rates = (0.1, 0.2)
+    assert tuned.run().settings["allreduce"].rate == 0.2
+    with pytest.raises(ConfigError):
+        tuning.read("0.1")
