@@ -14,8 +14,10 @@ import pytest
 from tests.cli.conftest import Orchestra
 
 from orchestra.cli import loop_runs, sources
+from orchestra.cli.candidates import Setting
 from orchestra.cli.compare import prepare
 from orchestra.cli.options import Options
+from orchestra.cli.tuning import Found, Tuning
 from orchestra.report.facts import scores_of
 
 SCRIPT = """
@@ -42,6 +44,9 @@ SCORE
 
 SCORE = "optimizer.orchestra.score(accuracy=(model(x).argmax(1) == y).float().mean(), epoch=_)"
 
+ONCE = ("--seeds", "1", "--no-tune")
+NINTHS = [1 / 9, 1 / 3, 1, 3, 9]
+
 
 def write(folder: Path, *, score: str = SCORE, loss: str = "") -> str:
     text = SCRIPT.replace("SCORE\n    for", "SCORE_IN\n    for").replace(
@@ -55,7 +60,7 @@ def write(folder: Path, *, score: str = SCORE, loss: str = "") -> str:
 @pytest.mark.timeout(240)
 def test_compare(orchestra: Orchestra, tmp_path: Path) -> None:
     """Every strategy takes the place of the script's own, in processes of its own; the scores are the loop's."""
-    said = orchestra("compare", write(tmp_path), "-s", "allreduce,ps", "--out", "c")
+    said = orchestra("compare", write(tmp_path), "-s", "allreduce,ps", *ONCE, "--out", "c")
     assert said.code == 0, said.err
     assert "a line that is of no use" not in said.out + said.err
     assert "[first run] allreduce · seed 1: accuracy " in said.err
@@ -76,7 +81,7 @@ def test_compare(orchestra: Orchestra, tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_recommend_by_the_loss_that_the_loop_tells(orchestra: Orchestra, tmp_path: Path) -> None:
     path = write(tmp_path, score="pass", loss="loss=loss")
-    said = orchestra("recommend", path, "-s", "allreduce,localsgd", "--seeds", "1", "--out", "r", "--json")
+    said = orchestra("recommend", path, "-s", "allreduce,localsgd", *ONCE, "--out", "r", "--json")
     assert said.code == 0, said.err
     assert said.json["target"]["metric"] == "training_loss"
     assert said.json["recommended"] in ("allreduce", "localsgd")
@@ -90,7 +95,7 @@ def test_recommend_by_the_loss_that_the_loop_tells(orchestra: Orchestra, tmp_pat
 
 @pytest.mark.timeout(120)
 def test_without_a_score_the_line_to_add_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
-    words = ("compare", write(tmp_path, score="pass"), "-s", "allreduce", "--out", "c")
+    words = ("compare", write(tmp_path, score="pass"), "-s", "allreduce", *ONCE, "--out", "c")
     said = orchestra(*words)
     assert said.code == 2
     assert "say optimizer.orchestra.score(accuracy=accuracy) where it evaluates" in said.err
@@ -128,11 +133,30 @@ def test_a_factor_reaches_the_steps_of_a_contestant(tmp_path: Path, monkeypatch:
     assert outcome.seconds is not None
 
 
+@pytest.mark.parametrize(("seeds", "factors"), [(2, []), (3, [1 / 3, 1, 3]), (4, [1 / 3, 1, 3]), (9, NINTHS)])
+def test_a_loop_is_tuned_by_whole_runs(seeds: int, factors: list[float], tmp_path: Path) -> None:
+    source = sources.find(write(tmp_path))
+    race = prepare(source, ["allreduce"], Options(workers=2), seeds, "accuracy=0.5", tmp_path / "c")
+    tuned, tried = Tuning(race, seeds, quiet=True), list[float]()
+
+    def one(setting: Setting, epochs: float, seed: int) -> Found:
+        assert seed == seeds  # one that is not raced with
+        assert (tuned._race_of(setting, epochs).options_of("allreduce", seed).lr_factor or 1) == setting.factor
+        tried.append(setting.factor)
+        return Found(seconds=setting.factor, curve=((1.0, 0.6),))
+
+    tuned._one = one  # type: ignore[method-assign]
+    found = tuned.run()
+    assert tried == pytest.approx(factors)
+    assert len(tried) <= seeds
+    assert {str(setting) for setting in found.settings.values()} == ({f"lr x {min(factors):.3g}"} if factors else set())
+
+
 @pytest.mark.timeout(120)
 def test_a_contestant_that_fails_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
     path = Path(write(tmp_path))
     path.write_text(path.read_text().replace("optimizer.finish()", "assert not repr(optimizer).count('slowmo'), 'no'"))
-    said = orchestra("compare", str(path), "-s", "slowmo", "--target", "accuracy=0.5", "--out", "c")
+    said = orchestra("compare", str(path), "-s", "slowmo", *ONCE, "--target", "accuracy=0.5", "--out", "c")
     assert said.code == 1
     assert "failed: AssertionError: no" in said.out
 
@@ -142,7 +166,7 @@ def test_a_signal_ends_the_whole_comparison(tmp_path: Path) -> None:
     path = Path(write(tmp_path))
     path.write_text(path.read_text().replace("range(3)", "range(10**6)"))
     command = [sys.executable, "-m", "orchestra", "compare", str(path), "-s", "allreduce,localsgd", "--out", "c"]
-    command += ["--target", "accuracy=0.5"]
+    command += ["--target", "accuracy=0.5", *ONCE]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     scores = tmp_path / "c" / "allreduce" / "seed0" / "scores.jsonl"
     try:

@@ -85,6 +85,9 @@ def asked(**changes: Any) -> Request:
     return request
 
 
+ONCE = ("--seeds", "1", "--no-tune")
+
+
 def recipe(**changes: Any) -> Recipe:
     return scripts.as_recipe("mine", asked(**changes))
 
@@ -93,7 +96,7 @@ def recipe(**changes: Any) -> Recipe:
 def test_compare_on_real_processes(orchestra: Orchestra, tmp_path: Path) -> None:
     """The script runs once and no further than its call; each strategy then trains what it was called with."""
     path = write(tmp_path, before="with open('ran', 'a') as file: file.write('once ')")
-    said = orchestra("compare", path, "-s", "allreduce,localsgd(tau=2)", "--out", "c", "--json", "--", "--flag")
+    said = orchestra("compare", path, "-s", "allreduce,localsgd(tau=2)", *ONCE, "--out", "c", "--json", "--", "--flag")
     assert said.code == 0, said.err
     assert (tmp_path / "ran").read_text() == "once "
     assert "arguments ['--flag']" in said.out
@@ -112,7 +115,7 @@ def test_compare_on_real_processes(orchestra: Orchestra, tmp_path: Path) -> None
 def test_compare_in_virtual_time_by_the_training_loss(orchestra: Orchestra, tmp_path: Path) -> None:
     """A script without `evaluate` is compared by the loss of the samples it trains on."""
     path = write(tmp_path, score="")
-    said = orchestra("compare", path, "--sim", "-s", "allreduce,localsgd(tau=2)", "--out", "c")
+    said = orchestra("compare", path, "--sim", "-s", "allreduce,localsgd(tau=2)", *ONCE, "--out", "c")
     assert said.code == 0, said.err
     assert "mine · target training_loss ≤ " in said.out
     assert "[first run] allreduce · seed 1: training_loss " in said.err
@@ -156,7 +159,7 @@ def test_recommend_of_a_script(orchestra: Orchestra, tmp_path: Path) -> None:
 
 def test_a_target_that_is_said_needs_no_first_run(orchestra: Orchestra, tmp_path: Path) -> None:
     path = write(tmp_path)
-    said = orchestra("compare", path, "--sim", "-s", "allreduce", "--target", "accuracy=0.5", "--out", "c")
+    said = orchestra("compare", path, "--sim", "-s", "allreduce", *ONCE, "--target", "accuracy=0.5", "--out", "c")
     assert said.code == 0, said.err
     assert "first run" not in said.err
     assert orchestra("compare", path, "--sim", "--target", "recall=0.5").code == 2
@@ -165,7 +168,7 @@ def test_a_target_that_is_said_needs_no_first_run(orchestra: Orchestra, tmp_path
 def test_several_calls_are_told(orchestra: Orchestra, tmp_path: Path) -> None:
     path = Path(write(tmp_path))
     path.write_text(path.read_text().replace('raise SystemExit("it went on")', "orchestra.train()"))
-    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", "--target", "accuracy=0.1", "--out", "c")
+    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", *ONCE, "--target", "accuracy=0.1", "--out", "c")
     assert said.code == 0, said.err
     assert "note: mine.py calls train() in 2 places: the first that it came to counts." in said.err
 
@@ -214,9 +217,9 @@ def test_an_end_that_is_not_told_in_samples_is_asked_for(orchestra: Orchestra, t
     assert math.isnan(recipe(data=Stream, budget=Steps(10)).epochs)
     path = Path(write(tmp_path))
     path.write_text(path.read_text().replace("Epochs(2)", "Seconds(2)"))
-    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", "--out", "c")
+    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", *ONCE, "--out", "c")
     assert (said.code, "  epochs = None" in said.err) == (2, True)
-    assert orchestra("compare", str(path), "--sim", "-s", "allreduce", "--out", "c", "--epochs", "1").code == 0
+    assert orchestra("compare", str(path), "--sim", "-s", "allreduce", *ONCE, "--out", "c", "--epochs", "1").code == 0
 
 
 def test_the_target_of_a_script_is_that_of_its_budget() -> None:
@@ -269,7 +272,7 @@ def test_in_a_laboratory_the_script_itself_runs(tmp_path: Path, monkeypatch: pyt
 def test_a_first_run_that_does_not_learn_finds_no_target(orchestra: Orchestra, tmp_path: Path) -> None:
     path = Path(write(tmp_path, score=""))
     path.write_text(path.read_text().replace("lr=0.5", "lr=1e5"))
-    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", "--out", "c")
+    said = orchestra("compare", str(path), "--sim", "-s", "allreduce", *ONCE, "--out", "c")
     assert said.code == 2
     assert "a first run of allreduce finds none" in said.err
     assert "Name one: --target" in said.err
