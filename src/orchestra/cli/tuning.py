@@ -294,8 +294,8 @@ def _seconds_of_an_epoch(race: Race) -> float:
         for steps in (1, 1 + _MEASURED):
             out = Path(folder) / str(steps)
             few = dataclasses.replace(
-                race.shared, strategy="solo", workers=1, steps=steps, epochs=None, sim=True, delay=None, network=None,
-                trace=None, out=str(out),
+                race.shared, strategy="solo", workers=1, steps=steps, epochs=None, target=None, sim=True, delay=None,
+                network=None, trace=None, out=str(out),
             )  # fmt: skip
             began = time.perf_counter()
             sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)
