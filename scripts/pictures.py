@@ -18,14 +18,14 @@ from pathlib import Path
 from tests.browser.devtools import Browser, Page
 
 SHOTS = Path(__file__).resolve().parents[1] / "docs" / "screenshots"
-WORLD = ["--workers", "4", "--network", "20mbit,1ms", "--delay", "lognormal:0.02,0.3 slow:1x3", "--lr", "0.01"]
-FIVE = "allreduce,localsgd,ps(consistency=asp),ps(consistency=ssp),slowmo(tau=8)"
+WORLD = ["--workers", "4", "--network", "20mbit,1ms", "--delay", "lognormal:0.02,0.3 slow:1x3"]
+FIVE = "allreduce,ps,ps(consistency=asp),localsgd,slowmo"
 RUNS = {
     "comparison": ["compare", "digits", "--sim", *WORLD, "-s", FIVE, "--seeds", "5", "--target", "accuracy=0.9"],
-    "traced": ["sim", "digits", *WORLD, "-s", "ps(consistency=ssp)", "--trace"],
+    "traced": ["sim", "digits", *WORLD, "-s", "ps(consistency=ssp)", "--lr", "0.01", "--trace"],
     "sweep": [
         "sweep", "digits", "--sim", "-n", "4", "--grid", "bandwidth=10mbit,100mbit,1gbit", "--grid", "straggler=1,5",
-        "-s", "allreduce,localsgd,ps(consistency=asp),slowmo(tau=8)", "--lr", "0.02", "--target", "accuracy=0.9",
+        "-s", "allreduce,localsgd,ps(consistency=asp),slowmo", "--target", "accuracy=0.9",
     ],
 }  # fmt: skip
 LIVE = ["run", "digits", "-n", "4", "-s", "ps(consistency=ssp)", "--delay", "lognormal:0.05,0.3 slow:1x2"]

@@ -218,7 +218,7 @@ def test_many_processes_say_it_once(how: str, tmp_path: Path) -> None:
             if how == "train":
                 assert train(tmp_path / "run", Attached(patience=20)).learned is False
             else:
-                loop(ASYNC, optimizer=wild, epochs=12, told=True, out=tmp_path / "run")
+                loop(ASYNC, optimizer=partial(wild, lr=300.0), epochs=12, told=True, out=tmp_path / "run")
         return heard.getvalue()
 
     outcomes = together(3, call)
