@@ -113,7 +113,7 @@ def worker(
     replica = Replica(
         module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate, cuts=job.cuts, names=job.names
     )
-    if look is not None and replica.is_whole:
+    if look is not None and replica.is_whole and job.resume is None:  # else another worker may have resumed a shared x
         look.require_same_outputs(module, data, job.seed)
     layers = list(replica.parameters) if job.layerwise else None
     mine = ranges(x.numel(), job.workers)[rank] if job.owns_range else slice(0, x.numel())
