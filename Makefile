@@ -22,12 +22,8 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
 
-# Real processes, sockets and clocks on a machine that others use as well: what failed is tried once more by itself,
-# after all have been, and is named both times. Only failures are (1): nothing that broke off the whole (2 and above).
 test: check
-	$(BIN)/python -m pytest src tests || { \
-	  [ $$? -eq 1 ] && echo "Once more, those that failed, by themselves:" && \
-	  $(BIN)/python -m pytest src tests --last-failed -v; }
+	$(BIN)/python -m pytest src tests
 
 exhaustive: setup
 	$(BIN)/python -m pytest tests -m exhaustive --timeout 1200

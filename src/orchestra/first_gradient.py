@@ -22,7 +22,7 @@ from orchestra.rng import left_alone
 _FEW = 8  # samples
 
 
-def rehearse(
+def try_gradient(
     module: nn.Module, data: Any, loss: Loss | None, batch: int, warn: Callable[[str], object]
 ) -> Iterator[Problem]:
     """Compute one small gradient on a copy of the model.

@@ -91,7 +91,7 @@ class Inner:
 
     @classmethod
     def around(cls, optimizer: optim.Optimizer, layers: Sequence[nn.Parameter], factor: float = 1.0) -> Inner:
-        """One that stays in the hands of whoever made it, schedulers of torch among them; its steps are `factor` long.
+        """One that the caller keeps using, with schedulers of torch; a step multiplies its learning rates by `factor`.
 
         The rates that its maker sees and sets stay without the factor.
         """

@@ -22,7 +22,7 @@ from orchestra.budget import Budget, Epochs, Steps, Target
 from orchestra.cluster import Cluster
 from orchestra.data.partitions import Partition
 from orchestra.errors import ConfigError, Problem
-from orchestra.first_gradient import rehearse
+from orchestra.first_gradient import try_gradient
 from orchestra.inner import Factory, Schedule
 from orchestra.replica import problems_of
 from orchestra.schedules import Curve
@@ -229,7 +229,7 @@ def second_look(
     found = [*checks.check_data(data, batch=batch, workers=workers, partition=given.partition)]
     yield from found
     if not found and not unfit:
-        found = [*rehearse(module, data, given.loss, given.batch, warn)]
+        found = [*try_gradient(module, data, given.loss, given.batch, warn)]
         yield from found or given.cluster.misfits(given, module, data)
 
 

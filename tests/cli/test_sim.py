@@ -123,14 +123,14 @@ def test_checkpoints_are_not_for_rehearsals(tmp_path: Path) -> None:
 
 def test_real_workers_are_as_slow_as_virtual_ones(tmp_path: Path) -> None:
     """Who is late, and by how much, is the same in both worlds."""
-    delay = "exponential:0.05,0.03 slow:1x2"
+    delay = "exponential:0.4,0.24 slow:1x2"  # long beside what a busy machine adds
     worlds = {
         "real": Local(workers=2, delay=delay),
         "virtual": Simulated(workers=2, delay=delay, network="1000gbit,0s"),
     }
     steps: dict[str, list[float]] = {}
     for name, cluster in worlds.items():
-        train(AllReduce(), tmp_path / name, cluster=cluster, budget=Steps(10))
+        train(AllReduce(), tmp_path / name, cluster=cluster, budget=Steps(5))
         steps[name] = [e.compute for e in events(tmp_path / name, 0) if isinstance(e, Stepped)]
     assert steps["real"] == pytest.approx(steps["virtual"], rel=0.1)
     assert all(a >= b - 1e-3 for a, b in zip(steps["real"], steps["virtual"], strict=True))

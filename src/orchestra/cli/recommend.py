@@ -69,7 +69,7 @@ def recommend(
     again, while those that stay are run with more seeds. Delays are those of one machine if you measured it:
     --delay FILE from `orchestra probe`.
 
-    A script with a loop of its own cannot be rehearsed: its candidates run on this machine, for real, to their end.
+    A script with a loop of its own cannot be simulated: its candidates run on this machine, for real, to their end.
 
     For example:
 
@@ -206,8 +206,8 @@ class Advice:
         others = [row for row in self.all.ranked if row.strategy not in ladder.left]
         self.others = sorted(others, key=lambda row: -len(row.outcomes))
         self.finalists, self.tied = ties.arranged(self.table)
-        rehearsed = ladder.race.shared.sim and len(self.finalists) > 1
-        self.elsewhere = [*_elsewhere(ladder, self.finalists[:2])] if rehearsed else []
+        simulated = ladder.race.shared.sim and len(self.finalists) > 1
+        self.elsewhere = [*_elsewhere(ladder, self.finalists[:2])] if simulated else []
 
     @property
     def reached(self) -> bool:

@@ -251,7 +251,7 @@ class Exchange:
     def attend(
         self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False, starting: bool = False
     ) -> None:
-        """Wait for something that concerns the run: messages nobody asked for yet must not stand in its way.
+        """Wait for something that concerns the run: messages that no op has asked for yet do not block it.
 
         Processes of this machine that hang are found meanwhile, unless the run is only `starting`.
         """
