@@ -5,23 +5,28 @@
 
 Runs that the folder has are taken as they are, others are made, which takes minutes. Chromium draws. `top.svg` is not
 among them: a terminal draws that one.
+
+A picture of the front page's comparison holds the verdict that it shows, as text that viewers do not display. A test
+compares that text with docs/figures/front_page.json, which is written here as well.
 """
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
+from scripts import front_page
 from tests.browser.devtools import Browser, Page
 
 SHOTS = Path(__file__).resolve().parents[1] / "docs" / "screenshots"
 WORLD = ["--workers", "4", "--network", "20mbit,1ms", "--delay", "lognormal:0.02,0.3 slow:1x3"]
-FIVE = "allreduce,ps,ps(consistency=asp),localsgd,slowmo"
 RUNS = {
-    "comparison": ["compare", "digits", "--sim", *WORLD, "-s", FIVE, "--seeds", "5", "--target", "accuracy=0.9"],
     "traced": ["sim", "digits", *WORLD, "-s", "ps(consistency=ssp)", "--lr", "0.01", "--trace"],
     "sweep": [
         "sweep", "digits", "--sim", "-n", "4", "--grid", "bandwidth=10mbit,100mbit,1gbit", "--grid", "straggler=1,5",
@@ -54,16 +59,51 @@ def reports(browser: Browser, folder: Path) -> None:
         out = folder / name
         if not out.exists():
             subprocess.run(orchestra(*words, "--out", str(out), "--quiet"), check=True)
-        subprocess.run(orchestra("report", str(out), "--quiet"), check=True)
-        urls[name] = (out / "report.html").absolute().as_uri()
-    shown(browser, urls["comparison"], "overview").picture(SHOTS / "report-overview.png")
-    shown(browser, urls["comparison"], "compare", dark=True).picture(SHOTS / "report-compare-dark.png")
-    shown(browser, urls["comparison"], "overview", width=360, dark=True).picture(SHOTS / "report-phone-dark.png")
+        urls[name] = reported(out)
     shown(browser, urls["sweep"], "conditions").picture(SHOTS / "report-conditions.png")
     timeline = shown(browser, urls["traced"], "timeline")
     timeline.ask(A_FEW)
     timeline.settle()
     timeline.picture(SHOTS / "report-timeline.png")
+
+
+def compared(browser: Browser, folder: Path) -> None:
+    """Pages of the front page's comparison, and its figures."""
+    out = front_page.compared(folder)
+    verdict, url = front_page.write(out), reported(out)
+    for name, page, width, dark in (
+        ("report-overview", "overview", 1280, False),
+        ("report-compare-dark", "compare", 1280, True),
+        ("report-phone-dark", "overview", 360, True),
+    ):
+        path = SHOTS / f"{name}.png"
+        shown(browser, url, page, width=width, dark=dark).picture(path)
+        path.write_bytes(labelled(path.read_bytes(), verdict))
+
+
+def reported(out: Path) -> str:
+    """The address of a report that is written now."""
+    subprocess.run(orchestra("report", str(out), "--quiet"), check=True)
+    return (out / "report.html").absolute().as_uri()
+
+
+def labelled(png: bytes, text: str) -> bytes:
+    """A picture with a description that viewers do not display."""
+    body = b"iTXtDescription\0\0\0\0\0" + text.encode()
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    end = png.rindex(b"IEND") - 4
+    return png[:end] + chunk + png[end:]
+
+
+def labels(png: bytes) -> Iterator[str]:
+    """The descriptions that a picture holds."""
+    at = 8
+    while at < len(png):
+        (length,) = struct.unpack_from(">I", png, at)
+        body = png[at + 4 : at + 8 + length]
+        if body.startswith(b"iTXtDescription\0"):
+            yield body.split(b"\0", 5)[5].decode()
+        at += length + 12
 
 
 def live(browser: Browser, folder: Path) -> None:
@@ -83,5 +123,6 @@ def live(browser: Browser, folder: Path) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as chromium:
+        compared(chromium, Path(sys.argv[1]))
         reports(chromium, Path(sys.argv[1]))
         live(chromium, Path(sys.argv[1]))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of the front page: run its comparison, and write what it came to into docs/figures/front_page.json.
+
+    python -m scripts.front_page runs
+
+The comparison is a simulation with fixed seeds, so every machine gives the same figures; it takes a minute or more. If
+`runs/comparison` exists, it is taken as it is. README.md and docs/index.md quote the file, and a test compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures" / "front_page.json"
+COMMAND = (
+    'orchestra compare digits --sim --workers 4 --network 20mbit,1ms --delay "lognormal:0.02,0.3 slow:1x3" '
+    '--strategies "allreduce, ps, ps(consistency=asp), localsgd, slowmo" --seeds 5 --target accuracy=0.9'
+)
+SHOWN = ("strategy", "reached", "runs", "seconds_to_target", "interval", "speedup", "speedup_interval", "final")
+
+
+def compared(folder: Path) -> Path:
+    """The folder of the comparison, which is made if it does not exist."""
+    out = folder / "comparison"
+    if not out.exists():
+        words = [*shlex.split(COMMAND)[1:], "--out", str(out), "--quiet"]
+        subprocess.run([sys.executable, "-m", "orchestra", *words], check=True)
+    return out
+
+
+def figures(comparison: Path) -> dict[str, Any]:
+    """What the front page may quote of a comparison."""
+    table = json.loads((comparison / "table.json").read_text(encoding="utf-8"))
+    tuned = json.loads((comparison / "tuning.json").read_text(encoding="utf-8"))["chosen"]
+    (tries,) = re.findall(r"each the best of (\d+) tries", "\n".join(table["fairness"]))
+    return {
+        "made_by": "python -m scripts.front_page runs",
+        "command": COMMAND,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "verdict": table["learned"][0],
+        "tries": int(tries),
+        "rows": [
+            {name: row[name] for name in SHOWN}
+            | {"lr": tuned[row["strategy"]]["lr"], "momentum": tuned[row["strategy"]]["momentum"]}
+            for row in table["rows"]
+        ],
+    }
+
+
+def write(comparison: Path) -> str:
+    """Write the file; gives the verdict."""
+    found = figures(comparison)
+    FIGURES.parent.mkdir(exist_ok=True)
+    FIGURES.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return str(found["verdict"])
+
+
+if __name__ == "__main__":
+    print(write(compared(Path(sys.argv[1]))))
