@@ -3,6 +3,10 @@
 
 Four workers, twenty epochs, three seeds; SGD with momentum 0.9. The rates are those for all workers together, divided
 by as many updates as their gradients make one after the other (`Strategy.updates`): four for an asynchronous server.
+
+Strategy-Switch runs on with no momentum after the switch, and then a constant rate leaves x where the last few noisy
+gradients moved it (87 to 97 % by the seed). Its rate therefore falls to zero, as in its study; all-reduce with the same
+falling rate scores the same.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import pytest
 import torch
 
 import orchestra
-from orchestra import Epochs, Local, ParameterServer, Simulated, Solo, Strategy, recipes
+from orchestra import Epochs, Local, ParameterServer, Polynomial, Simulated, Solo, Strategy, recipes
 from orchestra.cli.sources import arguments
 from orchestra.consistency import CONSISTENCIES
 from orchestra.expression import parse
@@ -25,7 +29,7 @@ from orchestra.strategies import STRATEGIES
 
 pytestmark = pytest.mark.exhaustive
 
-WORKERS, SEEDS = 4, range(3)
+WORKERS, SEEDS, EPOCHS = 4, range(3), 20
 ALONE = 0.05
 RATES = {
     "allreduce": 0.1,
@@ -47,18 +51,21 @@ RATES = {
     "switch(when=atshare(share=0.4))": 0.1,
     "switch(first=ps(consistency=asp()), then=allreduce(), when=atshare(share=0.4))": 0.07,
 }
+# These rates fall linearly to zero.
+FALLING = {"switch(when=atshare(share=0.4))"}
 # More than a point behind at the best of a few rates; their pages say by how much.
 BEHIND = {"ps(consistency=boundeddelay())": 0.05, "ps(consistency=kbatchsync(k=4))": 0.2}
 
 
-def accuracy(strategy: Strategy[Any], workers: int, rate: float, seed: int) -> float:
-    """Percent, after twenty epochs."""
+def accuracy(strategy: Strategy[Any], workers: int, rate: float, seed: int, falling: bool = False) -> float:
+    """Percent, after `EPOCHS` epochs."""
     world = Simulated(workers=workers, delay="lognormal:0.05,0.3", network="1gbit,50us")
     optimizer = partial(torch.optim.SGD, lr=rate / strategy.updates(workers), momentum=0.9)
     with tempfile.TemporaryDirectory() as folder:
         asked = arguments(recipes.get("digits")) | {
             "strategy": strategy, "seed": seed, "out": Path(folder) / "run", "progress": False,
-            "optimizer": optimizer, "budget": Epochs(20), "cluster": world if workers > 1 else Local(workers=1),
+            "optimizer": optimizer, "budget": Epochs(EPOCHS), "cluster": world if workers > 1 else Local(workers=1),
+            "schedule": Polynomial(epochs=EPOCHS, power=1) if falling else None,
         }  # fmt: skip
         return 100 * orchestra.train(**asked).metrics["accuracy"]
 
@@ -70,7 +77,7 @@ def alone() -> float:
 
 @pytest.mark.parametrize("text", [*RATES, *BEHIND])
 def test_it_learns_the_digits(text: str, alone: float) -> None:
-    found = fmean(accuracy(parse(text), WORKERS, (RATES | BEHIND)[text], seed) for seed in SEEDS)
+    found = fmean(accuracy(parse(text), WORKERS, (RATES | BEHIND)[text], seed, text in FALLING) for seed in SEEDS)
     print(f"{text}: {found:.2f}, alone {alone:.2f}")
     assert found >= alone - (1 if text in RATES else 2)
 

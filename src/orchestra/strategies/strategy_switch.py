@@ -20,6 +20,8 @@ Li et al. "Sync-Switch", ICDCS 2021 (after a share of the budget). https://arxiv
 that is N − 1 updates old meets a velocity that has gone on meanwhile. The two together swing, with hardly any damping:
 on a curvature c with c γ/(1 − μ) = 1.2, N = 8 and μ = 0.9, the swing fades by 1 % in N updates, by 22 % if there is no
 momentum, and by 5 % under all-reduce. Noise builds it up until the model is lost, with some seeds and not with others.
+Without momentum the last few gradients move x at once, so let the rate fall: with a constant rate the digits end at 87
+to 97 % by the seed; with one that falls linearly to zero, at 96 to 97.5 % with every seed, as all-reduce does.
 Optimizers without momentum, Adam among them, get r γ and are otherwise left alone. So is one worker: r = 1.
 The schedule goes on by samples seen. Any two strategies in either order, with equally many servers if both have any.
 Between all-reduce and synchronous servers r = 1: a switch changes nothing, bit for bit.
