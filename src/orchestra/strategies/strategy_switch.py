@@ -19,9 +19,8 @@ Li et al. "Sync-Switch", ICDCS 2021 (after a share of the budget). https://arxiv
 γ/(1 − μ) is how far one gradient moves x in the end, so x goes as far for each sample as before. Why μ' = 0: a gradient
 that is N − 1 updates old meets a velocity that has gone on meanwhile. The two together swing, with hardly any damping:
 on a curvature c with c γ/(1 − μ) = 1.2, N = 8 and μ = 0.9, the swing fades by 1 % in N updates, by 22 % if there is no
-momentum, and by 5 % under all-reduce. Noise builds it up until the model is lost, with some seeds and not with others.
-Without momentum the last few gradients move x at once, so let the rate fall: with a constant rate the digits end at 87
-to 97 % by the seed; with one that falls linearly to zero, at 96 to 97.5 % with every seed, as all-reduce does.
+momentum, and by 5 % under all-reduce. With some seeds noise builds it up until the model is lost. Without momentum let
+the rate fall: the digits end at 87 to 97 % with a constant one, at 96 to 97.5 % with one that falls linearly to zero.
 Optimizers without momentum, Adam among them, get r γ and are otherwise left alone. So is one worker: r = 1.
 The schedule goes on by samples seen. Any two strategies in either order, with equally many servers if both have any.
 Between all-reduce and synchronous servers r = 1: a switch changes nothing, bit for bit.
@@ -31,8 +30,7 @@ M workers, which train no more after the switch: their samples go to the other N
 budget is counted as if all had gone on.
 
 Bytes: those of `first` up to the switch and of `then` after it; a number to and from each worker in every round; at
-the switch S for x and S for every momentum, from a worker to each range's server or from the servers to every worker;
-nothing of that if servers are promoted, who have it already.
+the switch S for x and S for every momentum, from a worker to each range's server or back; none if servers are promoted.
 """
 
 from __future__ import annotations
