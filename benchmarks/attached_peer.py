@@ -26,17 +26,17 @@ import torch
 import orchestra
 from benchmarks import peer
 from benchmarks.workloads import WORKLOADS, Workload, loss, sgd
-from orchestra import run
-from orchestra.cluster import Cluster, Device, Ending, Order
-from orchestra.events import EventLog
-from orchestra.node import Comm
-from orchestra.ops import Traffic
-from orchestra.transports.attached import AttachedTransport
-from orchestra.transports.exchange import Exchange
-from orchestra.transports.meeting import Address, Meeting
-from orchestra.transports.middleware import Metered
-from orchestra.transports.token import Token
-from orchestra.transports.torch_means import TorchMeans, tcp_store
+from orchestra.core.node import Comm
+from orchestra.core.ops import Traffic
+from orchestra.engine import node_loop
+from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.middleware import Metered
+from orchestra.runs.events import EventLog
+from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.rendezvous import Address, Meeting
+from orchestra.worlds.sockets.transport import AttachedTransport
+from orchestra.worlds.torch_collectives import TorchMeans, tcp_store
 
 SECRET = "0123456789abcdef" * 2  # public: this run is on one machine
 
@@ -61,13 +61,13 @@ class Host(Cluster):
             log = stack.enter_context(EventLog(job.run / f"events-{rank}.jsonl", print))
             transport = self._transport(job.parameters)
             meter, x0 = Metered(transport), order.x0
-            node = run.worker(job, rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
-            life = run.Life(job, node, meter, log, print, lambda row: None)
+            node = node_loop.worker(job, rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
+            life = node_loop.Life(job, node, meter, log, print, lambda row: None)
 
             def step() -> None:
                 job.strategy.step(node, life.state)
-                run.record(life)
-                run.report(life)
+                node_loop.record(life)
+                node_loop.report(life)
 
             peer.answer(step)
         raise AssertionError("it ends with the process")

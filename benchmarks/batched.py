@@ -15,7 +15,7 @@ from torch import Tensor
 
 import orchestra
 from benchmarks.common import Outcome, Rounds, main
-from orchestra.models import LeNet5, mlp
+from orchestra.recipes.models import LeNet5, mlp
 
 SAMPLES, BATCH = 16_384, 32
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.common import ROOT, Outcome, Rounds, main
-from orchestra.ops import Group, Message, Recv, Send, Traffic
-from orchestra.transports.exchange import Exchange
-from orchestra.transports.meeting import Meeting
-from orchestra.transports.token import Token
+from orchestra.core.ops import Group, Message, Recv, Send, Traffic
+from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.rendezvous import Meeting
 
 SMALL, LARGE = torch.zeros(61_706), torch.zeros(2_500_000)
 TIMES, STREAM = 100, 30

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from orchestra import probing
+from orchestra.probe import measure as probing
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 
 import orchestra
 from benchmarks.common import DISTURBED, Outcome, Rounds, main, scratch, watched
-from orchestra import Node, networks
+from orchestra import Node
 from orchestra.collectives import ALGORITHMS, Sum, mean_
 from orchestra.collectives.butterfly import butterfly
-from orchestra.events import Logged, read
-from orchestra.networks import Host, Network
-from orchestra.node import Comm
-from orchestra.ops import Group
-from orchestra.sim.kernel import Kernel
-from orchestra.sim.transport import connect
-from orchestra.sim.world import World
-from orchestra.strategy import Strategy
+from orchestra.core.node import Comm
+from orchestra.core.ops import Group
+from orchestra.core.strategy import Strategy
+from orchestra.runs.events import Logged, read
+from orchestra.worlds.simulated import networks
+from orchestra.worlds.simulated.kernel import Kernel
+from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.networks import Host, Network
+from orchestra.worlds.simulated.transport import connect
 
 NETWORKS = ("10gbit,50us", "100mbit,1ms")
 WORKERS = (4, 8, 16, 64)

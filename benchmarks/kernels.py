@@ -56,11 +56,11 @@ def ours(count: int, kind: Any = "greenlet") -> tuple[float, float]:
     """Our own."""
     import torch
 
-    from orchestra.networks import Host, Network
-    from orchestra.ops import Group, Recv, Send, Sleep
-    from orchestra.sim.kernel import Kernel
-    from orchestra.sim.transport import connect
-    from orchestra.sim.world import World
+    from orchestra.core.ops import Group, Recv, Send, Sleep
+    from orchestra.worlds.simulated.kernel import Kernel
+    from orchestra.worlds.simulated.network import World
+    from orchestra.worlds.simulated.networks import Host, Network
+    from orchestra.worlds.simulated.transport import connect
 
     network = Network(hosts=(Host(up=8 * RATE, down=8 * RATE),))
 

@@ -23,11 +23,11 @@ from typing import Any
 import orchestra
 from benchmarks.common import busy_seconds, scratch
 from benchmarks.prediction import per_step, train
-from orchestra import delays, expression
-from orchestra.delays import Delay
-from orchestra.events import Ended, Event, Logged, Moved, Stepped, read
+from orchestra.engine import compute_times, expression
+from orchestra.engine.compute_times import Delay
 from orchestra.lab import Lab
-from orchestra.networks import Host, Network
+from orchestra.runs.events import Ended, Event, Logged, Moved, Stepped, read
+from orchestra.worlds.simulated.networks import Host, Network
 
 LATENCY = 1e-3  # seconds from host to host
 CALIBRATED = 2  # hosts in a lab from which the others are foretold
@@ -179,7 +179,7 @@ def rehearse(cell: Cell, model: Model | None) -> Seen:
     """The same in virtual time; no model: nothing takes time but computing."""
     free = Network(hosts=(Host(up=1e18, down=1e18),))
     network, late = (free, 0.0) if model is None else (model.network(cell.megabits), model.late)
-    delay = Oversleeping(delays.parse(cell.delay), late)
+    delay = Oversleeping(compute_times.parse(cell.delay), late)
     cluster = orchestra.Simulated(workers=cell.workers, network=network, delay=delay, numerics="off")
     with scratch() as folder:
         return look(train(cell.parameters, cell.strategy, cluster, folder / "run", cell.steps).run)

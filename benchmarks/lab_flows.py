@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from benchmarks.common import Outcome, main
 from benchmarks.lab_cells import LATENCY
 from orchestra.lab import Lab
-from orchestra.networks import Host, Network
-from orchestra.sim.kernel import Kernel
-from orchestra.sim.world import World
+from orchestra.worlds.simulated.kernel import Kernel
+from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.networks import Host, Network
 
 HEADERS = 0.045  # bytes of TCP, IP and Ethernet beside each of ours: 66 on 1,448
 BYTES = 1_000_000  # of every flow

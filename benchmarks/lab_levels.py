@@ -41,16 +41,16 @@ from benchmarks.common import Outcome, machine, quiet_parent, scratch
 from benchmarks.lab_cells import LATENCY, Model, Oversleeping
 from benchmarks.lab_prediction import VARYING, await_quiet, say, total_variation
 from benchmarks.prediction import DECIDED, kendall, not_negative, train
-from orchestra import delays, expression
-from orchestra.budget import Target
 from orchestra.cli.in_lab import with_token
-from orchestra.events import Ended, Event, Logged, Moved, Scored, read
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy
+from orchestra.engine import compute_times, expression
 from orchestra.lab import Lab
-from orchestra.networks import Host, Network
-from orchestra.node import Node
 from orchestra.recipes import digits
-from orchestra.report.marks import achieved
-from orchestra.strategy import Strategy
+from orchestra.report.results import achieved
+from orchestra.runs.budget import Target
+from orchestra.runs.events import Ended, Event, Logged, Moved, Scored, read
+from orchestra.worlds.simulated.networks import Host, Network
 
 PREDICTIONS = Path(__file__).with_name("lab_targets.json")
 SEEN = Path(__file__).with_name("lab_targets_seen.jsonl")
@@ -208,7 +208,7 @@ def links(outcome: Outcome, seen: Mapping[Job, list[Event]]) -> None:
         bits, latency = rate * 1e6 / (1 + headers), (LATENCY + more) / 2
         network = Network(hosts=(Host(up=bits, down=bits, latency=latency),))
         with scratch() as folder:
-            carry_out(Job("links", rate), simulated(network, delays.parse("constant:0"), 2), folder / "run")
+            carry_out(Job("links", rate), simulated(network, compute_times.parse("constant:0"), 2), folder / "run")
             for numbers, seconds in echoes(events_of(folder / "run")).items():
                 foretold[rate, numbers] = statistics.median(seconds)
     errors = {key: abs(foretold[key] / real[key] - 1) for key in real}
@@ -230,7 +230,7 @@ def links(outcome: Outcome, seen: Mapping[Job, list[Event]]) -> None:
     )
 
 
-def simulated(network: Network, delay: delays.Delay, workers: int, **given: Any) -> orchestra.Simulated:
+def simulated(network: Network, delay: compute_times.Delay, workers: int, **given: Any) -> orchestra.Simulated:
     """Virtual hosts."""
     return orchestra.Simulated(workers=workers, network=network, delay=delay, **{"numerics": "off", **given})
 
@@ -240,12 +240,12 @@ def simulated(network: Network, delay: delays.Delay, workers: int, **given: Any)
 
 def computing(outcome: Outcome, events: Sequence[Event]) -> None:
     """Each gradient beside what it was told to take."""
-    law = delays.parse(VARYING)
+    law = compute_times.parse(VARYING)
     told, took = [], []
     for node in range(2):
         mine = [e for e in events if isinstance(e, Moved) and e.node == node and e.kind == "compute"]
         took += [e.t - e.began for e in mine]
-        lasts = delays.sampler(law, 0, node)
+        lasts = compute_times.sampler(law, 0, node)
         told += [lasts(step) for step in range(len(mine))]
     late = sorted(t - s for t, s in zip(took, told, strict=True))
     apart = kolmogorov_smirnov(told, took)
@@ -292,7 +292,7 @@ def foretell() -> None:
     lines = []
     for job in JOBS:
         workers = HOSTS - expression.parse(job.strategy).servers
-        delay = Oversleeping(delays.parse(DELAY), model.late)
+        delay = Oversleeping(compute_times.parse(DELAY), model.late)
         cluster = simulated(model.network(job.megabits), delay, workers, numerics="auto")
         with scratch() as folder:
             carry_out(job, cluster, folder / "run")

@@ -34,8 +34,8 @@ from benchmarks.common import Outcome, busy_seconds, machine, quiet_parent
 from benchmarks.lab_cells import CALIBRATED, LATENCY, Cell, Model, Seen, play, rehearse
 from benchmarks.lab_flows import HEADERS
 from benchmarks.prediction import DECIDED, HEAD, errors_of, not_negative, row, taus
-from orchestra import delays
 from orchestra.cli.in_lab import with_token
+from orchestra.engine import compute_times
 
 PREDICTIONS = Path(__file__).with_name("lab_predictions.json")
 SEEN = Path(__file__).with_name("lab_seen.jsonl")
@@ -133,7 +133,7 @@ def fit(cells: Sequence[Cell], seen: Mapping[Cell, list[Seen]]) -> Model:
     truth = {cell: middle(seen[cell]) for cell in cells if cell in seen}
     # Workers of a server compute nothing but gradients.
     took = [each.compute for cell in truth if cell.strategy.startswith("ps") for each in seen[cell]]
-    late = max(0.0, statistics.median(took) - delays.parse(CONSTANT).mean())
+    late = max(0.0, statistics.median(took) - compute_times.parse(CONSTANT).mean())
     known = Model(late=late, keeps=dict(kept(seen)))
     free = {cell: rehearse(cell, known).seconds for cell in truth}
     columns = [replace(known, **{name: unit}) for name, unit in UNITS.items()]

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks.common import Outcome, Rounds, main, scratch
 from orchestra.cli.in_lab import with_token
-from orchestra.events import Stepped, read
 from orchestra.lab import Lab
+from orchestra.runs.events import Stepped, read
 
 STRATEGIES = ("allreduce(algorithm='ring')", "allreduce", "ps(consistency=asp())")
 WAYS = ("TLS", "trusted")

@@ -17,19 +17,19 @@ from torch import nn
 import orchestra
 from benchmarks.workloads import WORKLOADS, Workload, loss, sgd
 from benchmarks.wrappers import Paced, WithoutGradient
-from orchestra import expression
-from orchestra.strategy import Strategy
+from orchestra.core.strategy import Strategy
+from orchestra.engine import expression
 
 
 def unmetered(workload: Workload) -> nn.Module:
     """The workload's module, made in a process where from now on nothing is counted and nothing is written."""
-    import orchestra.run
-    from orchestra.events import EventLog
-    from orchestra.transports.middleware import Metered
+    import orchestra.engine.node_loop
+    from orchestra.engine.middleware import Metered
+    from orchestra.runs.events import EventLog
 
     Metered.start = lambda self, op: self.inner.start(op)  # type: ignore[method-assign]
     EventLog.write = lambda self, event: None  # type: ignore[method-assign]
-    orchestra.run.record = orchestra.run.report = lambda life: None
+    orchestra.engine.node_loop.record = orchestra.engine.node_loop.report = lambda life: None
     return workload.module()
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from benchmarks.common import Outcome, interleave, main, scratch
 from benchmarks.groups import Ours
-from orchestra.events import EventLog, Stepped
-from orchestra.ops import Compute, Done
-from orchestra.transports.memory import Arena, Plan, Report, create
-from orchestra.transports.middleware import Metered
+from orchestra.core.ops import Compute, Done
+from orchestra.engine.middleware import Metered
+from orchestra.runs.events import EventLog, Stepped
+from orchestra.worlds.shared_memory.layout import Arena, Plan, Report, create
 
 STEPS, WARMUP = 80, 10
 REPEAT = 2000
@@ -73,7 +73,7 @@ class _Immediate:
     rank, size = 0, 1
 
     def __init__(self) -> None:
-        from orchestra.ops import Traffic
+        from orchestra.core.ops import Traffic
 
         self.traffic = Traffic()
         self._done = Done(None)

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 import orchestra
 from benchmarks.common import Outcome, main, own_seconds, scratch
 from benchmarks.workloads import sgd
-from orchestra import delays
-from orchestra.delays import Delay
-from orchestra.events import Stepped, read
-from orchestra.networks import Host, Network
+from orchestra.engine import compute_times
+from orchestra.engine.compute_times import Delay
+from orchestra.runs.events import Stepped, read
+from orchestra.worlds.simulated.networks import Host, Network
 
 PREDICTIONS = Path(__file__).with_name("predictions.json")
 STRATEGIES = (
@@ -145,7 +145,7 @@ def rehearse_all(cells: Sequence[Cell], network: Network, late: float) -> dict[C
 def rehearse(cell: Cell, network: Network, late: float) -> float:
     """The seconds of a step, in virtual time."""
     cluster = orchestra.Simulated(
-        workers=cell.workers, network=network, delay=Late(delays.parse(cell.delay), late), numerics="off"
+        workers=cell.workers, network=network, delay=Late(compute_times.parse(cell.delay), late), numerics="off"
     )
     with scratch() as folder:
         return per_step(train(cell.parameters, cell.strategy, cluster, folder / "run").run)

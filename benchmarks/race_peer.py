@@ -38,11 +38,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import orchestra
-from orchestra.cluster import Cluster
 from orchestra.data import fashion_mnist
+from orchestra.engine.cluster import Cluster
 from orchestra.metrics import accuracy
-from orchestra.models import LeNet5
-from orchestra.report.facts import scores_of
+from orchestra.recipes.models import LeNet5
+from orchestra.runs.facts import scores_of
 
 BATCH = 32  # of each host
 MOMENTUM = 0.9

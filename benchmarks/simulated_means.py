@@ -15,11 +15,11 @@ import torch.nn.functional as F
 import orchestra
 from benchmarks.batched import BATCH, WORKLOADS, data
 from benchmarks.common import Outcome, Rounds, main, scratch
-from orchestra.inner import Inner
-from orchestra.ops import Group, MeanUpdate
-from orchestra.replica import flatten
-from orchestra.sim.collectives import CARRY_OUT
-from orchestra.vectors import is_small, ranges, weighted_mean
+from orchestra.core.ops import Group, MeanUpdate
+from orchestra.core.vectors import is_small, ranges, weighted_mean
+from orchestra.model.flat_optimizer import Inner
+from orchestra.model.replica import flatten
+from orchestra.worlds.simulated.collectives import CARRY_OUT
 
 WORKERS = (4, 16, 64, 128)
 MODELS = ("LeNet-5", "MLP 784-256-10")

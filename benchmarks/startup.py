@@ -14,7 +14,7 @@ from benchmarks.common import ROOT, Outcome, interleave, main, scratch
 _OBSERVED = """
 import json, sys
 from pathlib import Path
-from orchestra.launch.local import Coordinator
+from orchestra.worlds.shared_memory.coordinator import Coordinator
 end = Coordinator._end
 def observed(self, *rest):
     global began

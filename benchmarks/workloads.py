@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestra.models import LeNet5, mlp
+from orchestra.recipes.models import LeNet5, mlp
 
 BATCH = 64
 SAMPLES = 4096

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra import Node
-from orchestra.strategy import Placement, Strategy, Where
+from orchestra.core.strategy import Placement, Strategy, Where
 
 _LOOK = 0.02  # seconds between two looks at the gate
 

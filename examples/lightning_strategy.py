@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import orchestra
 from orchestra.data import digits
-from orchestra.loop.loader import Loader
+from orchestra.user_loop.loader import Loader
 
 
 class OrchestraStrategy(SingleDeviceStrategy):

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 import orchestra
-from orchestra.checkpoint import write_text
 from orchestra.cli.sources import arguments
+from orchestra.engine.checkpoint import write_text
 from orchestra.errors import Diverged
-from orchestra.events import Scored
-from orchestra.recipe import Recipe
-from orchestra.report.facts import scores_of
+from orchestra.recipes.recipe import Recipe
+from orchestra.runs.events import Scored
+from orchestra.runs.facts import scores_of
 
 Figures = Mapping[str, Any]
 

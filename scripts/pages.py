@@ -18,10 +18,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from orchestra import collectives, errors, optimizers, schedules
+from orchestra import collectives, errors
 from orchestra.cli import catalogue as known
 from orchestra.cli.app import orchestra as verbs
 from orchestra.collectives import ALGORITHMS
+from orchestra.model import optimizers, schedules
 from orchestra.strategies import PARTS, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]

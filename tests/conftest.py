@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from orchestra.environment import NEEDED
-from orchestra.launch import forkserver
+from orchestra.engine.environment import NEEDED
+from orchestra.worlds.shared_memory import fork_server
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -40,10 +40,10 @@ def _one_of_nobody() -> Iterator[None]:
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail if a run comes as far as asking for processes."""
 
-    def refuse() -> forkserver.ForkServer:
+    def refuse() -> fork_server.ForkServer:
         raise AssertionError("a process was asked for")
 
-    monkeypatch.setattr(forkserver, "warm", refuse)
+    monkeypatch.setattr(fork_server, "warm", refuse)
 
 
 @pytest.fixture

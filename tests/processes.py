@@ -17,16 +17,16 @@ from typing import Any, Self
 import cloudpickle
 
 from orchestra.errors import OrchestraError
-from orchestra.loop.earlier import EARLIER
+from orchestra.user_loop.earlier_calls import EARLIER
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(  # torch's optimizers load the compiler when they make their first step
     [
         "torch",
         "torch._dynamo",
-        "orchestra.training",
-        "orchestra.launch.attached",
-        "orchestra.loop.preparing",
+        "orchestra._train",
+        "orchestra.worlds.sockets.coordinator",
+        "orchestra._prepare",
         "tests.zoo",
     ]
 )

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 import orchestra
 from orchestra.data.feed import IndexedFeed
 from orchestra.data.partitions import Partition
-from orchestra.events import Ended, Event, read
-from orchestra.inner import Factory, Schedule
-from orchestra.rng import seed_everything
+from orchestra.data.random_state import seed_everything
+from orchestra.model.flat_optimizer import Factory, Schedule
+from orchestra.runs.events import Ended, Event, read
 
 INPUTS, CLASSES, COUNT, BATCH, SEED = 7, 3, 101, 6, 3
 

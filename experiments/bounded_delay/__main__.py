@@ -24,8 +24,8 @@ import torch
 
 from experiments.common import Figures, Study, options, train
 from orchestra import SSP, BoundedDelay, Epochs, ParameterServer, Simulated, Steps, Target, recipes
-from orchestra.consistency import Consistency
-from orchestra.delays import Delay, Pareto, uniform
+from orchestra.engine.compute_times import Delay, Pareto, uniform
+from orchestra.strategies.parameter_server.consistency import Consistency
 
 WORKERS, BATCH = 8, 8
 BOUNDS = (0, 1, 2, 4, 8, 16)

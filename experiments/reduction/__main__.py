@@ -33,12 +33,12 @@ from torch import Tensor, nn
 
 from experiments.common import Figures, Study, options, train
 from orchestra import AllReduce, Epochs, Local, ParameterServer, Solo, Steps, recipes
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy
 from orchestra.data.load import ROOMS, appliances
-from orchestra.inner import Factory
 from orchestra.metrics import regression_scores
-from orchestra.models import mlp
-from orchestra.node import Node
-from orchestra.strategy import Strategy
+from orchestra.model.flat_optimizer import Factory
+from orchestra.recipes.models import mlp
 
 BATCH, EPOCHS = 64, 6  # samples of a step, of all workers together
 RECIPE = recipes.get("regression")

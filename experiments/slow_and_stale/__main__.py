@@ -38,13 +38,13 @@ from orchestra import (
     Steps,
     recipes,
 )
-from orchestra.consistency import Consistency
 from orchestra.data.load import digits
-from orchestra.delays import Exponential, sampler
-from orchestra.events import Logged
+from orchestra.engine.compute_times import Exponential, sampler
 from orchestra.metrics import accuracy
-from orchestra.networks import Host, Network
-from orchestra.report.facts import events_of
+from orchestra.runs.events import Logged
+from orchestra.runs.facts import events_of
+from orchestra.strategies.parameter_server.consistency import Consistency
+from orchestra.worlds.simulated.networks import Host, Network
 
 P, KS = 8, (1, 2, 4, 8)
 FREE = Network(hosts=(Host(up=1e18, down=1e18),))  # messages take no time: the formulas have none

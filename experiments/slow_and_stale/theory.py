@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 
 from orchestra import BackupWorkers, KAsync, KBatchAsync, KBatchSync, KSync
-from orchestra.consistency import Consistency
-from orchestra.delays import Exponential
+from orchestra.engine.compute_times import Exponential
+from orchestra.strategies.parameter_server.consistency import Consistency
 
 Bounds = tuple[float, float]
 

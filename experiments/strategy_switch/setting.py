@@ -29,9 +29,9 @@ from orchestra import (
     recipes,
 )
 from orchestra.data import fashion_mnist
-from orchestra.events import Logged
 from orchestra.metrics import accuracy
-from orchestra.report.facts import events_of
+from orchestra.runs.events import Logged
+from orchestra.runs.facts import events_of
 
 WORKERS, BATCH, EPOCHS = 8, 32, 8
 SAMPLES, SEEN = 60_000, 2_000  # training images; test images along the way (the final model is scored on all 10,000)

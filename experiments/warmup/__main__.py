@@ -24,7 +24,7 @@ import torch
 
 from experiments.common import Figures, Study, options, train
 from orchestra import LARS, AllReduce, Epochs, Polynomial, Simulated, Warmup, recipes
-from orchestra.inner import Factory
+from orchestra.model.flat_optimizer import Factory
 
 WORKERS, BATCH, EPOCHS, WARM = 8, 16, 20, 8.0
 ETA = 0.08  # the largest of 0.07, 0.08, 0.09 at which a gradual warm-up was safe

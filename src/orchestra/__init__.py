@@ -6,12 +6,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from orchestra._version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from orchestra.attached import Attached
-    from orchestra.board import Progress
-    from orchestra.budget import Budget, Epochs, Samples, Seconds, Steps, Target
-    from orchestra.cluster import Local
-    from orchestra.consistency import (
+    from orchestra._prepare import prepare
+    from orchestra._train import Result, train
+    from orchestra.clusters.attached import Attached
+    from orchestra.clusters.local import Local
+    from orchestra.clusters.simulated import Simulated
+    from orchestra.core.node import Node
+    from orchestra.core.strategy import Strategy, knob
+    from orchestra.data.partitions import IID, Dirichlet, LabelSorted
+    from orchestra.errors import ConfigError, OrchestraError
+    from orchestra.model.optimizers import LAMB, LARS, ProximalSGD
+    from orchestra.model.schedules import Polynomial, StepDecay, Warmup
+    from orchestra.recipes.recipe import Recipe
+    from orchestra.runs.budget import Budget, Epochs, Samples, Seconds, Steps, Target
+    from orchestra.runs.status import Progress
+    from orchestra.strategies import (
+        EASGD,
+        AllReduce,
+        Downpour,
+        Hogwild,
+        LocalSGD,
+        ParameterServer,
+        SlowMo,
+        Solo,
+        StrategySwitch,
+        SyncEASGD,
+    )
+    from orchestra.strategies.parameter_server.consistency import (
         ASP,
         BSP,
         SSP,
@@ -26,34 +50,10 @@ if TYPE_CHECKING:
         SoftSync,
         StalenessAware,
     )
-    from orchestra.data.partitions import IID, Dirichlet, LabelSorted
-    from orchestra.errors import ConfigError, OrchestraError
-    from orchestra.filters import KKT, Everything, RandomSkip, Significant
-    from orchestra.loop.preparing import prepare
-    from orchestra.loop.ranks import rank, world_size
-    from orchestra.networks import Ethernet
-    from orchestra.node import Node
-    from orchestra.optimizers import LAMB, LARS, ProximalSGD
-    from orchestra.recipe import Recipe
-    from orchestra.schedules import Polynomial, StepDecay, Warmup
-    from orchestra.sim.simulated import Simulated
-    from orchestra.strategies import (
-        EASGD,
-        AllReduce,
-        Downpour,
-        Hogwild,
-        LocalSGD,
-        ParameterServer,
-        SlowMo,
-        Solo,
-        StrategySwitch,
-        SyncEASGD,
-    )
-    from orchestra.strategy import Strategy, knob
-    from orchestra.training import Result, train
-    from orchestra.triggers import AtShare, Plateau
-
-__version__ = "0.1.0"
+    from orchestra.strategies.parameter_server.filters import KKT, Everything, RandomSkip, Significant
+    from orchestra.strategies.switch.triggers import AtShare, Plateau
+    from orchestra.user_loop.ranks import rank, world_size
+    from orchestra.worlds.simulated.networks import Ethernet
 
 __all__ = [
     "ASP",
@@ -120,11 +120,11 @@ __all__ = [
 
 # Names are imported when they are first used: `orchestra --help` must not wait for torch.
 _HOMES = {
-    "attached": ("Attached",),
-    "board": ("Progress",),
-    "budget": ("Budget", "Epochs", "Samples", "Seconds", "Steps", "Target"),
-    "cluster": ("Local",),
-    "consistency": (
+    "clusters.attached": ("Attached",),
+    "runs.status": ("Progress",),
+    "runs.budget": ("Budget", "Epochs", "Samples", "Seconds", "Steps", "Target"),
+    "clusters.local": ("Local",),
+    "strategies.parameter_server.consistency": (
         "ASP",
         "BSP",
         "SSP",
@@ -141,15 +141,15 @@ _HOMES = {
     ),
     "data.partitions": ("IID", "Dirichlet", "LabelSorted"),
     "errors": ("ConfigError", "OrchestraError"),
-    "filters": ("KKT", "Everything", "RandomSkip", "Significant"),
-    "loop.preparing": ("prepare",),
-    "loop.ranks": ("rank", "world_size"),
-    "networks": ("Ethernet",),
-    "node": ("Node",),
-    "optimizers": ("LAMB", "LARS", "ProximalSGD"),
-    "recipe": ("Recipe",),
-    "schedules": ("Polynomial", "StepDecay", "Warmup"),
-    "sim.simulated": ("Simulated",),
+    "strategies.parameter_server.filters": ("KKT", "Everything", "RandomSkip", "Significant"),
+    "_prepare": ("prepare",),
+    "user_loop.ranks": ("rank", "world_size"),
+    "worlds.simulated.networks": ("Ethernet",),
+    "core.node": ("Node",),
+    "model.optimizers": ("LAMB", "LARS", "ProximalSGD"),
+    "recipes.recipe": ("Recipe",),
+    "model.schedules": ("Polynomial", "StepDecay", "Warmup"),
+    "clusters.simulated": ("Simulated",),
     "strategies": (
         "EASGD",
         "AllReduce",
@@ -162,9 +162,9 @@ _HOMES = {
         "StrategySwitch",
         "SyncEASGD",
     ),
-    "strategy": ("Strategy", "knob"),
-    "training": ("Result", "train"),
-    "triggers": ("AtShare", "Plateau"),
+    "core.strategy": ("Strategy", "knob"),
+    "_train": ("Result", "train"),
+    "strategies.switch.triggers": ("AtShare", "Plateau"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

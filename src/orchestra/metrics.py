@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestra.batches import each, output_of, target_of
+from orchestra.data.batches import each, output_of, target_of
 from orchestra.data.samples import Samples, read
 
 BATCH = 1024  # samples scored at once

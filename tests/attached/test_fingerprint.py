@@ -19,13 +19,14 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import orchestra
-from orchestra import Attached, Steps, expression, fingerprint, training
+from orchestra import Attached, Steps, _train
+from orchestra.data.random_state import seed_everything
+from orchestra.engine import expression, fingerprint
+from orchestra.engine.fingerprint import parts_of_beginning
 from orchestra.errors import ClusterError
-from orchestra.fingerprint import parts_of_beginning
-from orchestra.launch import agreement, remote
-from orchestra.loop.asked import Asked
-from orchestra.rng import seed_everything
-from orchestra.transports.meeting import first_difference
+from orchestra.launchers import agent, preflight
+from orchestra.user_loop.arguments import Asked
+from orchestra.worlds.sockets.rendezvous import first_difference
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def of_train(**given: Any) -> dict[str, Any]:
     asked: dict[str, Any] = {"model": make_model, "data": make_data, "loss": F.mse_loss, "optimizer": momentum}
     bound = inspect.signature(orchestra.train).bind(**asked | {"cluster": Attached(), "batch": 6} | given)
     bound.apply_defaults()
-    made = training._Training(training._request(bound.arguments))
+    made = _train._Training(_train._request(bound.arguments))
     return made._fingerprint(made._job())
 
 
@@ -181,10 +182,10 @@ def test_a_host_with_other_sources_of_ours_hears_of_a_file(tmp_path: Path) -> No
         if name == "three":
             (folder / "loop" / "c.py").write_text("")
         same = {"orchestra": "1", "torch": "2", "port": 1, "problems": []}
-        answers.append((name, {**same, "code": remote._fingerprint(folder)}))
-    assert len(agreement.agree(answers[:1] * 2)) == 2
+        answers.append((name, {**same, "code": agent._fingerprint(folder)}))
+    assert len(preflight.agree(answers[:1] * 2)) == 2
     with pytest.raises(ClusterError) as caught:
-        agreement.agree([*answers, ("four", {**answers[0][1], "code": "a sum"})])
+        preflight.agree([*answers, ("four", {**answers[0][1], "code": "a sum"})])
     assert "two has other sources of orchestra than one, such as loop/b.py: install the same commit" in str(
         caught.value
     )

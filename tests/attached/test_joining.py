@@ -20,12 +20,13 @@ from tests.processes import Processes, environ_of, free_port
 from tests.zoo import BATCH, make_data, make_large, make_model, train
 
 import orchestra
-from orchestra import Attached, ConfigError, Steps, attached, environment, fingerprint
-from orchestra.attached import Place
+from orchestra import Attached, ConfigError, Steps
 from orchestra.cli import invoke
+from orchestra.clusters import attached
+from orchestra.clusters.attached import Place
+from orchestra.engine import environment, fingerprint
 from orchestra.errors import ClusterError, EnvironmentProblem, Exposed
-from orchestra.launch import party
-from orchestra.transports import addresses
+from orchestra.worlds.sockets import addresses, session
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -251,8 +252,8 @@ def test_torch_is_told_an_address_that_others_can_reach() -> None:
         for node, host in enumerate(("127.0.0.1", own_address()), start=1):
             door = open_.enter_context(socket.create_server((host, 0)))
             found[node] = open_.enter_context(socket.create_connection(door.getsockname()))
-        assert party._own_address(found) == own_address()
-        assert party._own_address({1: found[1]}) == "127.0.0.1"
+        assert session._own_address(found) == own_address()
+        assert session._own_address({1: found[1]}) == "127.0.0.1"
 
 
 def test_who_cannot_agree_on_an_order_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,10 +264,10 @@ def test_who_cannot_agree_on_an_order_hangs_up(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     job, here = SimpleNamespace(workers=2, servers=0), socket.create_server(("127.0.0.1", 0))
     with here, socket.create_connection(here.getsockname()) as line:
-        monkeypatch.setattr(party, "_meet", lambda *_: {1: line})
-        monkeypatch.setattr(party, "_arrange", fail)
+        monkeypatch.setattr(session, "_meet", lambda *_: {1: line})
+        monkeypatch.setattr(session, "_arrange", fail)
         with pytest.raises(ClusterError, match="no order"):
-            party.Party(job, torch.zeros(3), Attached(), {})  # type: ignore[arg-type]
+            session.Party(job, torch.zeros(3), Attached(), {})  # type: ignore[arg-type]
         assert line.fileno() == -1
 
 
@@ -336,7 +337,7 @@ def test_that_a_network_is_trusted_is_told_when_a_run_begins(
             begin(tmp_path / f"run-{rank}-{len(given)}", **given)
         return capsys.readouterr().err
 
-    monkeypatch.setattr(party, "_meet", nobody)
+    monkeypatch.setattr(session, "_meet", nobody)
     for name, value in {**environ_of(0, 2, free_port()), "ORCHESTRA_TOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
     said = told(0, trusted=True)

@@ -18,18 +18,18 @@ from tests.processes import together
 from tests.zoo import train
 
 from orchestra import Attached, Steps
-from orchestra.launch import courier, notes
-from orchestra.launch.courier import Reception, files_of, part_of
-from orchestra.launch.overseer import Overseer
-from orchestra.ops import Traffic
-from orchestra.transports.exchange import Exchange
-from orchestra.transports.wire import BadFrame
+from orchestra.core.ops import Traffic
+from orchestra.engine.supervisor import Overseer
+from orchestra.worlds.sockets import control_messages, file_transfer
+from orchestra.worlds.sockets.file_transfer import Reception, files_of, part_of
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.wire import BadFrame
 
 # All that processes say, as they say it.
 SAID: list[tuple[int, dict[str, Any]]] = [
     (1, {"kind": "ready", "node": 1}),
     (1, {"kind": "report", "row": [1.0, 2, float("nan"), 0.0, 0.0, 0.0, 8, 8, 0.1, float("inf")]}),
-    (2, {"kind": "word", "word": 3, "is": 2**32 - 1}),
+    (2, {"kind": "control", "field": "begun", "of": 2, "value": 2**32 - 1}),
     (2, {"kind": "file", "path": "events-2.jsonl", "bytes": 0}),
     (2, {"kind": "refused", "node": 2, "error": "Diverged", "message": "..."}),
     (2, {"kind": "signal", "name": "SIGTERM"}),
@@ -47,12 +47,12 @@ SAID: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("source", "said"), SAID, ids=lambda x: x["kind"] if isinstance(x, dict) else None)
 def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, Any]) -> None:
-    notes.check(source, said)
+    control_messages.check(source, said)
     for name in said.keys() - {"kind", "node"}:
         without = {key: value for key, value in said.items() if key != name}
         for wrong in (without, {**said, name: ["x"] * 5000}, {**said, "more": 1}, {**said, "node": 3}):
             with pytest.raises(BadFrame, match=f"node {source} s"):
-                notes.check(source, wrong)
+                control_messages.check(source, wrong)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, An
         (1, {"kind": "go", "at": 0.0}, "of kind 'go'"),  # only home lets the nodes go
         (0, {"kind": "ready"}, "of kind 'ready'"),
         (1, {"kind": "ready", "node": 2}, "in the name of node 2"),
-        (1, {"kind": "word", "word": True, "is": 1}, "word = True"),
-        (1, {"kind": "word", "word": -1, "is": 1}, "word = -1"),
+        (1, {"kind": "control", "field": "saved", "of": True, "value": 1}, "of = True"),
+        (1, {"kind": "control", "field": "go", "of": 0, "value": 1}, "field = 'go'"),
         (0, {"kind": "order", "run": "", "launch": "a", "resume": "../step-00000001", "resumed_from": 0}, "resume = "),
         (0, {"kind": "order", "run": "", "launch": "../a", "resume": None, "resumed_from": 0}, "launch = "),
         (1, {"kind": "failed", "traceback": "x" * 10**6}, "traceback = 'xxx"),
@@ -75,7 +75,7 @@ def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, An
 )
 def test_what_nobody_says(source: int, said: dict[str, Any], told: str) -> None:
     with pytest.raises(BadFrame, match=told) as caught:
-        notes.check(source, said)
+        control_messages.check(source, said)
     assert len(str(caught.value)) < 300
 
 
@@ -86,7 +86,9 @@ values = st.recursive(
 )
 kinds = st.sampled_from([said["kind"] for _, said in SAID]) | values
 anything = st.dictionaries(
-    st.sampled_from(["kind", "node", "word", "is", "path", "bytes", "row", "at", "steps", "step", "message", "code"]),
+    st.sampled_from(
+        ["kind", "node", "field", "of", "value", "path", "bytes", "row", "at", "steps", "step", "message", "code"]
+    ),
     values,
 )
 
@@ -95,7 +97,7 @@ anything = st.dictionaries(
 @given(st.integers(0, 3), kinds, anything)
 def test_whatever_is_said_is_understood_or_refused(source: int, kind: Any, said: dict[str, Any]) -> None:
     try:
-        notes.check(source, {**said, "kind": kind})
+        control_messages.check(source, {**said, "kind": kind})
     except BadFrame:
         return
     assert isinstance(kind, str)
@@ -180,7 +182,7 @@ def test_no_room_for_a_file_is_told_and_leaves_nothing_half(tmp_path: Path, full
 
 
 def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "_PIECE", 10)
+    monkeypatch.setattr(file_transfer, "_PIECE", 10)
     sent: list[Any] = []
 
     class Notes:
@@ -192,7 +194,7 @@ def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     log = tmp_path / "events-1.jsonl"
     log.write_text("0123456789abc\n")
-    bringing = courier.Courier(Notes(), tmp_path, 0)  # type: ignore[arg-type]
+    bringing = file_transfer.Courier(Notes(), tmp_path, 0)  # type: ignore[arg-type]
     bringing.bring()
     bringing.bring()
     with log.open("a") as file:
@@ -238,17 +240,17 @@ def test_a_full_disk_at_home_does_not_end_the_run(tmp_path: Path) -> None:
     """Nor is a checkpoint sealed of which a part is missing."""
 
     def call() -> Any:
-        from orchestra.launch import attached
+        from orchestra.worlds.sockets import coordinator
 
         def full(path: Path, data: bytearray) -> None:
             if "checkpoints" in path.parts or path.suffix == ".jsonl":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             put(path, data)
 
-        put = courier._put
-        courier._put = courier._append = full
+        put = file_transfer._put
+        file_transfer._put = file_transfer._append = full
         if os.environ["RANK"] != "0":
-            attached._reads = lambda path: None
+            coordinator._reads = lambda path: None
         cluster = Attached(patience=20)
         return train("localsgd(tau=2)", tmp_path / "run", cluster=cluster, budget=Steps(9), checkpoint_every=Steps(2))
 
@@ -262,7 +264,7 @@ def test_a_full_disk_at_home_does_not_end_the_run(tmp_path: Path) -> None:
 
 def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_path: Path) -> None:
     def call() -> Any:
-        from orchestra.launch.party import Party
+        from orchestra.worlds.sockets.session import Party
 
         def live(self: Any, job: Any, **given: Any) -> bool:
             if os.environ["RANK"] == "1":

@@ -62,10 +62,10 @@ def await_training(run: Path) -> None:
 
 def far_off(strategy: str, out: Path, **given: Any) -> Any:
     """As on a machine that does not see the run folder: only process 0 may write there."""
-    from orchestra.launch import attached
+    from orchestra.worlds.sockets import coordinator
 
     if os.environ["RANK"] != "0":
-        attached._reads = lambda path: None
+        coordinator._reads = lambda path: None
     return train(strategy, out, cluster=Attached(patience=20), **given).model.state_dict()
 
 
@@ -238,7 +238,7 @@ def test_a_process_that_dies_during_a_mean_of_torch_is_named(tmp_path: Path) -> 
 @pytest.mark.parametrize("how", ["fails", "dies"])
 def test_nobody_waits_for_who_ends_before_torch_is_connected(how: str, tmp_path: Path) -> None:
     def call() -> Any:
-        from orchestra.transports import torch_means
+        from orchestra.worlds import torch_collectives
 
         def end(*args: Any) -> Any:
             if how == "dies":
@@ -246,7 +246,7 @@ def test_nobody_waits_for_who_ends_before_torch_is_connected(how: str, tmp_path:
             raise ValueError("no such device")
 
         if os.environ["RANK"] == "2":
-            torch_means._backend = end  # type: ignore[assignment]
+            torch_collectives._backend = end  # type: ignore[assignment]
         return train("allreduce", tmp_path / "run", cluster=Attached(patience=60, trusted=True))
 
     began = time.monotonic()

@@ -15,7 +15,7 @@ from tests.cli.conftest import Orchestra
 from orchestra.cli.app import app
 from orchestra.cli.in_lab import flags
 from orchestra.cli.options import Options
-from orchestra.report import story
+from orchestra.report import model
 
 QUICK = ("--epochs", "0.2", "--target", "accuracy=0.1")
 
@@ -44,14 +44,14 @@ def read(command: str) -> dict[str, Any]:
 def test_the_command_of_many_runs(orchestra: Orchestra, typed: tuple[str, ...], out: tuple[str, ...]) -> None:
     said = orchestra(*typed, *QUICK, "--quiet", *out)
     assert said.code == 0, said.err
-    assert story.tell([Path("here")])["commands"] == [shlex.join(["orchestra", *typed, *QUICK, "--quiet"])]
-    read(story.tell([Path("here")])["commands"][0])
+    assert model.tell([Path("here")])["commands"] == [shlex.join(["orchestra", *typed, *QUICK, "--quiet"])]
+    read(model.tell([Path("here")])["commands"][0])
 
 
 def test_the_command_of_a_run(orchestra: Orchestra) -> None:
     typed = ("sim", "digits", "--trace", "--lr", "0.012345678", "-n", "2", "--steps", "3", "--out", "here", "-q")
     assert orchestra(*typed).code == 0
-    (command,) = story.tell([Path("here")])["commands"]
+    (command,) = model.tell([Path("here")])["commands"]
     again = read(command)
     assert again["trace"] is True
     assert again["lr"] == 0.012345678

@@ -11,14 +11,14 @@ import pytest
 from tests.cli.test_table import facts, row, table
 from typer.testing import CliRunner
 
-from orchestra.budget import Target
 from orchestra.cli import claims, fairness, sources, tuning
 from orchestra.cli.app import app
 from orchestra.cli.compare import Race
 from orchestra.cli.options import Options
 from orchestra.cli.table import Outcome, Row, judge
 from orchestra.errors import ConfigError
-from orchestra.report import story
+from orchestra.report import model
+from orchestra.runs.budget import Target
 
 NAMES = ("allreduce", "localsgd(tau=4)", "localsgd(tau=16)", "ps(consistency=asp)")
 MADE = table(
@@ -161,7 +161,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         assert point in fair
     assert not list(out.glob("tuning/*"))
     assert "localsgd" in (out / "report.html").read_text()
-    told = story.tell([out])
+    told = model.tell([out])
     assert told["fairness"] == record["fairness"]
     assert [told["verdict"]["sentence"], *told["why"]] == [
         text for text in record["learned"] if text not in told["verdict"]["doubts"]

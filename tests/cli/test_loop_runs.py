@@ -18,7 +18,7 @@ from orchestra.cli.candidates import Setting
 from orchestra.cli.compare import prepare
 from orchestra.cli.options import Options
 from orchestra.cli.tuning import Found, Tuning
-from orchestra.report.facts import scores_of
+from orchestra.runs.facts import scores_of
 
 SCRIPT = """
 import sys, torch, orchestra

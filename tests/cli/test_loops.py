@@ -12,10 +12,10 @@ import pytest
 from tests.cli.conftest import Orchestra, Said
 from tests.processes import environ_of, free_port
 
-from orchestra.cli import looping, sources
+from orchestra.cli import local_processes, sources
 from orchestra.cli.options import Options
-from orchestra.launch import band
-from orchestra.launch.band import Band
+from orchestra.launchers import process_group
+from orchestra.launchers.process_group import Band
 
 SCRIPT = """
 import sys, torch, orchestra
@@ -115,9 +115,9 @@ def test_a_loop_is_asked_to_stop_not_to_save(path: Path, monkeypatch: pytest.Mon
             asked.append(self.asking)
             return 0
 
-    monkeypatch.setattr(band, "Band", Silent)
-    monkeypatch.setattr(band, "Pipe", lambda *given: None)
-    assert looping.start(sources.find(str(path)), Options(workers=2), []) == 0
+    monkeypatch.setattr(process_group, "Band", Silent)
+    monkeypatch.setattr(process_group, "Pipe", lambda *given: None)
+    assert local_processes.start(sources.find(str(path)), Options(workers=2), []) == 0
     assert asked == ["stop"]
 
 

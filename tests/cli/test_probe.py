@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from tests.cli.conftest import Orchestra
 
-from orchestra import probe
-from orchestra.delays import Drawn, Measured, Slow
-from orchestra.delays import parse as parse_delay
-from orchestra.networks import parse as parse_network
-from orchestra.probe import Exchange, Probe
+from orchestra.engine.compute_times import Drawn, Measured, Slow
+from orchestra.engine.compute_times import parse as parse_delay
+from orchestra.runs import measurements
+from orchestra.runs.measurements import Exchange, Probe
+from orchestra.worlds.simulated.networks import parse as parse_network
 
 FOUND = Probe(
     workload="digits",
@@ -66,7 +66,7 @@ def test_this_machine_is_measured_and_rehearsed(orchestra: Orchestra) -> None:
 
 
 def test_what_was_written_is_read(file: Path) -> None:
-    assert probe.read(file) == FOUND
+    assert measurements.read(file) == FOUND
     host = parse_network(str(file)).host(0)
     assert (host.up, host.down, host.latency, host.message, host.number) == (16e9, 16e9, 2e-5, 1e-5, 1e-9)
     assert parse_network(f"{file} loopback racks:4x2").host(0).up == 8e9

@@ -14,15 +14,15 @@ from tests.cli.conftest import Orchestra
 from tests.cli.test_table import row
 from typer.testing import CliRunner
 
-from orchestra import expression
 from orchestra.cli import compare, recommend, sources
 from orchestra.cli.app import app
 from orchestra.cli.compare import options_for
 from orchestra.cli.options import Options
 from orchestra.cli.recommend import Advice, Ladder, _scaled
 from orchestra.cli.table import Row
+from orchestra.engine import expression
 from orchestra.errors import ConfigError
-from orchestra.report import escaping, story
+from orchestra.report import escaping, model
 from orchestra.strategies import STRATEGIES, Hogwild
 
 
@@ -88,7 +88,7 @@ def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra
     assert "it is tied with localsgd(tau=16), and it sends the fewest bytes" in " ".join(said.out.split())
     assert "virtual s (one seed)." in " ".join(said.out.split())
     # How long others were waited for is no condition, and what was run on another network is not there.
-    told = story.tell([Path("out")])
+    told = model.tell([Path("out")])
     assert told["conditions"] == [""]
     assert {run["strategy"] for run in told["runs"]} == {"localsgd(tau=64)", "localsgd(tau=16)", "allreduce"}
     follow = next(line.removeprefix("next: ") for line in said.err.splitlines() if line.startswith("next: "))

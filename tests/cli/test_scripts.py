@@ -14,16 +14,17 @@ import torch
 from tests.cli.conftest import Orchestra
 from torch.utils.data import IterableDataset
 
-from orchestra import Local, Simulated, overrides
-from orchestra.budget import Epochs, Samples, Seconds, Steps, Target
+from orchestra import Local, Simulated
 from orchestra.cli import goals, in_lab, scripts, sources
 from orchestra.cli.compare import prepare
 from orchestra.cli.loop_runs import TRAINING_LOSS
 from orchestra.cli.options import Options
+from orchestra.engine import overrides
+from orchestra.engine.request import Request
 from orchestra.errors import ClusterError, ConfigError
-from orchestra.rates import Adjusted
-from orchestra.recipe import Recipe
-from orchestra.request import Request
+from orchestra.model.adjusted_optimizer import Adjusted
+from orchestra.recipes.recipe import Recipe
+from orchestra.runs.budget import Epochs, Samples, Seconds, Steps, Target
 
 SCRIPT = """
 import sys

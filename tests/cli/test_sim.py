@@ -16,14 +16,14 @@ from tests.cli.conftest import Orchestra
 from tests.zoo import SEED, Trap, events, train, trapped
 
 from orchestra import AllReduce, Local, Simulated, Steps
-from orchestra.budget import Target
 from orchestra.cli import sweep
 from orchestra.cli.options import DELAY, NETWORK, Options
-from orchestra.delays import parse, sampler
+from orchestra.engine.compute_times import parse, sampler
 from orchestra.errors import WorkerLost
-from orchestra.events import Stepped
-from orchestra.networks import parse as parse_network
-from orchestra.report import story
+from orchestra.report import model
+from orchestra.runs.budget import Target
+from orchestra.runs.events import Stepped
+from orchestra.worlds.simulated.networks import parse as parse_network
 
 SIM = ("sim", "digits", "--workers", "6", "--steps", "4", "--network", "100mbit,1ms", "--delay", "lognormal:0.05,0.3")
 
@@ -84,7 +84,7 @@ def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
     assert times["1gbit", "3"]["allreduce"] > 2 * times["1gbit", "1"]["allreduce"]
     assert (tmp_path / "swept" / "sweep.md").read_text().count("|") > 20
     words = " ".join(said.out.split())
-    assert story.tell([tmp_path / "swept"], target=Target("accuracy", 0.9))["verdict"]["sentence"] in words
+    assert model.tell([tmp_path / "swept"], target=Target("accuracy", 0.9))["verdict"]["sentence"] in words
 
 
 @pytest.mark.parametrize(

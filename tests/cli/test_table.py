@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from orchestra.budget import Target
 from orchestra.cli import concluding, sweep
 from orchestra.cli.lessons import verdict
 from orchestra.cli.table import Outcome, Row, Table
-from orchestra.progress import NodeLine, Picture, drawing, plain_line
-from orchestra.report.facts import Facts
+from orchestra.runs.budget import Target
+from orchestra.runs.facts import Facts
+from orchestra.runs.progress import NodeLine, Picture, drawing, plain_line
 
 
 def facts(strategy: str, *, sent: float = 1e6, stale: float | None = None) -> Facts:

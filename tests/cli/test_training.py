@@ -42,7 +42,7 @@ sgd = functools.partial(torch.optim.SGD, lr=0.5)
 """
 
 RECIPE = """
-from orchestra.recipe import Recipe
+from orchestra.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="mine", about="a line", model=Net, data=data, loss=nn.functional.cross_entropy, optimizer=sgd,

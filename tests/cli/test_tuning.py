@@ -21,8 +21,8 @@ from orchestra.cli.options import Options
 from orchestra.cli.table import Outcome
 from orchestra.cli.tuning import Found, Plan, Tuning, rank
 from orchestra.errors import ConfigError
-from orchestra.rates import Adjusted
-from orchestra.report import story
+from orchestra.model.adjusted_optimizer import Adjusted
+from orchestra.report import model
 from orchestra.strategies import STRATEGIES
 
 EVERY = sorted({text for cls in STRATEGIES for text in (*cls.tries, cls.short or cls.__name__.lower())})
@@ -186,7 +186,7 @@ def test_untuned_is_said(how: tuple[str, ...], orchestra: Orchestra) -> None:
     assert said.code == 0, said.err
     assert "tuning" not in said.err
     assert "· untuned ·" in said.out
-    assert "untuned: the learning rate is" in " ".join(story.tell([Path("out")])["fairness"])
+    assert "untuned: the learning rate is" in " ".join(model.tell([Path("out")])["fairness"])
 
 
 def test_tries_are_kept_where_tuning_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,15 @@ from tests.cli.conftest import Orchestra
 from tests.processes import environ_of
 from tests.zoo import train
 
-from orchestra import LARS, AllReduce, Attached, Warmup, expression
-from orchestra.budget import Epochs, Seconds, Target
+from orchestra import LARS, AllReduce, Attached, Warmup
 from orchestra.cli.options import Options, read_partition, split_strategies
-from orchestra.cluster import Local
+from orchestra.clusters.local import Local
 from orchestra.data.partitions import Dirichlet, LabelSorted
+from orchestra.engine import expression
 from orchestra.errors import ConfigError
+from orchestra.formatting import percents
+from orchestra.runs.budget import Epochs, Seconds, Target
 from orchestra.strategies import STRATEGIES
-from orchestra.words import percents
 
 VERBS = ("demo", "run", "resume", "compare", "strategies", "explain", "doctor", "data", "lab", "launch")
 

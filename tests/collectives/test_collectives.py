@@ -18,13 +18,13 @@ from torch import Tensor
 from orchestra.collectives import ALGORITHMS, Sum, hierarchical, mean_
 from orchestra.collectives.butterfly import butterfly
 from orchestra.collectives.double_tree import trees
-from orchestra.networks import Host, Network
-from orchestra.node import Comm
-from orchestra.ops import Group, Handle, Op, Send
-from orchestra.sim.kernel import Kernel
-from orchestra.sim.transport import connect
-from orchestra.sim.world import World
-from orchestra.transports.middleware import Wrapper
+from orchestra.core.node import Comm
+from orchestra.core.ops import Group, Handle, Op, Send
+from orchestra.engine.middleware import Wrapper
+from orchestra.worlds.simulated.kernel import Kernel
+from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.networks import Host, Network
+from orchestra.worlds.simulated.transport import connect
 
 T = TypeVar("T")
 LATENCY, RATE = 1e-3, 1e6  # seconds, bytes per second

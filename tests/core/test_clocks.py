@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestra.clocks import RangeClock
+from orchestra.strategies.parameter_server.range_clock import RangeClock
 
 FIRST, LAST = 5, 25
 ranges = st.tuples(st.integers(FIRST, LAST), st.integers(FIRST, LAST)).filter(lambda r: r[0] != r[1]).map(sorted)

@@ -17,10 +17,11 @@ from tests.zoo import make_data, sgd, train
 from torch import Tensor, nn
 
 import orchestra
-from orchestra import Attached, Dirichlet, Epochs, Local, Simulated, Steps, snapshot
-from orchestra.cautions import about_shards
-from orchestra.cluster import Cluster
-from orchestra.report.facts import scores_of
+from orchestra import Attached, Dirichlet, Epochs, Local, Simulated, Steps
+from orchestra.engine import snapshot
+from orchestra.engine.cluster import Cluster
+from orchestra.engine.warnings import about_shards
+from orchestra.runs.facts import scores_of
 
 COUNT, BATCH = 96, 6
 data = partial(make_data, COUNT)

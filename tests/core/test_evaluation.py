@@ -15,7 +15,7 @@ from tests.zoo import make_data, train
 from torch import nn
 
 from orchestra import AllReduce, Attached, ConfigError, Epochs, Local, Simulated, Steps
-from orchestra.cluster import Cluster
+from orchestra.engine.cluster import Cluster
 
 
 def make_normed() -> nn.Module:

@@ -16,9 +16,10 @@ from tests.processes import environ_of, free_port, together
 from tests.zoo import make_data, train
 
 import orchestra
-from orchestra import AllReduce, Attached, Steps, alive
+from orchestra import AllReduce, Attached, Steps
 from orchestra.errors import ClusterError, ConfigError, WorkerFailed
-from orchestra.events import Stepped, encode
+from orchestra.runs import run_lock
+from orchestra.runs.events import Stepped, encode
 
 
 def fail_in_another_process(parent: int) -> Any:
@@ -34,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     for name in ("scores.jsonl", "topology.json", "events-0.jsonl", "running", ".launch-1"):
         (tmp_path / "run" / name).touch()
     (tmp_path / "run" / "config.json").write_text('{"strategy": "allreduce"}')
-    assert alive.never_began(tmp_path / "run")
+    assert run_lock.never_began(tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -59,17 +60,17 @@ THINGS: dict[str, Callable[[Path], object]] = {
 def test_what_is_more_than_a_failed_start_is_kept(what: str, folder: Path) -> None:
     THINGS[what](folder)
     before = {path for path in folder.rglob("*")}
-    assert not alive.never_began(folder)
-    alive.make_room(folder)
+    assert not run_lock.never_began(folder)
+    run_lock.make_room(folder)
     assert {path for path in folder.rglob("*")} == before
     with pytest.raises(ConfigError, match="is not empty"):
         train(AllReduce(), folder, workers=2, budget=Steps(1))
 
 
 def test_a_folder_that_a_run_holds_is_not_taken(folder: Path) -> None:
-    with alive.holding(folder):
-        assert not alive.never_began(folder)
-        alive.make_room(folder)
+    with run_lock.holding(folder):
+        assert not run_lock.never_began(folder)
+        run_lock.make_room(folder)
         assert (folder / "config.json").exists()
 
 
@@ -78,16 +79,16 @@ def test_who_only_asks_does_not_keep_the_next_start_out(folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         asking = threading.Timer(0.05, fcntl.flock, [file, fcntl.LOCK_UN])
         asking.start()
-        alive.make_room(folder)
+        run_lock.make_room(folder)
         asking.join()
     assert not any(folder.iterdir())
 
 
 def test_a_start_that_could_not_even_say_what_it_was_leaves_room(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="full"), alive.holding(tmp_path):
+    with pytest.raises(OSError, match="full"), run_lock.holding(tmp_path):
         raise OSError("the disk is full")
     assert [path.name for path in tmp_path.iterdir()] == ["running"]
-    assert alive.never_began(tmp_path)
+    assert run_lock.never_began(tmp_path)
     assert train(AllReduce(), tmp_path, workers=1, budget=Steps(1)).summary.steps == 1
 
 
@@ -95,10 +96,10 @@ def test_the_same_call_can_be_made_again(tmp_path: Path) -> None:
     parent, out = os.getpid(), tmp_path / "run"
     with pytest.raises(WorkerFailed, match="no such file on this machine"):
         train(AllReduce(), out, workers=2, budget=Steps(2), data=lambda: fail_in_another_process(parent))
-    assert alive.ask(out).fate == "failed"
+    assert run_lock.ask(out).fate == "failed"
     (out / "topology.json").touch()  # as between machines
     assert train(AllReduce(), out, workers=2, budget=Steps(2)).summary.steps == 2
-    assert alive.ask(out).alive is None
+    assert run_lock.ask(out).alive is None
     assert not (out / "topology.json").exists()
     with pytest.raises(ConfigError, match="is not empty"):
         train(AllReduce(), out, workers=2, budget=Steps(2))

@@ -24,8 +24,10 @@ from tests.processes import Outcome, together
 from tests.zoo import INPUTS, Jittery, make_model, paced, train
 from torch import nn
 
-from orchestra import AllReduce, Attached, LocalSGD, ParameterServer, Simulated, Steps, Strategy, files, snapshot
+from orchestra import AllReduce, Attached, LocalSGD, ParameterServer, Simulated, Steps, Strategy
+from orchestra.engine import snapshot
 from orchestra.errors import EnvironmentProblem, RunFolderGone
+from orchestra.runs import files
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=2), ParameterServer(servers=2)]
 each = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)

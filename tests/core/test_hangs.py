@@ -25,11 +25,11 @@ from tests.zoo import Trap, ended, make_data, make_model, momentum, paced, train
 
 import orchestra
 from orchestra import Attached, Budget, Local, Seconds, Steps, Strategy
+from orchestra.core.node import Node
 from orchestra.errors import Stalled, WorkerLost
-from orchestra.node import Node
-from orchestra.transports import hangs
-from orchestra.transports.hangs import Limits, Seen, Watch
-from orchestra.transports.memory import NOT_WAITING, SLEEPING, WAITING
+from orchestra.worlds.shared_memory import hangs
+from orchestra.worlds.shared_memory.hangs import Limits, Seen, Watch
+from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
 
 STRATEGIES = ["allreduce", "ps(consistency=asp)", "hogwild", "localsgd(tau=2)", "easgd(tau=2)", "slowmo(tau=2)"]
 

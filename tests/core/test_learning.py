@@ -25,10 +25,10 @@ import orchestra
 from orchestra import Attached, Epochs, Local, Simulated, Steps, recipes
 from orchestra.cli.sources import arguments
 from orchestra.data.labels import distribution
-from orchestra.events import Scored, Stepped
-from orchestra.report import learning
-from orchestra.report.facts import facts_of
-from orchestra.report.learning import FEWEST, Learning
+from orchestra.runs import learning
+from orchestra.runs.events import Scored, Stepped
+from orchestra.runs.facts import facts_of
+from orchestra.runs.learning import FEWEST, Learning
 
 LABELS = {"classes": 10, "count": 1000, "largest": 0.11}
 STALE = "did not learn (rate too large for stale gradients?)"

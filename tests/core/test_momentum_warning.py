@@ -16,14 +16,15 @@ from tests.prepare.loops import loop
 from tests.processes import together
 from tests.zoo import adam, make_model, momentum, train
 
-from orchestra import Attached, Local, Simulated, Steps, cautions, expression
+from orchestra import Attached, Local, Simulated, Steps
+from orchestra.engine import expression, warnings
 
 ASYNC = "ps(consistency=asp())"
 WARNED = "momentum 0.9 amplifies them"
 
 
 def said(strategy: str, *, workers: int = 3, optimizer: Any = momentum) -> str | None:
-    return cautions.about_momentum(expression.parse(strategy), optimizer(make_model().parameters()), workers)
+    return warnings.about_momentum(expression.parse(strategy), optimizer(make_model().parameters()), workers)
 
 
 @pytest.mark.parametrize(

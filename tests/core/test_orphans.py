@@ -37,8 +37,8 @@ def make_data():
 
 if __name__ == "__main__":
     if "beside" in sys.argv:
-        from orchestra.launch import forkserver
-        forkserver.warm()
+        from orchestra.worlds.shared_memory import fork_server
+        fork_server.warm()
         if os.fork() == 0:  # it holds copies of all the launcher's sockets
             time.sleep(100)
             os._exit(0)
@@ -87,7 +87,7 @@ def started(tmp_path: Path, *command: str) -> Iterator[tuple[subprocess.Popen[by
 
 
 def forkservers(mark: str) -> list[int]:
-    return [pid for pid, command in marked(mark).items() if "forkserver" in command]
+    return [pid for pid, command in marked(mark).items() if "fork_server" in command]
 
 
 def maps_torch(pid: int) -> bool:

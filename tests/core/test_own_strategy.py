@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from tests.zoo import train
 
-from orchestra import LocalSGD, Node, Strategy, expression, knob
+from orchestra import LocalSGD, Node, Strategy, knob
+from orchestra.engine import expression
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 import orchestra
-from orchestra import fingerprint
 from orchestra.cli import invoke
-from orchestra.report import reading, settings
+from orchestra.engine import fingerprint
+from orchestra.report import settings
+from orchestra.runs import reading
 
 HERE = "version of the working directory"
 

@@ -29,24 +29,11 @@ from tests.zoo import (
 )
 from torch import Tensor, nn
 
-from orchestra import (
-    ASP,
-    AllReduce,
-    Epochs,
-    LocalSGD,
-    ParameterServer,
-    Seconds,
-    SlowMo,
-    Steps,
-    Strategy,
-    Target,
-    checkpoint,
-    resuming,
-    snapshot,
-)
-from orchestra.budget import Budget
+from orchestra import ASP, AllReduce, Epochs, LocalSGD, ParameterServer, Seconds, SlowMo, Steps, Strategy, Target
+from orchestra.engine import checkpoint, resume, snapshot
 from orchestra.errors import Interrupted, WorkerLost
-from orchestra.report.facts import facts_of, scores_of
+from orchestra.runs.budget import Budget
+from orchestra.runs.facts import facts_of, scores_of
 
 slowly = partial(torch.optim.SGD, lr=1e-4)
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), ParameterServer(servers=2), LocalSGD(tau=2), SlowMo(tau=2)]
@@ -324,4 +311,4 @@ def test_a_module_with_a_state_of_its_own(tmp_path: Path) -> None:
 def test_the_clock_goes_on_after_the_last_model_that_was_set_aside(servers: int, seconds: float) -> None:
     parts = [{"cost": [1.0 + node], "counts": [0, 0, 0, 0]} for node in range(3)]
     saved = mock.Mock(manifest={"workers": 2, "servers": servers}, node=parts.__getitem__)
-    assert resuming.clock(saved) == seconds
+    assert resume.clock(saved) == seconds

@@ -19,25 +19,16 @@ from tests.processes import together
 from tests.zoo import Dicey, Trap, assert_same, flat, make_data, make_model, paced, train, trapped
 from torch import nn
 
-from orchestra import (
-    AllReduce,
-    Attached,
-    LocalSGD,
-    ParameterServer,
-    Simulated,
-    Steps,
-    Strategy,
-    aside,
-    progress,
-    scoring,
-)
+from orchestra import AllReduce, Attached, LocalSGD, ParameterServer, Simulated, Steps, Strategy
 from orchestra.cli import compare
 from orchestra.cli.options import Options
+from orchestra.engine import background, scoring
+from orchestra.engine.scoring import Scorer
+from orchestra.engine.snapshot import Part, numbered
+from orchestra.engine.snapshot import write as write_part
 from orchestra.errors import WorkerFailed
-from orchestra.report.facts import facts_of, scores_of
-from orchestra.scoring import Scorer
-from orchestra.snapshot import Part, numbered
-from orchestra.snapshot import write as write_part
+from orchestra.runs import progress
+from orchestra.runs.facts import facts_of, scores_of
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), ParameterServer(servers=2), LocalSGD(tau=2)]
 each = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
@@ -292,13 +283,13 @@ def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
             time.sleep(600)
         return asked * 2
 
-    process = aside.Aside(answer)
+    process = background.Aside(answer)
     assert process.ask("ab", lambda: True) == "abab"
     assert process.ask("hang", lambda: False) is None
     process.close()
     assert not _alive(process.pid)
-    broken = aside.Aside(lambda asked: str(1 // 0))
-    with pytest.raises(aside.Failed, match="ZeroDivisionError"):
+    broken = background.Aside(lambda asked: str(1 // 0))
+    with pytest.raises(background.Failed, match="ZeroDivisionError"):
         broken.ask("x", lambda: True)
     os.kill(broken.pid, 9)
     with pytest.raises(OSError, match=r"died|Broken pipe|reset"):

@@ -51,12 +51,11 @@ from orchestra import (
     Steps,
     Strategy,
     Target,
-    checkpoint,
-    snapshot,
 )
 from orchestra.data.feed import IndexedFeed
+from orchestra.engine import checkpoint, snapshot
 from orchestra.errors import CheckpointError, ConfigError, Interrupted, WorkerLost
-from orchestra.events import Saved, Stepped
+from orchestra.runs.events import Saved, Stepped
 
 gently = partial(torch.optim.SGD, lr=1e-4)
 asynchronous = ParameterServer(consistency=ASP())

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from orchestra import Attached, Local, Simulated, Steps
-from orchestra.cautions import about_loss
-from orchestra.cluster import Cluster
+from orchestra.engine.cluster import Cluster
+from orchestra.engine.warnings import about_loss
 
 SAID = "the loss is a sum over the samples, not their mean"
 total = partial(F.mse_loss, reduction="sum")
@@ -129,5 +129,5 @@ def test_a_probe_that_fails_is_forgotten_and_leaves_no_trace(tmp_path: Path) -> 
 def test_the_result_is_that_without_a_probe(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"cluster": cluster, "model": Dicey, "loss": total, "budget": Steps(4)}
     probed = train("allreduce", tmp_path / "probed", **given)
-    monkeypatch.setattr("orchestra.cautions.about_loss", lambda *asked: None)
+    monkeypatch.setattr("orchestra.engine.warnings.about_loss", lambda *asked: None)
     assert_same(probed.model, train("allreduce", tmp_path / "plain", **given).model)

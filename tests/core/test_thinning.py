@@ -27,15 +27,16 @@ from tests.report.folders import make_run
 from tests.zoo import make_model, train
 from torch import Tensor, nn
 
-from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy, thinning
-from orchestra import events as event_files
+from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy
+from orchestra.clusters.simulated import recorded
 from orchestra.errors import WorkerLost
-from orchestra.events import Began, Ended, Event, EventLog, Logged, Sampled, Saved, Skipped, Stepped, Thinned, read
-from orchestra.launch.courier import Courier
-from orchestra.live.following import Follower
-from orchestra.report import dropped, reading, story
-from orchestra.report.facts import events_of, facts_of
-from orchestra.sim.simulated import recorded
+from orchestra.live.follower import Follower
+from orchestra.report import model
+from orchestra.runs import dropped_events, event_thinning, reading
+from orchestra.runs import events as event_files
+from orchestra.runs.events import Began, Ended, Event, EventLog, Logged, Sampled, Saved, Skipped, Stepped, Thinned, read
+from orchestra.runs.facts import events_of, facts_of
+from orchestra.worlds.sockets.file_transfer import Courier
 
 LIMIT = 200_000  # bytes
 SPREAD = random.Random(1)
@@ -90,8 +91,8 @@ def test_a_file_stays_below_its_limit_however_long_the_run_is(tmp_path: Path) ->
 
 def test_a_week_stays_below_a_gigabyte() -> None:
     """Eight workers and as many servers, whatever the number of steps."""
-    assert 16 * thinning.limit(16) * 1.5 < 1e9
-    assert 1000 * thinning.limit(1000) * 1.5 < 2e9
+    assert 16 * event_thinning.limit(16) * 1.5 < 1e9
+    assert 1000 * event_thinning.limit(1000) * 1.5 < 2e9
 
 
 def test_both_ends_stay_in_full_and_samples_lie_evenly_between(tmp_path: Path) -> None:
@@ -120,19 +121,19 @@ def test_no_figure_of_the_report_changes_but_for_rounding(tmp_path: Path) -> Non
         a.samples, a.seconds, a.sent_total, a.steps, a.shares,
     )  # fmt: skip
     assert b.loss == pytest.approx(a.loss, rel=0.02)
-    one, other = (story.describe_run(reading.load(run), None, 100) for run in (full, thin))
+    one, other = (model.describe_run(reading.load(run), None, 100) for run in (full, thin))
     assert other["counts"] == one["counts"]
     for exact, about in zip(one["step_times"], other["step_times"], strict=True):
         assert about["count"] == exact["count"] == 12_000
         assert np.allclose(about["seconds"], exact["seconds"], rtol=0.05)
-    assert dropped.of(events_of(thin)).count("abandoned") + sum(
+    assert dropped_events.of(events_of(thin)).count("abandoned") + sum(
         isinstance(e, Logged) and e.name == "abandoned" for e in events_of(thin)
     ) == 24  # fmt: skip
 
 
 def test_short_runs_are_kept_word_for_word(tmp_path: Path) -> None:
     events = a_long_run(500)
-    write(tmp_path / "limited", events, thinning.limit(2))
+    write(tmp_path / "limited", events, event_thinning.limit(2))
     write(tmp_path / "unlimited", events, None)
     assert (tmp_path / "limited").read_bytes() == (tmp_path / "unlimited").read_bytes()
 
@@ -141,7 +142,7 @@ def test_figures_without_number_do_not_fill_the_file(tmp_path: Path) -> None:
     """A strategy that logs under another name in each step."""
     events: list[Event] = [Logged(k * 0.1, 0, k, f"figure {k}", 1.0) for k in range(20_000)]
     assert max(write(tmp_path / "events-0.jsonl", events)) < 1.5 * LIMIT
-    lost = dropped.of(read(tmp_path / "events-0.jsonl"))
+    lost = dropped_events.of(read(tmp_path / "events-0.jsonl"))
     assert len(lost.said) <= 201
     assert sum(f.count for f in lost.said.values()) + sum(
         isinstance(e, Logged) for e in read(tmp_path / "events-0.jsonl")
@@ -159,11 +160,11 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     broken = '{"event":"thinned","t":1,"node":0,"dropped":7,"said":[],"times":{"x":{}}}\n{"t":"x"}\nnull\n{"event":"ste'
     path.write_bytes(broken.encode() + b"\n\xff\xfe\n" + path.read_bytes())
     before = Counter(type(e) for e in read(path))
-    thinning.rewrite(path, 50_000).close()
+    event_thinning.rewrite(path, 50_000).close()
     assert path.stat().st_size < 50_000
     found = [e for e in read(path) if reading.sound(e)]
     assert {type(e) for e in found} >= {Began, Stepped, Sampled, Logged, Thinned, Ended}
-    lost = dropped.of(found)
+    lost = dropped_events.of(found)
     # One of the lines `thinned` that were there was the broken one.
     assert lost.kinds["stepped"] + sum(isinstance(e, Stepped) for e in found) == 6_000
     assert before[Stepped] > 0
@@ -183,16 +184,16 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_not_believed(line: dict[str, Any], tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    exact = story.describe_run(reading.load(run), None, 100)
+    exact = model.describe_run(reading.load(run), None, 100)
     with (run / "events-0.jsonl").open("a") as file:
         file.write(json.dumps({"event": "thinned", "t": 0.1, "node": 0, **line}) + "\n")
-    assert story.describe_run(reading.load(run), None, 100) == exact
+    assert model.describe_run(reading.load(run), None, 100) == exact
 
 
 def test_without_room_for_a_second_file_the_first_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "events-0.jsonl"
     events = a_long_run(2_000)
-    with mock.patch.object(thinning, "rewrite", side_effect=OSError(28, "No space left on device")):
+    with mock.patch.object(event_thinning, "rewrite", side_effect=OSError(28, "No space left on device")):
         write(path, events, 50_000)
     assert [*read(path)] == events
 
@@ -265,12 +266,12 @@ def test_files_of_far_off_nodes_are_replaced_as_well(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thinning, "_SMALLEST", 1000)
-    monkeypatch.setattr(thinning, "_ONE", 12_000)
+    monkeypatch.setattr(event_thinning, "_SMALLEST", 1000)
+    monkeypatch.setattr(event_thinning, "_ONE", 12_000)
 
 
 def count(events: list[Event], name: str) -> int:
-    return dropped.of(events).count(name) + sum(isinstance(e, Logged) and e.name == name for e in events)
+    return dropped_events.of(events).count(name) + sum(isinstance(e, Logged) and e.name == name for e in events)
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(consistency=ASP())], ids=str)
@@ -281,7 +282,7 @@ def test_simulated_runs_are_thinned_out(strategy: Strategy[Any], tmp_path: Path,
         assert path.stat().st_size < 20_000
     events = events_of(tmp_path)
     assert any(isinstance(e, Thinned) for e in events)
-    assert sum(isinstance(e, Stepped) for e in events) + dropped.of(events).kinds["stepped"] == 800
+    assert sum(isinstance(e, Stepped) for e in events) + dropped_events.of(events).kinds["stepped"] == 800
     if strategy.servers:
         assert sum(result.summary.staleness_counts.values()) == count(events, "staleness") == 800
     assert all(len(seconds) > 10 for seconds in recorded(tmp_path).times)
@@ -300,7 +301,7 @@ class Limited:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        thinning._SMALLEST, thinning._ONE = 1000, 12_000
+        event_thinning._SMALLEST, event_thinning._ONE = 1000, 12_000
         event_files._FLUSH = 0.0  # by size alone, however fast the machine is
 
     def __call__(self) -> nn.Module:
@@ -334,14 +335,14 @@ def test_a_resumed_run_counts_everything_once(strategy: Strategy[Any], tmp_path:
     assert result.summary.steps == 600
     events = events_of(tmp_path)
     assert max(path.stat().st_size for path in tmp_path.glob("events-*.jsonl")) < 20_000
-    assert sum(isinstance(e, Stepped) for e in events) + dropped.of(events).kinds["stepped"] == 1200
+    assert sum(isinstance(e, Stepped) for e in events) + dropped_events.of(events).kinds["stepped"] == 1200
     if not strategy.synchronous:
         assert sum(result.summary.staleness_counts.values()) == count(events, "staleness") == 1200
 
 
 def small_limits() -> None:
     """In a process of a test's own."""
-    thinning._SMALLEST, thinning._ONE = 1000, 12_000
+    event_thinning._SMALLEST, event_thinning._ONE = 1000, 12_000
 
 
 def test_files_that_others_send_are_thinned_out(tmp_path: Path) -> None:
@@ -355,7 +356,7 @@ def test_files_that_others_send_are_thinned_out(tmp_path: Path) -> None:
     for node in (0, 1):
         assert (tmp_path / "run" / f"events-{node}.jsonl").stat().st_size < 20_000
     events = events_of(tmp_path / "run")
-    assert sum(isinstance(e, Stepped) for e in events) + dropped.of(events).kinds["stepped"] == 600
+    assert sum(isinstance(e, Stepped) for e in events) + dropped_events.of(events).kinds["stepped"] == 600
 
 
 def test_a_loop_of_ones_own_is_thinned_out(tmp_path: Path) -> None:
@@ -367,5 +368,7 @@ def test_a_loop_of_ones_own_is_thinned_out(tmp_path: Path) -> None:
     assert not outcome.kind, outcome
     assert (tmp_path / "run" / "events-0.jsonl").stat().st_size < 20_000
     events = events_of(tmp_path / "run")
-    assert sum(isinstance(e, Stepped) for e in events) + dropped.of(events).kinds["stepped"] == outcome.value > 500
+    assert (
+        sum(isinstance(e, Stepped) for e in events) + dropped_events.of(events).kinds["stepped"] == outcome.value > 500
+    )
     assert facts_of(tmp_path / "run").steps == outcome.value

@@ -15,8 +15,8 @@ from tests.zoo import BATCH, INPUTS, SEED, assert_same, make_data, make_model, m
 from torch import Tensor, nn
 
 from orchestra import ConfigError, Local, Simulated, Steps
-from orchestra.cluster import Cluster
-from orchestra.launch.torch_settings import TorchSettings
+from orchestra.engine.cluster import Cluster
+from orchestra.engine.torch_settings import TorchSettings
 
 
 @pytest.fixture(autouse=True)

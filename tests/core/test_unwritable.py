@@ -16,10 +16,10 @@ from tests.zoo import make_model, press_ctrl_c, train
 from torch import nn
 
 from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, Steps, Strategy
-from orchestra.checkpoint import write_tree
+from orchestra.engine.checkpoint import write_tree
 from orchestra.errors import Interrupted
-from orchestra.events import EventLog, Saved, read
-from orchestra.report.facts import scores_of
+from orchestra.runs.events import EventLog, Saved, read
+from orchestra.runs.facts import scores_of
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=2), ParameterServer(), ParameterServer(consistency=ASP())]
 each = pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)

@@ -10,7 +10,7 @@ import pytest
 from tests.zoo import BATCH, events, paced, train
 
 from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, Progress, Steps, Strategy
-from orchestra.events import Stepped
+from orchestra.runs.events import Stepped
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=3), ParameterServer(), ParameterServer(consistency=ASP())]
 each = pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)

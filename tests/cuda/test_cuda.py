@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import orchestra
-from orchestra.cluster import Device
-from orchestra.transports import torch_means
+from orchestra.engine.cluster import Device
+from orchestra.worlds import torch_collectives
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -115,9 +115,9 @@ def test_rehearsals_on_a_gpu_follow_those_on_the_processor(strategy: str, tmp_pa
 
 def test_means_by_nccl_of_a_worker_with_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one worker, since two cannot share a GPU there: the mean is its own vector, by all the steps of many."""
-    monkeypatch.setattr(torch_means, "_BUCKET", 1 << 16)
+    monkeypatch.setattr(torch_collectives, "_BUCKET", 1 << 16)
     gpu = torch.device("cuda", 0)
-    means = torch_means.TorchMeans(torch_means.file_store(tmp_path / "store", 1), 0, 1, gpu)
+    means = torch_collectives.TorchMeans(torch_collectives.file_store(tmp_path / "store", 1), 0, 1, gpu)
     x = torch.randn(100_003, device=gpu)
     for vector in (x, x.double(), x.bfloat16()):
         mean, total = means.mean(vector, 3.0)

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from orchestra import data
 from orchestra.cli.data import app
 from orchestra.data import fetch, load, sets
-from orchestra.data.ways import Address, DataFile, DebianPackage, Folder, NpmPackage, Way, WayFailed
+from orchestra.data.file_sources import Address, DataFile, DebianPackage, Folder, NpmPackage, Way, WayFailed
 from orchestra.errors import ConfigError, EnvironmentProblem
 
 BUNDLED = [entry for entry in data.CATALOGUE.values() if entry.bundled]

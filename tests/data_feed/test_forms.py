@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from orchestra import Attached, ConfigError, Dirichlet, LabelSorted, Local, Simulated, Steps
-from orchestra.cluster import Cluster
 from orchestra.data.feed import IndexedFeed, Samples
 from orchestra.data.partitions import Partition
 from orchestra.data.samples import is_columns, read
-from orchestra.fingerprint import parts_of_data
-from orchestra.loop.loader import Loader
+from orchestra.engine.cluster import Cluster
+from orchestra.engine.fingerprint import parts_of_data
 from orchestra.metrics import accuracy
+from orchestra.user_loop.loader import Loader
 
 Form = Callable[[], Any]
 

@@ -35,11 +35,12 @@ from tests.zoo import (
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from orchestra import AllReduce, ConfigError, Epochs, LocalSGD, ParameterServer, Samples, Steps, Strategy, checkpoint
+from orchestra import AllReduce, ConfigError, Epochs, LocalSGD, ParameterServer, Samples, Steps, Strategy
+from orchestra.core.vectors import cut
 from orchestra.data.partitions import Dirichlet
+from orchestra.engine import checkpoint
 from orchestra.errors import WorkerLost
-from orchestra.report.facts import scores_of
-from orchestra.vectors import cut
+from orchestra.runs.facts import scores_of
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):

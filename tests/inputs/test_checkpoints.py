@@ -23,10 +23,11 @@ import torch
 from tests.zoo import INPUTS, Watched, adam, assert_same, make_data, make_model, sgd, train
 from torch import nn
 
-from orchestra import AllReduce, Local, LocalSGD, ParameterServer, Steps, checkpoint
+from orchestra import AllReduce, Local, LocalSGD, ParameterServer, Steps
 from orchestra.cli import invoke
+from orchestra.engine import checkpoint
 from orchestra.errors import CheckpointError
-from orchestra.launch.local import Coordinator
+from orchestra.worlds.shared_memory.coordinator import Coordinator
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -278,7 +279,7 @@ def test_a_full_disk_when_sealing_does_not_end_the_training(tmp_path: Path, monk
 WRITER = """
 import sys, torch
 from pathlib import Path
-from orchestra import checkpoint
+from orchestra.engine import checkpoint
 
 folder = Path(sys.argv[1])
 print("ready", flush=True)

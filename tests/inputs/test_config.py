@@ -39,9 +39,9 @@ from orchestra import (
     Solo,
     Steps,
     Target,
-    expression,
 )
-from orchestra.expression import parse
+from orchestra.engine import expression
+from orchestra.engine.expression import parse
 from orchestra.strategies import ABSENT, ALIASES, PARTS, STRATEGIES
 
 pytestmark = pytest.mark.usefixtures("no_process")

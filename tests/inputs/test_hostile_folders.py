@@ -17,14 +17,15 @@ import pytest
 import torch
 from tests.report.folders import make_run
 
-from orchestra import alive, checkpoint, events, files, resuming, snapshot
+from orchestra.engine import checkpoint, resume, snapshot
 from orchestra.errors import CheckpointError, ConfigError, OrchestraError
-from orchestra.live.following import Follower
-from orchestra.live.now import moment
-from orchestra.progress import latest_score
-from orchestra.report import reading, sinks, story, tables, traces
-from orchestra.report.facts import facts_of
-from orchestra.transports import token
+from orchestra.live.follower import Follower
+from orchestra.live.moment import moment
+from orchestra.report import exporters, model, tables, traces
+from orchestra.runs import events, files, reading, run_lock
+from orchestra.runs.facts import facts_of
+from orchestra.runs.progress import latest_score
+from orchestra.worlds.sockets import auth
 
 MANY = 10**12
 
@@ -110,15 +111,15 @@ def replace(path: Path, how: str) -> None:
 READERS: dict[str, Callable[[Path], Any]] = {
     "load": reading.load,
     "facts": facts_of,
-    "report": lambda run: tables.markdown(told := story.tell([run])) + tables.runs_csv(told) + tables.curves_csv(told),
-    "figures": lambda run: sinks.rows(reading.load(run)),
+    "report": lambda run: tables.markdown(told := model.tell([run])) + tables.runs_csv(told) + tables.curves_csv(told),
+    "figures": lambda run: exporters.rows(reading.load(run)),
     "trace": lambda run: traces.read(run, 2),
     "top": lambda run: (follower := Follower(run)).look() and moment(follower, 0.0),
     "watch": lambda run: Follower(run, keep=True).look(),
-    "alive": alive.ask,
-    "start again": alive.never_began,
+    "alive": run_lock.ask,
+    "start again": run_lock.never_began,
     "score": latest_score,
-    "resume": resuming.left_by,
+    "resume": resume.left_by,
 }
 EXPECTED = (OrchestraError, reading.Unreadable, OSError, ValueError, LookupError, TypeError, AttributeError)
 
@@ -127,7 +128,7 @@ EXPECTED = (OrchestraError, reading.Unreadable, OSError, ValueError, LookupError
 def _less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is too large, less than usual is read."""
     monkeypatch.setattr(events, "_MOST", 1 << 26)
-    monkeypatch.setattr("orchestra.live.growing._MOST", 1 << 26)
+    monkeypatch.setattr("orchestra.live.tail._MOST", 1 << 26)
 
 
 @pytest.mark.parametrize("how", EVIL)
@@ -274,11 +275,11 @@ def test_checkpoints_and_snapshots_are_in_the_order_of_their_numbers(tmp_path: P
 def test_a_part_that_tells_no_time_is_named_when_resuming(tmp_path: Path) -> None:
     path = saved(tmp_path, 4)
     found = checkpoint.verify(path)
-    assert resuming.clock(found) == 0.5
+    assert resume.clock(found) == 0.5
     for part in ({}, {"cost": [float("inf")], "counts": [0, 0, 0, 1]}, {"cost": [], "counts": 3}, [1]):
         checkpoint.write_tree(path / "node-0.safetensors", part)
         with pytest.raises(CheckpointError, match="tells neither the time"):
-            resuming.clock(found)
+            resume.clock(found)
 
 
 # Writing beside them.
@@ -291,8 +292,8 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for name in ("config.json.tmp", "running"):
         (run / name).symlink_to(victim)
-    resuming.remember(run, budget=["steps=1"])
-    hold = alive.Hold(run)
+    resume.remember(run, budget=["steps=1"])
+    hold = run_lock.Hold(run)
     hold.leave("Error", "why")
     assert victim.read_text() == "mine"
     assert json.loads((run / "config.json").read_text())["budget"] == ["steps=1"]
@@ -301,14 +302,14 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     os.mkfifo(run / "running")
-    within(lambda: alive.Hold(run).leave("Error", "why"))
-    assert within(lambda: alive.ask(run)) is not None
+    within(lambda: run_lock.Hold(run).leave("Error", "why"))
+    assert within(lambda: run_lock.ask(run)) is not None
 
 
 @pytest.mark.parametrize("how", ["pipe", "zeros without end", "a tebibyte", "folder"])
 def test_a_token_is_read_from_a_file_only(how: str, tmp_path: Path) -> None:
     replace(tmp_path / "token", how)
-    assert isinstance(within(lambda: token.read(tmp_path / "token")), ConfigError)
+    assert isinstance(within(lambda: auth.read(tmp_path / "token")), ConfigError)
 
 
 def test_a_file_that_grows_while_it_is_read_has_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from orchestra import Attached, ConfigError, Local, Simulated, Steps
-from orchestra.cluster import Cluster
+from orchestra.engine.cluster import Cluster
 from orchestra.errors import WorkerFailed
-from orchestra.misfits import add_note
+from orchestra.model.error_hints import add_note
 
 FIRST, LATE = 2, COUNT - 1  # samples: one that the trial before the start looks at, and one that it does not
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from orchestra import AllReduce, Dirichlet, Epochs, Steps, Strategy
 from orchestra.errors import Diverged
-from orchestra.events import Skipped, Stepped
+from orchestra.runs.events import Skipped, Stepped
 
 every = each_of(CERTAIN, slow=True)
 steady = each_of([s for s in CERTAIN if not s.promotes], slow=True)  # each keeps its samples to the end

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import orchestra
 from orchestra import Attached, Epochs, Local, Simulated
-from orchestra.cluster import Cluster
-from orchestra.rng import seed_everything
+from orchestra.data.random_state import seed_everything
+from orchestra.engine.cluster import Cluster
 
 BAD = 37  # the sample that is not finite: its first input is a hundredth of that
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from orchestra.errors import EnvironmentProblem
-from orchestra.lab import Lab, build, kernel
+from orchestra.lab import Lab, build, ip_commands
 from orchestra.lab.cgroups import find_cgroups
 from orchestra.lab.plan import owner_of, switch_of
 
@@ -27,7 +27,7 @@ NAME = f"test{os.getpid()}"  # several runs of these tests may go on at once
 def impossible() -> str | None:
     """Why there can be no lab here, if so."""
     try:
-        kernel.refuse_without(delayed=True)
+        ip_commands.refuse_without(delayed=True)
         with Lab(hosts=1, rate="1mbit", latency="1ms", cpu=0.5, name=NAME):
             return None
     except EnvironmentProblem as error:
@@ -48,12 +48,12 @@ def name() -> Iterator[str]:
 def left_of(lab: str) -> list[str]:
     """All that there is of a lab."""
     shares = find_cgroups()
-    left = [space for space in kernel.namespaces() if owner_of(space) == lab]
+    left = [space for space in ip_commands.namespaces() if owner_of(space) == lab]
     left += shares.of(lab) if shares else []
     left += [path.name for path in Path("/etc/netns").glob("*") if owner_of(path.name) == lab]
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        words = kernel.arguments_of(int(pid))
-        if switch_of(lab) in words or f"ORCHESTRA_LAB={lab}" in kernel.environment_of(int(pid)):
+        words = ip_commands.arguments_of(int(pid))
+        if switch_of(lab) in words or f"ORCHESTRA_LAB={lab}" in ip_commands.environment_of(int(pid)):
             left.append(" ".join([pid, *words]))
     return left
 

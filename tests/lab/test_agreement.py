@@ -12,11 +12,12 @@ import pytest
 import torch
 from tests.zoo import flat, train
 
-from orchestra import Attached, Local, Simulated, Steps, expression
-from orchestra.cluster import Cluster
-from orchestra.events import Stepped, read
+from orchestra import Attached, Local, Simulated, Steps
+from orchestra.engine import expression
+from orchestra.engine.cluster import Cluster
 from orchestra.lab import Lab
-from orchestra.transports import token
+from orchestra.runs.events import Stepped, read
+from orchestra.worlds.sockets import auth
 
 STRATEGIES = (
     "allreduce",
@@ -52,7 +53,7 @@ def live(folder: str) -> None:
 def test_lab_local_and_rehearsal_go_the_same_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "token"
     secret.touch(mode=0o600)
-    secret.write_text(token.new(), encoding="ascii")
+    secret.write_text(auth.new(), encoding="ascii")
     monkeypatch.setenv("ORCHESTRA_TOKEN_FILE", str(secret))
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(root) / "src"), root]))

@@ -15,10 +15,10 @@ import torch
 from tests.zoo import flat, train
 
 from orchestra import Attached, Simulated, Steps
-from orchestra.events import Reunited
 from orchestra.lab import Lab
-from orchestra.report.facts import events_of
-from orchestra.transports import token
+from orchestra.runs.events import Reunited
+from orchestra.runs.facts import events_of
+from orchestra.worlds.sockets import auth
 
 LIVE = """
 import sys
@@ -42,7 +42,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the hosts run, but for its last arguments."""
     secret = tmp_path / "token"
     secret.touch(mode=0o600)
-    secret.write_text(token.new(), encoding="ascii")
+    secret.write_text(auth.new(), encoding="ascii")
     monkeypatch.setenv("ORCHESTRA_TOKEN_FILE", str(secret))
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(root) / "src"), root]))

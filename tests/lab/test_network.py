@@ -11,7 +11,7 @@ import pytest
 from tests.lab.conftest import routes, said
 
 from orchestra.lab import Lab
-from orchestra.lab.look import look
+from orchestra.lab.inspection import look
 from orchestra.lab.plan import Machine, switch_of
 
 # The first host receives, the others send, and say how many bits a second the receiver confirmed.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestra.lab import Lab
-from orchestra.transports import token
+from orchestra.worlds.sockets import auth
 
 SCRIPT = """
 import sys, torch, orchestra
@@ -26,7 +26,7 @@ orchestra.train(
 
 def test_the_server_goes_where_the_network_is_fast(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "token"
-    secret.write_text(token.new())
+    secret.write_text(auth.new())
     secret.chmod(0o600)
     monkeypatch.setenv("ORCHESTRA_TOKEN_FILE", str(secret))
     script = tmp_path / "script.py"

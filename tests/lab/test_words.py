@@ -18,7 +18,7 @@ from tests.lab.conftest import left_of
 from orchestra.errors import ConfigError
 from orchestra.lab.compose import compose, shaping
 from orchestra.lab.plan import Machine, host_of, make_plan, owner_of, rate_words, subnet_of, switch_of, time_words
-from orchestra.networks import parse, read_rate, read_time
+from orchestra.worlds.simulated.networks import parse, read_rate, read_time
 
 
 @pytest.mark.parametrize("verb", ["up", "run", "down", "show", "list", "compose"])
@@ -98,15 +98,15 @@ def test_up_show_list_run_and_down(name: str, orchestra: Orchestra) -> None:
 
 def test_a_lab_that_is_up_is_not_replaced(name: str, orchestra: Orchestra) -> None:
     """Something may run in it."""
-    from orchestra.lab import build, kernel
-    from orchestra.lab.look import look
+    from orchestra.lab import build, ip_commands
+    from orchestra.lab.inspection import look
 
     build.up(make_plan(name=name, hosts=1))
-    home = kernel.identity(kernel.NAMESPACES / host_of(name, 1))
+    home = ip_commands.identity(ip_commands.NAMESPACES / host_of(name, 1))
     said = orchestra("lab", "up", "--hosts", "2", "--name", name)
     assert said.code == 2
     assert f"take it down first (orchestra lab down --name {name}), or say another --name" in said.err
-    assert kernel.identity(kernel.NAMESPACES / host_of(name, 1)) == home
+    assert ip_commands.identity(ip_commands.NAMESPACES / host_of(name, 1)) == home
     assert look(name).size == 1
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestra.launch import band
-from orchestra.launch.band import Band, News
+from orchestra.launchers import process_group as band
+from orchestra.launchers.process_group import Band, News
 
 
 class Deaf:

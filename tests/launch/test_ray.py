@@ -16,18 +16,18 @@ from tests.cli.conftest import Orchestra
 from tests.cli.conftest import orchestra as orchestra  # the fixture
 from tests.launch.conftest import NODE, SOURCES, command_lines, wait_for
 
-from orchestra.cli.elsewhere import nodes_of
+from orchestra.cli.on_ray import nodes_of
 from orchestra.cli.options import Options
 from orchestra.errors import ClusterError
-from orchestra.launch import on_ray
+from orchestra.launchers import ray
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 real = pytest.mark.skipif(not HAS_RAY, reason="ray is not installed")
 TOKEN = "fedcba9876543210" * 4
 START = f"""\
 import sys
-from orchestra.launch import on_ray
-sys.exit(on_ray.launch(["python", sys.argv[1], sys.argv[2]], 2, "{TOKEN}", address="local"))
+from orchestra.launchers import ray
+sys.exit(ray.launch(["python", sys.argv[1], sys.argv[2]], 2, "{TOKEN}", address="local"))
 """
 
 
@@ -55,11 +55,11 @@ def test_how_many_nodes_there_are() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1"])
 def test_nobody_at_the_door(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "_KNOCK", 0.5)
+    monkeypatch.setattr(ray, "_KNOCK", 0.5)
     with pytest.raises(ConnectionRefusedError):
-        on_ray._knock(address)
-    on_ray._knock("auto")
-    on_ray._knock("ray://somewhere:10001")  # Ray's own client
+        ray._knock(address)
+    ray._knock("auto")
+    ray._knock("ray://somewhere:10001")  # Ray's own client
 
 
 @real
@@ -109,6 +109,6 @@ def test_however_it_ends_it_saves_and_leaves_nobody(number: signal.Signals, tmp_
 
 @real
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "_KNOCK", 0.5)
+    monkeypatch.setattr(ray, "_KNOCK", 0.5)
     with pytest.raises(ClusterError, match="ray start --head"):
-        on_ray.launch(["run", "digits"], 2, TOKEN, address="127.0.0.1:1")
+        ray.launch(["run", "digits"], 2, TOKEN, address="127.0.0.1:1")

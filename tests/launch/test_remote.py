@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.launch.conftest import wait_for
 
-from orchestra.launch.remote import look
+from orchestra.launchers.agent import look
 
 ORDERS: dict[str, Any] = {"do": "run", "cwd": "/", "environment": {"A": "b"}, "silence": 30.0, "grace": 30.0}
 
@@ -23,7 +23,7 @@ ORDERS: dict[str, Any] = {"do": "run", "cwd": "/", "environment": {"A": "b"}, "s
 class FarEnd:
     def __init__(self, orders: dict[str, Any], preexec_fn: Callable[[], None] | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "orchestra.launch.remote"],
+            [sys.executable, "-m", "orchestra.launchers.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -134,7 +134,7 @@ def test_a_far_end_that_is_killed_takes_the_process_with_it() -> None:
 
 def test_without_orders_it_says_what_it_is() -> None:
     far = subprocess.run(
-        [sys.executable, "-m", "orchestra.launch.remote"],
+        [sys.executable, "-m", "orchestra.launchers.agent"],
         input="",
         env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
         capture_output=True,

@@ -65,7 +65,7 @@ def test_the_token_is_in_no_command_line(ground: Ground) -> None:
     launcher = ground.start(*with_token(ground.folder), what="play")
     ground.await_players(2)
     lines = command_lines()
-    assert len([line for line in lines.values() if "orchestra.launch.remote" in line]) >= 2
+    assert len([line for line in lines.values() if "orchestra.launchers.agent" in line]) >= 2
     assert not [line for line in lines.values() if TOKEN in line]
     launcher.send_signal(signal.SIGINT)
     assert said(launcher)[0] == 130

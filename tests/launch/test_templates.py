@@ -16,7 +16,7 @@ import yaml
 from tests.cli.conftest import Orchestra, Said
 from tests.cli.conftest import orchestra as orchestra  # the fixture
 
-from orchestra.launch.templates import KINDS, template
+from orchestra.launchers.templates import KINDS, template
 
 COMMAND = ("run", "digits", "--strategy", "ps(consistency=asp())", "--out", "$(a) it's $b")
 

@@ -13,12 +13,13 @@ from tests.cli.conftest import Orchestra
 from tests.cli.conftest import orchestra as orchestra  # the fixture
 from tests.processes import environ_of
 
-from orchestra.attached import Attached
-from orchestra.cluster import Cluster, Local
+from orchestra.clusters.attached import Attached
+from orchestra.clusters.local import Local
+from orchestra.engine.cluster import Cluster
 from orchestra.errors import ClusterError, ConfigError
-from orchestra.launch import on_ray, remote, ssh
-from orchestra.launch.agreement import agree
-from orchestra.launch.hosts import Host, read_hosts, seats
+from orchestra.launchers import agent, ray, ssh
+from orchestra.launchers.hosts import Host, read_hosts, seats
+from orchestra.launchers.preflight import agree
 
 FILE = """\
 # the machines of the second floor
@@ -75,7 +76,7 @@ def test_dry_run_shows_what_would_be_run_where(orchestra: Orchestra) -> None:
     assert said.out.count("ORCHESTRA_TOKEN") == 3
     assert "RANK=2 WORLD_SIZE=3 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=one MASTER_PORT=29500" in said.out
     assert "ssh -p 2222 -T -o BatchMode=yes" in said.out
-    assert "two 'exec /opt/python -P -m orchestra.launch.remote'" in said.out
+    assert "two 'exec /opt/python -P -m orchestra.launchers.agent'" in said.out
     assert "which runs: /opt/python -m orchestra run digits -n 3" in said.out
 
 
@@ -156,7 +157,7 @@ def test_a_cluster_goes_on_in_as_many_processes(
         asked.append((given[:2], more))
         return 0
 
-    monkeypatch.setattr(on_ray, "launch", launch)
+    monkeypatch.setattr(ray, "launch", launch)
     assert orchestra("resume", str(tmp_path), "--on", "ray", "--steps", "9", "--grace", "3", "-q").code == 0
     words = ["resume", str(tmp_path), "--steps", "9", "--grace", "3.0", "--quiet"]
     assert asked == [((words, 3), {"address": "auto", "gpus": 0})]
@@ -211,9 +212,9 @@ def test_a_host_that_cannot_take_part(complaint: str, told: str) -> None:
 
 def test_a_host_without_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"cwd": "/", "master": "127.0.0.1", "port": 1, "any_port": False, "first": False}
-    whole = remote.look(asked)
-    monkeypatch.setattr(remote, "_version", lambda package: None)
+    whole = agent.look(asked)
+    monkeypatch.setattr(agent, "_version", lambda package: None)
     with pytest.raises(ClusterError) as raised:
-        agree([("one", whole), ("two", remote.look(asked))])
+        agree([("one", whole), ("two", agent.look(asked))])
     (line,) = str(raised.value).splitlines()[1:]
     assert line.startswith(f"  two has no torch for {sys.executable}: install it, ")

@@ -42,10 +42,10 @@ from orchestra import (
     SyncEASGD,
 )
 from orchestra.collectives.double_tree import trees
+from orchestra.core.vectors import ranges, share_of_mean, split
 from orchestra.data.feed import IndexedFeed
-from orchestra.expression import show
+from orchestra.engine.expression import show
 from orchestra.strategies import PARTS, STRATEGIES
-from orchestra.vectors import ranges, share_of_mean, split
 
 WORKERS = 3
 

@@ -45,13 +45,13 @@ from orchestra import (
     Steps,
     Strategy,
     SyncEASGD,
-    checkpoint,
 )
-from orchestra.cluster import Ending, Order
+from orchestra.core.vectors import LARGE, is_small
+from orchestra.engine import checkpoint
+from orchestra.engine.cluster import Ending, Order
+from orchestra.engine.expression import show
 from orchestra.errors import Interrupted, WorkerLost
-from orchestra.expression import show
-from orchestra.inner import Factory
-from orchestra.vectors import LARGE, is_small
+from orchestra.model.flat_optimizer import Factory
 
 S = Strategy[Any]
 LAYERS = [p.numel() for p in make_large().parameters()]

@@ -62,17 +62,16 @@ from orchestra import (
     Steps,
     Strategy,
     StrategySwitch,
-    checkpoint,
-    consistency,
-    filters,
     strategies,
-    triggers,
 )
-from orchestra.consistency.base import OnRequest
+from orchestra.engine import checkpoint
+from orchestra.engine.expression import parse, show
 from orchestra.errors import Interrupted, WorkerFailed, WorkerLost
-from orchestra.events import Logged
-from orchestra.expression import parse, show
-from orchestra.inner import Factory
+from orchestra.model.flat_optimizer import Factory
+from orchestra.runs.events import Logged
+from orchestra.strategies.parameter_server import consistency, filters
+from orchestra.strategies.parameter_server.consistency.base import OnRequest
+from orchestra.strategies.switch import triggers
 
 S = Strategy[Any]
 LAYERS = [p.numel() for p in make_model().parameters()]
@@ -155,7 +154,7 @@ def test_all_replicas_are_equal_at_the_end(strategy: S, tmp_path: Path, monkeypa
 
 def _keep_the_parts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What each node held at the end, as the coordinator reads it."""
-    from orchestra import snapshot
+    from orchestra.engine import snapshot
 
     kept: list[torch.Tensor] = []
     read = snapshot.parts

@@ -29,14 +29,14 @@ from orchestra import (
     Steps,
     Strategy,
     StrategySwitch,
-    kept,
 )
+from orchestra.core import optimizer_state
+from orchestra.core.gradient_mask import ABSENT, pieces_of
+from orchestra.core.vectors import weighted_mean
 from orchestra.data.feed import IndexedFeed
-from orchestra.inner import Factory, Inner
-from orchestra.marks import ABSENT, pieces_of
-from orchestra.rng import seed_everything
-from orchestra.sim import numerics
-from orchestra.vectors import weighted_mean
+from orchestra.data.random_state import seed_everything
+from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.worlds.simulated import numerics
 
 sgd: Factory = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
 adam: Factory = partial(torch.optim.Adam, lr=0.01, weight_decay=0.1)
@@ -443,13 +443,13 @@ def test_what_was_cut_is_handed_over_in_parts(optimizer: str) -> None:
     x = whole._flat.data  # type: ignore[union-attr]
     heirs = [Inner(OPTIMIZERS[optimizer], x[part].clone(), pieces=pieces_of(layers, part)) for part in parts]
     for heir, part in zip(heirs, parts, strict=True):
-        words = json.loads(json.dumps(kept.within(whole.outline(), part, 14)))
+        words = json.loads(json.dumps(optimizer_state.within(whole.outline(), part, 14)))
         heir.adopt(words, [vector[part].clone() for vector in whole.vectors()])
         heir.step(g[part].clone())
     again = torch.cat([heir._flat.data for heir in heirs])  # type: ignore[union-attr]
     back = Inner(OPTIMIZERS[optimizer], again, pieces=pieces_of(layers, slice(0, 14)))
     said = [json.loads(json.dumps(heir.outline())) for heir in heirs]
-    back.adopt(*kept.joined(parts, said, [heir.vectors() for heir in heirs]))
+    back.adopt(*optimizer_state.joined(parts, said, [heir.vectors() for heir in heirs]))
     whole.step(g.clone())
     for _ in range(2):
         assert torch.equal(back._flat.data, whole._flat.data)  # type: ignore[union-attr]

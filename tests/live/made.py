@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import orchestra
-from orchestra.events import Began, Ended, Event, Logged, Scored, Stepped, encode
+from orchestra.runs.events import Began, Ended, Event, Logged, Scored, Stepped, encode
 
 CONFIG = {
     "strategy": "ps(consistency=asp)", "workers": 2, "servers": 1, "seed": 0, "batch": 8, "parameters": 100,

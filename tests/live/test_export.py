@@ -13,12 +13,13 @@ import pytest
 from tests.live.made import append, make, whole
 
 from orchestra.cli import invoke
-from orchestra.events import Stepped
-from orchestra.report import reading, sinks
+from orchestra.report import exporters
+from orchestra.runs import reading
+from orchestra.runs.events import Stepped
 
 
 def test_figures_by_step(tmp_path: Path) -> None:
-    rows = sinks.rows(reading.load(whole(tmp_path)))
+    rows = exporters.rows(reading.load(whole(tmp_path)))
     by_step = {row.step: row for row in rows}
     assert [row.step for row in rows] == [*range(41)]
     assert by_step[0].figures == {"test/accuracy": 0.0}
@@ -36,7 +37,7 @@ def test_shares_are_those_of_the_last_steps(tmp_path: Path) -> None:
     run = make(tmp_path, workers=1, servers=0)
     busy = [(k, min(k, 100) * 0.1, max(0, k - 100) * 0.1) for k in range(1, 201)]
     append(run, 0, [Stepped(k * 0.1, 0, k, 0.0, k, 1.0, 0.1, c, 0.0, w, 0, 0) for k, c, w in busy])
-    figures = {row.step: row.figures for row in sinks.rows(reading.load(run))}
+    figures = {row.step: row.figures for row in exporters.rows(reading.load(run))}
     assert figures[100]["time/compute"] == pytest.approx(1.0)
     assert figures[116]["time/wait"] == pytest.approx(0.5)
     assert figures[132]["time/wait"] == pytest.approx(1.0)

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from tests.live.made import ENVIRON, append, began, ended, make, scored, stale, steps, whole
 
-from orchestra import alive
 from orchestra.errors import Interrupted, WorkerFailed
-from orchestra.events import Event, encode
-from orchestra.live import words
-from orchestra.live.following import Follower, Latest
-from orchestra.live.growing import Growing
-from orchestra.live.now import RunNow, moment
-from orchestra.live.telling import Teller
-from orchestra.report import reading, story
-from orchestra.report.reading import Run
+from orchestra.live import text as words
+from orchestra.live.follower import Follower, Latest
+from orchestra.live.moment import RunNow, moment
+from orchestra.live.page_feed import Teller
+from orchestra.live.tail import Growing
+from orchestra.report import model
+from orchestra.runs import reading, run_lock
+from orchestra.runs.events import Event, encode
+from orchestra.runs.reading import Run
 
 
 def look(run: Follower, later: float = 0.0) -> RunNow:
@@ -103,7 +103,7 @@ def test_a_run_is_followed_from_its_beginning_to_its_end(tmp_path: Path) -> None
     assert not run.look()
     assert moment(run, 0.0) is None
     make(tmp_path / "run")
-    with alive.holding(tmp_path / "run"):
+    with run_lock.holding(tmp_path / "run"):
         assert look(run).state == "setting up"
         for node in (0, 1):
             append(tmp_path / "run", node, [began(node), *steps(node, 1, 11 + node)])
@@ -234,8 +234,8 @@ def going_on(run: Path) -> Follower:
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from orchestra import alive
-with alive.holding(Path(sys.argv[1])):
+from orchestra.runs import run_lock
+with run_lock.holding(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -258,7 +258,7 @@ def test_a_run_that_is_killed_is_dead_at_once(tmp_path: Path) -> None:
 
 def test_a_run_that_failed_leaves_its_last_words(tmp_path: Path) -> None:
     follower = going_on(tmp_path)
-    with pytest.raises(WorkerFailed), alive.holding(tmp_path):
+    with pytest.raises(WorkerFailed), run_lock.holding(tmp_path):
         raise WorkerFailed("worker 1", "Traceback ...\n  line\nValueError: no such thing")
     now = look(follower)
     assert now.state == "failed"
@@ -267,12 +267,12 @@ def test_a_run_that_failed_leaves_its_last_words(tmp_path: Path) -> None:
 
 def test_a_run_that_was_stopped_did_not_fail(tmp_path: Path) -> None:
     follower = going_on(tmp_path)
-    with pytest.raises(Interrupted), alive.holding(tmp_path):
+    with pytest.raises(Interrupted), run_lock.holding(tmp_path):
         raise Interrupted("stopped by SIGINT")
     assert look(follower).state == "stopped"
-    with alive.holding(tmp_path):  # resumed
+    with run_lock.holding(tmp_path):  # resumed
         assert look(follower).state == "running"
-    assert not (tmp_path / alive.NAME).exists()
+    assert not (tmp_path / run_lock.NAME).exists()
 
 
 def test_without_a_lock_only_silence_tells(tmp_path: Path) -> None:
@@ -298,20 +298,20 @@ def test_a_story_told_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
                 file.write(data[len(data) * i // pieces : len(data) * (i + 1) // pieces])
         assert teller.look(time.time() + i)
         teller.tell()
-        assert teller.told == story.tell([tmp_path / "runs"])
+        assert teller.told == model.tell([tmp_path / "runs"])
         assert 0 < teller.told["runs"][0]["samples"] <= 640
     (run / "ending.json").write_bytes((source / "ending.json").read_bytes())
     assert teller.look(time.time() + 10)
     for _ in range(2):  # the second time from memory
         teller.tell()
-        assert teller.told == story.tell([tmp_path / "runs"])
+        assert teller.told == model.tell([tmp_path / "runs"])
     assert not teller.told["verdict"]["sentence"].startswith("So far")
     for node in (0, 1):  # one that was over is resumed
         append(before, node, [*steps(node, 41, 51), ended(node, 50)])
     (before / "ending.json").write_bytes((source / "ending.json").read_bytes())
     teller.look(time.time() + 20)
     teller.tell()
-    assert teller.told == story.tell([tmp_path / "runs"])
+    assert teller.told == model.tell([tmp_path / "runs"])
     assert teller.told["runs"][1]["steps"] == 50
 
 
@@ -331,9 +331,9 @@ def count_readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def test_what_is_over_is_read_once_however_many_runs_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a run that died: it leaves no ending, and will never have one."""
     dead = going_on(tmp_path / "0")
-    with pytest.raises(WorkerFailed), alive.holding(tmp_path / "0"):
+    with pytest.raises(WorkerFailed), run_lock.holding(tmp_path / "0"):
         raise WorkerFailed("worker 1", "ValueError")
-    monkeypatch.setattr(story, "BLOCKS", 1200)
+    monkeypatch.setattr(model, "BLOCKS", 1200)
     read = count_readings(monkeypatch)
     teller = Teller([tmp_path])
     assert teller.told["runs"][0]["fate"] == "failed"
@@ -351,7 +351,7 @@ def test_what_is_over_is_read_once_however_many_runs_follow(tmp_path: Path, monk
     lane = teller.told["runs"][1]["lanes"][0]
     assert sum(lane["t"]) == 40_000_000, "microseconds, however many steps are put together"
     assert lane["together"] * len(lane["t"]) >= 400
-    with alive.holding(tmp_path / "0"):  # resumed
+    with run_lock.holding(tmp_path / "0"):  # resumed
         append(dead.folder, 0, steps(0, 6, 9))
         for _ in range(2):
             teller.look(1e6)

@@ -17,9 +17,9 @@ import pytest
 from tests.browser.devtools import CHROMIUM, Browser, Page
 from tests.live.made import ENVIRON, append, began, make, scored, stale, steps, whole
 
-from orchestra import alive
+from orchestra.live.page_feed import Teller, Telling
 from orchestra.live.server import Server
-from orchestra.live.telling import Teller, Telling
+from orchestra.runs import run_lock
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
@@ -86,7 +86,7 @@ def told(page: Page) -> str:
 
 def test_it_follows_the_run_and_keeps_what_was_chosen(browser: Browser, tmp_path: Path) -> None:
     run = begun(tmp_path / HOSTILE.replace("/", "."), strategy=HOSTILE)
-    with alive.holding(run), serving(run) as url:
+    with run_lock.holding(run), serving(run) as url:
         page = browser.open(url)
         ready(page)
         assert "token" not in page.ask("location.href")

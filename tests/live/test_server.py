@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 import pytest
 from tests.live.made import ENVIRON, whole
 
-from orchestra.budget import Target
 from orchestra.cli import invoke
+from orchestra.live.page_feed import Teller, Telling
 from orchestra.live.server import Server
-from orchestra.live.telling import Teller, Telling
+from orchestra.runs.budget import Target
 
 HOSTILE = "<script>alert(1)</script>../../etc"
 

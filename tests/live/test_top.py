@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tests.live.made import append, began, make, stale, steps, whole
 
-from orchestra import alive
 from orchestra.cli import invoke
-from orchestra.live import words
-from orchestra.live.following import Follower
-from orchestra.live.now import RunNow, moment
+from orchestra.live import text as words
+from orchestra.live.follower import Follower
+from orchestra.live.moment import RunNow, moment
+from orchestra.runs import run_lock
 
 needs_textual = pytest.mark.skipif(
     importlib.util.find_spec("textual") is None, reason="Textual is not installed: pip install 'neural-orchestra[top]'"
@@ -69,7 +69,7 @@ def test_plain_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         whole(run)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    with alive.holding(run):
+    with run_lock.holding(run):
         assert invoke(["top", str(run), "--plain"]) == 0
     out = capsys.readouterr().out
     assert out.index("running ·") < out.index("done ·")

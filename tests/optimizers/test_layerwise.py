@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from orchestra import LAMB, LARS, AllReduce, LocalSGD, ParameterServer, Simulated, SlowMo, Steps, Strategy, Warmup
 from orchestra.data.feed import IndexedFeed
+from orchestra.data.random_state import seed_everything
 from orchestra.errors import CheckpointError, ConfigError
-from orchestra.inner import Factory, Inner
-from orchestra.rng import seed_everything
+from orchestra.model.flat_optimizer import Factory, Inner
 
 lars: Factory = partial(LARS, lr=0.3, momentum=0.9, weight_decay=1e-3, eta=0.02)
 lamb: Factory = partial(LAMB, lr=0.02, weight_decay=0.05)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import orchestra
 from orchestra import Attached
-from orchestra.inner import Factory
-from orchestra.rng import seed_everything
+from orchestra.data.random_state import seed_everything
+from orchestra.model.flat_optimizer import Factory
 
 COUNT = 108  # divisible by batches of 2 and of 3 workers: then the batches are those of `train`
 

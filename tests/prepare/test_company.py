@@ -22,9 +22,9 @@ from tests.zoo import adam, classifier, ended, make_model, momentum, sgd
 from torch import nn
 
 import orchestra
-from orchestra.events import EventLog
-from orchestra.fingerprint import parts_of_model, parts_of_optimizer
-from orchestra.report.facts import facts_of
+from orchestra.engine.fingerprint import parts_of_model, parts_of_optimizer
+from orchestra.runs.events import EventLog
+from orchestra.runs.facts import facts_of
 
 
 def rank() -> int:

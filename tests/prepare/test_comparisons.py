@@ -21,8 +21,8 @@ from tests.zoo import ended, make_data, make_model, sgd
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import orchestra
-from orchestra.loop.comparisons import Comparisons
-from orchestra.rng import seed_everything
+from orchestra.data.random_state import seed_everything
+from orchestra.user_loop.comparisons import Comparisons
 
 SAME = "computed the same first gradient"
 

@@ -13,7 +13,7 @@ from tests.processes import together
 from torch import nn
 
 import orchestra
-from orchestra.report.facts import facts_of
+from orchestra.runs.facts import facts_of
 
 RATE, TOGETHER, ALONE = 0.5, 3, 4
 

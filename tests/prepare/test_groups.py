@@ -22,12 +22,12 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import orchestra
 from orchestra import Attached
-from orchestra.groups import on_range
-from orchestra.inner import ELEMENTWISE, Inner
-from orchestra.launch import notes
-from orchestra.loop.company import Company
-from orchestra.rng import seed_everything
-from orchestra.transports.exchange import Exchange
+from orchestra.data.random_state import seed_everything
+from orchestra.model.flat_optimizer import ELEMENTWISE, Inner
+from orchestra.model.param_groups import on_range
+from orchestra.user_loop.peers import Company
+from orchestra.worlds.sockets import control_messages
+from orchestra.worlds.sockets.messenger import Exchange
 
 BATCH, STEPS = 6, 8
 
@@ -176,7 +176,7 @@ def test_groups_are_told_in_as_many_notes_as_it_takes() -> None:
     inner.rescale(0.5)
     for call in exchange.note.call_args_list:
         said = json.loads(json.dumps(call.args[1]))
-        notes.check(0, said)
+        control_messages.check(0, said)
         inner.follow(said["name"], said["first"], said["values"])
     assert [group["lr"] for group in inner.optimizer.param_groups] == [rate / 2 for rate in rates]
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.processes import together
 
-from orchestra import alive
+from orchestra.runs import run_lock
 
 SCRIPT = """
 import os, sys, torch, orchestra
@@ -202,18 +202,18 @@ def test_a_loop_that_is_stopped_says_so_in_one_line(who: str, tmp_path: Path) ->
     assert (code, other) == (130, 130)
     assert said in [line("SIGINT", f"{steps} steps", tmp_path / "run") for steps in (2, 3, 4)]  # when it is heard
     assert told == ""
-    word = alive.ask(tmp_path / "run")
+    word = run_lock.ask(tmp_path / "run")
     assert (word.fate, word.why) == ("stopped", said.rstrip())
 
 
 def test_sigterm_stops_a_loop_likewise(tmp_path: Path) -> None:
     found = scripts(1, kept(tmp_path / "run"), at_a_step="if i == 1: os.kill(os.getpid(), 15)")
     assert found == [(143, line("SIGTERM", "2 steps", tmp_path / "run"))]
-    assert alive.ask(tmp_path / "run").fate == "stopped"
+    assert run_lock.ask(tmp_path / "run").fate == "stopped"
 
 
 def test_stopped_before_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    early = "import orchestra.loop.preparing as p; p._meet = lambda *given: os.kill(os.getpid(), 2)"
+    early = "import orchestra._prepare as p; p._meet = lambda *given: os.kill(os.getpid(), 2)"
     assert scripts(1, before=early) == [(130, "stopped by SIGINT before the loop began.\n")]
 
 
@@ -225,17 +225,17 @@ def test_a_fork_of_a_loop_ends_by_sigterm_as_others_do() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loop_that_fails_leaves_why(rank: int, tmp_path: Path) -> None:
     scripts(2, kept(tmp_path / "run"), at_a_step=f"assert i < 2 or rank != {rank}, 'no such luck'")
-    word = alive.ask(tmp_path / "run")
+    word = run_lock.ask(tmp_path / "run")
     assert word.fate == "failed"
     assert "AssertionError: no such luck" in word.why
     assert '"stepped"' in (tmp_path / "run" / "events-0.jsonl").read_text()
 
 
 def test_a_loop_holds_its_folder_while_it_goes_on(tmp_path: Path) -> None:
-    look = f"from orchestra import alive; from pathlib import Path; out = Path('{tmp_path / 'run'}')"
+    look = f"from orchestra.runs import run_lock; from pathlib import Path; out = Path('{tmp_path / 'run'}')"
     (found,) = scripts(
-        1, kept(tmp_path / "run"), before=look, at_a_step="assert alive.ask(out).alive",
-        at_the_end="optimizer.finish(); assert alive.ask(out).alive is None",
+        1, kept(tmp_path / "run"), before=look, at_a_step="assert run_lock.ask(out).alive",
+        at_the_end="optimizer.finish(); assert run_lock.ask(out).alive is None",
     )  # fmt: skip
     assert found == (0, "")
 

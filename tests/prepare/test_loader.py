@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from torch.utils.data.distributed import DistributedSampler
 
 from orchestra.data.feed import IndexedFeed
-from orchestra.loop.loader import Loader, Share, count, problems_of
+from orchestra.user_loop.loader import Loader, Share, count, problems_of
 
 
 def numbers(many: int, **given: Any) -> DataLoader[Any]:

@@ -19,10 +19,11 @@ from tests.zoo import SEED, Dicey, adam, make_data, make_model, momentum, plain,
 from torch import nn
 
 import orchestra
-from orchestra import Attached, Epochs, Steps, expression
-from orchestra.inner import Factory
-from orchestra.loop.loader import Share
-from orchestra.rng import seed_everything
+from orchestra import Attached, Epochs, Steps
+from orchestra.data.random_state import seed_everything
+from orchestra.engine import expression
+from orchestra.model.flat_optimizer import Factory
+from orchestra.user_loop.loader import Share
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:

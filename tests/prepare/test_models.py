@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
 
 import orchestra
+from orchestra.data.random_state import seed_everything
 from orchestra.errors import OrchestraError
-from orchestra.rng import seed_everything
 
 STEPS = 5
 

@@ -22,9 +22,10 @@ from tests.zoo import make_data, make_model, sgd, train
 from torch.nn.utils import parameters_to_vector
 
 import orchestra
-from orchestra import overrides, topology
-from orchestra.attached import Place
-from orchestra.rng import seed_everything
+from orchestra.clusters.attached import Place
+from orchestra.data.random_state import seed_everything
+from orchestra.engine import overrides
+from orchestra.worlds.sockets import rank_order
 
 
 def test_alone_it_is_the_only_one() -> None:
@@ -112,7 +113,7 @@ def chosen(asks: Sequence[int], out: Path, **given: Any) -> Any:
         orchestra.rank()
     with (
         mock.patch.object(Place, "loopback", return_value=False),
-        mock.patch.object(topology, "arrange", return_value=[0, 2, 1]),
+        mock.patch.object(rank_order, "arrange", return_value=[0, 2, 1]),
     ):
         train("allreduce", out, cluster=orchestra.Attached(patience=20, **given))
 

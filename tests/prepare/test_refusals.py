@@ -21,9 +21,9 @@ from torch import nn
 
 import orchestra
 from orchestra import Attached
+from orchestra.core.vectors import LARGE
 from orchestra.errors import ConfigError
-from orchestra.loop.earlier import EARLIER
-from orchestra.vectors import LARGE
+from orchestra.user_loop.earlier_calls import EARLIER
 
 
 def prepared(strategy: str) -> tuple[nn.Module, Any]:

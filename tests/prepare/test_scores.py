@@ -19,11 +19,11 @@ from tests.processes import together
 from tests.zoo import adam, make_model, momentum, sgd
 
 import orchestra
-from orchestra import overrides
+from orchestra.engine import overrides
 from orchestra.errors import ConfigError
-from orchestra.inner import Factory
-from orchestra.rates import Adjusted
-from orchestra.report.facts import facts_of, scores_of
+from orchestra.model.adjusted_optimizer import Adjusted
+from orchestra.model.flat_optimizer import Factory
+from orchestra.runs.facts import facts_of, scores_of
 
 
 def rank() -> int:
@@ -124,7 +124,7 @@ def test_a_factor_is_another_rate(strategy: str, size: int, optimizer: Factory) 
     """Bit for bit, also where servers step the optimizer, and under a schedule of the loop's own."""
     plain = partial(loop, strategy, optimizer=slower(optimizer), decay=0.8)
     scaled = partial(at_half, partial(loop, strategy, optimizer=optimizer, decay=0.8))
-    workers = size - orchestra.expression.parse(strategy).servers
+    workers = size - orchestra.engine.expression.parse(strategy).servers
     expected = values(together(size, plain)[:workers])
     for (_, mine), (_, theirs) in zip(values(together(size, scaled)[:workers]), expected, strict=True):
         assert equal(mine, theirs)

@@ -19,9 +19,9 @@ from torch import nn
 
 import orchestra
 from orchestra import Attached
+from orchestra.data.random_state import seed_everything
 from orchestra.errors import CheckpointError
-from orchestra.inner import Factory
-from orchestra.rng import seed_everything
+from orchestra.model.flat_optimizer import Factory
 
 Each = Callable[[nn.Module, Any], None]
 

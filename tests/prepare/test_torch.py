@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import orchestra
 from orchestra import ConfigError
+from orchestra.data.random_state import get_states, seed_everything, set_states
 from orchestra.errors import CheckpointError, Diverged, OrchestraError
-from orchestra.rng import get_states, seed_everything, set_states
 
 
 def values(outcomes: list[Any]) -> list[Any]:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from orchestra import metrics, models, recipes
+from orchestra import metrics, recipes
 from orchestra.data.fetch import available
 from orchestra.data.sets import find
 from orchestra.errors import ConfigError
-from orchestra.recipe import Recipe
+from orchestra.recipes import models
+from orchestra.recipes.recipe import Recipe
 
 PARAMETERS = {
     "digits": 17_226,

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestra.marks import Marks
-from orchestra.replica import Replica, flatten, problems_of, trainable, vector_dtype
+from orchestra.core.gradient_mask import Marks
+from orchestra.model.replica import Replica, flatten, problems_of, trainable, vector_dtype
 
 BATCH = (torch.linspace(-1, 1, 40).view(8, 5), torch.linspace(0, 1, 8).view(8, 1))
 
@@ -129,7 +129,7 @@ ZOO: list[Callable[[], nn.Module]] = [Tied, Frozen, Scalar, Sweeping, Replacing,
 def early(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of large parameters are taken as they come; here, of all."""
     if request.param:
-        monkeypatch.setattr("orchestra.replica.LARGE", 1)
+        monkeypatch.setattr("orchestra.model.replica.LARGE", 1)
 
 
 def replica_of(module: nn.Module, *, accumulate: int = 1, bf16: bool = False) -> Replica:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from orchestra import AllReduce, ConfigError, Epochs, LocalSGD, ParameterServer, SlowMo, Steps, Strategy
 from orchestra.data.feed import IndexedFeed
-from orchestra.inner import Factory
-from orchestra.rng import seed_everything
+from orchestra.data.random_state import seed_everything
+from orchestra.model.flat_optimizer import Factory
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), ParameterServer(servers=2), LocalSGD(tau=2), SlowMo(tau=2)]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestra.events import Began, Ended, Event, Logged, Scored, Stepped, encode
+from orchestra.runs.events import Began, Ended, Event, Logged, Scored, Stepped, encode
 
 PARAMETERS = 100
 SIZE = 4 * PARAMETERS  # bytes of the model

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.report.folders import make_race
 
-from orchestra.budget import Target
-from orchestra.report import compared, story, tables
+from orchestra.report import comparison_file, model, tables
+from orchestra.runs.budget import Target
 
 RACE = {"localsgd": [0.05, 0.06, 0.05], "slowmo": [0.08, 0.09, 0.07]}
 MISSED = "Not reached in every run, if in any: slowmo."
@@ -30,7 +30,7 @@ def lines(told: dict[str, Any]) -> dict[str, list[str]]:
 
 def test_the_baseline_is_that_of_the_comparison(tmp_path: Path) -> None:
     """And not the first folder by name."""
-    told = story.tell([make_race(tmp_path / "race", RACE, baseline="slowmo")])
+    told = model.tell([make_race(tmp_path / "race", RACE, baseline="slowmo")])
     assert "localsgd reached accuracy ≥ 0.5" in told["verdict"]["sentence"]
     assert "times as fast as slowmo" in told["verdict"]["sentence"]
     assert lines(told)["slowmo"][2] == "1"
@@ -40,7 +40,7 @@ def test_the_baseline_is_that_of_the_comparison(tmp_path: Path) -> None:
 def test_a_run_that_left_nothing_counts_as_failed(tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE, rows=[failed("slowmo", 2), failed("ps", 1)])
     shutil.rmtree(race / "slowmo" / "seed2")
-    told = story.tell([race])
+    told = model.tell([race])
     assert told["verdict"]["sentence"].endswith("; nobody else did in every run.")
     assert told["verdict"]["doubts"] == ["Not reached in every run, if in any: slowmo, ps."]
     assert [lines(told)[name][4] for name in ("localsgd", "slowmo", "ps")] == ["3/3", "2/3", "0/1"]
@@ -51,7 +51,7 @@ def test_a_run_that_left_nothing_counts_as_failed(tmp_path: Path) -> None:
         str(race / "ps" / "seed1"): "it failed: it burst",
     }
     assert {s["name"] for s in told["strategies"]} == {"localsgd", "slowmo", "ps"}
-    part = story.tell([race / "localsgd"])
+    part = model.tell([race / "localsgd"])
     assert part["refused"] == []
     assert "nothing to compare" in part["verdict"]["sentence"]
 
@@ -60,14 +60,14 @@ def test_what_failed_after_the_target_failed_and_is_no_longer_going_on(tmp_path:
     race = make_race(tmp_path / "race", RACE, rows=[failed("slowmo", 2)])
     ending = race / "slowmo" / "seed2" / "ending.json"
     ending.unlink()
-    told = story.tell([race])
+    told = model.tell([race])
     assert not told["verdict"]["sentence"].startswith("So far")
     assert told["verdict"]["doubts"] == [MISSED]
     (run,) = [run for run in told["runs"] if run["failed"]]
     assert (run["failed"], run["reached"]) == ("it burst", None)
     # Whoever resumes it to its end has a run like any other.
     ending.write_text(json.dumps({"stopped_by": "budget"}), encoding="utf-8")
-    assert story.tell([race])["verdict"]["doubts"] == []
+    assert model.tell([race])["verdict"]["doubts"] == []
 
 
 def test_the_page_ranks_as_the_terminal_does(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_page_ranks_as_the_terminal_does(tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE | {"allreduce": [0.1, 0.1, 0.1]})
     for folder in ("allreduce/seed0", "allreduce/seed1", "allreduce/seed2", "localsgd/seed1"):
         (race / folder / "scores.jsonl").write_text("", encoding="utf-8")
-    told = lines(story.tell([race]))
+    told = lines(model.tell([race]))
     assert list(told) == ["slowmo", "localsgd", "allreduce"]
     assert told["allreduce"][2] == "-", "who never came is no measure for the others"
 
@@ -84,14 +84,14 @@ def test_why_and_what_was_fair_are_told_once(tmp_path: Path) -> None:
     words = {"learned": ["localsgd won.", "It sent less.", MISSED], "fairness": ["same samples: all"]}
     race = make_race(tmp_path / "race", RACE, **words)
     (race / "slowmo" / "seed2" / "scores.jsonl").write_text("", encoding="utf-8")
-    told = story.tell([race])
+    told = model.tell([race])
     assert told["verdict"]["doubts"] == [MISSED]
     assert (told["why"], told["fairness"]) == (["It sent less."], ["same samples: all"])
     assert "## Why\n\n- It sent less.\n\n## Fairness\n\n- same samples: all" in tables.markdown(told)
     for other in (
-        story.tell([race], target=Target("accuracy", 0.4)),
-        story.tell([race / "localsgd"]),
-        story.tell([race, make_race(tmp_path / "more", {"ps": [0.1]}, **words)]),
+        model.tell([race], target=Target("accuracy", 0.4)),
+        model.tell([race / "localsgd"]),
+        model.tell([race, make_race(tmp_path / "more", {"ps": [0.1]}, **words)]),
     ):
         assert (other["why"], other["fairness"]) == ([], []), "of other runs, or of another target"
 
@@ -106,9 +106,9 @@ def test_why_and_what_was_fair_are_told_once(tmp_path: Path) -> None:
 )
 def test_a_table_may_hold_anything(record: dict[str, Any], tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE, **record)
-    races = compared.Comparisons([race], [race / "allreduce" / "seed0"])
+    races = comparison_file.Comparisons([race], [race / "allreduce" / "seed0"])
     found = races.whole(races.target)
     assert found is not None
     assert (found.learned, found.fairness, found.failures) == ((), (), ())
     assert races.baseline is None
-    assert story.tell([race])["refused"] == []
+    assert model.tell([race])["refused"] == []

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tests.report.folders import SIZE, make_run
 
-from orchestra.events import Ended, Logged, Scored
-from orchestra.report import curves, reading
+from orchestra.report import curves
+from orchestra.runs import reading
+from orchestra.runs.events import Ended, Logged, Scored
 
 
 @pytest.fixture

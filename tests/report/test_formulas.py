@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tests.laws.examples import EXAMPLES, bytes_sent, workers_for
 
-from orchestra import expression
+from orchestra.core.strategy import Strategy
+from orchestra.engine import expression
 from orchestra.report import formulas
 from orchestra.strategies import STRATEGIES
-from orchestra.strategy import Strategy
 
 LAYERS = [37, 5, 12]
 

@@ -16,9 +16,9 @@ from tests.zoo import flat, train
 
 from orchestra import Local, Simulated, Steps
 from orchestra.cli import invoke
-from orchestra.cluster import Cluster
-from orchestra.events import Ended, Logged, Stepped, encode, read
+from orchestra.engine.cluster import Cluster
 from orchestra.report import perfetto, traces
+from orchestra.runs.events import Ended, Logged, Stepped, encode, read
 
 WORLDS = {"processes": Local(workers=2, threads=1), "rehearsal": Simulated(workers=2)}
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from orchestra.statistics import difference, holm, median_interval, ratio, t_quantile, t_within
+from orchestra.report.statistics import difference, holm, median_interval, ratio, t_quantile, t_within
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0, 2.5, 40.0])

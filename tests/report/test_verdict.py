@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestra.budget import Target
-from orchestra.events import Scored
-from orchestra.report.marks import Achieved, Mark, achieved, standing
+from orchestra.report.results import Achieved, Mark, achieved, standing
 from orchestra.report.verdict import against_baseline, firsts, judge, pairs
+from orchestra.runs.budget import Target
+from orchestra.runs.events import Scored
 
 TARGET = Target("accuracy", 0.9)
 

@@ -25,10 +25,10 @@ from orchestra import (
     Strategy,
     Warmup,
 )
+from orchestra.engine.expression import parse_schedule, show
 from orchestra.errors import ConfigError
-from orchestra.events import Stepped
-from orchestra.expression import parse_schedule, show
-from orchestra.schedules import CURVES, Constant, settle
+from orchestra.model.schedules import CURVES, Constant, settle
+from orchestra.runs.events import Stepped
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ from orchestra import (
     Strategy,
     StrategySwitch,
 )
-from orchestra.checkpoint import newest
-from orchestra.consistency import Consistency
-from orchestra.events import Stepped
-from orchestra.expression import show
+from orchestra.engine.checkpoint import newest
+from orchestra.engine.expression import show
+from orchestra.runs.events import Stepped
+from orchestra.strategies.parameter_server.consistency import Consistency
 
 WORKERS, RATE = 3, 0.01
 FALLING = Polynomial(epochs=2.5, power=1)

@@ -29,13 +29,13 @@ from tests.zoo import (
 )
 
 from orchestra import AllReduce, Attached, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
-from orchestra.delays import Trace
+from orchestra.core.node import Node
+from orchestra.engine.compute_times import Trace
+from orchestra.engine.expression import show
 from orchestra.errors import ConfigError, Deadlock, WorkerFailed
-from orchestra.events import Ended, Logged, Stepped
-from orchestra.expression import show
-from orchestra.networks import Host, Network
-from orchestra.node import Node
-from orchestra.report.facts import facts_of
+from orchestra.runs.events import Ended, Logged, Stepped
+from orchestra.runs.facts import facts_of
+from orchestra.worlds.simulated.networks import Host, Network
 
 S = Strategy[Any]
 every = each_of(EXAMPLES)

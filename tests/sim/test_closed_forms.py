@@ -14,13 +14,13 @@ from tests.zoo import INPUTS, events, make_data, make_model, train
 from torch import nn
 
 from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy
-from orchestra.consistency import BSP, Consistency, Correction, ServerState
-from orchestra.delays import Constant, Exponential
-from orchestra.events import Logged
-from orchestra.networks import Host, Network
-from orchestra.node import Node
-from orchestra.sim.kernel import Kernel, Promise
-from orchestra.sim.world import World
+from orchestra.core.node import Node
+from orchestra.engine.compute_times import Constant, Exponential
+from orchestra.runs.events import Logged
+from orchestra.strategies.parameter_server.consistency import BSP, Consistency, Correction, ServerState
+from orchestra.worlds.simulated.kernel import Kernel, Promise
+from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.networks import Host, Network
 
 S = 4 * sum(p.numel() for p in make_model().parameters())  # bytes
 BITS, LATENCY, MESSAGE = 8e6, 3e-3, 2e-4

@@ -10,9 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from orchestra.delays import Constant, Delay, LogNormal, Markov, Pareto, Pause, Slow, Trace, parse, sampler
-from orchestra.networks import Host, Network
-from orchestra.networks import parse as parse_network
+from orchestra.engine.compute_times import (
+    Constant,
+    Delay,
+    LogNormal,
+    Markov,
+    Pareto,
+    Pause,
+    Slow,
+    Trace,
+    parse,
+    sampler,
+)
+from orchestra.worlds.simulated.networks import Host, Network
+from orchestra.worlds.simulated.networks import parse as parse_network
 
 COUNT = 20_000
 DELAYS = ["constant:0.05", "exponential:0.05,0.02", "pareto:0.05,3", "lognormal:0.05,0.3", "markov:0.05,5,0.02,0.2"]

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestra.sim.flows import Flow, Flows, Link
-from orchestra.sim.kernel import Kernel
-from orchestra.sim.world import DOWN, UP
+from orchestra.worlds.simulated.flows import Flow, Flows, Link
+from orchestra.worlds.simulated.kernel import Kernel
+from orchestra.worlds.simulated.network import DOWN, UP
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from orchestra.core.fibers import Kind
 from orchestra.errors import Deadlock
-from orchestra.sim.fibers import Kind
-from orchestra.sim.kernel import Kernel, Promise
+from orchestra.worlds.simulated.kernel import Kernel, Promise
 
 both = pytest.mark.parametrize("kind", ["greenlet", "thread"])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestra import Simulated
 from orchestra.cli.options import NETWORK
-from orchestra.networks import Host, Network, parse
+from orchestra.worlds.simulated.networks import Host, Network, parse
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestra import Simulated, Steps, Strategy
-from orchestra.networks import Ethernet
-from orchestra.node import Node
-from orchestra.ops import Broadcast, Gather, Group, Mean, MeanUpdate
-from orchestra.sim.collectives import CARRY_OUT
-from orchestra.sim.kernel import Kernel
-from orchestra.sim.world import World
-from orchestra.vectors import LARGE, is_small, ranges, weighted_mean
+from orchestra.core.node import Node
+from orchestra.core.ops import Broadcast, Gather, Group, Mean, MeanUpdate
+from orchestra.core.vectors import LARGE, is_small, ranges, weighted_mean
+from orchestra.worlds.simulated.collectives import CARRY_OUT
+from orchestra.worlds.simulated.kernel import Kernel
+from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.networks import Ethernet
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from tests.zoo import classifier as make_classifier
 
 from orchestra import AllReduce, ConfigError, Dirichlet, Epochs, LabelSorted, Steps
 from orchestra.data.partitions import Partition
-from orchestra.inner import Factory
+from orchestra.model.flat_optimizer import Factory
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

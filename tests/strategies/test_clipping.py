@@ -42,7 +42,7 @@ from orchestra import (
     StrategySwitch,
     SyncEASGD,
 )
-from orchestra.expression import show
+from orchestra.engine.expression import show
 
 CLIP, RATE = 0.25, 0.5
 

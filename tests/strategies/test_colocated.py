@@ -11,7 +11,7 @@ import torch
 from tests.zoo import assert_same, ended, make_large, make_model, momentum, train
 
 from orchestra import AllReduce, KSync, Local, ParameterServer, Simulated, Steps
-from orchestra.vectors import share_of_mean
+from orchestra.core.vectors import share_of_mean
 
 STEPS = 5
 

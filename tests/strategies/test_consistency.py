@@ -35,11 +35,11 @@ from orchestra import (
     Steps,
 )
 from orchestra.cli.summary import describe
-from orchestra.consistency import Consistency
-from orchestra.delays import Exponential
-from orchestra.events import Logged
-from orchestra.inner import Factory
-from orchestra.networks import Host, Network
+from orchestra.engine.compute_times import Exponential
+from orchestra.model.flat_optimizer import Factory
+from orchestra.runs.events import Logged
+from orchestra.strategies.parameter_server.consistency import Consistency
+from orchestra.worlds.simulated.networks import Host, Network
 
 WORKERS = 3
 FREE = Network(hosts=(Host(up=1e18, down=1e18),))  # messages take no time

@@ -23,9 +23,9 @@ import torch
 import orchestra
 from orchestra import Epochs, Local, ParameterServer, Polynomial, Simulated, Solo, Strategy, recipes
 from orchestra.cli.sources import arguments
-from orchestra.consistency import CONSISTENCIES
-from orchestra.expression import parse
+from orchestra.engine.expression import parse
 from orchestra.strategies import STRATEGIES
+from orchestra.strategies.parameter_server.consistency import CONSISTENCIES
 
 pytestmark = pytest.mark.exhaustive
 

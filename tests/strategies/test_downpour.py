@@ -13,7 +13,7 @@ from tests.strategies.points import START, end_of, slope, walk
 from tests.zoo import assert_close, assert_same, ended, momentum, plain, sgd, train
 
 from orchestra import ASP, Downpour, Local, ParameterServer, Simulated, Steps
-from orchestra.inner import Factory
+from orchestra.model.flat_optimizer import Factory
 
 adagrad: Factory = partial(torch.optim.Adagrad, lr=0.02)
 

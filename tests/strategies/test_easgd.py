@@ -14,8 +14,8 @@ from tests.strategies.points import START, end_of, quadratic, slope, walk
 from tests.zoo import assert_close, assert_same, momentum, sgd, train
 
 from orchestra import EASGD, ConfigError, Local, LocalSGD, Node, Simulated, Steps, SyncEASGD
-from orchestra.inner import Factory
-from orchestra.report.facts import scores_of
+from orchestra.model.flat_optimizer import Factory
+from orchestra.runs.facts import scores_of
 
 # The asynchronous form.
 

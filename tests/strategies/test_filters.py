@@ -31,11 +31,11 @@ from orchestra import (
     Simulated,
     Steps,
 )
-from orchestra.consistency import Consistency, ServerState
-from orchestra.events import Logged
-from orchestra.filters import Filter, sparse
-from orchestra.filters.base import Sieved
-from orchestra.node import Node
+from orchestra.core.node import Node
+from orchestra.runs.events import Logged
+from orchestra.strategies.parameter_server.consistency import Consistency, ServerState
+from orchestra.strategies.parameter_server.filters import Filter, sparse
+from orchestra.strategies.parameter_server.filters.base import Sieved
 
 WORKERS, STEPS = 3, 8
 WORLDS = [Local(workers=WORKERS), Simulated(workers=WORKERS)]

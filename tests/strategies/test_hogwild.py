@@ -12,9 +12,10 @@ import torch
 from tests.strategies.points import START, Point, end_of, quadratic, slope, walk
 from tests.zoo import Paced, adam, assert_close, assert_same, momentum, plain, train
 
-from orchestra import ConfigError, Epochs, Hogwild, Local, Simulated, Steps, checkpoint
-from orchestra.delays import Trace
-from orchestra.inner import Factory
+from orchestra import ConfigError, Epochs, Hogwild, Local, Simulated, Steps
+from orchestra.engine import checkpoint
+from orchestra.engine.compute_times import Trace
+from orchestra.model.flat_optimizer import Factory
 
 
 @pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])

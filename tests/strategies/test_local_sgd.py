@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from orchestra import AllReduce, Epochs, LocalSGD, Steps
 from orchestra.data.feed import IndexedFeed
-from orchestra.rng import seed_everything
+from orchestra.data.random_state import seed_everything
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

@@ -17,8 +17,8 @@ from torch import nn
 
 from orchestra import AllReduce, Attached, ParameterServer, Plateau, Simulated, Solo, Steps, StrategySwitch
 from orchestra.cli.summary import describe
-from orchestra.events import Stepped
-from orchestra.inner import Factory, Inner
+from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.runs.events import Stepped
 
 LR, GAIN = 0.02, 10  # of `momentum`: γ, and 1/(1 − μ)
 

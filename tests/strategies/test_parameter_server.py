@@ -13,8 +13,8 @@ from tests.zoo import Jittery, adam, assert_close, assert_same, events, make_dat
 from torch import nn
 
 from orchestra import ASP, AllReduce, Epochs, ParameterServer, Steps
-from orchestra.events import Logged
-from orchestra.inner import Factory
+from orchestra.model.flat_optimizer import Factory
+from orchestra.runs.events import Logged
 
 
 def wide() -> nn.Module:

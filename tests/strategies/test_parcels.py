@@ -12,11 +12,11 @@ from tests.zoo import adam, assert_same, ended, events, make_large, make_model, 
 from torch import nn
 
 from orchestra import BSP, BoundedDelay, KSync, Local, ParameterServer, Simulated, Steps
-from orchestra.consistency import Consistency, ServerState
-from orchestra.events import Logged
-from orchestra.node import Node
-from orchestra.ops import Handle, Op, Send
-from orchestra.transports.middleware import Wrapper
+from orchestra.core.node import Node
+from orchestra.core.ops import Handle, Op, Send
+from orchestra.engine.middleware import Wrapper
+from orchestra.runs.events import Logged
+from orchestra.strategies.parameter_server.consistency import Consistency, ServerState
 
 T = TypeVar("T")
 WORKERS, STEPS = 3, 8

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.zoo import adam, assert_close, assert_same, make_large, momentum, plain, train
 
 from orchestra import ASP, LAMB, LARS, AllReduce, ConfigError, KSync, ParameterServer, Simulated, Steps
-from orchestra.inner import Factory
-from orchestra.vectors import ranges_of_layers
+from orchestra.core.vectors import ranges_of_layers
+from orchestra.model.flat_optimizer import Factory
 
 lars: Factory = partial(LARS, lr=0.5, eta=0.02, weight_decay=1e-3)
 lamb: Factory = partial(LAMB, lr=0.02)

@@ -50,15 +50,15 @@ from orchestra import (
     Simulated,
     Steps,
     StrategySwitch,
-    checkpoint,
 )
-from orchestra.consistency import Consistency
 from orchestra.data.feed import IndexedFeed
 from orchestra.data.partitions import LabelSorted
+from orchestra.data.random_state import seed_everything
+from orchestra.engine import checkpoint
 from orchestra.errors import Interrupted, WorkerLost
-from orchestra.events import Logged, Stepped
-from orchestra.report.facts import scores_of
-from orchestra.rng import seed_everything
+from orchestra.runs.events import Logged, Stepped
+from orchestra.runs.facts import scores_of
+from orchestra.strategies.parameter_server.consistency import Consistency
 
 WORKERS = 4
 MANY = partial(make_data, 3 * COUNT)  # so that a single epoch is long enough: what a trap waits for comes once

@@ -31,11 +31,11 @@ from tests.zoo import (
 from torch import Tensor, nn
 
 from orchestra import AllReduce, Epochs, Local, LocalSGD, SlowMo, Steps
+from orchestra.core.node import Node
 from orchestra.data.feed import IndexedFeed
-from orchestra.events import Logged
-from orchestra.inner import Factory
-from orchestra.node import Node
-from orchestra.rng import seed_everything
+from orchestra.data.random_state import seed_everything
+from orchestra.model.flat_optimizer import Factory
+from orchestra.runs.events import Logged
 from orchestra.strategies.local_sgd import LocalSGDState
 
 Buffers = Literal["reset", "maintain", "average"]

@@ -38,9 +38,9 @@ from orchestra import (
     StrategySwitch,
     SyncEASGD,
 )
-from orchestra.events import Logged, Stepped
-from orchestra.inner import Factory, Inner
-from orchestra.triggers import Watch
+from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.runs.events import Logged, Stepped
+from orchestra.strategies.switch.triggers import Watch
 
 S = Strategy[Any]
 WORKERS = 3
@@ -300,7 +300,7 @@ def test_servers_learn_how_many_samples_there_were(tmp_path: Path) -> None:
         StrategySwitch(when=HALF), tmp_path, workers=WORKERS, budget=Epochs(4), schedule=falling,
         evaluate=lambda model, data: {"one": 1.0}, evaluation_data=make_data, evaluate_every=Epochs(1),
     )  # fmt: skip
-    from orchestra.report.facts import scores_of
+    from orchestra.runs.facts import scores_of
 
     scores = scores_of(result.run)
     assert [s.number for s in scores] == [0, 1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ from experiments.slow_and_stale import theory
 from experiments.warmup import __main__ as warmup
 
 from orchestra import Epochs, KAsync, KSync, Simulated, recipes
-from orchestra.delays import Constant, Exponential
+from orchestra.engine.compute_times import Constant, Exponential
 from orchestra.errors import Diverged
 
 

@@ -9,8 +9,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestra.topology import Links, arrange, length, ring
-from orchestra.transports.measuring import rounds
+from orchestra.worlds.sockets.link_probe import rounds
+from orchestra.worlds.sockets.rank_order import Links, arrange, length, ring
 
 
 def between_places(size: int, seed: int) -> list[list[float]]:

@@ -16,17 +16,17 @@ import torch
 from tests.zoo import train
 from torch import Tensor
 
-from orchestra import run
-from orchestra.cluster import Cluster, Device, Ending, Order
-from orchestra.events import EventLog
-from orchestra.node import Comm
-from orchestra.ops import Group, Traffic
-from orchestra.transports.attached import AttachedTransport
-from orchestra.transports.exchange import Exchange
-from orchestra.transports.meeting import Meeting
-from orchestra.transports.middleware import Metered
-from orchestra.transports.token import Token
-from orchestra.transports.torch_means import TorchMeans, tcp_store
+from orchestra.core.node import Comm
+from orchestra.core.ops import Group, Traffic
+from orchestra.engine import node_loop
+from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.middleware import Metered
+from orchestra.runs.events import EventLog
+from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.rendezvous import Meeting
+from orchestra.worlds.sockets.transport import AttachedTransport
+from orchestra.worlds.torch_collectives import TorchMeans, tcp_store
 
 TOKEN = Token("0123456789abcdef" * 2, trusted=True)
 HOST = "127.0.0.1"
@@ -156,10 +156,10 @@ class Host(Cluster):
         machine.transport.means = machine.means if self.by_torch else None
         meter = Metered(machine.transport)
         with EventLog(job.run / "events.jsonl", print) as log:
-            node = run.worker(job, machine.rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
-            life = run.Life(job, node, meter, log, print, lambda row: None)
+            node = node_loop.worker(job, machine.rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
+            life = node_loop.Life(job, node, meter, log, print, lambda row: None)
             before, began = machine.transport.traffic.sent, machine.means.early
-            while not run.spent(life):
+            while not node_loop.spent(life):
                 job.strategy.step(node, life.state)
         sent = machine.transport.traffic.sent - before
         raise _Over(Trained(node.x, sent, node.skipped, machine.means.early - began))

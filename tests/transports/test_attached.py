@@ -14,16 +14,17 @@ import torch
 from tests.laws.examples import EXAMPLES, each_of, workers_for
 from tests.zoo import assert_same, ended, make_large, train
 
-from orchestra import Local, Steps, Strategy, run
-from orchestra.cluster import Cluster, Ending, Order
-from orchestra.events import Began, EventLog
-from orchestra.node import Comm
-from orchestra.ops import Broadcast, Gather, Group, Mean, Traffic
-from orchestra.transports.attached import AttachedTransport
-from orchestra.transports.exchange import Exchange
-from orchestra.transports.meeting import Meeting
-from orchestra.transports.middleware import Metered
-from orchestra.transports.token import Token
+from orchestra import Local, Steps, Strategy
+from orchestra.core.node import Comm
+from orchestra.core.ops import Broadcast, Gather, Group, Mean, Traffic
+from orchestra.engine import node_loop
+from orchestra.engine.cluster import Cluster, Ending, Order
+from orchestra.engine.middleware import Metered
+from orchestra.runs.events import Began, EventLog
+from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.rendezvous import Meeting
+from orchestra.worlds.sockets.transport import AttachedTransport
 
 TOKEN = Token("0123456789abcdef" * 2, trusted=True)
 
@@ -71,9 +72,9 @@ class Threads(Cluster):
         job = order.job
         size = job.workers + job.servers
 
-        def live(life: run.Life) -> None:
+        def live(life: node_loop.Life) -> None:
             torch.set_num_threads(job.threads)
-            (run.serve if life.is_server else run.work)(life, Alone())
+            (node_loop.serve if life.is_server else node_loop.work)(life, Alone())
 
         with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
             lives = []
@@ -85,10 +86,10 @@ class Threads(Cluster):
                 meter, x0 = Metered(transport), order.x0
                 comm = Comm(meter, *job.groups)
                 if rank < job.workers:
-                    node = run.worker(job, rank, comm, log, x0.clone(), torch.zeros_like(x0))
+                    node = node_loop.worker(job, rank, comm, log, x0.clone(), torch.zeros_like(x0))
                 else:
-                    node = run.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
-                lives.append(run.Life(job, node, meter, log, print, lambda row: None))
+                    node = node_loop.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
+                lives.append(node_loop.Life(job, node, meter, log, print, lambda row: None))
             for future in [pool.submit(live, life) for life in lives]:
                 future.result(timeout=40)
         return Ending("budget", [])

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from orchestra.core.ops import Departed, Group, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.errors import ClusterError, ConfigError, Stalled, WorkerLost
-from orchestra.ops import Departed, Group, Leave, Message, Recv, Send, Sleep, Traffic
-from orchestra.transports import token as tokens
-from orchestra.transports.exchange import Exchange
-from orchestra.transports.meeting import Meeting
-from orchestra.transports.token import Token
+from orchestra.worlds.sockets import auth as tokens
+from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.rendezvous import Meeting
 
 SECRET = "0123456789abcdef0123456789abcdef"
 ABOUT = {"version": "1", "seed": 3, "strategy": "ps"}

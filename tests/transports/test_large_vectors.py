@@ -13,10 +13,10 @@ import torch
 from tests.transports.world import World, vectors
 from torch import Tensor
 
-from orchestra import vectors as cuts
-from orchestra.node import Comm
-from orchestra.ops import Handle, MeanUpdate
-from orchestra.vectors import is_small, weighted_mean
+from orchestra.core import vectors as cuts
+from orchestra.core.node import Comm
+from orchestra.core.ops import Handle, MeanUpdate
+from orchestra.core.vectors import is_small, weighted_mean
 
 # Just past the limit for three workers, and sizes that neither the workers nor a cache line divides.
 EDGE = (1 << 18) // 3 + 1

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tests.transports.world import DTYPES, World, vectors
 from torch import Tensor
 
+from orchestra.core.node import Comm
+from orchestra.core.ops import MeanUpdate, Sleep
+from orchestra.core.vectors import LARGE, ranges, split, weighted_mean
+from orchestra.engine.middleware import Metered
 from orchestra.errors import Stalled
-from orchestra.node import Comm
-from orchestra.ops import MeanUpdate, Sleep
-from orchestra.transports.memory import ABORT
-from orchestra.transports.middleware import Metered
-from orchestra.transports.waiting import Aborted
-from orchestra.vectors import LARGE, ranges, split, weighted_mean
+from orchestra.worlds.shared_memory.layout import ABORT
+from orchestra.worlds.shared_memory.waiting import Aborted
 
 # Means.
 

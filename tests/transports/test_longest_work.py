@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from tests.transports.test_reunion import machines
 
-from orchestra.transports import exchange
-from orchestra.transports.ring import longest_of
+from orchestra.worlds.sockets import messenger
+from orchestra.worlds.sockets.shm_ring import longest_of
 
 
 def test_work_counts_from_the_beginning_of_the_run_and_waits_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_work_counts_from_the_beginning_of_the_run_and_waits_do_not(monkeypatch:
             return longest_of(peer.inlet)
 
     with machines(monkeypatch, apart=False) as (a, b), monkeypatch.context() as patch:
-        patch.setattr(exchange, "time", clock)
+        patch.setattr(messenger, "time", clock)
         (peer,) = b._peers.values()
         assert [longest(60, 1), longest(60, 1)] == [0, 0]  # it loads its data
         a.begin()

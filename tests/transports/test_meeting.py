@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from orchestra.errors import ClusterError
-from orchestra.transports import addresses, measuring, meeting
-from orchestra.transports.addresses import EVERYWHERE, door_of, is_loopback, resolve
-from orchestra.transports.meeting import Meeting
-from orchestra.transports.token import Token
+from orchestra.worlds.sockets import addresses, link_probe, rendezvous
+from orchestra.worlds.sockets.addresses import EVERYWHERE, door_of, is_loopback, resolve
+from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.rendezvous import Meeting
 
 SECRET = "0123456789abcdef0123456789abcdef"
 ABOUT = {"seed": 3}
@@ -79,8 +79,8 @@ def names(monkeypatch: pytest.MonkeyPatch, known: Callable[[], dict[str, str]]) 
 @both_ways
 def test_silent_strangers_keep_nobody_out(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than there is room for, and all before those who belong there."""
-    monkeypatch.setattr(meeting, "_PROOF", 20.0)  # they would be waited for longer than this test takes
-    monkeypatch.setattr(meeting, "_STRANGERS", 8)
+    monkeypatch.setattr(rendezvous, "_PROOF", 20.0)  # they would be waited for longer than this test takes
+    monkeypatch.setattr(rendezvous, "_STRANGERS", 8)
     home, other = some(0, trusted=trusted), some(1, trusted=trusted, host=None)
     with ExitStack() as strangers, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(home.welcome, 2, patience=10)
@@ -94,8 +94,8 @@ def test_silent_strangers_keep_nobody_out(trusted: bool, monkeypatch: pytest.Mon
 
 def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is dropped at the door calls again, until it is let in."""
-    room = meeting.Unproven
-    monkeypatch.setattr(meeting, "Unproven", lambda _: room(2))
+    room = rendezvous.Unproven
+    monkeypatch.setattr(rendezvous, "Unproven", lambda _: room(2))
     size = 12
     home, *others = [some(rank, host="127.0.0.1" if rank == 0 else None) for rank in range(size)]
     found = at_once(
@@ -108,7 +108,7 @@ def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.Monk
 def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not taken for another that calls itself the same."""
     home, second, third = some(0), some(1, host=None), some(2, host=None)
-    heard, cut = meeting.hear, threading.Event()
+    heard, cut = rendezvous.hear, threading.Event()
 
     def lose(sock: socket.socket, until: float | None = None) -> dict[str, Any]:
         said = heard(sock, until)
@@ -117,7 +117,7 @@ def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.Mon
             raise TimeoutError("the answer came too late")
         return said
 
-    monkeypatch.setattr(meeting, "hear", lose)
+    monkeypatch.setattr(rendezvous, "hear", lose)
     with ThreadPoolExecutor(2) as pool:
         waiting, first = pool.submit(home.welcome, 3, patience=5), pool.submit(second.join, home.address, patience=5)
         assert cut.wait(5)
@@ -128,7 +128,7 @@ def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.Mon
 
 @both_ways
 def test_who_speaks_slowly_has_one_deadline_for_all(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_PROOF", 0.6)
+    monkeypatch.setattr(rendezvous, "_PROOF", 0.6)
     home = some(0, trusted=trusted)
     with ThreadPoolExecutor(1) as pool, socket.create_connection(home.address) as slow:
         waiting = pool.submit(home.gather, [home.address] * 2, patience=3)
@@ -143,7 +143,7 @@ def test_who_speaks_slowly_has_one_deadline_for_all(trusted: bool, monkeypatch: 
 
 def test_who_answers_slowly_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Likewise at the other end: something that is not ours listens where node 0 should."""
-    monkeypatch.setattr(meeting, "_PROOF", 0.5)
+    monkeypatch.setattr(rendezvous, "_PROOF", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as door:
 
         def drip() -> None:
@@ -278,8 +278,8 @@ def test_a_node_that_leaves_before_all_have_come_is_named(monkeypatch: pytest.Mo
             raise BrokenPipeError("Broken pipe")
         said(sock, what)
 
-    said = meeting.say
-    monkeypatch.setattr(meeting, "say", cut)
+    said = rendezvous.say
+    monkeypatch.setattr(rendezvous, "say", cut)
     first, second = at_once(lambda: home.welcome(2, patience=3), lambda: other.join(home.address, patience=3))
     assert "node 1 at 127.0.0.1:" in str(first)
     assert "left before all had come: Broken pipe" in str(first)
@@ -295,14 +295,16 @@ def test_an_end_that_breaks_while_it_is_measured_is_named(says: bytes) -> None:
             far.sendall(says)
             far.shutdown(socket.SHUT_WR)
             with pytest.raises(ClusterError, match=f"process 0 lost process 1 \\({here} to {there}\\) while"):
-                measuring.agree(0, {1: near}, {}, lambda found: found)
+                link_probe.agree(0, {1: near}, {}, lambda found: found)
 
 
 def test_process_0_says_what_is_done() -> None:
     with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as far:
         near, _ = door.accept()
         with near:
-            assert at_once(lambda: measuring.announce(0, {1: near}, True), lambda: measuring.announce(1, {0: far})) == [
+            assert at_once(
+                lambda: link_probe.announce(0, {1: near}, True), lambda: link_probe.announce(1, {0: far})
+            ) == [
                 True,
                 True,
             ]

@@ -18,12 +18,12 @@ import pytest
 import torch
 from tests.transports.test_exchange import SECRET, at_once, both_ways, meet, recv
 
+from orchestra.core.ops import Group, Send, Traffic
 from orchestra.errors import WorkerLost
-from orchestra.ops import Group, Send, Traffic
-from orchestra.transports import lines, neighbours, reunion
-from orchestra.transports.exchange import Exchange
-from orchestra.transports.reunion import Arrival
-from orchestra.transports.token import Token
+from orchestra.worlds.sockets import connections, pairing, reconnect
+from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.reconnect import Arrival
 
 BOTH = Group((0, 1))
 
@@ -35,11 +35,11 @@ def machines(
     """Two nodes, on one machine or as if on two."""
     if apart:
         names = itertools.count()
-        monkeypatch.setattr(neighbours, "machine", lambda: f"machine {next(names)}")
+        monkeypatch.setattr(pairing, "machine", lambda: f"machine {next(names)}")
     token, sockets = Token(SECRET, trusted=trusted), meet(2, trusted=trusted)
     with ThreadPoolExecutor(2) as pool:
         both = pool.map(
-            lambda rank: neighbours.arrange(rank, sockets[rank], token, longest=1 << 20, grace=grace, patience=10),
+            lambda rank: pairing.arrange(rank, sockets[rank], token, longest=1 << 20, grace=grace, patience=10),
             range(2),
         )
     made = [
@@ -97,13 +97,13 @@ def test_what_only_one_of_them_sends_is_not_kept_for_ever(monkeypatch: pytest.Mo
 
         most, _ = at_once(send, lambda: [recv(b, 0, BOTH) for _ in range(50)])
         assert (
-            most <= lines.AHEAD + 25
+            most <= connections.AHEAD + 25
         )  # what lies in the kernels' buffers, and what was taken in before it was asked for
         at_once(lambda: a._wait(lambda: not a._peers[1].unheard, lambda: "b to have all", []), lambda: b.poll())
 
 
 def test_a_node_that_computes_is_waited_for_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_SILENT", 0.3)
+    monkeypatch.setattr(connections, "_SILENT", 0.3)
     with machines(monkeypatch, apart=True) as (a, b):
 
         def compute() -> None:
@@ -199,7 +199,7 @@ def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> No
 def test_it_is_told_when_a_node_is_looked_for_and_when_it_is_found(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lines, "_SOON", 0.0)
+    monkeypatch.setattr(connections, "_SOON", 0.0)
     with machines(monkeypatch, apart=True) as (a, b):
         cut(b)
         while not a._peers[1].missed:
@@ -214,7 +214,7 @@ def test_it_is_told_when_a_node_is_looked_for_and_when_it_is_found(
 def test_a_node_that_is_found_at_once_was_hardly_missed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lines, "_SOON", 1e9)
+    monkeypatch.setattr(connections, "_SOON", 1e9)
     with machines(monkeypatch, apart=True) as (a, b):
         cut(b)
         at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
@@ -225,7 +225,7 @@ def test_a_machine_that_gives_no_answer_is_out_of_reach(monkeypatch: pytest.Monk
     def lost_on_the_way(*_: Any, **__: Any) -> Any:
         raise TimeoutError("timed out")
 
-    monkeypatch.setattr(reunion, "connect", lost_on_the_way)
+    monkeypatch.setattr(reconnect, "connect", lost_on_the_way)
     with machines(monkeypatch, apart=True, grace=0.3) as (a, b):
         cut(b)
         with pytest.raises(

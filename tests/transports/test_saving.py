@@ -10,8 +10,8 @@ import pytest
 import torch
 from tests.transports.world import World
 
-from orchestra.launch import keeper
-from orchestra.launch.keeper import NodeKeeper
+from orchestra.engine import checkpoint_protocol
+from orchestra.engine.checkpoint_protocol import NodeKeeper
 from orchestra.strategies import Downpour
 
 
@@ -20,14 +20,17 @@ def test_a_server_reads_what_was_pushed_before_it_saves(monkeypatch: pytest.Monk
     world = World(1, servers=1)
     worker, server = world.comms
     saved: list[int] = []
-    monkeypatch.setattr(keeper, "report", lambda life: None)
+    monkeypatch.setattr(checkpoint_protocol, "report", lambda life: None)
     monkeypatch.setattr(NodeKeeper, "_save", lambda self, label: saved.append(label))
     life: Any = SimpleNamespace(
-        rank=1, is_server=True, job=SimpleNamespace(strategy=Downpour()), node=SimpleNamespace(now=lambda: 0.0)
+        rank=1,
+        is_server=True,
+        job=SimpleNamespace(strategy=Downpour(), workers=1),
+        node=SimpleNamespace(now=lambda: 0.0),
     )
-    keeps = NodeKeeper(life, world.arenas[1].words, world.arenas[1].plan, world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
+    keeps = NodeKeeper(life, world.transports[1].control, world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
     worker.send(1, torch.ones(3))
-    world.arenas[0].words.set(world.plan.word("saved", 0), 7)
+    world.transports[0].control.write("saved", 7, 0)
     keeps._while_idle()
     assert saved == []
     assert server.recv(0).x.sum() == 3

@@ -22,13 +22,13 @@ import torch
 from tests.transports.test_exchange import SECRET, at_once, both_ways, meet, recv
 from tests.transports.test_reunion import BOTH, cut, machines
 
+from orchestra.core.ops import Send
 from orchestra.errors import ClusterError
-from orchestra.ops import Send
-from orchestra.transports import measuring, neighbours
-from orchestra.transports.addresses import accept, connect
-from orchestra.transports.meeting import Meeting, Unproven, hear, say
-from orchestra.transports.reunion import Arrival, Reunion
-from orchestra.transports.token import Token
+from orchestra.worlds.sockets import link_probe, pairing
+from orchestra.worlds.sockets.addresses import accept, connect
+from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.reconnect import Arrival, Reunion
+from orchestra.worlds.sockets.rendezvous import Meeting, Unproven, hear, say
 
 
 @contextmanager
@@ -63,15 +63,15 @@ def test_a_short_word_does_not_wait_for_more_when_connections_are_measured(
     trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a neighbour may seem 40 ms away, and a ring goes the long way round."""
-    really, seen = measuring._there_and_back, []
+    really, seen = link_probe._there_and_back, []
 
     def look(sock: socket.socket, *, first: bool) -> float:
         seen.append(is_prompt(sock))
         return really(sock, first=first)
 
-    monkeypatch.setattr(measuring, "_there_and_back", look)
+    monkeypatch.setattr(link_probe, "_there_and_back", look)
     sockets = meet(2, trusted=trusted)
-    at_once(lambda: measuring.measure(0, sockets[0]), lambda: measuring.measure(1, sockets[1]))
+    at_once(lambda: link_probe.measure(0, sockets[0]), lambda: link_probe.measure(1, sockets[1]))
     for each in sockets:
         for sock in each.values():
             sock.close()
@@ -144,19 +144,19 @@ def test_who_is_found_when_nobody_looks_any_more_is_turned_away() -> None:
 
 
 def test_who_comes_to_no_arrangement_leaves_no_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, really, doors = itertools.count(), neighbours._open_door, []
+    names, really, doors = itertools.count(), pairing._open_door, []
 
     def open_door(connections: list[socket.socket]) -> socket.socket:
         doors.append(really(connections))
         return doors[-1]
 
-    monkeypatch.setattr(neighbours, "machine", lambda: f"machine {next(names)}")
-    monkeypatch.setattr(neighbours, "_open_door", open_door)
+    monkeypatch.setattr(pairing, "machine", lambda: f"machine {next(names)}")
+    monkeypatch.setattr(pairing, "_open_door", open_door)
     with connected() as (far, near):
         say(far, {"rank": 1, "machine": "another"})
         far.shutdown(socket.SHUT_WR)
         with pytest.raises(ClusterError, match="could not come to an arrangement with node 1"):
-            neighbours.arrange(0, {1: near}, Token(SECRET), longest=1 << 10, grace=1.0, patience=5)
+            pairing.arrange(0, {1: near}, Token(SECRET), longest=1 << 10, grace=1.0, patience=5)
     assert [door.fileno() for door in doors] == [-1]
 
 

@@ -18,8 +18,8 @@ from cryptography import x509
 
 from orchestra import Attached
 from orchestra.errors import ConfigError
-from orchestra.transports import token
-from orchestra.transports.token import Token, WrongToken
+from orchestra.worlds.sockets import auth
+from orchestra.worlds.sockets.auth import Token, WrongToken
 
 SECRET = "0123456789abcdef" * 2
 
@@ -61,7 +61,7 @@ def test_a_token_that_may_be_guessed_is_refused_wherever_it_comes_from(
     file.chmod(0o600)
     monkeypatch.setenv("ORCHESTRA_TOKEN", text)
     sources: dict[str, Callable[[], object]] = {
-        "token_file": lambda: token.read(file),
+        "token_file": lambda: auth.read(file),
         "ORCHESTRA_TOKEN": Attached().token,
         "token": lambda: Token(text),
     }
@@ -75,7 +75,7 @@ def test_a_token_that_may_be_guessed_is_refused_wherever_it_comes_from(
         assert text not in said
 
 
-@pytest.mark.parametrize("text", [SECRET, SECRET.upper() + "\n", token.new()])
+@pytest.mark.parametrize("text", [SECRET, SECRET.upper() + "\n", auth.new()])
 def test_what_is_generated_is_taken(text: str) -> None:
     assert Token(text).run() == Token(text.strip().lower()).run()
 
@@ -90,13 +90,13 @@ def test_all_that_a_stranger_sees_is_made_of_what_scrypt_gives(monkeypatch: pyte
         return really(password, **given)
 
     monkeypatch.setattr(hashlib, "scrypt", noting)
-    text = token.new()
+    text = auth.new()
     first, second = Token(text), Token(text, trusted=True)
     assert len(asked) == 1
     assert asked[0]["n"] * asked[0]["r"] * 128 >= 1 << 24  # bytes of memory
     expected = really(text.encode(), **asked[0])
     assert first._secret == second._secret == expected
-    monkeypatch.setattr(token, "_stretched", lambda text: bytes(32))  # as if scrypt gave this
+    monkeypatch.setattr(auth, "_stretched", lambda text: bytes(32))  # as if scrypt gave this
     other = Token(text)
     assert other.run() != first.run()
     seen = [_certificate(made) for made in (first, other)]

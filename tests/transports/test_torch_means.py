@@ -22,11 +22,11 @@ from tests.zoo import INPUTS, adam, make_large, make_model
 from torch import Tensor, nn
 
 from orchestra import Steps
+from orchestra.core.ops import Group, Mean
+from orchestra.core.vectors import share_of_mean
 from orchestra.errors import Stalled
-from orchestra.ops import Group, Mean
-from orchestra.replica import flatten
-from orchestra.transports import torch_means
-from orchestra.vectors import share_of_mean
+from orchestra.model.replica import flatten
+from orchestra.worlds import torch_collectives
 
 WORKERS = 3
 STEPS = 8  # the sixth has less samples than workers' mini-batches
@@ -40,7 +40,7 @@ def machines() -> Iterator[Hosts]:
 
 
 def use_small_buckets(machine: Machine) -> None:
-    torch_means._BUCKET = 1 << 16  # bytes: a large model has seventeen
+    torch_collectives._BUCKET = 1 << 16  # bytes: a large model has seventeen
 
 
 def vector(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -72,9 +72,9 @@ def test_a_mean_is_the_mean_by_hand(machines: Hosts, numel: int, dtype: torch.dt
 
 @pytest.mark.parametrize("host", [HOST, "198.51.100.7"], ids=["nobody else comes", "not our address"])
 def test_workers_that_do_not_come_together_are_told_what_to_do(host: str, tmp_path: Path) -> None:
-    store = torch_means.file_store(tmp_path / "store", 2)
+    store = torch_collectives.file_store(tmp_path / "store", 2)
     with pytest.raises(Stalled, match=r"did not come together with the other 1 .*All ports must be open"):
-        torch_means.TorchMeans(store, 0, 2, torch.device("cpu"), host=host, patience=0.5)
+        torch_collectives.TorchMeans(store, 0, 2, torch.device("cpu"), host=host, patience=0.5)
 
 
 def test_without_weights_nothing_changes(machines: Hosts) -> None:
@@ -249,8 +249,8 @@ def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals
     """And then ends, though a mean is under way that never will."""
 
     def wait_in_vain() -> None:
-        store = torch_means.file_store(tmp_path / "store", 2)
-        means = torch_means.TorchMeans(store, int(os.environ["RANK"]), 2, torch.device("cpu"), patience=100)
+        store = torch_collectives.file_store(tmp_path / "store", 2)
+        means = torch_collectives.TorchMeans(store, int(os.environ["RANK"]), 2, torch.device("cpu"), patience=100)
         if os.environ["RANK"] == "1":
             signal.pause()
         signal.signal(number, signal.default_int_handler)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestra.ops import Stamp
-from orchestra.transports import wire
+from orchestra.core.ops import Stamp
+from orchestra.worlds.sockets import wire
 
 RUN = 0x0123456789ABCDEF
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)

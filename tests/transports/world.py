@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from orchestra.node import Comm
-from orchestra.ops import Group
-from orchestra.transports import memory
-from orchestra.transports.local import LocalTransport
-from orchestra.transports.memory import Arena, Plan
-from orchestra.transports.middleware import Metered
+from orchestra.core.node import Comm
+from orchestra.core.ops import Group
+from orchestra.engine.middleware import Metered
+from orchestra.worlds.shared_memory import layout
+from orchestra.worlds.shared_memory.layout import Arena, Plan
+from orchestra.worlds.shared_memory.transport import LocalTransport
 
 T = TypeVar("T")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -36,7 +36,7 @@ class World:
         patience: float = 10,
     ) -> None:
         self.plan = Plan(workers=workers, servers=servers, numel=numel, dtype=dtype, shared_x=shared_x)
-        fd = memory.create(self.plan)
+        fd = layout.create(self.plan)
         self.arenas = [Arena(fd, self.plan) for _ in range(self.plan.nodes)]
         os.close(fd)
         self.transports = [LocalTransport(a, r, patience=patience) for r, a in enumerate(self.arenas)]

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from orchestra import environment
+from orchestra.engine import environment
 from orchestra.errors import Interrupted, OrchestraError, Stopped, WorkerFailed
 
 _INTERRUPTED = 130

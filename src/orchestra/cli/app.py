@@ -9,14 +9,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from orchestra import environment
 from orchestra.cli import data, lab
 from orchestra.cli.compare import compare
 from orchestra.cli.demo import demo
 from orchestra.cli.doctor import doctor
 from orchestra.cli.explain import explain
 from orchestra.cli.export import export
-from orchestra.cli.flowing import flowing
+from orchestra.cli.help_text import flowing
 from orchestra.cli.launch import launch
 from orchestra.cli.probe import probe
 from orchestra.cli.recommend import recommend
@@ -30,6 +29,7 @@ from orchestra.cli.top import top
 from orchestra.cli.trace import trace
 from orchestra.cli.unknown_options import explain as explain_option
 from orchestra.cli.watch import watch
+from orchestra.engine import environment
 from orchestra.errors import Interrupted
 
 # Typer brings its own copy of click from some version on, and does not export this class of it.

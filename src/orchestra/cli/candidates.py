@@ -67,7 +67,7 @@ def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Set
     >>> [str(s) for s in settings("ps(consistency=asp)", fixed=False, own=0.1, momentum=0.9)]
     ['lr 0.1', 'lr 1, momentum 0']
     """
-    from orchestra import expression
+    from orchestra.engine import expression
 
     strategy: Any = expression.parse(text)
     texts = [text]
@@ -82,7 +82,7 @@ def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Set
 
 def fixed(texts: Iterable[str]) -> frozenset[str]:
     """The strategies of which the main option is given."""
-    from orchestra import expression
+    from orchestra.engine import expression
 
     parsed = [(text, expression.parse(text)) for text in texts]
     return frozenset(expression.show(s) for text, s in parsed if s.main and re.search(rf"\b{s.main[0]}\s*=", text))

@@ -10,10 +10,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from orchestra import expression
+from orchestra.core.strategy import Strategy
+from orchestra.engine import expression
 from orchestra.errors import ConfigError, Problem
 from orchestra.strategies import ALIASES, PARTS, STRATEGIES
-from orchestra.strategy import Strategy
 
 
 @dataclass(frozen=True)

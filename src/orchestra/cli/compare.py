@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestra import progress
-from orchestra.cli import again, candidates, claims, fairness, goals, in_lab, loop_runs, sources, summary, tuning
+from orchestra.cli import candidates, claims, fairness, goals, in_lab, loop_runs, repeat, sources, summary, tuning
 from orchestra.cli import options as o
+from orchestra.cli.cluster_options import is_solo, refuse_under_launcher
 from orchestra.cli.concluding import conclude
 from orchestra.cli.loop_runs import Loop
 from orchestra.cli.options import Options
-from orchestra.cli.worlds import is_solo, refuse_under_launcher
 from orchestra.errors import ConfigError, Interrupted, OrchestraError, Problem, WorkerFailed
+from orchestra.runs import progress
 
 if TYPE_CHECKING:
-    from orchestra.budget import Target
     from orchestra.cli.candidates import Setting
     from orchestra.cli.table import Outcome, Table
-    from orchestra.recipe import Recipe
+    from orchestra.recipes.recipe import Recipe
+    from orchestra.runs.budget import Target
 
 _SNAPSHOTS = 40  # of a run: how finely the time to the target is told
 DEFAULT = "allreduce,ps,localsgd,slowmo"
@@ -129,7 +129,7 @@ def compare(
     rates = () if lrs is None else tuning.read(lrs)
     for text in asserted or []:
         claims.parse(text, race.strategies)  # what cannot be understood is refused before anything runs
-    again.keep(context.obj, race.out)
+    repeat.keep(context.obj, race.out)
     race = goals.settle(race, quiet=quiet)
     if rates or (tune and lr is None):
         race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
@@ -181,9 +181,9 @@ class Race:
 
     def run_one(self, strategy: str, seed: int, mark: str, *, quiet: bool, first: bool) -> Outcome:
         """One run; if it fails, that is its outcome, but for mistakes in the very first."""
-        from orchestra import cautions, expression
-        from orchestra.budget import Epochs
         from orchestra.cli.table import Outcome, judge
+        from orchestra.engine import expression, warnings
+        from orchestra.runs.budget import Epochs
 
         folder = self.out / _slug(strategy) / f"seed{seed}"
         chosen = dataclasses.replace(self.options_of(strategy, seed), out=str(folder))
@@ -199,7 +199,7 @@ class Race:
                     chosen = dataclasses.replace(chosen, epochs=self.epochs)
                 in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab, self.source.args)
                 return judge(folder, seed, self.target)
-            known = cautions.silent() if strategy in self.settings else nullcontext()
+            known = warnings.silent() if strategy in self.settings else nullcontext()
             with progress.choose(quiet=quiet, title=mark) as display, known:
                 sources.train_recipe(
                     self.recipe,
@@ -248,8 +248,8 @@ class Race:
 
     def table(self, outcomes: dict[str, list[Outcome]]) -> Table:
         """The figures of the runs so far."""
-        from orchestra import expression
         from orchestra.cli.table import Row, Table
+        from orchestra.engine import expression
         from orchestra.report.verdict import baseline_of
 
         rows = [
@@ -286,11 +286,11 @@ def prepare(
     lab: str | None = None,
 ) -> Race:
     """Check all that can be checked before anything runs; raises a `ConfigError` with every problem."""
-    from orchestra.launch import forkserver
+    from orchestra.worlds.shared_memory import fork_server
 
     if not shared.sim and lab is None and not source.holds_loop:
-        forkserver.warm()
-    from orchestra import expression
+        fork_server.warm()
+    from orchestra.engine import expression
 
     recipe, shared, problems = _read(source, texts, shared, lab)
     problems += [*_problems(texts, shared, seeds, out), *_unfit_for_lab(texts, shared, lab)]
@@ -326,13 +326,13 @@ def _read(
 
 
 def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -> Iterator[Problem]:
-    from orchestra import checks, expression
+    from orchestra.engine import checks, expression
 
     if not texts:
         yield Problem("strategies", "", f"name at least one, e.g. {DEFAULT}")
     if seeds < 1:
         yield Problem("seeds", seeds, "must be at least 1")
-    if out is not None and again.is_taken(out):
+    if out is not None and repeat.is_taken(out):
         yield Problem("out", str(out), "is not an empty folder: choose a new one")
     seen: set[str] = set()
     for text in texts:
@@ -353,7 +353,7 @@ def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -
 
 def _unfit_for_lab(texts: list[str], shared: Options, lab: str | None) -> Iterator[Problem]:
     """What cannot be run in a laboratory."""
-    from orchestra import expression
+    from orchestra.engine import expression
 
     if lab is None:
         return

@@ -50,10 +50,10 @@ def conclude(
 
 def _page(table: Table, out: Path) -> None:
     """Write the page that answers which to use here, and why."""
-    from orchestra import checkpoint
-    from orchestra.report import page, story
+    from orchestra.engine import checkpoint
+    from orchestra.report import model, page
 
-    checkpoint.write_text(out / _PAGE, page.write(story.tell([out], target=table.target)))
+    checkpoint.write_text(out / _PAGE, page.write(model.tell([out], target=table.target)))
 
 
 def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:

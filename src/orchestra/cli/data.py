@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from orchestra.cli import summary
-from orchestra.words import plural
+from orchestra.formatting import plural
 
 if TYPE_CHECKING:
     from orchestra.data.sets import DataSet

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestra.cli import again, sources, summary
 from orchestra.cli import options as o
+from orchestra.cli import repeat, sources, summary
 from orchestra.cli.candidates import Setting
-from orchestra.cli.worlds import refuse_under_launcher
+from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def demo(
         quiet,
     )
     slow = _race(_SLOW, [*_TUNED], out / "slow")
-    again.keep(context.obj, slow.out)
+    repeat.keep(context.obj, slow.out)
     table = slow.run(quiet=quiet)
     first = next(row.strategy for row in table.ranked)
     fast = _race(_FAST, [*dict.fromkeys((first, "allreduce"))], out / "fast").run(quiet=True)
@@ -79,7 +79,7 @@ def _say(text: str, quiet: bool) -> None:
 
 def _real(out: Path, *, quiet: bool) -> None:
     """Train for real, with the live display."""
-    from orchestra import progress
+    from orchestra.runs import progress
 
     chosen = o.Options(strategy="allreduce", workers=4, seconds=_SECONDS, out=str(out))
     with progress.choose(quiet=quiet, title="allreduce, 4 processes") as display:

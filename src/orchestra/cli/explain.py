@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 _PAGES = {
-    "network": "orchestra.networks",
-    "delay": "orchestra.delays",
-    "optimizer": "orchestra.optimizers",
-    "lars": "orchestra.optimizers.lars",
-    "lamb": "orchestra.optimizers.lamb",
-    "schedule": "orchestra.schedules",
+    "network": "orchestra.worlds.simulated.networks",
+    "delay": "orchestra.engine.compute_times",
+    "optimizer": "orchestra.model.optimizers",
+    "lars": "orchestra.model.optimizers.lars",
+    "lamb": "orchestra.model.optimizers.lamb",
+    "schedule": "orchestra.model.schedules",
 }
 
 

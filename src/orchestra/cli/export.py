@@ -11,7 +11,7 @@ import typer
 from orchestra.cli import summary
 from orchestra.cli.patience import patiently
 from orchestra.errors import ConfigError, Problem
-from orchestra.words import plural
+from orchestra.formatting import plural
 
 Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of runs.", show_default=False)
@@ -39,15 +39,15 @@ def export(runs: Runs, tensorboard: TensorBoard = None, wandb: Wandb = None, mlf
         raise ConfigError([Problem("export", "", "where to? Say --tensorboard DIR, --wandb PROJECT or --mlflow URI")])
     if missing := [path for path in runs if not path.is_dir()]:
         raise ConfigError([Problem("RUN", str(path), "there is no such folder") for path in missing])
-    from orchestra.report import sinks
+    from orchestra.report import exporters
 
     chosen = [
-        *([sinks.tensorboard(tensorboard)] if tensorboard is not None else []),
-        *([sinks.wandb(wandb)] if wandb is not None else []),
-        *([sinks.mlflow(mlflow)] if mlflow is not None else []),
+        *([exporters.tensorboard(tensorboard)] if tensorboard is not None else []),
+        *([exporters.wandb(wandb)] if wandb is not None else []),
+        *([exporters.mlflow(mlflow)] if mlflow is not None else []),
     ]
     with patiently(f"looking through {', '.join(map(str, runs))} for runs, and giving them ..."):
-        done, refused = sinks.export(runs, chosen)
+        done, refused = exporters.export(runs, chosen)
     for why in refused:
         summary.say(f"left out: {why}")
     if not done:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from orchestra.report.reading import object_in
+from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.candidates import Setting

@@ -13,14 +13,14 @@ import shutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from orchestra.budget import Target, lower_is_better
 from orchestra.cli import options as o
 from orchestra.cli import summary
 from orchestra.errors import ConfigError, Problem, nearest
+from orchestra.runs.budget import Target, lower_is_better
 
 if TYPE_CHECKING:
     from orchestra.cli.compare import Race
-    from orchestra.recipe import Recipe
+    from orchestra.recipes.recipe import Recipe
 
 _WAY = 0.9  # of the way from the first score of a run to its best
 _FIRST = "first-run"
@@ -31,7 +31,7 @@ def choose(recipe: Recipe, text: str | None) -> Target:
 
     The model is scored as it is before training: a target that evaluate does not know would never be reached.
     """
-    from orchestra.scoring import figures
+    from orchestra.engine.scoring import figures
 
     said = text or recipe.target
     goal = o.read_target(said) if said else None
@@ -63,8 +63,8 @@ def is_open(target: Target) -> bool:
 
 def settle(race: Race, *, quiet: bool) -> Race:
     """The same race with a target that has a value."""
-    from orchestra.report.facts import scores_of
     from orchestra.report.verdict import baseline_of, goal
+    from orchestra.runs.facts import scores_of
 
     if not is_open(race.target):
         return race

@@ -32,11 +32,11 @@ def read(text: str) -> dict[str, Any]:
 def problems_of(text: str, nodes: int) -> Iterator[Problem]:
     """What keeps such a lab from being built here."""
     from orchestra.errors import EnvironmentProblem
-    from orchestra.lab import Lab, kernel
+    from orchestra.lab import Lab, ip_commands
 
     try:
         plan = Lab(name=_name(), hosts=nodes, **read(text)).plan
-        kernel.refuse_without(delayed=any(host.latency for host in plan.machines))
+        ip_commands.refuse_without(delayed=any(host.latency for host in plan.machines))
     except ConfigError as error:
         yield from error.problems
     except EnvironmentProblem as error:
@@ -63,12 +63,12 @@ def run(recipe: str, chosen: Options, nodes: int, lab: str, args: Sequence[str] 
 @contextmanager
 def with_token() -> Iterator[None]:
     """Give what is run inside a token, unless there is one."""
-    from orchestra.transports import token
+    from orchestra.worlds.sockets import auth
 
     if "ORCHESTRA_TOKEN" in os.environ or "ORCHESTRA_TOKEN_FILE" in os.environ:
         yield
         return
-    os.environ["ORCHESTRA_TOKEN"] = token.new()  # in no file that could be left behind
+    os.environ["ORCHESTRA_TOKEN"] = auth.new()  # in no file that could be left behind
     try:
         yield
     finally:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from orchestra.cli import in_lab, summary
-from orchestra.cli.flowing import flowing
+from orchestra.cli.help_text import flowing
 from orchestra.cli.options import Json, Quiet
 from orchestra.errors import ConfigError, Interrupted, Problem
-from orchestra.words import plural
+from orchestra.formatting import plural
 
 if TYPE_CHECKING:
-    from orchestra.lab.look import Found
+    from orchestra.lab.inspection import Found
     from orchestra.lab.plan import Machine, Plan
 
 _NAME = "orchestra"  # of a lab that is given none, as in `orchestra.lab.plan`
@@ -79,7 +79,7 @@ def up(
       orchestra lab up --hosts 3 --rate 1gbit --host 3:up=20mbit,latency=5ms --name far
     """
     from orchestra.lab import build
-    from orchestra.lab.look import look
+    from orchestra.lab.inspection import look
 
     plan = _plan(name, hosts, rate, latency, cpu, host)
     build.up(plan, instead=False)
@@ -113,7 +113,7 @@ def run(
          --node-rank $RANK --master-addr $MASTER_ADDR train.py'
     """
     from orchestra.lab import running
-    from orchestra.lab.look import look
+    from orchestra.lab.inspection import look
 
     found = look(name)
     ended_by: list[int] = []
@@ -164,7 +164,7 @@ def show(name: Name = _NAME, json_: Json = False) -> None:
       orchestra lab show
       orchestra lab show --name far --json
     """
-    from orchestra.lab.look import look
+    from orchestra.lab.inspection import look
 
     found = look(name)
     _show(found, json_=json_)
@@ -181,7 +181,7 @@ def list_(json_: Json = False) -> None:
       orchestra lab list --json
     """
     from orchestra.lab import build
-    from orchestra.lab.look import look
+    from orchestra.lab.inspection import look
 
     found = [look(name) for name in build.names()]
     if json_:

@@ -78,21 +78,21 @@ def launch(
     The run's token, which lets a process take part, goes through ssh's encrypted input; it is in no command line. A
     launcher that is stopped (Ctrl-Z) for a minute counts as gone.
     """
-    from orchestra.launch.hosts import check_command
+    from orchestra.launchers.hosts import check_command
 
     words = check_command(command or [])
     if (print_ is None) == (hosts is None):
         raise ConfigError([Problem("hosts", None if hosts is None else str(hosts), "say either --hosts or --print")])
     if print_ is not None:
-        from orchestra.launch.templates import template
+        from orchestra.launchers.templates import template
 
         print(template(print_, words, nodes=nodes, per_host=per_host, image=image), end="", flush=True)
         return
     assert hosts is not None
-    from orchestra.launch.hosts import read_hosts
-    from orchestra.launch.ssh import Run, describe
-    from orchestra.launch.ssh import launch as start
-    from orchestra.transports import token
+    from orchestra.launchers.hosts import read_hosts
+    from orchestra.launchers.ssh import Run, describe
+    from orchestra.launchers.ssh import launch as start
+    from orchestra.worlds.sockets import auth
 
     places = read_hosts(hosts, per_host=per_host, python=python or sys.executable, cwd=cwd or os.getcwd())
     given = {"hosts": hosts, "per-host": per_host if per_host != 1 else None, "master": master, "port": port,
@@ -103,7 +103,7 @@ def launch(
     if dry_run:
         print(describe(run))
         return
-    raise typer.Exit(start(run, token.new() if token_file is None else token.read(token_file)))
+    raise typer.Exit(start(run, auth.new() if token_file is None else auth.read(token_file)))
 
 
 def _words(ssh: str) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from orchestra.cli import ties
 from orchestra.cli.table import Row, Table
+from orchestra.formatting import plural, size
 from orchestra.report.verdict import CHANCE, judge
-from orchestra.words import plural, size
 
 
 def verdict(table: Table, cores: int | None) -> list[str]:

@@ -16,14 +16,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli import looping
+from orchestra.cli import local_processes
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
 from orchestra.errors import ClusterError, ConfigError, Interrupted, Problem, nearest
 
 if TYPE_CHECKING:
-    from orchestra.budget import Target
-    from orchestra.events import Scored
+    from orchestra.runs.budget import Target
+    from orchestra.runs.events import Scored
 
 TRAINING_LOSS = "training_loss"
 _POINTS = 40  # of a curve of losses
@@ -50,15 +50,15 @@ def problems_of(source: Source, shared: Options, lab: str | None = None) -> Iter
         if value is not None:
             yield Problem(name, value, f"{source.label}.py {_REAL}")
     plain = replace(shared, sim=None, network=None, delay=None)
-    yield from looping.problems_of(plain, as_json=False)
+    yield from local_processes.problems_of(plain, as_json=False)
     if lab is not None:
         yield Problem("lab", lab, f"{source.label}.py has a loop of its own: orchestra lab run starts it in a lab")
 
 
 def misfits(texts: Sequence[str]) -> list[Problem]:
     """Strategies that need what no loop has. Whether one has a loader and says its steps shows when it runs."""
-    from orchestra import expression
-    from orchestra.loop.asked import problems_of_strategy
+    from orchestra.engine import expression
+    from orchestra.user_loop.arguments import problems_of_strategy
 
     found: list[Problem] = []
     for text in texts:
@@ -69,11 +69,11 @@ def misfits(texts: Sequence[str]) -> list[Problem]:
 
 def run(source: Source, chosen: Options, target: Target) -> None:
     """One run, nothing of it printed; raises what went wrong. Its folder then has scores."""
-    from orchestra.report.facts import scores_of
+    from orchestra.runs.facts import scores_of
 
-    if problems := [*looping.problems_of(replace(chosen, seconds=None), as_json=False)]:
+    if problems := [*local_processes.problems_of(replace(chosen, seconds=None), as_json=False)]:
         raise ConfigError(problems)
-    code, last_words = looping.start_silently(source, replace(chosen, seconds=None), source.args)
+    code, last_words = local_processes.start_silently(source, replace(chosen, seconds=None), source.args)
     if code in _INTERRUPTED:
         raise Interrupted("stopped by a signal while a strategy ran.")
     if code == ConfigError.exit_code:
@@ -99,9 +99,9 @@ def run(source: Source, chosen: Options, target: Target) -> None:
 
 def _from_losses(folder: Path) -> list[Scored]:
     """Scores from the losses of all workers' steps, as many as fit on a curve; written where scores are."""
-    from orchestra import checkpoint
-    from orchestra.events import Scored, Stepped, encode
-    from orchestra.report.facts import events_of
+    from orchestra.engine import checkpoint
+    from orchestra.runs.events import Scored, Stepped, encode
+    from orchestra.runs.facts import events_of
 
     steps = [e for e in events_of(folder) if isinstance(e, Stepped) and e.loss is not None]
     last = max((e.step for e in steps), default=0)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra import recipes
-from orchestra.cli.worlds import read_cluster
+from orchestra.cli.cluster_options import read_cluster
+from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem, nearest
-from orchestra.overrides import Change
 
 if TYPE_CHECKING:
-    from orchestra.budget import Target
     from orchestra.data.partitions import Partition
+    from orchestra.runs.budget import Target
 
 _WHAT = (
     f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train or "
@@ -240,7 +240,7 @@ class Options:
 
 def read_target(text: str) -> Target:
     """`accuracy=0.95` as a `Target`."""
-    from orchestra.budget import Target
+    from orchestra.runs.budget import Target
 
     name, equals, value = text.partition("=")
     try:
@@ -297,7 +297,7 @@ def _set(value: Any) -> Change:
 
 def _plain(o: Options) -> dict[str, Change]:
     """Arguments that take the option's value as it is."""
-    from orchestra.budget import Epochs, Steps
+    from orchestra.runs.budget import Epochs, Steps
 
     every = None if o.checkpoint_every is None else Steps(o.checkpoint_every)
     scored = None if o.evaluate_every is None else Epochs(o.evaluate_every)
@@ -312,7 +312,7 @@ def _plain(o: Options) -> dict[str, Change]:
 
 
 def _strategy(o: Options) -> dict[str, Change]:
-    from orchestra import expression
+    from orchestra.engine import expression
 
     if o.strategy is None and o.servers is None:
         return {}
@@ -335,7 +335,7 @@ def _later(o: Options) -> dict[str, Change]:
 
 
 def _with_servers(strategy: Any, servers: int) -> Any:
-    from orchestra import expression
+    from orchestra.engine import expression
 
     if "servers" not in {field.name for field in dataclasses.fields(strategy)}:
         name = expression.show(strategy)
@@ -345,7 +345,7 @@ def _with_servers(strategy: Any, servers: int) -> Any:
 
 def _budget(o: Options) -> dict[str, Change]:
     """Ends given replace the ends there were, a target given replaces the target there was."""
-    from orchestra import budget as budgets
+    from orchestra.runs import budget as budgets
 
     kinds: tuple[tuple[Any, Any], ...] = (
         (budgets.Epochs, o.epochs),
@@ -369,8 +369,8 @@ def _budget(o: Options) -> dict[str, Change]:
 def _optimizer(o: Options) -> dict[str, Change]:
     if o.optimizer is None and o.lr is None and o.lr_factor is None and o.momentum is None:
         return {}
-    from orchestra import expression
-    from orchestra.rates import Adjusted, at_rate
+    from orchestra.engine import expression
+    from orchestra.model.adjusted_optimizer import Adjusted, at_rate
 
     if o.lr is not None and not 0 <= o.lr < math.inf:
         raise ConfigError([Problem("lr", o.lr, "must be a finite number of at least 0")])
@@ -391,7 +391,7 @@ def _optimizer(o: Options) -> dict[str, Change]:
 def _schedule(o: Options) -> dict[str, Change]:
     if o.schedule is None:
         return {}
-    from orchestra import expression
+    from orchestra.engine import expression
 
     return {"schedule": _set(expression.parse_schedule(o.schedule))}
 

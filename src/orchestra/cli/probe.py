@@ -18,10 +18,10 @@ from orchestra.cli.options import Options
 from orchestra.cli.run import carry_out, find
 from orchestra.cli.sources import Source
 from orchestra.errors import ConfigError, Problem
-from orchestra.words import size
+from orchestra.formatting import size
 
 if TYPE_CHECKING:
-    from orchestra.probe import Probe
+    from orchestra.runs.measurements import Probe
 
 _FACTORS = (0.25, 0.5, 1, 2, 4)  # of the workload's own batch
 _WARM_UP = 3  # steps that do not count
@@ -58,7 +58,7 @@ def probe(
         raise ConfigError([Problem("threads", threads, "must be at least 1")])
     source = find(recipe, Options(device=device))
     found = _measure(source, args or [], wanted, threads, device, quiet=quiet)
-    from orchestra.checkpoint import write_text
+    from orchestra.engine.checkpoint import write_text
 
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, found.dump())
@@ -86,8 +86,8 @@ def _sizes(text: str | None) -> list[int] | None:
 def _measure(
     source: Source, args: list[str], wanted: list[int] | None, threads: int, device: str | None, *, quiet: bool
 ) -> Probe:
-    from orchestra import probing
-    from orchestra.probe import Probe
+    from orchestra.probe import measure
+    from orchestra.runs.measurements import Probe
 
     def tell(what: str) -> None:
         if not quiet:
@@ -106,14 +106,14 @@ def _measure(
     return Probe(
         workload=source.label,
         parameters=int(about["parameters"]),
-        machine=probing.machine(),
+        machine=measure.machine(),
         threads=threads,
         batch=own,
         compute=dict(sorted(compute.items())),
-        memory=probing.memory(),
-        number=probing.number(),
-        memory_exchange=probing.memory_exchange(),
-        loopback=probing.loopback(),
+        memory=measure.memory(),
+        number=measure.number(),
+        memory_exchange=measure.memory_exchange(),
+        loopback=measure.loopback(),
     )
 
 
@@ -121,8 +121,8 @@ def _steps_of(
     source: Source, args: list[str], batch: int | None, threads: int, device: str | None, out: Path
 ) -> tuple[dict[str, Any], tuple[float, ...]]:
     """A short run of one worker: what it was, and the seconds of each of its steps."""
-    from orchestra.cluster import Local
-    from orchestra.sim.simulated import recorded
+    from orchestra.clusters.local import Local
+    from orchestra.clusters.simulated import recorded
 
     chosen = Options(
         strategy="solo", workers=1, batch=batch, steps=_STEPS, seconds=_SECONDS, out=str(out), device=device

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestra.cli import again, concluding, described, goals, loop_runs, sources, summary
 from orchestra.cli import compare as racing
+from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem
+from orchestra.formatting import plural
 from orchestra.report import escaping
-from orchestra.words import plural
 
 if TYPE_CHECKING:
     from orchestra.cli.table import Outcome, Row, Table
@@ -97,7 +97,7 @@ def recommend(
     if shared.sim:  # the same ends for all; that a slow one is given up comes on top
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)
-    again.keep(context.obj, race.out)
+    repeat.keep(context.obj, race.out)
     if tune and lr is None:
         race = Tuning(race, _WORTH, quiet=quiet).run()
     ladder = Ladder(race, seeds, quiet=quiet)
@@ -122,7 +122,7 @@ def _catalogue() -> list[str]:
 
 def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list[str], dict[str, str]]:
     """Those that can run there; of the others, why not."""
-    from orchestra import checks, expression
+    from orchestra.engine import checks, expression
 
     fit, unfit = [], {}
     for text in texts:
@@ -290,7 +290,7 @@ class Advice:
 
     def save(self) -> None:
         """Write all of it to the folder of the runs."""
-        from orchestra import checkpoint
+        from orchestra.engine import checkpoint
 
         out, left_out = self.ladder.race.out, "".join(f"\n- {escaping.markdown(line)}" for line in self.left_out())
         record = json.dumps(summary.finite(self.record()), indent=1, ensure_ascii=False)

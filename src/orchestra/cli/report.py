@@ -13,10 +13,10 @@ from orchestra.cli import options as o
 from orchestra.cli import summary
 from orchestra.cli.patience import patiently
 from orchestra.errors import ConfigError, Problem, nearest
-from orchestra.words import plural
+from orchestra.formatting import plural
 
 if TYPE_CHECKING:
-    from orchestra.budget import Target
+    from orchestra.runs.budget import Target
 
 FORMATS = ("html", "md", "csv", "svg", "png")
 
@@ -56,13 +56,13 @@ def report(
       orchestra report runs/a runs/b --target accuracy=0.95 -o comparison.html
       orchestra report runs/sweep --format html,md,csv,svg -o figures
     """
-    from orchestra.report import story
+    from orchestra.report import model
 
     wanted = _formats(format_, out)
     goal = _target(target)
     where = ", ".join(map(str, runs))
     with contextlib.nullcontext() if quiet else patiently(f"looking through {where} for runs ..."):
-        told = story.tell(runs, target=goal, title=title)
+        told = model.tell(runs, target=goal, title=title)
     files = _contents(told, wanted)
     written = _write(files, runs, out)
     if json_:
@@ -114,7 +114,7 @@ def _contents(told: dict[str, Any], wanted: list[str]) -> dict[str, str | bytes]
 
 
 def _write(files: dict[str, str | bytes], runs: list[Path], out: Path | None) -> list[Path]:
-    from orchestra import checkpoint
+    from orchestra.engine import checkpoint
 
     single = out is not None and bool(out.suffix) and not out.is_dir()
     folder = out or (runs[0] if len(runs) == 1 else Path("report"))

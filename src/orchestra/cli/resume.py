@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from orchestra import environment, files
-from orchestra.cli import elsewhere, sources, summary
+from orchestra.cli import on_ray, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.cli.run import carry_out, conclude
+from orchestra.engine import environment
 from orchestra.errors import CheckpointError, ConfigError, Problem
+from orchestra.runs import files
 
 _OWN_TOKEN = "is not for --on: the processes that it starts get a token of their own"
 _ENDS = {"epochs", "steps", "seconds", "target"}
@@ -60,7 +61,7 @@ def resume(
     if on is not None:
         if unfit := [Problem(name, value, _OWN_TOKEN) for name, value in joining.items() if value is not None]:
             raise ConfigError(unfit)
-        raise typer.Exit(elsewhere.resume_on(on, run, more, as_json=json_, quiet=quiet, at=ray_address))
+        raise typer.Exit(on_ray.resume_on(on, run, more, as_json=json_, quiet=quiet, at=ray_address))
     if not environment.is_member():  # else process 0 sees to it: this machine may not even see the run folder
         _refuse_without_use(run)
     chosen = Options(**_joined(before, more.given()) | {"out": str(run)} | joining)
@@ -76,9 +77,9 @@ def is_complete(run: Path) -> bool:
 
 def _tell_complete(run: Path, *, as_json: bool, quiet: bool) -> None:
     """Say how a run went that is over, and what would go on with it."""
-    from orchestra import resuming
+    from orchestra.engine import resume
 
-    config, facts = resuming.left_by(run)
+    config, facts = resume.left_by(run)
     if not config.get("loop") and not (run / "model.safetensors").is_file():
         raise CheckpointError(f"{run} is complete, but its model.safetensors is gone, and no checkpoint was kept.")
     if not quiet:
@@ -103,7 +104,7 @@ def _further(run: Path, config: dict[str, Any]) -> str:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    from orchestra import checkpoint  # which loads torch
+    from orchestra.engine import checkpoint
 
     return checkpoint.found_in(run / "checkpoints")
 

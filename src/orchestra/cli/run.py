@@ -9,13 +9,14 @@ from typing import Any
 
 import typer
 
-from orchestra import environment, progress
-from orchestra.cli import elsewhere, looping, sources, summary
+from orchestra.cli import local_processes, on_ray, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
+from orchestra.engine import environment
+from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem
-from orchestra.overrides import Change
+from orchestra.runs import progress
 
 
 def run(
@@ -62,12 +63,12 @@ def run(
     )  # fmt: skip
     source = find(recipe, chosen)
     if on is not None:
-        raise typer.Exit(elsewhere.run_on(on, source, chosen, args or [], as_json=json_, quiet=quiet, at=ray_address))
+        raise typer.Exit(on_ray.run_on(on, source, chosen, args or [], as_json=json_, quiet=quiet, at=ray_address))
     if source.holds_loop:
-        if problems := [*looping.problems_of(chosen, as_json=json_), *chosen.read(of_script=True)[1]]:
+        if problems := [*local_processes.problems_of(chosen, as_json=json_), *chosen.read(of_script=True)[1]]:
             raise ConfigError(problems)
-        if not environment.launched() and elsewhere.nodes_of(chosen) > 1:
-            raise typer.Exit(looping.start(source, chosen, args or []))
+        if not environment.launched() and on_ray.nodes_of(chosen) > 1:
+            raise typer.Exit(local_processes.start(source, chosen, args or []))
     runs = carry_out(source, chosen, args or [], quiet=quiet)
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
 
@@ -84,7 +85,7 @@ def carry_out(
     source: Source, chosen: Options, args: Sequence[str], *, quiet: bool, more: dict[str, Change] | None = None
 ) -> list[Path]:
     """Train as asked, with a display; gives the run folders, of which a script may have made several."""
-    from orchestra.launch import forkserver
+    from orchestra.worlds.shared_memory import fork_server
 
     changes, problems = chosen.read(of_script=source.path is not None)
     if problems:
@@ -93,7 +94,7 @@ def carry_out(
         why = "has a training loop of its own, which runs in real time: define a RECIPE, or call orchestra.train"
         raise ConfigError([Problem("script", str(source.path), why)])
     if not chosen.sim and not source.holds_loop and not environment.launched():
-        forkserver.warm()  # imports torch in another process while this one does the same
+        fork_server.warm()  # imports torch in another process while this one does the same
     note = {"recipe": source.name, "args": list(args), "options": chosen.given()}
     with progress.choose(quiet=quiet or environment.is_member(), seconds=chosen.seconds) as display:
 
@@ -113,7 +114,7 @@ def conclude(source: Source, chosen: Options, runs: list[Path], *, as_json: bool
     """Say how it went and what to try next."""
     if environment.is_member() or not runs:
         return  # process 0 does, or the script itself
-    from orchestra.report.facts import facts_of
+    from orchestra.runs.facts import facts_of
 
     found = [(path, facts_of(path)) for path in runs]
     if not quiet:

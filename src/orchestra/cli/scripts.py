@@ -18,19 +18,20 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
-import orchestra.budget as budgets
-from orchestra import overrides
-from orchestra.batches import Loss, Pieces, loss_of, target_of
+import orchestra.runs.budget as budgets
 from orchestra.cli import summary
 from orchestra.cli.loop_runs import TRAINING_LOSS
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
-from orchestra.cluster import Cluster, Local
+from orchestra.clusters.local import Local
+from orchestra.clusters.simulated import Simulated
+from orchestra.data.batches import Loss, Pieces, loss_of, target_of
 from orchestra.data.samples import Samples, collate, read
+from orchestra.engine import overrides
+from orchestra.engine.cluster import Cluster
+from orchestra.engine.request import Request, first_look, refuse
 from orchestra.errors import ConfigError, Problem
-from orchestra.recipe import Recipe
-from orchestra.request import Request, first_look, refuse
-from orchestra.sim.simulated import Simulated
+from orchestra.recipes.recipe import Recipe
 
 _MOST, _AT_ONCE = 1024, 128  # samples of the training loss, and of one forward pass
 _KEPT = ("clip", "accumulate", "precision", "partition", "validation_data", "tolerate")  # as the script has them

@@ -14,13 +14,14 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from orchestra import overrides, recipes
+from orchestra import recipes
+from orchestra.engine import overrides
+from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem, nearest
-from orchestra.overrides import Change
 
 if TYPE_CHECKING:
-    from orchestra.progress import Display
-    from orchestra.recipe import Recipe
+    from orchestra.recipes.recipe import Recipe
+    from orchestra.runs.progress import Display
 
 _NAMES = ("RECIPE", "recipe")
 
@@ -88,7 +89,7 @@ def load(source: Source) -> Recipe:
 
 def arguments(recipe: Recipe) -> dict[str, Any]:
     """A recipe as arguments of `train`."""
-    from orchestra.budget import Epochs
+    from orchestra.runs.budget import Epochs
 
     return {
         "model": recipe.model,
@@ -106,7 +107,7 @@ def arguments(recipe: Recipe) -> dict[str, Any]:
 
 def train_recipe(recipe: Recipe, changes: Mapping[str, Change], **more: Any) -> Any:
     """Train a recipe with changes; gives the `Result`."""
-    from orchestra.training import train
+    from orchestra._train import train
 
     given = arguments(recipe) | more
     return train(**given | overrides.changed(given, changes))
@@ -114,12 +115,12 @@ def train_recipe(recipe: Recipe, changes: Mapping[str, Change], **more: Any) -> 
 
 def problems_of(source: Source, changes: Mapping[str, Change]) -> list[Problem]:
     """What else is wrong with what was asked of a recipe; a script would have to be run to know."""
-    from orchestra import training
+    from orchestra import _train
 
     if source.path is not None:
         return []
     given = arguments(load(source))
-    return training.problems_of(**given | overrides.changed(given, changes))
+    return _train.problems_of(**given | overrides.changed(given, changes))
 
 
 def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], display: Display) -> None:
@@ -227,7 +228,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def _recipe_in(module: ModuleType, path: Path) -> Recipe:
-    from orchestra.recipe import Recipe
+    from orchestra.recipes.recipe import Recipe
 
     found = next((getattr(module, name) for name in _NAMES if hasattr(module, name)), None)
     if not isinstance(found, Recipe):

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra import files
-from orchestra.words import percents, plural, size
+from orchestra.formatting import percents, plural, size
+from orchestra.runs import files
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from orchestra.report.facts import Facts
+    from orchestra.runs.facts import Facts
 
 _MOST_NODES = 16  # lines of the table of nodes
 

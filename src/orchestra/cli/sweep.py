@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from orchestra.cli import again, concluding, goals, sources, summary
 from orchestra.cli import compare as racing
+from orchestra.cli import concluding, goals, repeat, sources, summary
 from orchestra.cli import options as o
+from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.options import Options
 from orchestra.cli.tuning import Tuning
-from orchestra.cli.worlds import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem, nearest
+from orchestra.formatting import plural
 from orchestra.report import escaping
-from orchestra.words import plural
 
 if TYPE_CHECKING:
     from orchestra.cli.table import Row, Table
@@ -77,7 +77,7 @@ def sweep(
         (values, racing.prepare(source, texts, under(base, values), seeds, target, folder / _slug(values)))
         for values in _conditions(axes)
     ]
-    again.keep(context.obj, folder)
+    repeat.keep(context.obj, folder)
     goal = goals.settle(races[0][1], quiet=quiet).target  # one for all conditions
     races = [(values, replace(race, target=goal)) for values, race in races]
     if tune and not tune_each and lr is None and "lr" not in dict(axes):
@@ -132,7 +132,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None, out: Path | None) -> Iterator[Problem]:
-    if out is not None and again.is_taken(out):
+    if out is not None and repeat.is_taken(out):
         yield Problem("out", str(out), "is not empty: choose a new folder")
     seen: set[str] = set()
     for name, values in axes:

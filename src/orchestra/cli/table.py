@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from orchestra.budget import Target, lower_is_better
+from orchestra.formatting import plural
 from orchestra.report import escaping
-from orchestra.report.facts import Facts, facts_of, scores_of
-from orchestra.report.marks import Mark, achieved, standing, unlearned_of
+from orchestra.report.results import Mark, achieved, standing, unlearned_of
+from orchestra.report.statistics import Estimate, median_interval
 from orchestra.report.verdict import Against, against_baseline, goal, is_useless
-from orchestra.statistics import Estimate, median_interval
-from orchestra.words import plural
+from orchestra.runs.budget import Target, lower_is_better
+from orchestra.runs.facts import Facts, facts_of, scores_of
 
 
 @dataclass(frozen=True)

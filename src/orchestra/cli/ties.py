@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestra.cli.table import Row, Table
+from orchestra.formatting import listed, plural, size
 from orchestra.report.verdict import tied
-from orchestra.words import listed, plural, size
 
 _ALIKE = 1.05  # times as many bytes that count as equally many
 

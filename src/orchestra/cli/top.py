@@ -18,7 +18,7 @@ from orchestra.cli import summary
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 
 if TYPE_CHECKING:
-    from orchestra.live.now import RunNow
+    from orchestra.live.moment import RunNow
 
 Run = Annotated[
     Path | None,
@@ -44,8 +44,8 @@ def top(run: Run = None, plain: Plain = False, once: Once = False, json_: o.Json
       orchestra top runs/mine --once
       orchestra top runs/mine --plain | tee log.txt
     """
-    from orchestra.live.following import Latest
-    from orchestra.live.now import moment
+    from orchestra.live.follower import Latest
+    from orchestra.live.moment import moment
 
     folder = run if run is not None else Path("runs")
     latest = Latest(folder)
@@ -77,12 +77,12 @@ def top(run: Run = None, plain: Plain = False, once: Once = False, json_: o.Json
 
 def _print(first: RunNow, look: Callable[[], RunNow | None], *, once: bool) -> None:
     """A table every second until the run is over."""
-    from orchestra.live import words
+    from orchestra.live import text
 
     now: RunNow | None = first
     while True:
         if now is not None:
-            print(words.plain(now), end="\n\n", flush=True)
+            print(text.plain(now), end="\n\n", flush=True)
         if once or now is None or now.over:
             return
         time.sleep(1.0)

@@ -29,7 +29,7 @@ def trace(run: Run, out: Out = None) -> None:
       orchestra trace runs/traced                          and open trace.json.gz on ui.perfetto.dev
     """
     from orchestra.report import perfetto  # not needed for --help
-    from orchestra.report.reading import Unreadable
+    from orchestra.runs.reading import Unreadable
 
     path = out or run / "trace.json.gz"
     if not path.parent.is_dir():

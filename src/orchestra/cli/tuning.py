@@ -24,12 +24,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.budget import lower_is_better
 from orchestra.cli import candidates, sources, summary
 from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import Loop
 from orchestra.errors import ConfigError, Problem
-from orchestra.report.reading import object_in
+from orchestra.runs.budget import lower_is_better
+from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.compare import Race
@@ -265,7 +265,7 @@ class Tuning:
 
     def _race_of(self, setting: Setting, epochs: float) -> Race:
         """A race of one try: in simulation, if the strategy can be simulated, and until the target."""
-        from orchestra import expression
+        from orchestra.engine import expression
 
         race = self.race
         if isinstance(race.recipe, Loop):
@@ -309,7 +309,7 @@ def _found(outcome: Outcome, metric: str) -> Found:
 
 
 def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
-    from orchestra.report.facts import scores_of
+    from orchestra.runs.facts import scores_of
 
     scores = [(s.t, s.metrics.get(metric)) for s in scores_of(outcome.run)]
     return tuple((t, value) for t, value in scores if value is not None and math.isfinite(value))
@@ -345,6 +345,6 @@ def _is_record(value: Any) -> bool:
 
 
 def _write(out: Path, record: dict[str, Any]) -> None:
-    from orchestra import checkpoint
+    from orchestra.engine import checkpoint
 
     checkpoint.write_text(out / NAME, json.dumps(summary.finite(record), indent=1) + "\n")

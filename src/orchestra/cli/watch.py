@@ -16,7 +16,7 @@ import typer
 from orchestra.cli import options as o
 from orchestra.cli import summary
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
-from orchestra.words import size
+from orchestra.formatting import size
 
 if TYPE_CHECKING:
     from orchestra.live.server import Server
@@ -51,9 +51,9 @@ def watch(runs: Runs = None, target: Goal = None, port: Port = 0, no_browser: No
       orchestra watch runs/a runs/b --target accuracy=0.95
       ssh -L 8123:127.0.0.1:8123 there        then open the address here
     """
-    from orchestra.live.following import newest
+    from orchestra.live.follower import newest
+    from orchestra.live.page_feed import Teller, Telling
     from orchestra.live.server import Server
-    from orchestra.live.telling import Teller, Telling
 
     goal = o.read_target(target) if target is not None else None
     paths = runs or [found for found in [newest(Path("runs"))] if found is not None]

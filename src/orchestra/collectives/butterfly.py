@@ -22,8 +22,8 @@ from functools import partial
 from torch import Tensor
 
 from orchestra.collectives.folding import folded
-from orchestra.node import Comm
-from orchestra.vectors import split
+from orchestra.core.node import Comm
+from orchestra.core.vectors import split
 
 _CHUNKS, _LEAST = 8, 1 << 14  # chunks of a vector; numbers that are worth a message of their own
 

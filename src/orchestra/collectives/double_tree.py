@@ -28,8 +28,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from orchestra.node import Comm
-from orchestra.vectors import split
+from orchestra.core.node import Comm
+from orchestra.core.vectors import split
 
 _CHUNKS, _LEAST = 64, 1 << 14  # chunks of each half; numbers that are worth a message of their own
 

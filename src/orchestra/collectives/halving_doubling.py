@@ -19,8 +19,8 @@ from functools import partial
 from torch import Tensor
 
 from orchestra.collectives.folding import folded
-from orchestra.node import Comm
-from orchestra.vectors import split
+from orchestra.core.node import Comm
+from orchestra.core.vectors import split
 
 
 def halving_doubling(comm: Comm, x: Tensor, weight: float) -> float:

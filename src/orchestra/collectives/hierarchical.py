@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from orchestra.collectives.ring import all_gather, reduce_scatter, ring_among
-from orchestra.node import Comm
-from orchestra.vectors import split
+from orchestra.core.node import Comm
+from orchestra.core.vectors import split
 
 
 def hierarchical(comm: Comm, x: Tensor, weight: float, *, group: int | None = None) -> float:

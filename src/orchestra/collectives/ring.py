@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from orchestra.node import Comm
-from orchestra.vectors import split
+from orchestra.core.node import Comm
+from orchestra.core.vectors import split
 
 _PIECES, _LEAST = 2, 1 << 14  # of a chunk; numbers that are worth a message of their own
 

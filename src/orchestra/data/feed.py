@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from orchestra.core.vectors import cut
 from orchestra.data.partitions import IID, Partition
+from orchestra.data.random_state import get_states, left_alone, seed_everything, set_states
 from orchestra.data.samples import Samples, collate, is_columns
-from orchestra.rng import get_states, left_alone, seed_everything, set_states
-from orchestra.vectors import cut
 
 Batch = tuple[Any, int]  # the inputs and the target, and how many samples they hold
 

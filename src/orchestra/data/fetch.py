@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from orchestra.data.file_sources import DataFile, Way, WayFailed
 from orchestra.data.sets import BUNDLED, DataSet
-from orchestra.data.ways import DataFile, Way, WayFailed
 from orchestra.errors import EnvironmentProblem
 
 _log = logging.getLogger(__name__)

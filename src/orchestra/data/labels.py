@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from orchestra.batches import target_of
 from orchestra.data import samples
+from orchestra.data.batches import target_of
 
 _MOST = 100_000  # labels that are counted, from all over the data
 

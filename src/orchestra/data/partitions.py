@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orchestra.vectors import split
+from orchestra.core.vectors import split
 
 
 class Partition(Protocol):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from orchestra.batches import Pieces, each, pieces, target_of
+from orchestra.data.batches import Pieces, each, pieces, target_of
 from orchestra.errors import Problem
 
 

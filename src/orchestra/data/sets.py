@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.data.ways import Address, DataFile, DebianPackage, Folder, NpmPackage, Way
+from orchestra.data.file_sources import Address, DataFile, DebianPackage, Folder, NpmPackage, Way
 from orchestra.errors import ConfigError, Problem, nearest
 
 BUNDLED = Path(__file__).parent / "bundled"

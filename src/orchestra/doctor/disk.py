@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from orchestra.doctor.trial import Finding, broken, fine, limited
-from orchestra.words import size
+from orchestra.formatting import size
 
 _WRITTEN = 1 << 24  # bytes
 _ENOUGH = 1 << 30  # bytes free

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from orchestra.doctor.cgroups import Groups
 from orchestra.doctor.trial import Finding, broken, cores, fine, limited
-from orchestra.words import size
+from orchestra.formatting import size
 
 _TOUCHED = 1 << 26  # bytes
 _ENOUGH_MEMORY = 1 << 30  # a process of a run takes some 200 MB, most of it shared with the others

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestra.doctor.trial import Finding, broken, fine, limited, short
-from orchestra.transports.futex import Words
-from orchestra.words import plural, size
+from orchestra.formatting import plural, size
+from orchestra.worlds.shared_memory.futex import Words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,16 +128,16 @@ def torch_itself() -> Finding:
 
 def local() -> Finding:
     """A run of two real processes."""
-    from orchestra.launch import forkserver
+    from orchestra.worlds.shared_memory import fork_server
 
     began = time.perf_counter()
-    forkserver.warm()  # first, so that two imports of torch run side by side
+    fork_server.warm()  # first, so that two imports of torch run side by side
     import torch
     from torch import nn
 
-    from orchestra.budget import Steps
-    from orchestra.cluster import Local
-    from orchestra.training import train
+    from orchestra._train import train
+    from orchestra.clusters.local import Local
+    from orchestra.runs.budget import Steps
 
     with tempfile.TemporaryDirectory(prefix="orchestra-doctor-") as folder:
         result = train(

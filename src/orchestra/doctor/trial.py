@@ -28,7 +28,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from orchestra.errors import WorkerFailed
-from orchestra.words import plural
+from orchestra.formatting import plural
 
 _MARK = "ORCHESTRA_DOCTOR"
 _ALTOGETHER = 18.0  # seconds for all checks

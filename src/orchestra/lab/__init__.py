@@ -4,8 +4,8 @@
     with Lab(hosts=4, rate="100mbit", latency="1ms", cpu=0.5) as lab:
         lab.run(["python", "train.py"])
 
-The hosts of a lab are what `orchestra.networks` rehearses: Lab(rate="100mbit", latency="1ms") is --network 100mbit,1ms,
-for any program that speaks through sockets. They share the machine's processors, memory and files.
+Lab(rate="100mbit", latency="1ms") is what --network 100mbit,1ms simulates, for any
+program that uses sockets. The hosts share the machine's processors, memory and files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Self
 
 from orchestra.lab.build import down, up
-from orchestra.lab.look import Found, look
+from orchestra.lab.inspection import Found, look
 from orchestra.lab.plan import DEFAULT, Machine, Plan, make_plan
 from orchestra.lab.running import command_in, environment_in, run
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.lab.cgroups import Cgroups, find_cgroups
-from orchestra.lab.kernel import NAMESPACES, Kernel, alone, identity, living_in, namespaces, refuse_without
+from orchestra.lab.ip_commands import NAMESPACES, Kernel, alone, identity, living_in, namespaces, refuse_without
 from orchestra.lab.plan import Machine, Plan, host_of, owner_of, subnet_of, switch_of
 
 DELAY_LINE = Path(__file__).resolve().with_name("delay_line.py")

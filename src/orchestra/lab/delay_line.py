@@ -7,9 +7,9 @@
             for j in J: put (now + d_i + d_j, j, frame) on the heap
         take from the heap what is due, and write it to its host
 
-d is the time from a host to the middle of the network, half of its latency, as in `orchestra.networks`. Each host has a
-TAP here. With IFF_VNET_HDR and the offloads on, segments of up to 64 kB pass as one frame with unfinished checksums,
-which is what makes Python fast enough: the header that says so comes with the frame and is handed on with it.
+d is half of the latency of a host (`orchestra.worlds.simulated.networks`). Each host has a TAP here. With IFF_VNET_HDR
+and the offloads on, segments of up to 64 kB pass as one frame with unfinished checksums, which makes Python fast
+enough: the header that says so comes with the frame and is handed on with it.
 
     python delay_line.py NAMESPACE LOCK TAP=SECONDS TAP=SECONDS ...
 

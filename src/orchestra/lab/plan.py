@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestra.errors import ConfigError, Problem, nearest
-from orchestra.networks import read_rate, read_time
+from orchestra.worlds.simulated.networks import read_rate, read_time
 
 DEFAULT = "orchestra"  # the name of a lab that was given none, and what every name on the machine begins with
 MOST_HOSTS = 250  # in a /24 network

@@ -22,8 +22,8 @@ from typing import IO, BinaryIO
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Interrupted, Problem
 from orchestra.lab.cgroups import find_cgroups
-from orchestra.lab.kernel import environment_of, living_in
-from orchestra.lab.look import Found
+from orchestra.lab.inspection import Found
+from orchestra.lab.ip_commands import environment_of, living_in
 from orchestra.lab.plan import host_of, told
 
 _MARK = "ORCHESTRA_LAB_RUN"

@@ -13,8 +13,8 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Static
 
-from orchestra.live import words
-from orchestra.live.now import NodeNow, RunNow
+from orchestra.live import text as words
+from orchestra.live.moment import NodeNow, RunNow
 
 Look = Callable[[], RunNow | None]
 EVERY = 0.5  # seconds

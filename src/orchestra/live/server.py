@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from orchestra.live.telling import Telling
+from orchestra.live.page_feed import Telling
 
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",

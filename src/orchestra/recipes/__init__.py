@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from orchestra.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
-    from orchestra.recipe import Recipe
+    from orchestra.recipes.recipe import Recipe
 
 __all__ = ["get", "names"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from orchestra.data.load import WINDOW, shakespeare
 from orchestra.metrics import next_character
-from orchestra.models import CharGPT
-from orchestra.recipe import Recipe
+from orchestra.recipes.models import CharGPT
+from orchestra.recipes.recipe import Recipe
 
 CHARACTERS = 80  # kinds of characters in the plays; `orchestra.data.alphabet()` lists them
 WARM_UP = 0.1  # epochs until the learning rate is whole

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from orchestra.data.load import digits
 from orchestra.metrics import accuracy
-from orchestra.models import mlp
-from orchestra.recipe import Recipe
+from orchestra.recipes.models import mlp
+from orchestra.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="digits",

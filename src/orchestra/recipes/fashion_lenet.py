@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from orchestra.data.load import fashion_mnist
 from orchestra.metrics import accuracy
-from orchestra.models import LeNet5
-from orchestra.recipe import Recipe
+from orchestra.recipes.models import LeNet5
+from orchestra.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="fashion-lenet",

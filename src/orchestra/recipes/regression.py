@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from orchestra.data.load import appliances
 from orchestra.metrics import regression_scores
-from orchestra.models import mlp
-from orchestra.recipe import Recipe
+from orchestra.recipes.models import mlp
+from orchestra.recipes.recipe import Recipe
 
 RECIPE = Recipe(
     name="regression",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orchestra.events import Event, Logged, Sampled, Scored, Stepped
-from orchestra.report.dropped import Dropped
+from orchestra.runs.dropped_events import Dropped
+from orchestra.runs.events import Event, Logged, Sampled, Scored, Stepped
 
 Column = npt.NDArray[np.float64]
 MOST = 2000  # points of a curve

@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from orchestra import expression
-from orchestra.consistency import SSP
+from orchestra.core.strategy import Strategy
+from orchestra.engine import expression
 from orchestra.errors import ConfigError
-from orchestra.filters.base import Everything
 from orchestra.strategies import (
     EASGD,
     STRATEGIES,
@@ -22,7 +21,8 @@ from orchestra.strategies import (
     Solo,
     SyncEASGD,
 )
-from orchestra.strategy import Strategy
+from orchestra.strategies.parameter_server.consistency import SSP
+from orchestra.strategies.parameter_server.filters.base import Everything
 
 
 @dataclass(frozen=True)

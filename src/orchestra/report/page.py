@@ -16,7 +16,7 @@ import re
 from importlib import resources
 from typing import Any
 
-from orchestra.report.looks import COLOURS
+from orchestra.report.styles import COLOURS
 from orchestra.report.tables import legend
 
 _VENDORED = ("d3.min.js", "plot.min.js")

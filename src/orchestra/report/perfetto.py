@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from orchestra.board import name_of
-from orchestra.events import Began, Stepped, read
-from orchestra.report.reading import config_of, sound_ones
 from orchestra.report.traces import messages, moves
+from orchestra.runs.events import Began, Stepped, read
+from orchestra.runs.reading import config_of, sound_ones
+from orchestra.runs.status import name_of
 
 _MICRO = 1e6
 _BRIEF = 0.1  # µs that a slice is long at least: arrows begin and end at slices

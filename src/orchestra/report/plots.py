@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from orchestra.formatting import size
 from orchestra.report.drawing import INK, LINE, SOFT, Drawing, Scale, scale
-from orchestra.report.looks import COLOURS
-from orchestra.statistics import median_interval
-from orchestra.words import size
+from orchestra.report.statistics import median_interval
+from orchestra.report.styles import COLOURS
 
 _KINDS = {"compute": "#0072b2", "communicate": "#e69f00", "send": "#e69f00", "receive": "#cc79a7", "wait": "#b9c0c8"}
 _GRID = 160  # points of a median over seeds

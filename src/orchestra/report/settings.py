@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from orchestra.report import reading
-from orchestra.report.reading import Run
+from orchestra.runs import reading
+from orchestra.runs.reading import Run
 
 # Not a condition: what is compared, chance, and where one stood.
 _WHO = ("strategy", "servers", "seed", "version of the working directory")

@@ -9,13 +9,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from orchestra.budget import Target
+from orchestra.formatting import size
 from orchestra.report import escaping
-from orchestra.report.marks import Mark, always, standing, times_of, unlearned_of
+from orchestra.report.results import Mark, always, standing, times_of, unlearned_of
 from orchestra.report.settings import natural
+from orchestra.report.statistics import Estimate, median_interval
 from orchestra.report.verdict import Against, against_baseline, is_useless
-from orchestra.statistics import Estimate, median_interval
-from orchestra.words import size
+from orchestra.runs.budget import Target
 
 _RUN = (
     "name", "strategy", "condition", "seed", "workers", "servers", "steps", "samples", "seconds", "samples_per_second",

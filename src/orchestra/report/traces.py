@@ -16,11 +16,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from orchestra import events, files
-from orchestra.events import Ended, Moved
-from orchestra.report.reading import LARGEST, Run
+from orchestra.core.strategy import Strategy
+from orchestra.runs import events, files
+from orchestra.runs.events import Ended, Moved
+from orchestra.runs.reading import LARGEST, Run
 from orchestra.strategies import EASGD, AllReduce, Downpour, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD
-from orchestra.strategy import Strategy
 
 KINDS = ("compute", "send", "receive", "mean")
 _TOGETHER = {"broadcast": "mean", "gather": "mean"}  # all are what everybody does at once

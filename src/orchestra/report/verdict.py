@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from orchestra.budget import Target, lower_is_better
-from orchestra.report.marks import Mark, always, standing, times_of, unlearned_of
-from orchestra.statistics import Estimate, difference, holm, ratio
-from orchestra.words import listed, plural
+from orchestra.formatting import listed, plural
+from orchestra.report.results import Mark, always, standing, times_of, unlearned_of
+from orchestra.report.statistics import Estimate, difference, holm, ratio
+from orchestra.runs.budget import Target, lower_is_better
 
 CHANCE = 0.05  # what is less likely than this counts as a difference
 USELESS = 10  # times that the ends of an interval may be apart

@@ -3,19 +3,19 @@
 
 from typing import Any, NamedTuple
 
-from orchestra.consistency import CONSISTENCIES, CORRECTIONS
-from orchestra.filters import FILTERS
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.downpour import Downpour
 from orchestra.strategies.easgd import EASGD
 from orchestra.strategies.hogwild import Hogwild
 from orchestra.strategies.local_sgd import LocalSGD
-from orchestra.strategies.parameter_server import ParameterServer
+from orchestra.strategies.parameter_server.consistency import CONSISTENCIES, CORRECTIONS
+from orchestra.strategies.parameter_server.filters import FILTERS
+from orchestra.strategies.parameter_server.server import ParameterServer
 from orchestra.strategies.slowmo import SlowMo
 from orchestra.strategies.solo import Solo
-from orchestra.strategies.strategy_switch import StrategySwitch
+from orchestra.strategies.switch.switch import StrategySwitch
+from orchestra.strategies.switch.triggers import TRIGGERS
 from orchestra.strategies.sync_easgd import SyncEASGD
-from orchestra.triggers import TRIGGERS
 
 STRATEGIES = (
     AllReduce,

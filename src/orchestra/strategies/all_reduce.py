@@ -26,9 +26,9 @@ from functools import partial
 from typing import Literal
 
 from orchestra.collectives import ALGORITHMS, hierarchical, mean_
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy, knob
 from orchestra.errors import Problem
-from orchestra.node import Node
-from orchestra.strategy import Strategy, knob
 
 
 @dataclass(frozen=True, kw_only=True)

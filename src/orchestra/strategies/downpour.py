@@ -34,11 +34,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from orchestra.core.gradient_mask import ABSENT
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy, knob
 from orchestra.errors import Problem
-from orchestra.marks import ABSENT
-from orchestra.node import Node
-from orchestra.strategies.owners import owners, too_many
-from orchestra.strategy import Strategy, knob
+from orchestra.strategies.parameter_server.ranges import owners, too_many
 
 
 @dataclass

@@ -32,11 +32,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from orchestra.core.node import Node
+from orchestra.core.ops import Handle
+from orchestra.core.strategy import Strategy, knob
 from orchestra.errors import Problem
-from orchestra.node import Node
-from orchestra.ops import Handle
-from orchestra.strategies.owners import owners, too_many
-from orchestra.strategy import Strategy, knob
+from orchestra.strategies.parameter_server.ranges import owners, too_many
 
 
 @dataclass

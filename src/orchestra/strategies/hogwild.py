@@ -28,8 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from orchestra.node import Node
-from orchestra.strategy import Strategy
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

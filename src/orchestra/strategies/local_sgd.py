@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestra.node import Node
-from orchestra.strategy import Strategy, knob
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy, knob
 
 
 @dataclass

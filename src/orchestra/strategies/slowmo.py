@@ -28,10 +28,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from orchestra.core.node import Node
+from orchestra.core.strategy import Clipped, Strategy, knob
 from orchestra.errors import Problem
-from orchestra.node import Node
 from orchestra.strategies.solo import Solo
-from orchestra.strategy import Clipped, Strategy, knob
 
 
 @dataclass

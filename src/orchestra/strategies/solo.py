@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy
 from orchestra.errors import Problem
-from orchestra.node import Node
-from orchestra.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from orchestra.node import Node
-from orchestra.strategy import Strategy, knob
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy, knob
 
 
 @dataclass

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run takes place, as the command line and the environment say: here, in virtual time, among other machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from orchestra.engine.environment import launched
+from orchestra.engine.overrides import Change
+from orchestra.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from orchestra.cli.options import Options
+
+
+def read_cluster(o: Options) -> dict[str, Change]:
+    """Where the run takes place."""
+    if o.network is not None and not o.sim:
+        raise ConfigError([Problem("network", o.network, "needs --sim: the network of this machine is what it is")])
+    given: dict[str, Any] = {"workers": o.workers, "device": o.device, "delay": o.delay}
+    if o.sim:
+        given |= {"network": o.network, "numerics": o.numerics}
+    given = {name: value for name, value in given.items() if value is not None}
+    if o.workers is None and o.strategy is not None and is_solo(o.strategy):
+        given["workers"] = 1
+    joins = not o.sim and launched()
+    if joins:
+        given = _as_one_of_many(o, given)
+    else:
+        of_many = {"token-file": o.token_file, "trusted-network": o.trusted, "order": o.order, "grace": o.grace}
+        message = "is for processes that torchrun or `orchestra launch` started, which this one is not"
+        if wrong := [Problem(name, value, message) for name, value in of_many.items() if value is not None]:
+            raise ConfigError(wrong)
+    if not given and not o.sim and not joins:
+        return {}
+
+    def change(old: Any) -> Any:
+        from orchestra.clusters.attached import Attached
+        from orchestra.clusters.local import Local
+
+        if joins:
+            return dataclasses.replace(old if isinstance(old, Attached) else Attached(), **given)
+        if not o.sim:
+            return dataclasses.replace(old or Local(), **given)
+        from orchestra.clusters.simulated import Simulated
+
+        if isinstance(old, Simulated):
+            return dataclasses.replace(old, **given)
+        return Simulated(**({} if old is None else {"workers": old.workers}) | given)
+
+    return {"cluster": change}
+
+
+def refuse_under_launcher(verb: str) -> None:
+    """For what starts all its runs itself: many processes of it would be as many races."""
+    if launched():
+        message = (
+            f"orchestra {verb} starts its runs itself: start it once, without torchrun or `orchestra launch`. "
+            "`orchestra compare --lab 100mbit,1ms` gives every node a host of its own, --sim rehearses a whole cluster"
+        )
+        raise ConfigError([Problem("WORLD_SIZE", int(os.environ["WORLD_SIZE"]), message)])
+
+
+def _as_one_of_many(o: Options, given: dict[str, Any]) -> dict[str, Any]:
+    """What may be said of a cluster whose processes were started by somebody else."""
+    if o.workers is not None:
+        message = "as many processes as were started take part, but for the servers: leave it out"
+        raise ConfigError([Problem("workers", o.workers, message)])
+    given.pop("workers", None)
+    order: str | tuple[int, ...] | None = o.order
+    if o.order is not None and o.order.replace(",", "").isdecimal():
+        order = tuple(int(process) for process in o.order.split(",") if process)
+    if o.grace is not None and not 0 <= o.grace < math.inf:
+        raise ConfigError([Problem("grace", o.grace, "must be a number of seconds, or 0 to seek nobody")])
+    more = {"token_file": o.token_file, "trusted": o.trusted, "order": order, "grace": o.grace}
+    return given | {name: value for name, value in more.items() if value is not None}
+
+
+def is_solo(text: str) -> bool:
+    """Whether a strategy is the one that runs alone. Misspelt ones are not: they are refused elsewhere."""
+    from orchestra.engine import expression
+    from orchestra.strategies import Solo
+
+    try:
+        return isinstance(expression.parse(text), Solo)
+    except ConfigError:
+        return False

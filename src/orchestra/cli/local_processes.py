@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`orchestra run` of a script with a training loop of its own: as many processes here as torchrun would start.
+
+    orchestra run loop.py -s ps -n 2     →     3 times   RANK=… WORLD_SIZE=3 …  orchestra run loop.py -s ps
+
+Each of them runs the script, whose `orchestra.prepare(...)` takes the strategy that was said here in place of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from orchestra.cli.in_lab import flags
+from orchestra.cli.on_ray import nodes_of
+from orchestra.cli.options import Options
+from orchestra.cli.sources import Source
+from orchestra.engine.environment import WORKERS, half_set
+from orchestra.errors import Problem
+
+if TYPE_CHECKING:
+    from orchestra.launchers.process_group import News, Wire
+
+_HOST = "localhost"
+_TAKES = ("strategy", "workers", "servers", "seed", "lr_factor", "out", "token_file", "trusted", "grace")
+
+
+def problems_of(chosen: Options, *, as_json: bool) -> Iterator[Problem]:
+    """What cannot be said of a loop from outside."""
+    known = ", ".join(f"--{name.replace('_', '-')}" for name in _TAKES[:6])
+    message = f"is for the script itself to decide, whose loop is its own: change it there; here {known} may be said"
+    for name, value in chosen.given().items():
+        if name not in _TAKES:
+            yield Problem(name.replace("_", "-"), value, message)
+    if as_json:
+        yield Problem("json", True, "a script with a loop of its own prints what it likes: leave it out")
+    yield from half_set()
+    if chosen.workers is not None and chosen.workers < 1:
+        yield Problem("workers", chosen.workers, "must be at least 1")
+
+
+def start(source: Source, chosen: Options, args: Sequence[str]) -> int:
+    """Start the processes, pass on what they print, end with them; gives the exit code."""
+    return _play(source, chosen, args, silent=False)[0]
+
+
+def start_silently(source: Source, chosen: Options, args: Sequence[str]) -> tuple[int, str]:
+    """The same, but nothing that they print is passed on; gives the exit code, and the last words of what failed."""
+    return _play(source, chosen, args, silent=True)
+
+
+def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool) -> tuple[int, str]:
+    from orchestra.launchers.process_group import Band, News
+
+    nodes, news = nodes_of(chosen), News()
+    command = ["run", source.name, *flags(chosen), *(["--", *args] if args else [])]
+    workers = {} if chosen.workers is None else {WORKERS: str(chosen.workers)}
+    band = Band([_HOST] * nodes, news, asking="stop", silent=silent)
+    return band.play(_wires(command, nodes, workers, news)), band.last_words
+
+
+def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, Wire]:
+    """To one process for each node."""
+    from orchestra.launchers.hosts import argv, place
+    from orchestra.launchers.process_group import GRACE, SILENCE, Pipe
+    from orchestra.worlds.sockets import auth
+
+    mark, port = secrets.token_hex(8), _free_port()
+    threads = max(1, len(os.sched_getaffinity(0)) // nodes)  # all cores for each would be too many together
+    ours = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "ORCHESTRA_TOKEN": auth.new()}
+    wires: dict[int, Wire] = {}
+    for rank in range(nodes):
+        orders = {
+            "do": "run",
+            "argv": argv(command, sys.executable),
+            "cwd": os.getcwd(),
+            "environment": place(rank, nodes, rank, nodes, "127.0.0.1", port) | ours | more,
+            "mark": f"{mark}:{rank}.",
+            "silence": SILENCE,
+            "grace": GRACE,
+        }
+        far_end = [sys.executable, "-P", "-m", "orchestra.launchers.agent"]
+        wires[rank] = Pipe(rank, far_end, json.dumps(orders), news)
+    return wires
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        return int(door.getsockname()[1])

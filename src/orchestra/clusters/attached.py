@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on many machines, seen from one of its processes: who it is, where the others are, by what it is known.
+
+    RANK, WORLD_SIZE            which process of how many; the last are servers, if the strategy has any
+    MASTER_ADDR, MASTER_PORT    where process 0 is to be found
+    LOCAL_RANK, LOCAL_WORLD_SIZE    which of those on this machine, for GPUs and threads
+    ORCHESTRA_TOKEN, ORCHESTRA_TOKEN_FILE    the run's token, or a file with it that nobody else can read
+
+torchrun sets all but the token, `orchestra launch` all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from orchestra.engine import compute_times
+from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.compute_times import Delay
+from orchestra.engine.environment import NEEDED, STARTED_BY, STARTED_ON, is_member, keeps_order
+from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Exposed, Problem
+from orchestra.worlds.sockets import auth
+from orchestra.worlds.sockets.addresses import Reminder, bare, is_loopback, resolve, show, speak
+from orchestra.worlds.sockets.auth import Token
+
+if TYPE_CHECKING:
+    from orchestra.core.strategy import Strategy
+    from orchestra.engine.cluster import Told
+    from orchestra.engine.job import Job
+    from orchestra.runs.status import Progress
+
+_AGAIN = 0.05  # seconds between two looks for a file
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others."""
+
+    rank: int
+    size: int
+    host: str  # of process 0
+    port: int
+    local_rank: int
+    local_size: int
+    one_machine: bool  # as far as the environment tells: whether all processes are on this one
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Place:
+        """As the environment has it. Raises a ConfigError with all that is missing or wrong there."""
+        missing = [name for name in NEEDED if not environment.get(name)]
+        if missing:
+            message = "is not set: start with torchrun or `orchestra launch`, which set it, or use Local(...)"
+            raise ConfigError([Problem(name, None, message) for name in missing])
+        numbers, problems = {}, []
+        for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("MASTER_PORT", ""), ("LOCAL_RANK", "0"),
+                              ("LOCAL_WORLD_SIZE", "1")):  # fmt: skip
+            text = environment.get(name) or default
+            if text.isdecimal():
+                numbers[name] = int(text)
+            else:
+                problems.append(Problem(name, text, "must be a whole number"))
+        if not problems and not numbers["RANK"] < numbers["WORLD_SIZE"]:
+            problems.append(Problem("RANK", numbers["RANK"], f"must be below WORLD_SIZE ({numbers['WORLD_SIZE']})"))
+        if not problems and not 0 < numbers["MASTER_PORT"] < 65536:
+            problems.append(Problem("MASTER_PORT", numbers["MASTER_PORT"], "must be a port, 1 to 65535"))
+        if problems:
+            raise ConfigError(problems)
+        rank, size, port, local_rank, local_size = numbers.values()
+        host = bare(environment["MASTER_ADDR"])
+        # A machine may know its own name as a loopback address: by itself that says nothing of where the others are.
+        told = environment.get("LOCAL_WORLD_SIZE")
+        one_machine = size <= local_size if told else host == "localhost" or _is_loopback(host)
+        return cls(rank, size, host, port, local_rank, local_size, one_machine)
+
+    def loopback(self, patience: float) -> bool:
+        """Whether nobody outside this machine can reach the run."""
+        return self.one_machine and all(map(is_loopback, resolve(self.host, self.port, patience=patience)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached(Cluster):
+    """Processes on one machine or many, started by torchrun, Slurm, Kubernetes or `orchestra launch`.
+
+    Every process makes the same call and is one node; the last ones are servers, if the strategy has any. Process 0
+    keeps the run folder. All get the result.
+    """
+
+    workers: int = 1  # all processes but the servers: known once the strategy is
+    device: Device = "cpu"
+    token_file: str | Path | None = None  # default: ORCHESTRA_TOKEN_FILE, or ORCHESTRA_TOKEN itself
+    trusted: bool = False  # the network is: nothing is encrypted. Who has no token stays outside all the same
+    threads: int | None = None  # of each process; None shares the cores of the machine out evenly
+    patience: float = 300.0  # seconds a node waits for another
+    grace: float = 10.0  # seconds to find a machine again that is out of reach; 0: a broken connection ends the run
+    collectives: str = "auto"  # "messages", "torch" (Gloo, NCCL: a trusted network only), or torch wherever it may be
+    order: str | tuple[int, ...] = "measured"  # which process is which node: by rates and latencies, "given", or a list
+    delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.engine.compute_times
+
+    one_memory = False
+
+    @property
+    def place(self) -> Place:
+        """This process among the others."""
+        return Place.of(os.environ)
+
+    @property
+    def is_home(self) -> bool:
+        """Process 0 is."""
+        return not is_member()
+
+    def joined(self, strategy: Strategy[Any]) -> Attached:
+        """The same, with the processes that are not servers as workers."""
+        with contextlib.suppress(ConfigError):  # told by `problems`
+            return replace(self, workers=max(0, self.place.size - strategy.servers))
+        return self
+
+    def problems(self) -> Iterator[Problem]:
+        """What cannot be run from here."""
+        try:
+            place = self.place
+        except ConfigError as error:
+            yield from error.problems
+            return
+        if self.workers < 1:
+            message = f"the strategy has as many servers as there are processes ({place.size}), or more: start more"
+            yield Problem("WORLD_SIZE", place.size, message)
+        yield from super().problems() if self.workers >= 1 else ()
+        if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
+            yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
+        if self.delay is not None:
+            yield from compute_times.look(self.delay)
+        if self.collectives not in ("auto", "messages", "torch"):
+            yield Problem("cluster.collectives", self.collectives, 'must be "auto", "messages" or "torch"')
+        elif self.collectives == "torch" and not self.trusted:
+            message = "Gloo and NCCL know no token and encrypt nothing: say trusted=True if the network is, or messages"
+            yield Problem("cluster.collectives", self.collectives, message)
+        if self.order not in ("measured", "given") and (
+            isinstance(self.order, str) or sorted(self.order) != [*range(place.size)] or self.order[0] != 0
+        ):
+            message = f'must be "measured", "given" or the processes 0 to {place.size - 1} in some order, 0 first'
+            yield Problem("cluster.order", self.order, message)
+        elif not isinstance(self.order, str) and self.order != (*range(place.size),) and keeps_order():
+            message = "orchestra.rank() was asked, so that ranks stay as they were started: leave one of the two out"
+            yield Problem("cluster.order", self.order, message)
+        if not isinstance(self.patience, int | float) or not self.patience > 0:
+            yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
+        if not isinstance(self.grace, int | float) or not self.grace >= 0:
+            yield Problem("cluster.grace", self.grace, "must be a number of seconds, or 0")
+
+    def how_to_resume(self, run: Path) -> str:
+        """As it was started: the same on every machine."""
+        words = ["resume", str(run)]
+        if on := os.environ.get(STARTED_ON):
+            return f"orchestra {shlex.join(words)} {on}"
+        words += ["--trusted-network"] if self.trusted else []
+        if started := os.environ.get(STARTED_BY):
+            return f"{started} {shlex.join(words)}"
+        words += ["--token-file", str(self.token_file)] if self.token_file else []
+        command, place = f"orchestra {shlex.join(words)}", self.place
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return f"`{command}`, started in {place.size} processes as this run was"
+        if place.one_machine:
+            return f"torchrun --standalone --nproc-per-node {place.size} -m {command}"
+        return f"`torchrun ... -m {command}` on every machine, with the options of torchrun that this run had"
+
+    def how_to_have(self, workers: int, servers: int) -> str:
+        """What to do for so many nodes."""
+        nodes = workers + servers
+        return (
+            f"Start {nodes} processes, of which {self.place.size} were started now: by torchrun, --nnodes times "
+            f"--nproc-per-node must be {nodes}; by `orchestra launch`, the slots of all hosts."
+        )
+
+    def get_delay(self) -> Delay | None:
+        """The delays, read if they were given as text."""
+        return compute_times.parse(self.delay) if isinstance(self.delay, str) else self.delay
+
+    def about(self) -> dict[str, Any]:
+        """What to remember of it."""
+        delay = None if self.delay is None else str(self.get_delay())
+        order = self.order if isinstance(self.order, str) else list(self.order)
+        how = {"encrypted": not self.trusted, "collectives": self.collectives, "order": order}
+        return {"kind": "attached", "delay": delay, **how}
+
+    def means_by_torch(self) -> bool:
+        """Where the network is trusted, and GPUs are not shared: NCCL wants one for each."""
+        if not self.trusted or self.collectives == "messages" or self.workers < 2:
+            return False
+        return self.resolve_device() == "cpu" or torch.cuda.device_count() >= self.place.local_size
+
+    def threads_for(self, nodes: int) -> int:
+        """As given, or as OMP_NUM_THREADS says, or the cores of this machine shared out among its processes."""
+        # torchrun says 1 to everybody, however many cores there are.
+        said = "" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS", "")
+        return self.threads or (int(said) if said.isdigit() else 0) or super().threads_for(self.place.local_size)
+
+    def carry_out(self, order: Order) -> Ending:
+        """As process 0: run the job to its end, together with the others."""
+        from orchestra.worlds.sockets.coordinator import Home  # connections are not needed to describe a cluster
+
+        return Home(order, cluster=self).run()
+
+    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[Progress], None]) -> Told:
+        """As any other process: do as process 0 says, until it tells how it went."""
+        from orchestra.worlds.sockets.coordinator import Member
+
+        return Member(job, x0, about, self, show).run()
+
+    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: Told) -> None:
+        """As process 0 of a run that is over: tell the others, who wait to go on with it."""
+        from orchestra.worlds.sockets.coordinator import pass_on
+
+        pass_on(job, x0, about, self, told)
+
+    def token(self) -> Token:
+        """Proof that a process belongs to the run. Without one, only processes of this machine may come together."""
+        file = self.token_file or os.environ.get("ORCHESTRA_TOKEN_FILE")
+        if file:
+            return Token(auth.read(Path(file)), trusted=self.trusted)
+        text = os.environ.get("ORCHESTRA_TOKEN")
+        if text:
+            return Token(auth.checked(text, "ORCHESTRA_TOKEN"), trusted=self.trusted)
+        if not self.place.loopback(self.patience):
+            raise Exposed(self.place.host)
+        return Token(_own_token(self.place, self.patience), trusted=self.trusted)
+
+    def forget_token(self) -> None:
+        """Everybody is there: what process 0 left for the others of this machine can go."""
+        if self.is_home:
+            _clear(_left_at(self.place))
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):  # a name
+        return is_loopback(host)
+    return False
+
+
+def _left_at(place: Place) -> Path:
+    started_by = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    return Path(tempfile.gettempdir()) / f"orchestra-{os.getuid()}-{place.port}-{started_by}" / "token"
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is ours alone: a name that all can guess, others may have taken."""
+    with contextlib.suppress(OSError):
+        found = folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return False
+
+
+def _clear(path: Path) -> None:
+    if _is_private(path.parent):
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what else lies there is not ours to remove
+            path.parent.rmdir()
+
+
+def _own_token(place: Place, patience: float) -> str:
+    """A token for processes of one user on one machine: process 0 leaves it where only they can read it."""
+    path = _left_at(place)
+    if place.rank == 0:
+        return _leave(auth.new(), path)
+    until, remind = time.monotonic() + patience, Reminder(speak)
+    while time.monotonic() < until:
+        # Process 0 writes before it listens: what lies there when it answers is of this run, not left by another.
+        if _answers(place) and _is_private(path.parent) and path.exists() and path.stat().st_size:
+            return auth.read(path)
+        remind(lambda: f"process {place.rank} waits for process 0 to come to {show((place.host, place.port))}")
+        time.sleep(_AGAIN)
+    raise ClusterError(f"process 0 left no token in {path}: was it started, on this machine and by this user?")
+
+
+def _leave(text: str, path: Path) -> str:
+    try:
+        _clear(path)  # of a run that was killed
+        path.parent.mkdir(mode=0o700)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(text)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"no token can be left in {path.parent} for the other processes here: {error.strerror}. Remove it, "
+            "set TMPDIR to a folder of yours for all of them, or make a token and set ORCHESTRA_TOKEN_FILE."
+        ) from None
+    return text
+
+
+def _answers(place: Place) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), timeout=1.0):
+        return True
+    return False

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Simulated`: a run on machines one does not have, in virtual time, with the strategies as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from orchestra.core.fibers import Kind
+from orchestra.data.feed import Samples
+from orchestra.engine import compute_times
+from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.compute_times import Delay, Trace
+from orchestra.errors import ConfigError, Problem
+from orchestra.runs.budget import Target, parts
+from orchestra.runs.events import Sampled, Stepped, read
+from orchestra.worlds.simulated import networks, numerics
+from orchestra.worlds.simulated.kernel import Kernel
+from orchestra.worlds.simulated.networks import Ethernet, Network
+from orchestra.worlds.simulated.supervisor import Rehearsal
+
+if TYPE_CHECKING:
+    from orchestra.core.strategy import Strategy
+    from orchestra.engine.request import Request
+
+Numerics = Literal["auto", "real", "batched", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated(Cluster):
+    """N virtual machines in one process: real gradients, virtual seconds.
+
+    Same inputs, same events: a rehearsal can be repeated to the last digit, and so need not be resumed.
+
+    `numerics` is how gradients are computed. "real": one at a time, to the last bit as a worker would. "batched": those
+    of all workers under way in one call, equal but for rounding. "off": not at all, only time passes. "auto" is batched
+    where that pays and where nothing could be compared bit for bit: on a GPU, and for asynchronous strategies with many
+    workers on small models of dense layers; else real.
+    """
+
+    keeps_checkpoints = False
+
+    workers: int = 8
+    network: Network | str = field(default_factory=lambda: Ethernet(gbit=10))
+    delay: Delay | str = "constant:0.05"  # how long a worker computes on a mini-batch
+    device: Device = "cpu"
+    numerics: Numerics = "auto"
+    fidelity: Literal["auto", "flows"] = "auto"  # flows: collectives never take the short way by a formula
+    ties: int | None = None  # order of events at equal times: None first come first served, else drawn from this seed
+    fibers: Kind = "auto"
+
+    @classmethod
+    def like(cls, run: str | Path, **more: Any) -> Simulated:
+        """With the computing times of a run that took place, step by step, and its number of workers unless given."""
+        times = recorded(Path(run))
+        return cls(**{"workers": len(times.times), "delay": times, **more})
+
+    def problems(self) -> Iterator[Problem]:
+        """What cannot be rehearsed."""
+        yield from super().problems()
+        try:
+            network = self.get_network()
+        except ValueError as error:
+            yield Problem("cluster.network", self.network, str(error))
+        else:
+            if isinstance(network, Network):
+                yield from network.problems()
+            else:
+                kind = 'must be a network such as Ethernet(gbit=10), or text such as "100mbit,1ms"'
+                yield Problem("cluster.network", network, kind)
+        if self.ties is not None and not isinstance(self.ties, int):
+            yield Problem("cluster.ties", self.ties, "must be a whole number, or None for first come first served")
+        yield from compute_times.look(self.delay)
+        choices = {
+            "numerics": get_args(Numerics),
+            "fidelity": ("auto", "flows"),
+            "fibers": ("auto", "greenlet", "thread"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                yield Problem(f"cluster.{name}", getattr(self, name), f"must be one of {', '.join(known)}")
+
+    @property
+    def trains(self) -> bool:
+        """Not without numbers."""
+        return self.numerics != "off"
+
+    def misfits(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
+        """Whether gradients can be taken together, if they are to be; and what needs numbers where there are none."""
+        if not self.trains and any(isinstance(part, Target) for part in parts(request.budget)):
+            yield Problem("cluster.numerics", "off", "a target is never reached where nothing is trained")
+        if self.numerics == "batched" and (reason := self._why_not(request, module, data)) is not None:
+            yield Problem("cluster.numerics", "batched", f'{reason}: use "real"')
+
+    def settled(self, request: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Simulated:
+        """How gradients are computed."""
+        if self.numerics != "auto":
+            return self
+        device = self.resolve_device()
+        exact = device == "cpu" and strategy.synchronous  # could be compared with a real run bit for bit
+        if exact or not numerics.pays(module, device, self.workers) or self._why_not(request, module, data):
+            return replace(self, numerics="real")
+        return replace(self, numerics="batched")
+
+    def _why_not(self, request: Request, module: nn.Module, data: Any) -> str | None:
+        """Why gradients cannot be taken together."""
+        if request.accumulate > 1 or request.precision != "float32":
+            return "accumulate= and precision= need one gradient at a time"
+        if isinstance(data, IterableDataset):
+            return "a stream is read one mini-batch at a time"
+        return numerics.why_not(module, request.loss, Samples(data).take(range(min(4, request.batch))))
+
+    def get_network(self) -> Network:
+        """The network, read if it was given as text."""
+        return networks.parse(self.network) if isinstance(self.network, str) else self.network
+
+    def get_delay(self) -> Delay:
+        """The delays, read if they were given as text."""
+        return compute_times.parse(self.delay) if isinstance(self.delay, str) else self.delay
+
+    def about(self) -> dict[str, Any]:
+        """What to remember of it."""
+        return {
+            "kind": "simulated",
+            "network": str(self.get_network()),
+            "delay": str(self.get_delay()),
+            "numerics": self.numerics,
+            "fidelity": self.fidelity,
+            "ties": self.ties,
+        }
+
+    def carry_out(self, order: Order) -> Ending:
+        """Rehearse the job from its beginning to its end."""
+        kernel = Kernel(fiber=self.fibers, ties=self.ties)
+        how = "real" if self.numerics == "auto" else self.numerics
+        return Rehearsal(order, kernel, self.get_network(), how, closed_forms=self.fidelity == "auto").run()
+
+
+def _computed(before: Stepped | None, step: Stepped) -> float:
+    """Seconds of computing in a step; where those before it were dropped, the mean of these."""
+    count = step.step - before.step if isinstance(step, Sampled) and before is not None else 1
+    return (step.compute - (0.0 if before is None else before.compute)) / max(1, count)
+
+
+def recorded(folder: Path) -> Trace:
+    """How long each worker of a run computed in each of its steps."""
+    found = []
+    numbered = [p for p in folder.glob("events-*.jsonl") if p.stem.removeprefix("events-").isdigit()]
+    for path in sorted(numbered, key=lambda p: int(p.stem.removeprefix("events-"))):
+        steps = [None, *(event for event in read(path) if isinstance(event, Stepped))]
+        if len(steps) > 1:  # servers take no steps
+            found.append(tuple(_computed(before, step) for before, step in pairwise(steps) if step is not None))
+    if not found:
+        raise ConfigError([Problem("run", str(folder), "holds no events of workers: name the folder of a run")])
+    return Trace(tuple(found))

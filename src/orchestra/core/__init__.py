@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a strategy may import: the node, its messages, and what it asks of the world."""

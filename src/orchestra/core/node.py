@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that a strategy sees: the node it runs on and, through it, the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from orchestra.core.log import Log, Logged, Skipped
+from orchestra.core.ops import (
+    Ahead,
+    All,
+    Broadcast,
+    Compute,
+    Departed,
+    Gather,
+    Group,
+    Handle,
+    Leave,
+    Mean,
+    MeanUpdate,
+    Message,
+    Recv,
+    Send,
+    Transport,
+)
+from orchestra.core.vectors import clip_, weighted_mean
+from orchestra.errors import Diverged
+
+if TYPE_CHECKING:  # by their types only
+    from orchestra.data.feed import Feed
+    from orchestra.model.flat_optimizer import Inner
+    from orchestra.model.replica import Ready, Replica
+
+_PAUSE = 0xFFFF  # a tag
+
+
+class Comm:
+    """The other nodes: workers in one group, servers in another."""
+
+    def __init__(self, transport: Transport, workers: Group, servers: Group) -> None:
+        self.transport = transport
+        self.rank = transport.rank  # id of this node; workers come first
+        self.workers = workers
+        self.servers = servers
+        self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
+        self._paused: set[int] = set()  # workers that send nothing more for now
+        self.progress = 0.0  # epochs dealt before the gradient that this worker takes; every message carries it
+        self.known: dict[int, float] = {}  # the same of each worker's latest gradient, as far as this server knows
+        self.pack: Callable[[Send], Sequence[Send]]  # what is sent for a message
+        self.unpack: Callable[[Message], Message | None]  # None: there is more to come
+        self.send_as_given()
+
+    def send_as_given(self) -> None:
+        """Let nothing be done to messages on their way."""
+        self.pack, self.unpack = lambda message: (message,), lambda message: message
+
+    def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
+        """The weighted mean of x over the workers, as a new tensor."""
+        mean = x.clone()
+        self.mean_(mean, weight=weight)
+        return mean
+
+    def mean_(self, x: Tensor, *, weight: float = 1.0) -> float:
+        """x ← the weighted mean of x over the workers, in place. Gives the sum of the weights; if 0, x stays."""
+        return self.transport.start(Mean(x, self.workers, weight)).wait()
+
+    def add_(self, x: Tensor, y: Tensor) -> None:
+        """x ← x + y, in place: what an algorithm made of messages computes, in a world where that may take time."""
+        self.transport.start(Compute(lambda: x.add_(y), numbers=x.numel())).wait()
+
+    def broadcast_(self, x: Tensor, *, root: int = 0) -> None:
+        """x ← x of worker `root`, in place."""
+        self.transport.start(Broadcast(x, root, self.workers)).wait()
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """The x of every worker, in rank order."""
+        return self.transport.start(Gather(x, self.workers)).wait()
+
+    def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
+        """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
+        self._require(to)
+        for message in self.pack(Send(to, x, version, weight, tag=tag, progress=self.progress)):
+            self.transport.start(message).wait()
+
+    def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
+        """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
+        self._require(to)
+        message = Send(to, x, version, weight, lend=True, progress=self.progress)
+        handles = [self.transport.start(m) for m in self.pack(message)]
+        return handles[0] if len(handles) == 1 else All(handles)
+
+    def _require(self, other: int) -> None:
+        """Refuse a node that is not there, or oneself."""
+        if not 0 <= other < self.transport.size or other == self.rank:
+            others = f"the others are among 0 to {self.transport.size - 1}"
+            raise ValueError(f"node {self.rank} has no node {other} to speak with: {others}")
+
+    def recv(self, source: int, *, at_rest: bool = False) -> Message:
+        """The next message from one node. `at_rest`: nothing happened since the last step, so the run may be saved."""
+        self._require(source)
+        message = self._next(source, at_rest=at_rest)
+        if not isinstance(message, Message):
+            raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
+        return message
+
+    def inbox(self) -> Iterator[Message]:
+        """Messages from the workers as they come, until every worker has left."""
+        while isinstance(message := self._next(None), Message):
+            yield message
+
+    def arrivals(self) -> Iterator[Message | Departed]:
+        """The same, and who leaves."""
+        while (came := self._next(None, departures=True)) is not None:
+            yield came
+
+    def rounds(self) -> Iterator[list[Message]]:
+        """One message from each worker that has not left, in rank order, again and again."""
+        while pushed := [m for w in self.workers.members if isinstance(m := self._next(w), Message)]:
+            yield pushed
+
+    def next_from(self, source: int) -> Message | None:
+        """The next message from one node; None if it has left."""
+        came = self._next(source)
+        return came if isinstance(came, Message) else None
+
+    def _next(
+        self, source: int | None, *, departures: bool = False, at_rest: bool = False
+    ) -> Message | Departed | None:
+        while not self._paused or (source not in self._paused and len(self._paused) < len(self.workers)):
+            self.between_messages()
+            came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
+            if not isinstance(came, Message):
+                return came
+            if came.tag == _PAUSE:
+                self._paused.add(came.source)
+                if departures:
+                    return Departed(came.source)
+            elif (whole := self.unpack(came)) is not None:
+                if not whole.tag:
+                    self.known[whole.source] = whole.progress
+                return whole
+        return None
+
+    def see_off(self) -> None:
+        """Wait until every worker has left."""
+        for _ in self.inbox():
+            pass
+
+    def pause(self) -> None:
+        """Tell the servers that this worker sends nothing more before they begin anew: to them it is as if it left."""
+        for server in self.servers.members:
+            self.send(server, torch.empty(0), tag=_PAUSE)
+
+    def resume(self) -> bool:
+        """Begin anew after all workers have paused; False if they have left instead."""
+        paused = len(self._paused) == len(self.workers)
+        self._paused.clear()
+        return paused
+
+    def dismiss(self, count: int) -> None:
+        """Go on without the last workers: so many of those that began."""
+        self.workers = Group(tuple(range(self.servers.members[0] - count)))
+
+    def leave(self) -> None:
+        """Tell the servers that this worker sends nothing more."""
+        self.transport.start(Leave(self.servers)).wait()
+
+
+class Node:
+    """A participant. `x` and `g` are the paper's: parameters and gradient as flat vectors.
+
+    A worker holds the whole of x and a mini-batch at a time; a server holds its range of x and no data.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        inner: Inner,
+        x: Tensor,
+        *,
+        log: Log,
+        seed: int,
+        replica: Replica | None = None,
+        feed: Feed | None = None,
+        placement: Sequence[slice] = (),
+        fuses: bool = False,
+        clip: float | None = None,
+        tolerate: int = 10,
+        last_step: int | None = None,
+        validation: Callable[[], tuple[float, float]] | None = None,
+    ) -> None:
+        self.comm = comm
+        self.x = x
+        self.g = replica.g if replica is not None else torch.empty_like(x)
+        self.rng = torch.Generator().manual_seed(seed)
+        self.steps = 0  # a worker's mini-batches, a server's updates
+        self.samples = 0  # samples behind x: a worker's own, a server's of all workers
+        self.weight = 0.0  # samples behind g; zero if g must not be used
+        self.loss = math.nan  # of the last mini-batch
+        self.skipped = 0  # gradients that were not finite
+        self.abandoned = False  # whether the last mini-batch was given up
+        self.retired = False  # whether this worker has made way for a server
+        self.replica, self.feed, self.inner = replica, feed, inner
+        self._log = log
+        self.placement = placement  # the range of x that each server holds
+        self._lengths = [part.stop - part.start for part in placement]
+        self._fuses = fuses  # the world takes means and updates in one
+        self.clip = clip  # the largest norm allowed
+        self.clips: Literal["own", "mean"] = "own"  # that of which gradient: as the strategy in force says
+        self._tolerate, self._in_a_row = tolerate, 0
+        self._last_step, self._validation = last_step, validation
+        # A sum in half precision may overflow although every element is finite.
+        self._wide = torch.float32 if x.element_size() < 4 else None
+
+    @property
+    def rank(self) -> int:
+        """Id of this node; workers come first."""
+        return self.comm.rank
+
+    @property
+    def serves(self) -> bool:
+        """Whether this node is a server."""
+        return self.feed is None
+
+    def retire(self, count: int) -> None:
+        """Let the last workers make way for servers: so many of those that began. The others have all samples then."""
+        self.comm.dismiss(count)
+        self.retired = not self.serves and self.rank not in self.comm.workers
+        if self.feed is not None and not self.retired and self.feed.shared_anew is None:
+            self.feed.reshare(len(self.comm.workers))
+
+    def parts(self, x: Tensor) -> Sequence[Tensor]:
+        """The servers' ranges of a vector, as views."""
+        return torch.split_with_sizes(x, self._lengths)
+
+    @property
+    def batch(self) -> int:
+        """Samples of a whole mini-batch of a worker."""
+        assert self.feed is not None
+        return self.feed.batch
+
+    @property
+    def lr(self) -> float:
+        """γ: the learning rate in force."""
+        return self.inner.lr
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data as dealt to the workers, used or not; on a server, the mean of what each last sent."""
+        if self.feed is not None:
+            return self.feed.epochs
+        known = [self.comm.known.get(worker, 0.0) for worker in self.comm.workers.members]
+        least = min(known)  # subtracted first: where all are equal, the mean is exactly that
+        return least + math.fsum(progress - least for progress in known) / len(known)
+
+    @property
+    def budget(self) -> float:
+        """The share of its steps that a worker has done; zero where only a clock or a score tells when it is over."""
+        return self.steps / self._last_step if self._last_step else 0.0
+
+    def validate(self) -> tuple[float, float]:
+        """The loss at x over this worker's share of the samples set apart: its sum, and their number."""
+        assert self._validation is not None, "there are no samples set apart"
+        return self.comm.transport.start(Compute(self._validation)).wait()
+
+    def gradient(self, *, averaged: bool = False, unless: Group | None = None, unused: bool = False) -> Tensor:
+        """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.
+
+        A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else. One
+        is `abandoned` if meanwhile a message comes from the nodes in `unless`, or at once if it would be `unused`.
+        `averaged`: what follows is `mean_update`, so the world may begin with the last layers while backward is at the
+        first.
+        """
+        assert self.feed is not None
+        start = self.comm.transport.start
+        self.comm.progress = self.epochs
+        self.inner.set_progress(self.comm.progress)
+        batch, size = start(Compute(self.feed.next, draws=self.feed.draws)).wait()
+        self.steps += 1
+        self.abandoned = False
+        ahead = Ahead(self.g, self.comm.workers, float(size), float(self.batch))
+        ready = start(ahead).wait() if averaged else None
+        if size == 0 and not unused:
+            self.g.zero_()
+            self.weight, self.loss = 0.0, math.nan
+            return self.g
+        taking = Compute(lambda: self._differentiate(batch, size, ready), size, batch, draws=True, unless=unless)
+        loss: float | None = None if unused else start(taking).wait()
+        if loss is None:
+            self.abandoned = True
+            self.weight, self.loss = 0.0, math.nan
+            self.log("abandoned", 1)
+            return self.g
+        self.loss = loss
+        if math.isfinite(loss):
+            self.weight = float(size)
+            self.samples += size
+            self._in_a_row = 0
+            if self.clip is not None and self.clips == "own":
+                clip_(self.g, self.clip)
+        else:
+            self._skip()
+        return self.g
+
+    def _differentiate(self, batch: Any, size: int, ready: Ready | None) -> float:
+        """Fill g and give the loss; NaN if either is not finite, and then the buffers are as before."""
+        assert self.replica is not None
+        loss = self.replica.gradient(batch, size, ready)
+        if math.isfinite(loss) and math.isfinite(float(self.g.sum(dtype=self._wide))):
+            return loss
+        self.replica.before.restore()
+        return math.nan
+
+    def _skip(self) -> None:
+        self.skipped += 1
+        self._in_a_row += 1
+        self.g.zero_()
+        self.weight, self.loss = 0.0, math.nan
+        self._log.write(Skipped(self.now(), self.rank, self.steps, self._in_a_row))
+        if self._in_a_row >= self._tolerate:
+            raise Diverged(
+                f"worker {self.rank}: the gradient was NaN or infinite {self._in_a_row} times in a row, last at step "
+                f"{self.steps} with learning rate {self.lr:g}. "
+                + (
+                    "Lower the learning rate, clip the gradient (clip=1.0), or look for bad samples."
+                    if self.samples
+                    else "It never was finite: look at the model, the loss and the data."
+                )
+            )
+
+    def update(self, g: Tensor) -> None:
+        """x ← the inner optimizer's step with gradient g."""
+        if self.feed is None:
+            self.steps += 1
+            self.inner.set_progress(self.epochs)
+        step = Compute(lambda: self._step(g), numbers=g.numel(), draws=self.inner.draws)
+        self.comm.transport.start(step).wait()
+
+    def _step(self, g: Tensor) -> None:
+        """The inner optimizer's step; g is clipped first if it is the mean that `clip` bounds."""
+        if self.clip is not None and self.clips == "mean":
+            clip_(g, self.clip)
+        self.inner.step(g)
+
+    def rates(self) -> Iterator[tuple[slice, float]]:
+        """γ of each range of x: of all of it, or of each layer where the optimizer has groups of them."""
+        return self.inner.rates()
+
+    def descend(self, g: Tensor) -> None:
+        """x ← x − γ g, plainly; where groups of layers have each their own γ, with that."""
+        for part, rate in self.rates():
+            self.x[part].sub_(g[part], alpha=rate)
+
+    def average(self, pushes: Sequence[Message]) -> float:
+        """g ← Σ bᵢ gᵢ / Σ bᵢ of what was pushed, in the order given. Gives Σ bᵢ; if that is zero, g stays as it is."""
+        weights = [push.weight for push in pushes]
+        if any(weights):
+            vectors = [push.x for push in pushes]
+            mean = Compute(lambda: weighted_mean(self.g, vectors, weights), numbers=len(pushes) * self.g.numel())
+            self.comm.transport.start(mean).wait()
+        return sum(weights)
+
+    def local_step(self) -> None:
+        """One step of the inner optimizer on this worker's own gradient; none if that gradient cannot be used."""
+        g = self.gradient()
+        if self.weight:
+            self.update(g)
+
+    def mean_update(self, g: Tensor) -> None:
+        """x ← the inner optimizer's step with the mean of g over the workers; x is then equal everywhere.
+
+        The same as `mean_` and `update`, but where optimizer and world allow each worker does it for one range only.
+        What g holds afterwards is nobody's business.
+        """
+        if self._fuses:
+            op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self._step)
+            self.comm.transport.start(op).wait()
+            return
+        if self.comm.mean_(g, weight=self.weight):
+            self.update(g)
+
+    def now(self) -> float:
+        """Seconds since training began, by this world's clock."""
+        return self.comm.transport.now()
+
+    def log(self, name: str, value: float) -> None:
+        """Record a figure."""
+        self._log.write(Logged(self.now(), self.rank, self.steps, name, value))

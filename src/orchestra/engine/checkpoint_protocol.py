@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: who saves when, agreed upon through values that all nodes can read.
+
+    in step             all workers save after the same step and wait for the servers, which save when every worker has;
+                        after the last step as well
+    each at its pace    the first worker that is not done asks the others, who save at the end of the step they are in:
+                        nobody waits for another to catch up; or before a step that others do not let them begin
+    with one x          worker 0 saves it for all, when the others have saved and wait for that, or are done
+
+Workers that are done stay, so that they can be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from orchestra.core.ops import Transport
+from orchestra.engine import checkpoint
+from orchestra.engine.control import INTERRUPTED, NO_MORE_STEPS, Control
+from orchestra.engine.node_loop import Life, crossed, everything, report, spent
+from orchestra.runs.events import EventLog, Saved
+
+
+class Box(Protocol):
+    """Where a node's messages arrive."""
+
+    when_idle: Callable[[], None]
+    when_at_rest: Callable[[], None]
+
+    def has_mail(self) -> bool:
+        """Whether a message from anybody lies here unread."""
+        ...
+
+    def ring(self, node: int) -> None:
+        """Make a node look around."""
+
+
+class Together(Transport, Protocol):
+    """A transport whose nodes can wait for each other."""
+
+    @property
+    def mailbox(self) -> Box:
+        """Where messages arrive."""
+        ...
+
+    def await_go(self) -> None:
+        """Block until every node is ready."""
+
+    def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
+        """Block until a server has saved a checkpoint, which it does when every worker has."""
+
+    def await_bell(self, ready: Callable[[], bool]) -> None:
+        """Block, for as long as it takes, until something happens that concerns this node."""
+
+    def ring_everybody(self) -> None:
+        """Make every node look around."""
+
+
+class NodeKeeper:
+    """One node's share of it."""
+
+    def __init__(self, life: Life, control: Control, transport: Together, log: EventLog) -> None:
+        self._life = life
+        self._control = control
+        self._transport = transport
+        self._log = log
+        self._saved_as = control.save_wanted  # label of this node's newest part of a checkpoint
+        self._one_x = life.job.strategy.model_at == "shared"
+        if life.is_server:
+            transport.mailbox.when_idle = self._while_idle
+        else:
+            transport.mailbox.when_at_rest = self._while_at_rest
+
+    # A worker's side.
+
+    def after_step(self, before: int) -> None:
+        """Save if it is time: the worker had done `before` steps a moment ago."""
+        control, life = self._control, self._life
+        due = crossed(before, life.node.steps, life.job.checkpoint_every) and not spent(life)
+        if self._life.in_step:
+            if due:
+                self._save_in_step()
+            return
+        first = all(map(control.is_done, range(life.rank)))
+        if due and first and control.save_wanted == self._saved_as:
+            control.write("save_wanted", max(life.node.steps, self._saved_as + 1))
+            self._transport.ring_everybody()
+        if control.save_wanted > self._saved_as:
+            self._save_with_servers(control.save_wanted)
+
+    def after_steps(self) -> None:
+        """Save the end as well, where all stand at the same step; of others, the newest there is has to do."""
+        life, steps = self._life, self._life.node.steps
+        if life.job.checkpoint_every is None or not life.in_step or steps <= self._saved_as:
+            return
+        # Who is to break off after this very step would be taken to have done so: all see alike whether that is asked.
+        if self._transport.proceed(steps, in_step=True) or not self.interrupted():
+            self._save_in_step()
+
+    def _save_in_step(self) -> None:
+        self._control.write("save_wanted", self._life.node.steps)  # for those that have retired
+        self._transport.ring_everybody()
+        self._save_with_servers(self._life.node.steps)
+
+    def _while_at_rest(self) -> None:
+        """Save if asked to while another lets this worker wait: it might do so until this one has saved."""
+        wanted, began = self._control.save_wanted, self._life.node.now()
+        if wanted > self._saved_as and not self._life.in_step:
+            self._save_with_servers(wanted)
+            self._transport.traffic.waited -= self._life.node.now() - began  # it will be taken for waiting
+
+    def interrupted(self) -> bool:
+        """Whether the run is broken off, to go on another day."""
+        return self._control.stop_asked == INTERRUPTED
+
+    def break_off(self) -> None:
+        """Save this worker's part before it leaves."""
+        label = self._control.stop_at
+        if self._saved_as != label:
+            self._save(label)
+        self._transport.ring_everybody()
+
+    def stay(self) -> bool:
+        """Wait after the last step until all workers are done, so that a checkpoint is still possible.
+
+        False if the run is broken off before that: then this worker's part is saved, and there is no final model yet.
+        Whether it is, everybody sees alike: some worker stopped with steps left to do.
+        """
+        control, workers = self._control, range(self._life.job.workers)
+        control.write("begun", NO_MORE_STEPS, self._life.rank)
+        self._transport.ring_everybody()
+
+        def all_done() -> bool:
+            return all(map(control.is_done, workers))
+
+        def broken_off() -> bool:
+            return control.stop_at != 0 and self.interrupted()
+
+        while not all_done():
+            self._transport.await_bell(lambda: all_done() or broken_off() or control.save_wanted > self._saved_as)
+            if broken_off():
+                self._transport.await_bell(self._settled)
+                if all_done():
+                    return True
+                self.break_off()
+                return False
+            if control.save_wanted > self._saved_as:
+                self._save(control.save_wanted)
+                self._transport.ring_everybody()
+        return True
+
+    # A server's side.
+
+    def after_service(self) -> bool:
+        """Save once more if the run is broken off; False then, since there is no final model yet."""
+        if self.interrupted():
+            self._await_lingerers()
+        self._save_with_workers()
+        return not self.interrupted() or self._saved_as != self._control.stop_at
+
+    def _while_idle(self) -> None:
+        began = self._life.node.now()
+        if self._save_with_workers():
+            self._transport.traffic.waited -= self._life.node.now() - began  # it will be taken for waiting
+        report(self._life)
+
+    def _save_with_workers(self) -> bool:
+        """Save when every worker has saved under the same label, and so waits or has left."""
+        labels = {self._control.saved(w) for w in range(self._life.job.workers)}
+        label = min(labels)
+        if len(labels) > 1 or label <= self._saved_as:
+            return False
+        if self._transport.mailbox.has_mail():
+            return False  # pushed before its worker saved, and not yet part of this server's x
+        self._save(label)
+        return True
+
+    def _await_lingerers(self) -> None:
+        """Wait for workers that left long ago to save as well, unless all were done before the run was stopped."""
+        self._transport.await_bell(self._settled)
+        workers = range(self._life.job.workers)
+        if any(not self._control.is_done(w) for w in workers):
+            self._transport.await_bell(lambda: all(self._control.saved(w) == self._control.stop_at for w in workers))
+
+    # Both.
+
+    def _save(self, label: int) -> None:
+        """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator is told."""
+        life = self._life
+        self._saved_as = label
+        if self._one_x and life.rank == 0:
+            self._await_writers(label)
+        self._log.flush()  # what a resumed run remembers must not be less than what it has done
+        try:
+            folder = checkpoint.open_draft(life.job.run / "checkpoints", label)
+            checkpoint.write_tree(folder / checkpoint.part_name(life.rank), everything(life))
+        except OSError as error:
+            life.tell({"kind": "save-failed", "node": life.rank, "step": label, "error": str(error)})
+        else:
+            self._log.write(Saved(life.node.now(), life.rank, label))
+            life.tell({"kind": "saved", "node": life.rank, "step": label})
+        self._control.write("saved", label, life.rank, wake=True)
+
+    def _save_with_servers(self, label: int) -> None:
+        """Save, and wait until whoever holds x has saved as well: with every worker here, nothing is in flight."""
+        self._save(label)
+        life, waited = self._life, self._transport.traffic.waited
+        for holder in (0,) if self._one_x and life.rank else life.node.comm.servers.members:
+            self._transport.mailbox.ring(holder)
+            self._transport.await_saved(holder, label, in_step=life.in_step)
+        self._transport.traffic.waited = waited  # that was saving, no part of the strategy
+
+    def _await_writers(self, label: int) -> None:
+        """Wait until nobody else writes to x any more: then it holds the very updates that the others have saved."""
+        waited, others = self._transport.traffic.waited, range(1, self._life.job.workers)
+        self._transport.await_bell(
+            lambda: all(self._control.is_done(w) or self._control.saved(w) >= label for w in others)
+        )
+        self._transport.traffic.waited = waited
+
+    def _settled(self) -> bool:
+        """Whether every worker has either done all its steps or saved because it must stop."""
+        at = self._control.stop_at
+        return at != 0 and all(
+            self._control.is_done(w) or self._control.saved(w) == at for w in range(self._life.job.workers)
+        )

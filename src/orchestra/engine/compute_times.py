@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a worker computes on a mini-batch: distributions to rehearse with, and to slow real runs down by.
+
+Every duration is a pure function of (seed, worker, step), so a real run and its rehearsal meet the same delays, and
+whoever is late is late in both.
+
+    constant:0.05                every step takes 50 ms
+    constant:0.05,0.05,0.1       likewise, but those of worker 2 take 100 ms; further workers take turns
+    exponential:0.05,0.02        Δ + Exp: at least 50 ms, 20 ms more on average         (Dutta et al. 2018)
+    pareto:0.05,2                at least 50 ms, a tail of index α = 2
+    lognormal:0.05,0.3           50 ms on average, multiplied by exp(σZ - σ²/2)
+    markov:0.05,5,0.02,0.2       50 ms in good times, 5 times as long in bad ones, which begin with probability 0.02 a
+                                 step and end with probability 0.2: slow steps come in a row
+    probe.json                   as `orchestra probe` measured it on a machine, at the run's own batch
+    ... pause:0.01,2             besides, with probability 0.01 a step, 2 s in which nothing happens
+    ... slow:1x5                 worker 0 takes 5 times as long
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+from orchestra.data.feed import fold
+from orchestra.errors import Problem, nearest
+from orchestra.formatting import plural
+from orchestra.runs import measurements
+
+_NORMAL = statistics.NormalDist()
+
+
+def uniform(seed: int, *key: int) -> float:
+    """A number in (0, 1) drawn for one purpose, the same whenever it is asked for."""
+    return (fold(seed, *key) + 0.5) / 2**63
+
+
+class Delay(ABC):
+    """A distribution of durations."""
+
+    @abstractmethod
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """How long this worker's step takes."""
+
+    @abstractmethod
+    def mean(self) -> float:
+        """Seconds on average, of a worker that is not slowed."""
+
+    def at(self, batch: int) -> Delay:
+        """For mini-batches of so many samples: the same, unless it was measured by batch."""
+        return self
+
+
+@dataclass(frozen=True)
+class Constant(Delay):
+    """Always the same."""
+
+    time: float  # seconds
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """The same."""
+        return self.time
+
+    def mean(self) -> float:
+        """The same."""
+        return self.time
+
+
+@dataclass(frozen=True)
+class Exponential(Delay):
+    """T = Δ + Exp. The slowest of N takes Δ + H_N times the mean of the exponential part."""
+
+    shift: float  # Δ, seconds
+    scale: float  # mean of what comes on top, seconds
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """Δ - scale · ln U."""
+        return self.shift - self.scale * math.log(uniform(seed, worker, step))
+
+    def mean(self) -> float:
+        """Δ + scale."""
+        return self.shift + self.scale
+
+
+@dataclass(frozen=True)
+class Pareto(Delay):
+    """T = x_m · U^(-1/α): a heavy tail."""
+
+    scale: float  # x_m, the least, seconds
+    alpha: float
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """By inversion."""
+        return float(self.scale * uniform(seed, worker, step) ** (-1 / self.alpha))
+
+    def mean(self) -> float:
+        """Infinite for α ≤ 1."""
+        return math.inf if self.alpha <= 1 else self.scale * self.alpha / (self.alpha - 1)
+
+
+@dataclass(frozen=True)
+class LogNormal(Delay):
+    """T = c · exp(σZ - σ²/2): c on average."""
+
+    average: float  # c, seconds
+    sigma: float
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """By inversion."""
+        z = _NORMAL.inv_cdf(uniform(seed, worker, step))
+        return self.average * math.exp(self.sigma * z - self.sigma**2 / 2)
+
+    def mean(self) -> float:
+        """c."""
+        return self.average
+
+
+@dataclass(frozen=True)
+class Markov(Delay):
+    """Good times and bad ones, each lasting for a while: without that, asynchronous methods look too good."""
+
+    time: float  # seconds, in good times
+    factor: float  # in bad ones
+    begin: float  # probability per step that bad times begin
+    end: float  # that they end
+    _past: dict[tuple[int, int], list[bool]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """Follow the chain up to the step; what is known is not drawn again."""
+        bad = self._past.setdefault((seed, worker), [False])
+        while len(bad) <= step:
+            u = uniform(seed, worker, len(bad))
+            bad.append(u >= self.end if bad[-1] else u < self.begin)
+        return self.time * (self.factor if bad[step] else 1.0)
+
+    def mean(self) -> float:
+        """In the long run."""
+        share = self.begin / (self.begin + self.end) if self.begin + self.end else 0.0
+        return self.time * (1 + share * (self.factor - 1))
+
+
+@dataclass(frozen=True)
+class Trace(Delay):
+    """What was recorded: one sequence per worker, repeated when it is over; workers beyond take turns."""
+
+    times: tuple[tuple[float, ...], ...]
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """As it was."""
+        own = self.times[worker % len(self.times)]
+        return own[step % len(own)]
+
+    def mean(self) -> float:
+        """Of all that was recorded."""
+        return statistics.fmean([t for own in self.times for t in own])
+
+
+@dataclass(frozen=True)
+class Drawn(Delay):
+    """One of several durations, each as likely as the others."""
+
+    times: tuple[float, ...]  # seconds
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """By lot."""
+        return self.times[int(uniform(seed, worker, step) * len(self.times))]
+
+    def mean(self) -> float:
+        """Of them all."""
+        return statistics.fmean(self.times)
+
+
+@dataclass(frozen=True)
+class Measured(Delay):
+    """What a probe found at several batches; between two of them on the line through both."""
+
+    batch: int  # the one meant where none is given
+    times: tuple[tuple[int, tuple[float, ...]], ...]  # seconds of steps by batch, in ascending order
+
+    def at(self, batch: int) -> Delay:
+        """The durations measured at the closest batch, scaled to this one."""
+        closest, own = min(self.times, key=lambda each: abs(math.log(each[0] / batch)))
+        middle = statistics.median(own)
+        # Fewer samples never take less than their share of the time.
+        here = max(self._line(batch), middle * min(1.0, batch / closest))
+        return Drawn(own if batch == closest else tuple(t * here / middle for t in own))
+
+    def _line(self, batch: int) -> float:
+        """Through the two sizes around a batch, or the two at the end beyond which it lies."""
+        points = [(size, statistics.median(own)) for size, own in self.times]
+        if len(points) == 1:
+            return points[0][1] * batch / points[0][0]
+        (a, ta), (b, tb) = next((pair for pair in pairwise(points) if batch <= pair[1][0]), (points[-2], points[-1]))
+        return ta + (tb - ta) * (batch - a) / (b - a)
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """At the batch of the workload that was probed."""
+        return self.at(self.batch).seconds(seed, worker, step)
+
+    def mean(self) -> float:
+        """At the batch of the workload that was probed."""
+        return self.at(self.batch).mean()
+
+
+@dataclass(frozen=True)
+class Pause(Delay):
+    """Now and then nothing happens for a while."""
+
+    base: Delay
+    probability: float  # per step
+    time: float  # seconds
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """The base's, and the pause if there is one."""
+        pause = self.time if uniform(seed, worker, step, 1) < self.probability else 0.0
+        return self.base.seconds(seed, worker, step) + pause
+
+    def mean(self) -> float:
+        """The base's and the pauses'."""
+        return self.base.mean() + self.probability * self.time
+
+    def at(self, batch: int) -> Delay:
+        """As the base is at that batch."""
+        return replace(self, base=self.base.at(batch))
+
+
+@dataclass(frozen=True)
+class Slow(Delay):
+    """The first `count` workers take `factor` times as long."""
+
+    base: Delay
+    count: int
+    factor: float
+
+    def seconds(self, seed: int, worker: int, step: int) -> float:
+        """The base's, or a multiple."""
+        return self.base.seconds(seed, worker, step) * (self.factor if worker < self.count else 1.0)
+
+    def mean(self) -> float:
+        """Of the others."""
+        return self.base.mean()
+
+    def at(self, batch: int) -> Delay:
+        """As the base is at that batch."""
+        return replace(self, base=self.base.at(batch))
+
+
+_KINDS: dict[str, type[Delay]] = {
+    "constant": Constant,
+    "exponential": Exponential,
+    "pareto": Pareto,
+    "lognormal": LogNormal,
+    "markov": Markov,
+}
+
+
+def parse(text: str) -> Delay:
+    """Read `KIND:NUMBERS` or the name of a probe's file, then any of `pause:P,SECONDS` and `slow:COUNTxFACTOR`.
+
+    Between the words stand blanks or semicolons.
+
+    >>> parse("constant:0.05 slow:1x5")
+    Slow(base=Constant(time=0.05), count=1, factor=5.0)
+    """
+    first, *more = re.sub(r",\s+", ",", text.replace(";", " ")).split() or [""]
+    delay = measured(Path(first)) if first.endswith(".json") else _kind(first)
+    for word in more:
+        kind, _, numbers = word.partition(":")
+        if kind == "pause":
+            probability, seconds = _numbers(word, numbers, ["probability", "seconds"])
+            delay = Pause(delay, probability, seconds)
+        elif kind == "slow":
+            count, factor = _numbers(word, numbers.replace("x", ","), ["count", "factor"])
+            if not count.is_integer():
+                raise ValueError(f"{word!r}: the number of slow workers must be a whole one")
+            delay = Slow(delay, int(count), factor)
+        else:
+            raise ValueError(f"{word!r} is neither pause:PROBABILITY,SECONDS nor slow:COUNTxFACTOR")
+    return delay
+
+
+def _kind(word: str) -> Delay:
+    kind, _, numbers = word.partition(":")
+    if not numbers and math.isfinite(_number(word)):
+        return Constant(_number(word))
+    if kind in ("pause", "slow"):
+        raise ValueError(f"{word!r} needs a delay before it, e.g. constant:0.05 {word}")
+    if kind == "constant" and "," in numbers:
+        return Trace(tuple((t,) for t in _numbers(word, numbers, numbers.split(","))))
+    if kind not in _KINDS:
+        raise ValueError(f"{kind!r} is no delay; {nearest(kind, _KINDS)}")
+    cls = _KINDS[kind]
+    return cls(*_numbers(word, numbers, list(inspect.signature(cls).parameters)))
+
+
+def measured(path: Path) -> Measured:
+    """The computing times in a probe's file."""
+    found = measurements.read(path)
+    return Measured(found.batch, tuple(sorted(found.compute.items())))
+
+
+def _numbers(word: str, text: str, wanted: Sequence[str]) -> list[float]:
+    found = [_number(each) for each in text.split(",")]
+    if len(found) != len(wanted) or not all(map(math.isfinite, found)):
+        raise ValueError(f"{word!r} needs {plural(len(wanted), 'number')}: {', '.join(wanted)}; times are in seconds")
+    return found
+
+
+def _number(text: str) -> float:
+    """A number, or seconds given in another unit; NaN if it is neither.
+
+    >>> _number("0.05"), _number("50ms")
+    (0.05, 0.05)
+    """
+    for unit, factor in (("ms", 1e-3), ("us", 1e-6), ("s", 1.0), ("", 1.0)):
+        if text.endswith(unit):
+            try:
+                return float(text.removesuffix(unit)) * factor
+            except ValueError:
+                return math.nan
+    return math.nan
+
+
+def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
+    """What no duration can be drawn from."""
+    for name, value in vars(delay).items():
+        if isinstance(value, Delay):
+            yield from problems(value, where)
+        elif isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
+            yield Problem(f"{where}.{name}", value, "must be a finite number of at least 0")
+    if isinstance(delay, Slow) and not delay.factor > 0:
+        yield Problem(f"{where}.factor", delay.factor, "must be above 0: how many times as long slow workers take")
+    if isinstance(delay, Pareto) and delay.alpha < 0.1:
+        yield Problem(f"{where}.alpha", delay.alpha, "must be at least 0.1: with less, some steps would never end")
+    for name in ("begin", "end", "probability"):
+        if getattr(delay, name, 0) > 1:
+            yield Problem(f"{where}.{name}", getattr(delay, name), "is a probability: at most 1")
+    if isinstance(delay, Trace):
+        wrong = [t for own in delay.times for t in own if not (t >= 0 and math.isfinite(t))]
+        if not (delay.times and all(delay.times)):
+            yield Problem(f"{where}.times", delay.times, "needs at least one duration per worker")
+        elif wrong:
+            yield Problem(f"{where}.times", wrong[0], "must be finite numbers of at least 0")
+
+
+def look(given: Delay | str) -> Iterator[Problem]:
+    """What is wrong with delays as they were given."""
+    try:
+        delay = parse(given) if isinstance(given, str) else given
+    except ValueError as error:
+        yield Problem("cluster.delay", given, str(error))
+        return
+    if isinstance(delay, Delay):
+        yield from problems(delay)
+    else:
+        yield Problem("cluster.delay", delay, 'must be a delay such as LogNormal(0.05, 0.3), or "lognormal:0.05,0.3"')
+
+
+Sampler = Callable[[int], float]
+
+
+def sampler(delay: Delay, seed: int, worker: int) -> Sampler:
+    """One worker's durations by step."""
+    apart = fold(seed, 7)  # not the numbers that anything else draws with this seed
+    return lambda step: delay.seconds(apart, worker, step)

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is, as text to compare: with a checkpoint, or with what another machine is about to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+import orchestra.runs.budget as budgets
+from orchestra.core.strategy import Strategy
+from orchestra.data.feed import Samples
+from orchestra.engine import checkpoint, expression
+from orchestra.engine.job import Job
+from orchestra.engine.request import Request
+from orchestra.model import param_groups, schedules
+from orchestra.model.replica import persistent_buffers, trainable
+from orchestra.runs.budget import Target
+
+_LOOKED_AT = 16  # samples
+_MOST_SAID = 12_000  # bytes about a model, what it begins with, an optimizer, or its groups
+_OPENING = 1 << 16  # elements
+_SOON = 2.0  # seconds
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def initial(x: Tensor) -> str:
+    """A sum of the parameters in the beginning."""
+    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()[:16]
+
+
+def samples(data: Any) -> str | None:
+    """A sum of some samples, if there are tensors in them; None of a stream."""
+    some = [field for _, fields in _some(data) for field in fields.values()]
+    return _sum(some) if some else None
+
+
+def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) -> dict[str, Any]:
+    """What a checkpoint can be resumed with."""
+    shapes = {name: (p.shape, p.dtype) for name, p in trainable(module).items()}
+    found = {
+        "strategy": expression.show(strategy),
+        "workers": job.workers,
+        "servers": job.servers,
+        "batch": job.batch,
+        "seed": job.seed,
+        "model": checkpoint.fingerprint(shapes),
+        "data": "a stream" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
+        "optimizer": settings_of(given.optimizer(list(trainable(module).values()))),
+        "schedule": expression.show(s) if isinstance(s := given.schedule, schedules.Curve) else None,
+        "precision": given.precision,
+        "clip": job.clip,
+        "accumulate": job.accumulate,
+        "partition": repr(given.partition) if given.partition is not None else "IID()",
+        # Who holds which part of x depends on it.
+        "device": f"{job.device}, one each" if job.torch_means and job.one_memory else job.device,
+    }
+    if job.one_memory:
+        return found
+    return found | {"x": "on every machine", "means": "by torch" if job.torch_means else "by messages"}
+
+
+def fingerprint(
+    version: str, given: Request, strategy: Strategy[Any], module: nn.Module, data: Any, about: dict[str, Any]
+) -> dict[str, Any]:
+    """What all processes of a run must have in common, the most telling first; of what has parts, each part."""
+    made_by = (given.model, given.data, given.loss, given.optimizer, given.evaluate)
+    optimizer = given.optimizer(list(trainable(module).values()))
+    return {
+        **code(version, made_by),
+        **in_parts(about, strategy, module, optimizer),
+        "cluster": given.cluster.about(),
+        "budget": budget_of(given),
+        "tolerate": given.tolerate,
+        "loss": getattr(given.loss, "__qualname__", type(given.loss).__qualname__),
+        "evaluate_every": repr(given.evaluate_every),
+        "checkpoint_every": repr(given.checkpoint_every),
+        **parts_of_beginning(module),
+        **parts_of_data(data),
+    }
+
+
+def code(version: str, given: Iterable[Any]) -> dict[str, Any]:
+    """What is run: versions, and the sources of this package, of the script and of what defines the things given."""
+    return {
+        "version of orchestra": version,
+        "version of torch": torch.__version__.partition("+")[0],
+        "sources of orchestra": _sources(_PACKAGE),
+        "script": _scripts(given),
+    }
+
+
+def versions(version: str) -> dict[str, str]:
+    """What is run, for people: versions, and the commit of the repository that it was started in, if it was in one."""
+    found = {"orchestra": version, "torch": torch.__version__, "python": platform.python_version()}
+    commit = _commit()
+    return found if commit is None else found | {"the working directory": commit}
+
+
+@lru_cache  # what is imported stays as it was in the beginning
+def _commit() -> str | None:
+    """Of the working directory, and whether files differ from it; None where git is missing or does not say it soon."""
+    how = ("--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no", "--ignore-submodules=dirty")
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status", *how]
+    try:
+        said = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_SOON, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = said.decode(errors="replace").splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)")
+    changed = any(not line.startswith("#") for line in lines)
+    return None if commit == "(initial)" else commit[:12] + (" with changes" if changed else "")
+
+
+@lru_cache
+def _sources(folder: Path) -> dict[str, str]:
+    """A sum for every file, so that the first that differs can be named."""
+    return {path.relative_to(folder).as_posix(): _digest(path) for path in sorted(folder.rglob("*.py"))}
+
+
+def _scripts(given: Iterable[Any]) -> dict[str, str]:
+    """Of the user's own files, wherever on a machine they are; what is installed has a version."""
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    modules = {"__main__", *(_module_of(thing) for thing in given)}
+    found = {}
+    for name in sorted(modules):
+        path = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        if path.suffix == ".py" and path.is_file():
+            whole = path.resolve()
+            if not any(whole.is_relative_to(folder) for folder in (_PACKAGE, *installed)):
+                found[path.name if name == "__main__" else name] = _digest(path)
+    return found
+
+
+def _module_of(thing: Any) -> str:
+    """Where a function or a class is defined, or that of an object."""
+    while isinstance(thing, partial):
+        thing = thing.func
+    return str(getattr(thing, "__module__", None) or type(thing).__module__)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+
+
+def budget_of(given: Request) -> list[str]:
+    """A budget as text."""
+
+    def value(part: Any) -> Any:
+        return f"{part.metric}:{part.value}" if isinstance(part, Target) else part.count
+
+    return [f"{type(part).__name__.lower()}={value(part)}" for part in budgets.parts(given.budget)]
+
+
+def _some(data: Any) -> Iterator[tuple[int, dict[Any, Tensor]]]:
+    """Samples from all over the data, each with its index, and their fields by name or place; none of a stream."""
+    if isinstance(data, IterableDataset):
+        return
+    whole = Samples(data)
+    step = max(1, len(whole) // _LOOKED_AT)
+    for index in range(0, len(whole), step)[:_LOOKED_AT]:
+        # One by one: they need not fit into a batch together.
+        taken = whole.take([index])
+        fields = taken.items() if isinstance(taken, Mapping) else enumerate(taken)
+        yield index, {name: field for name, field in fields if isinstance(field, Tensor)}
+
+
+def _sum(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer's class and hyper-parameters."""
+    found = [dict(sorted(param_groups.settings(group).items())) for group in optimizer.param_groups]
+    return f"{type(optimizer).__name__} {found}"
+
+
+# Part by part, so that the first difference has a name.
+
+
+def in_parts(
+    about: dict[str, Any], strategy: Strategy[Any], module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """What a run is, with every part of what has parts in place of a sum of them."""
+    parts = {
+        "strategy": parts_of_strategy(strategy),
+        "model": parts_of_model(module),
+        "optimizer": parts_of_optimizer(optimizer) | parts_of_groups(optimizer, module),
+    }
+    found: dict[str, Any] = {}
+    for name, value in about.items():
+        found |= parts.get(name, {name: value})
+    return found
+
+
+def parts_of_strategy(strategy: Any) -> dict[str, Any]:
+    """Its name and every setting.
+
+    >>> parts_of_strategy(expression.parse("localsgd(tau=3)"))
+    {'strategy': 'localsgd', 'tau of the strategy': 3}
+    """
+    found = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    shown = {name: expression.show(v) if is_dataclass(v) else _plain(v) for name, v in found.items()}
+    called = expression.show(strategy).partition("(")[0]
+    return {"strategy": called} | {f"{name} of the strategy": value for name, value in shown.items()}
+
+
+def parts_of_model(module: nn.Module) -> dict[str, str]:
+    """The shape of every parameter, frozen ones too, and of every buffer.
+
+    >>> parts_of_model(nn.Linear(3, 2))
+    {'parameter weight': '2×3 float32', 'parameter bias': '2 float32'}
+    """
+    found = {f"parameter {name}": shape_of(p) for name, p in module.named_parameters()}
+    found |= {f"buffer {name}": shape_of(b) for name, b in persistent_buffers(module).items()}
+    return _no_longer_than(_MOST_SAID, found, "what else the model has")
+
+
+def parts_of_beginning(module: nn.Module) -> dict[str, str]:
+    """A sum of what is in every parameter and buffer before the first step."""
+    found = {**dict(module.named_parameters()), **persistent_buffers(module)}
+    sums = {f"sum of the initial {name}": _sum([tensor])[:8] for name, tensor in found.items()}
+    return _no_longer_than(_MOST_SAID, sums, "what else the model begins with")
+
+
+def parts_of_data(data: Any) -> dict[str, str]:
+    """Of some samples, the shapes and a sum.
+
+    >>> parts_of_data((torch.zeros(2, 3), torch.tensor([1, 2])))["sample 1"]
+    '3 float32, a number int64, in sum 772ba160'
+    """
+    return {
+        f"sample {index}": ", ".join([*map(_field, sample.items()), f"in sum {_sum(sample.values())[:8]}"])
+        for index, sample in _some(data)
+    }
+
+
+def _field(entry: tuple[Any, Tensor]) -> str:
+    """The shape of a field of a sample, with its name if it has one."""
+    name, field = entry
+    return f"{name} {shape_of(field[0])}" if isinstance(name, str) else shape_of(field[0])
+
+
+def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its class and every hyper-parameter; of other groups than the first, what they have of their own.
+
+    >>> parts_of_optimizer(torch.optim.Rprop(nn.Linear(3, 2).parameters(), lr=0.1))["lr of the optimizer"]
+    0.1
+    """
+    first, *others = [
+        {name: _plain(value) for name, value in sorted(param_groups.settings(group).items())}
+        for group in optimizer.param_groups
+    ]
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "groups of the optimizer": 1 + len(others)}
+    found |= {f"{name} of the optimizer": value for name, value in first.items()}
+    for number, group in enumerate(others, start=1):
+        own = {name: value for name, value in group.items() if value != first.get(name)}
+        found |= {f"{name} of group {number} of the optimizer": value for name, value in own.items()}
+    return _no_longer_than(_MOST_SAID, found, "what else the optimizer has")
+
+
+def parts_of_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The group of every layer, where not all are in one."""
+    layers = trainable(module)
+    if param_groups.is_one(optimizer, [*layers.values()]):
+        return {}
+    numbers = param_groups.members(optimizer, [*layers.values()])
+    found = {f"group of {name}": number for name, number in zip(layers, numbers, strict=True)}
+    return _no_longer_than(_MOST_SAID, found, "the groups of what else there is")
+
+
+def shape_of(p: Tensor) -> str:
+    """Shape and dtype as text, and whether a parameter is frozen."""
+    frozen = ", frozen" if isinstance(p, nn.Parameter) and not p.requires_grad else ""
+    return f"{'×'.join(map(str, p.shape)) or 'a number'} {str(p.dtype).removeprefix('torch.')}{frozen}"
+
+
+def opening_sum(tensor: Tensor) -> str:
+    """A sum of the first elements of a tensor, of which there may be very many."""
+    return _sum([tensor.reshape(-1)[:_OPENING]])
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, int | float | str) else str(value)
+
+
+def _no_longer_than(most: int, found: dict[str, Any], rest: str) -> dict[str, Any]:
+    """What fits into so many bytes as it is, and a sum of the rest: introductions are short."""
+    kept: dict[str, Any] = {}
+    for name, value in found.items():
+        most -= len(json.dumps({name: value}))
+        if most < 0:
+            break
+        kept[name] = value
+    if len(kept) == len(found):
+        return kept
+    others = [entry for entry in found.items() if entry[0] not in kept]
+    return kept | {rest: hashlib.sha256(repr(others).encode()).hexdigest()[:16]}

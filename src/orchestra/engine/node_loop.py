@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of one node, in whatever world: train or serve, set aside what was learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from orchestra.core import gradient_mask
+from orchestra.core.log import Log
+from orchestra.core.node import Comm, Node
+from orchestra.core.strategy import Where
+from orchestra.core.vectors import LARGE, ranges
+from orchestra.data import samples
+from orchestra.data.feed import Samples, fold, make_feed
+from orchestra.data.random_state import get_states, seed_everything, set_states
+from orchestra.engine import checkpoint, snapshot
+from orchestra.engine.job import Job, Look
+from orchestra.engine.middleware import Metered
+from orchestra.errors import EnvironmentProblem
+from orchestra.model import param_groups
+from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.model.replica import Replica
+from orchestra.runs.events import Ended, Snapped, Stepped
+from orchestra.runs.status import Report
+
+_REPORT_EVERY = 0.02  # seconds between a busy server's reports: they are for eyes
+
+
+class Keeper(Protocol):
+    """Sees to checkpoints, and to who stays for them; one for each node."""
+
+    def after_step(self, before: int) -> None:
+        """Save if it is time: the worker had done `before` steps a moment ago."""
+
+    def after_steps(self) -> None:
+        """Save once more after the last step, if the run saves at all: a larger budget goes on from there."""
+
+    def interrupted(self) -> bool:
+        """Whether the run is broken off, to go on another day."""
+        ...
+
+    def break_off(self) -> None:
+        """Save this worker's part before it leaves."""
+
+    def stay(self) -> bool:
+        """Wait after a worker's last step while others may need it; False if the run is broken off meanwhile."""
+        ...
+
+    def after_service(self) -> bool:
+        """A server's last duties; False if the run is broken off, so that there is no final model yet."""
+        ...
+
+
+@dataclass
+class Life:
+    """One node and everything around it that its strategy does not see."""
+
+    job: Job
+    node: Node
+    meter: Metered
+    log: Log
+    tell: Callable[[dict[str, Any]], None]  # to the coordinator
+    show: Callable[[Report], None]  # to whoever watches
+    state: Any = field(init=False)
+    snapshots: int = 0
+    interrupted: bool = False
+
+    def __post_init__(self) -> None:
+        self.node.clips = self.job.strategy.clips
+        self.state = self.job.strategy.init(self.node)
+        self.job.strategy.attach(self.node, self.state)
+
+    @property
+    def rank(self) -> int:
+        """Id of the node."""
+        return self.node.rank
+
+    @property
+    def where(self) -> Where:
+        """Where the model is now."""
+        return self.job.strategy.where(self.state)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the workers go in step now."""
+        return self.job.strategy.in_step(self.state)
+
+    @property
+    def is_server(self) -> bool:
+        """Servers come after the workers."""
+        return self.rank >= self.job.workers
+
+
+# Set up.
+
+
+def worker(
+    job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None, look: Look | None = None
+) -> Node:
+    """A worker whose x already holds the initial parameters. Several in one process may be given the same data.
+
+    `look` compares model and data with those of the caller, where that is another process.
+    """
+    seed_everything(job.seed)
+    module = job.model().to(x.device)
+    data = samples.read(job.data()) if data is None else data
+    if look is not None:
+        look.require_same(module, data, job.seed)
+    seed_everything(fold(job.seed, rank + 1))
+    replica = Replica(
+        module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate, cuts=job.cuts, names=job.names
+    )
+    if look is not None and replica.is_whole and job.resume is None:  # else another worker may have resumed a shared x
+        look.require_same_outputs(module, data, job.seed)
+    layers = list(replica.parameters) if job.layerwise else None
+    mine = ranges(x.numel(), job.workers)[rank] if job.owns_range else slice(0, x.numel())
+    return Node(
+        comm,
+        _inner(job, job.optimizer, x[mine], mine, layers),
+        x,
+        log=log,
+        seed=fold(job.seed, rank, 1),
+        replica=replica,
+        feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
+        placement=job.placement,
+        fuses=job.owns_range or job.torch_means,
+        clip=job.clip,
+        tolerate=job.tolerate,
+        last_step=job.last_step,
+        validation=_validation(job, rank, replica),
+    )
+
+
+def _inner(job: Job, optimizer: Factory, x: Tensor, part: slice, layers: Sequence[nn.Parameter] | None = None) -> Inner:
+    """The optimizer of a range of the model."""
+    pieces = gradient_mask.pieces_of([math.prod(shape) for shape in job.layers], part)
+    fused = job.parameters >= LARGE
+    return Inner(optimizer, x, layers=layers, pieces=pieces, schedule=job.schedule, fused=fused)
+
+
+def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
+    """The loss over this worker's share of the samples set apart, if there are any."""
+    if job.validation is None:
+        return None
+    apart = Samples(samples.read(job.validation()))
+    mine = range(len(apart))[rank :: job.workers]
+
+    def total() -> tuple[float, float]:
+        losses = [
+            len(chosen) * replica.loss_of(apart.take(chosen))
+            for start in range(0, len(mine), job.batch)
+            if (chosen := list(mine[start : start + job.batch]))
+        ]
+        return sum(losses), float(len(mine))
+
+    return total
+
+
+def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
+    """A server whose x already holds its range of the initial parameters."""
+    optimizer, part = job.optimizer, job.range_of(rank)
+    layers: list[nn.Parameter] | None = None
+    if job.layerwise:
+        optimizer, layers = param_groups.on_range(optimizer, job.layers, part, x)
+    inner = _inner(job, optimizer, x, part, layers)
+    seed = fold(job.seed, rank, 1)
+    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, clip=job.clip)
+
+
+# Train, serve.
+
+
+def work(life: Life, keeper: Keeper) -> None:
+    """A worker's steps, then what its strategy still has to do."""
+    job, node = life.job, life.node
+    while not spent(life):
+        if not life.meter.proceed(node.steps, in_step=life.in_step):
+            life.interrupted = keeper.interrupted()
+            break
+        before, far = node.steps, distance(life)
+        job.strategy.step(node, life.state)
+        record(life)
+        report(life)
+        if job.snapshot_every is not None and crossed(far, distance(life), job.snapshot_every):
+            take_snapshot(life, int(distance(life) // job.snapshot_every))
+        keeper.after_step(before)
+    if life.interrupted:
+        keeper.break_off()
+        node.comm.leave()
+        end(life)
+        return
+    if not node.retired:
+        keeper.after_steps()
+        job.strategy.finish(node, life.state)
+        node.comm.leave()
+    end(life)
+    if keeper.stay():
+        set_aside_the_end(life)
+
+
+def serve(life: Life, keeper: Keeper) -> None:
+    """A server's life; what concerns the run as a whole happens between two messages."""
+    job, node = life.job, life.node
+
+    def next_snapshot() -> float:
+        # A server counts samples. The workers have used as many when they take the snapshot of the same number.
+        every = job.snapshot_every
+        return math.inf if every is None else job.samples_by((life.snapshots + 1) * every)
+
+    due, reported, holds = next_snapshot(), node.now(), life.where == "servers"
+    already = node.comm.between_messages
+
+    def between() -> None:
+        nonlocal due, reported, holds
+        already()
+        while node.samples >= due:
+            if holds or node.samples == due:
+                take_snapshot(life, life.snapshots + 1)
+            else:  # it was due before this server held the model, and others took it
+                life.snapshots += 1
+            due = next_snapshot()
+        holds = life.where == "servers"
+        if node.now() - reported > _REPORT_EVERY:
+            report(life)
+            reported = node.now()
+
+    node.comm.between_messages = between
+    job.strategy.serve(node, life.state)
+    end(life)
+    if keeper.after_service():
+        drop_the_rest(life)
+        set_aside_the_end(life)
+
+
+def drop_the_rest(life: Life) -> None:
+    """Count what a server still holds: no update will use it."""
+    if unused := life.job.strategy.unused(life.state):
+        life.node.log("dropped", unused)
+
+
+def spent(life: Life) -> bool:
+    """Whether a worker has done its steps, or its epochs of a stream, or has made way for a server."""
+    job, node = life.job, life.node
+    if node.retired or (job.last_step is not None and distance(life) >= job.last_step):
+        return True
+    return job.last_epoch is not None and node.feed is not None and node.feed.epoch >= job.last_epoch
+
+
+def distance(life: Life) -> float:
+    """A worker's steps, counted as if all that began were still there: budgets and snapshots go by these."""
+    job, node = life.job, life.node
+    if node.feed is None or len(node.comm.workers) == job.workers or job.steps_per_epoch is None:
+        return node.steps
+    return node.feed.distance(job.steps_per_epoch)
+
+
+def crossed(before: float, after: float, every: int | None) -> bool:
+    """Whether a multiple of `every` lies in what was just done."""
+    return every is not None and after // every > before // every
+
+
+# Tell.
+
+
+def record(life: Life) -> None:
+    """Log a worker's step and what it cost."""
+    node, meter, traffic = life.node, life.meter, life.meter.traffic
+    loss = node.loss if node.weight else None
+    life.log.write(
+        Stepped(
+            node.now(), life.rank, node.steps, round(node.epochs, 4), node.samples, loss, node.lr,
+            round(meter.compute, 6), round(meter.communicate, 6), round(meter.wait, 6), traffic.sent, traffic.received,
+        )
+    )  # fmt: skip
+
+
+def report(life: Life) -> None:
+    """Show where this node is."""
+    node, meter, traffic = life.node, life.meter, life.meter.traffic
+    life.show(
+        Report(
+            node.steps, node.samples, node.loss, meter.compute, meter.communicate, meter.wait,
+            traffic.sent, traffic.received, node.now(), math.inf if node.retired else distance(life),
+        )
+    )  # fmt: skip
+
+
+def end(life: Life) -> None:
+    """Write the totals: the node has done its work."""
+    report(life)
+    node, meter, traffic = life.node, life.meter, life.meter.traffic
+    totals = (meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received)
+    by_node = {str(node): nbytes for node, nbytes in sorted(traffic.sent_to.items())}
+    life.log.write(Ended(node.now(), life.rank, node.steps, node.samples, *totals, by_node))
+
+
+# Set aside.
+
+
+def take_snapshot(life: Life, number: int) -> None:
+    """Set aside this node's part of a snapshot, if it holds anything. Number 0 is the initial model."""
+    life.snapshots = number
+    node = life.node
+    try:
+        if set_aside(life, life.job.run / "snapshots" / f"{number:05d}"):
+            life.log.write(Snapped(node.now(), life.rank, node.steps, node.samples, number))
+            life.tell({"kind": "snapped", "node": life.rank, "number": number})
+    except OSError as error:
+        life.tell({"kind": "snapshot-failed", "node": life.rank, "step": node.steps, "error": str(error)})
+
+
+def set_aside(life: Life, folder: Path) -> bool:
+    """Write this node's part of the model; False if it holds none."""
+    job, node, where = life.job, life.node, life.where
+    equal = where in ("everywhere", "copies", "shared")
+    holds = where == "servers" if life.is_server else where == "apart" or (equal and life.rank == 0)
+    buffers = node.replica.buffers() if node.replica is not None else {}
+    if node.retired or not (holds or buffers):
+        return False
+    start = job.range_of(life.rank).start if life.is_server else 0
+    x: Tensor | None = node.x if holds else None
+    samples = job.samples_by(node.steps) if equal else node.samples
+    seen = node.samples if buffers else 0
+    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers, where, seen))
+    return True
+
+
+def set_aside_the_end(life: Life) -> None:
+    """Write this node's part of the final model: without room in the run folder, where `conclusion` looks as well."""
+    job, folder = life.job, life.job.run / snapshot.FINAL
+    try:
+        snapshot.trying_again(lambda: set_aside(life, folder))
+    except OSError as error:
+        if not snapshot.is_full(error):
+            raise
+        if not job.one_memory and life.rank:  # another machine does not see it
+            raise EnvironmentProblem(
+                f"node {life.rank} could not write its part of the final model to {folder}: {error}. "
+                "Make room, and resume."
+            ) from None
+        set_aside(life, snapshot.make_elsewhere(job.launch) / snapshot.FINAL)
+
+
+# All that changes.
+
+
+def everything(life: Life) -> dict[str, Any]:
+    """All that changes during a run, on this node."""
+    node, meter, traffic = life.node, life.meter, life.meter.traffic
+    elsewhere = life.job.shares_x and life.rank != 0
+    return {
+        "x": None if elsewhere else node.x,
+        "buffers": node.replica.buffers() if node.replica is not None else {},
+        "inner": node.inner.state(),
+        "strategy": life.state,
+        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
+        "counts": [node.steps, node.samples, node.skipped, life.snapshots],
+        "progress": [node.comm.progress, node.comm.known],
+        "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
+        "sent_to": {str(node): nbytes for node, nbytes in traffic.sent_to.items()},
+        "node_rng": node.rng.get_state(),
+        "rng": get_states(cuda=node.x.is_cuda),
+    }
+
+
+def restore(life: Life, saved: dict[str, Any]) -> None:
+    """Go back to what `everything` gave."""
+    node, meter, traffic = life.node, life.meter, life.meter.traffic
+    if saved["x"] is not None:
+        node.x.copy_(saved["x"])
+    if node.replica is not None:
+        for name, buffer in node.replica.buffers().items():
+            buffer.copy_(saved["buffers"][name])
+    node.inner.restore(saved["inner"])
+    if node.feed is not None:
+        epoch, step, shared_anew = saved["feed"]
+        if shared_anew is not None:
+            node.feed.seek(*shared_anew[:2])
+            node.feed.reshare(shared_anew[2])
+        node.feed.seek(epoch, step)
+    if life.state is not None:
+        checkpoint.restore_into(life.state, saved["strategy"])
+        life.job.strategy.attach(node, life.state)
+    node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]
+    node.comm.progress, node.comm.known = saved["progress"]
+    _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]
+    traffic.sent_to.update({int(node): nbytes for node, nbytes in saved["sent_to"].items()})
+    node.rng.set_state(saved["node_rng"])
+    set_states(saved["rng"])

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node's way through a run, in a process of its own: set up, begin together with the others, train or serve."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from orchestra.core.node import Comm, Node
+from orchestra.core.ops import Transport
+from orchestra.engine import checkpoint, compute_times, node_loop
+from orchestra.engine.checkpoint_protocol import NodeKeeper, Together
+from orchestra.engine.control import Control
+from orchestra.engine.job import Job
+from orchestra.engine.middleware import Delayed, Metered
+from orchestra.engine.tracing import Traced
+from orchestra.runs import event_thinning
+from orchestra.runs.events import Began, EventLog
+from orchestra.runs.status import Report
+
+Tell = Callable[[dict[str, Any]], None]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
+def live(
+    job: Job,
+    transport: Together,
+    control: Control,
+    *,
+    make_node: Callable[[Comm, EventLog], Node],
+    tell: Tell,
+    show: Callable[[Report], None],
+    asked: float,
+) -> bool:
+    """Live as one node. Gives whether the run was broken off; `asked` is when this process was asked for."""
+    rank = transport.rank
+    torch.set_num_threads(job.threads)
+
+    def complain(error: OSError) -> None:
+        tell({"kind": "log-failed", "node": rank, "error": str(error)})
+
+    with contextlib.ExitStack() as files:
+        limit = None if job.trace else event_thinning.limit(job.workers + job.servers)
+        log = files.enter_context(EventLog(job.run / f"events-{rank}.jsonl", complain, limit=limit))
+        paced = transport if job.delay is None else Delayed(transport, compute_times.sampler(job.delay, job.seed, rank))
+        meter = Metered(paced if not job.trace else _traced(paced, job, log, files, complain))
+        node = make_node(Comm(meter, *job.groups), log)
+        life = node_loop.Life(job, node, meter, log, tell, show)
+        if job.resume is not None:
+            node_loop.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
+            if isinstance(paced, Delayed):
+                paced.step = node.steps  # the delays go on where they were
+        keeper = NodeKeeper(life, control, transport, log)
+        _settle_memory()
+        tell({"kind": "ready", "node": rank})
+        waited = transport.traffic.waited
+        transport.await_go()
+        transport.traffic.waited = waited  # the clock starts now
+        role, spend = ("server", node_loop.serve) if life.is_server else ("worker", node_loop.work)
+        log.write(Began(node.now(), rank, role, time.perf_counter() - asked))
+        spend(life, keeper)
+    return life.interrupted
+
+
+def _traced(
+    transport: Transport, job: Job, log: EventLog, files: contextlib.ExitStack, complain: Callable[[OSError], None]
+) -> Transport:
+    trace = files.enter_context(EventLog(job.run / f"trace-{transport.rank}.jsonl", complain))
+    return Traced(transport, trace.write, log.write, apart=job.strategy.model_at == "apart")
+
+
+def _settle_memory() -> None:
+    """Give back what setting up needed for a moment; from now on keep what backward frees.
+
+    Giving 40 MB back to the kernel at every step and faulting it in again costs 10 ms.
+    """
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):  # another C library
+        libc.malloc_trim(0)
+        if not any(name.startswith("MALLOC_") for name in os.environ):  # else the user has a wish of his own
+            libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the most that glibc takes
+            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

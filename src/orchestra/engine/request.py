@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was asked for, looked at from all sides before anything is started."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import orchestra.runs.budget as budgets
+from orchestra.core.strategy import Strategy, check_fields
+from orchestra.data.batches import Loss
+from orchestra.data.partitions import Partition
+from orchestra.engine import checks, expression
+from orchestra.engine.cluster import Cluster
+from orchestra.engine.first_gradient import try_gradient
+from orchestra.engine.scoring import Evaluate
+from orchestra.errors import ConfigError, Problem
+from orchestra.model.flat_optimizer import Factory, Schedule
+from orchestra.model.replica import problems_of
+from orchestra.model.schedules import Curve
+from orchestra.runs import run_lock
+from orchestra.runs.budget import Budget, Epochs, Steps, Target
+from orchestra.runs.status import Progress
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `train`."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], Any]
+    loss: Loss | None
+    optimizer: Factory
+    strategy: Strategy[Any] | str
+    cluster: Cluster
+    batch: int
+    budget: Budget
+    evaluate: Evaluate | None
+    evaluation_data: Callable[[], Any] | None
+    evaluate_every: Steps | Epochs
+    validation_data: Callable[[], Any] | None
+    seed: int
+    out: str | Path | None
+    schedule: Schedule | None
+    clip: float | None
+    accumulate: int
+    precision: str
+    partition: Partition | None
+    checkpoint_every: Steps | Epochs | None
+    resume: bool
+    tolerate: int
+    keep_snapshots: bool
+    score_afterwards: bool
+    trace: bool
+    progress: Callable[[Progress], None] | bool | None
+    note: dict[str, Any]
+
+
+def read_strategy(given: Request) -> tuple[Strategy[Any] | None, list[Problem]]:
+    """The strategy asked for, parsed if it was given as text, or why there is none."""
+    if isinstance(given.strategy, Strategy):
+        return given.strategy, []
+    if not isinstance(given.strategy, str):
+        message = 'must be a strategy such as AllReduce(), or its text "allreduce"'
+        return None, [Problem("strategy", given.strategy, message)]
+    try:
+        return expression.parse(given.strategy), []
+    except ConfigError as error:
+        return None, list(error.problems)
+
+
+def placed(given: Request, strategy: Strategy[Any] | None) -> Request:
+    """The same, with a cluster that knows how many of its processes will be servers."""
+    if strategy is None or not isinstance(given.cluster, Cluster):
+        return given
+    return replace(given, cluster=given.cluster.joined(strategy))
+
+
+def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Problem]:
+    """What can be judged without calling anything of the user's."""
+    yield from _look_at_functions(given)
+    strategy = yield from _look_at_place(given, strategy)
+    yield from budgets.problems_of(given.budget)
+    yield from checks.check_numbers(
+        batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
+        precision=given.precision, optimizer=given.optimizer,
+    )  # fmt: skip
+    if isinstance(given.schedule, Curve):
+        yield from check_fields(given.schedule, "schedule")
+    if given.evaluate is not None and given.evaluation_data is None:
+        yield Problem("evaluation_data", None, "must come with evaluate: a function that makes the data to score on")
+    if strategy is not None and strategy.validates and given.validation_data is None:
+        message = "the strategy looks at the loss of samples set apart: give a function that makes them"
+        yield Problem("validation_data", None, message)
+    if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
+        yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
+    if given.partition is not None and (isinstance(given.partition, type) or not hasattr(given.partition, "shards")):
+        yield Problem("partition", given.partition, "must be IID(), LabelSorted() or Dirichlet(alpha=...)")
+    yield from _look_at_note(given)
+    yield from _look_at_intervals(given)
+    yield from _look_at_checkpoints(given)
+    yield from _look_at_folder(given)
+
+
+def _look_at_place(given: Request, strategy: Strategy[Any] | None) -> Generator[Problem, None, Strategy[Any] | None]:
+    """The cluster, and whether the strategy fits there. Gives the strategy if it can say more about itself."""
+    if not isinstance(given.cluster, Cluster):
+        yield Problem("cluster", given.cluster, "must be a cluster such as Local(workers=4)")
+        return strategy
+    lacking = [*given.cluster.problems()]
+    yield from lacking
+    if strategy is None or (lacking and not given.cluster.one_memory):  # how many workers there are is not known
+        return strategy
+    unfit = [*checks.check_strategy(strategy, given.cluster.workers, given.clip)]
+    yield from unfit
+    if unfit:
+        return None  # it may not even be able to say what it is
+    if strategy.model_at == "shared" and not given.cluster.one_memory:
+        message = "its workers share one x in the memory of one machine: use Local(...), without torchrun"
+        yield Problem("strategy", type(strategy).__name__, message)
+    elif strategy.model_at == "shared" and given.cluster.resolve_device() != "cpu":
+        message = f'workers of {type(strategy).__name__} share one x in the memory of the machine: use "cpu"'
+        yield Problem("cluster.device", given.cluster.device, message)
+    return strategy
+
+
+def _look_at_functions(given: Request) -> Iterator[Problem]:
+    for name, example in (("model", "lambda: Net()"), ("data", "lambda: (x, y)"), ("loss", "F.cross_entropy")):
+        value = getattr(given, name)
+        if not callable(value) and (name, value) != ("loss", None):
+            message = f"must be a function, so that every process can make its own: {name}={example}"
+            yield Problem(name, type(value).__name__, message)
+    if isinstance(given.model, nn.Module):
+        message = "is a module: give the function that makes it, e.g. model=lambda: Net()"
+        yield Problem("model", type(given.model).__name__, message)
+    if isinstance(given.loss, type):
+        yield Problem("loss", given.loss.__name__, f"is a class: give an instance, loss={given.loss.__name__}()")
+    for name in ("evaluate", "evaluation_data", "validation_data", "schedule"):
+        value = getattr(given, name)
+        if value is not None and not callable(value):
+            yield Problem(name, type(value).__name__, "must be a function, or None")
+    if given.progress is not None and not isinstance(given.progress, bool) and not callable(given.progress):
+        yield Problem("progress", type(given.progress).__name__, "must be True, False, a function, or None")
+
+
+def _look_at_note(given: Request) -> Iterator[Problem]:
+    try:
+        json.dumps(given.note)
+    except (TypeError, ValueError) as error:
+        yield Problem("note", given.note, f"must be something that JSON can hold: {error}")
+
+
+def _look_at_intervals(given: Request) -> Iterator[Problem]:
+    for name in ("evaluate_every", "checkpoint_every"):
+        every = getattr(given, name)
+        if every is not None and not isinstance(every, Steps | Epochs):
+            yield Problem(name, every, "must be Steps(n) or Epochs(n)")
+        elif every is not None:
+            for problem in budgets.problems_of(every):
+                yield Problem(name, problem.value, problem.message)
+
+
+def _look_at_checkpoints(given: Request) -> Iterator[Problem]:
+    if isinstance(given.cluster, Cluster) and not given.cluster.keeps_checkpoints:
+        for name in ("checkpoint_every", "resume"):
+            if getattr(given, name):
+                yield Problem(name, getattr(given, name), "a rehearsal is repeated, not resumed: leave it out")
+
+
+def _look_at_folder(given: Request) -> Iterator[Problem]:
+    out = given.out
+    if isinstance(given.cluster, Cluster) and not given.cluster.is_home:
+        return  # another process keeps it
+    if out is not None and not isinstance(out, str | Path):
+        yield Problem("out", out, "must be a path")
+        return
+    if out is not None:
+        above = next(p for p in Path(out).absolute().parents if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            yield Problem("out", str(out), f"cannot be made: {above} is no folder that may be written to")
+            return
+    if given.resume and out is None:
+        yield Problem("out", out, "must name the run folder to resume")
+    elif given.resume and out is not None and not (Path(out) / "config.json").exists():
+        why = "holds no config.json: it is no run folder" if Path(out).exists() else "there is no such folder"
+        yield Problem("out", str(out), f"{why}, so nothing can be resumed")
+    if out is not None and not given.resume and Path(out).exists():
+        if not Path(out).is_dir():
+            yield Problem("out", str(out), "is a file: choose a folder")
+        elif any(Path(out).iterdir()) and not run_lock.never_began(Path(out)):
+            message = (
+                "is not empty: choose a new folder, or go on from its checkpoint: `orchestra resume` on the command "
+                "line, resume=True in a script"
+            )
+            yield Problem("out", str(out), message)
+
+
+def second_look(
+    given: Request, strategy: Strategy[Any], module: nn.Module, data: Any, warn: Callable[[str], object]
+) -> Iterator[Problem]:
+    """What shows only once model and data exist; `warn` hears of what works, but is probably not meant."""
+    unfit = [*problems_of(module)]
+    yield from unfit
+    if not unfit:
+        yield from checks.check_optimizer(given.optimizer, module, strategy)
+        yield from checks.check_placement(strategy, module)
+        yield from checks.check_layers(module, given.cluster.workers)
+    if given.schedule is not None and not 0 <= (factor := given.schedule(0.0)) < math.inf:
+        yield Problem("schedule(0.0)", factor, "must be a factor on the learning rate: finite, at least 0")
+    if given.schedule is not None and strategy.servers and isinstance(data, IterableDataset):
+        message = "cannot be followed by servers, which do not see where a stream ends: use a map-style Dataset"
+        yield Problem("schedule", given.schedule, message)
+    if strategy.promotes and isinstance(data, IterableDataset):
+        message = "cannot give the samples of a stream to other workers: use a map-style Dataset"
+        yield Problem("strategy.promote", True, message)
+    per_epoch = None if isinstance(data, IterableDataset) else 1
+    if strategy.counts_down and budgets.last_step(given.budget, per_epoch, 1) is None:
+        message = "has no share that could be spent, by which the strategy switches: add an end, such as | Steps(1000)"
+        yield Problem("budget", given.budget, message)
+    # Without numbers no sample is looked at, so there may be fewer than workers.
+    batch, workers = (given.batch, given.cluster.workers) if given.cluster.trains else (1, 1)
+    found = [*checks.check_data(data, batch=batch, workers=workers, partition=given.partition)]
+    yield from found
+    if not found and not unfit:
+        found = [*try_gradient(module, data, given.loss, given.batch, warn)]
+        yield from found or given.cluster.misfits(given, module, data)
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise all problems at once, if there are any."""
+    found = list(problems)
+    if found:
+        raise ConfigError(found)

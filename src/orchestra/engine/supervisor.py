@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is decided for a run as a whole, wherever its nodes are: when it begins, when it stops, what is saved."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from orchestra.engine import checkpoint, expression
+from orchestra.engine.cluster import Order
+from orchestra.engine.control import BUDGET_SPENT, INTERRUPTED
+from orchestra.errors import Interrupted, RunFolderGone, WorkerFailed, by_name
+from orchestra.runs import run_lock
+from orchestra.runs.status import Progress, Report, name_of
+
+_LOOK = 1.0  # seconds between two looks for the run folder
+
+
+@dataclass
+class Overseer(ABC):
+    """One run of one job. Hears what its nodes tell; how they are reached is for subclasses to say."""
+
+    order: Order
+    ready: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    saved: dict[int, set[int]] = field(default_factory=dict)
+    incomplete: set[int] = field(default_factory=set)  # steps at which a node could not save
+    warnings: list[str] = field(default_factory=list)
+    silenced: set[int] = field(default_factory=set)  # who has complained once about its log
+    stopped_by: str = "budget"
+    begun: bool = False
+    asked_to_stop: bool = False
+    interrupted: bool = False  # with steps left to do
+    signals: int = 0
+    signal_name: str = ""
+    last_checkpoint: int | None = None
+    beforehand: str = ""  # what must be done before the run can go on
+    looked: float = 0.0  # when the run folder was looked for
+
+    def __post_init__(self) -> None:
+        self.job = self.order.job
+        self.nodes = self.job.workers + self.job.servers
+        self.had_folder = not run_lock.is_gone(self.job.run)
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Every node is ready: start the clock, and let them go."""
+
+    @abstractmethod
+    def ask_to_stop(self, code: int) -> None:
+        """Agree with the workers on a last step: past every step begun, so that nobody has to go back."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """Of training so far."""
+
+    @abstractmethod
+    def rows(self) -> tuple[Report, ...]:
+        """What every node last reported."""
+
+    def progress(self) -> Progress:
+        """The run at this moment."""
+        job = self.job
+        return Progress(
+            job.run, expression.show(job.strategy), job.workers, job.servers, job.last_step, self.begun,
+            self.seconds() if self.begun else 0.0, self.rows(),
+        )  # fmt: skip
+
+    def hear(self, said: dict[str, Any]) -> None:
+        """Take note of what a node tells."""
+        node = said["node"]
+        match said["kind"]:
+            case "ready":
+                self.ready.add(node)
+                if len(self.ready) == self.nodes:
+                    self.begun = True
+                    self.begin()
+            case "done":
+                self.done.add(node)
+                self.interrupted |= said["interrupted"]
+            case "saved":
+                self._note_saved(said["step"], node)
+            case "save-failed":
+                before = self.last_checkpoint or self.order.resumed_from
+                newest = f"that of step {before} is still the newest" if before else "there is none yet"
+                self._warn(
+                    f"{self.name(node)} could not save at step {said['step']}: {said['error']}. Training went on; of "
+                    f"checkpoints, {newest}."
+                )
+                self.incomplete.add(said["step"])
+                self._discard(said["step"])
+            case "snapshot-failed":
+                self._warn(f"{self.name(node)} could not set aside the model at step {said['step']}: {said['error']}.")
+            case "log-failed" if node not in self.silenced:
+                self.silenced.add(node)
+                self._warn(f"{self.name(node)} could not write its events: {said['error']}. It goes on trying.")
+            case "failed":
+                raise WorkerFailed(self.name(node), said["traceback"])
+            case "refused":
+                raise by_name(said["error"])(said["message"])
+
+    def _note_saved(self, step: int, node: int) -> None:
+        """Seal a checkpoint once every node has written its part; discard it if one of them could not."""
+        if step in self.incomplete:
+            self._discard(step)  # this node's part was written after it was known
+            return
+        here = self.saved.setdefault(step, set())
+        here.add(node)
+        if len(here) < self.nodes:
+            return
+        del self.saved[step]
+        try:
+            checkpoint.commit(self.job.run / "checkpoints", step, self.order.about)
+            self.last_checkpoint = step
+        except OSError as error:
+            self._warn(f"the checkpoint of step {step} could not be sealed: {error}. Training went on.")
+
+    def _discard(self, step: int) -> None:
+        shutil.rmtree(checkpoint.draft(self.job.run / "checkpoints", step), ignore_errors=True)
+
+    def _warn(self, message: str) -> None:
+        """Say it now, and remember it for the end."""
+        self.warnings.append(message)
+        print(f"warning: {message}", file=sys.stderr)
+
+    def consider_stopping(self) -> None:
+        """Ask the workers to stop if there is a reason to."""
+        self._require_folder()
+        if not self.begun:
+            if self.signals:
+                self.raise_interrupted()
+            return
+        if self.asked_to_stop:
+            return  # some may already act on the reason given: it stays, and a second Ctrl-C ends everything at once
+        if self.signals:
+            self._stop("interrupt", INTERRUPTED)
+        elif self.order.seconds is not None and self.seconds() >= self.order.seconds:
+            self._stop("seconds", BUDGET_SPENT)
+        elif self.order.scorer.target_reached():
+            self._stop("target", BUDGET_SPENT)
+
+    def _require_folder(self) -> None:
+        """Once a second: raise if the run folder was deleted."""
+        now = time.monotonic()
+        if self.had_folder and now - self.looked > _LOOK:
+            self.looked = now
+            if run_lock.is_gone(self.job.run):
+                raise RunFolderGone(self.job.run)
+
+    def _stop(self, reason: str, code: int) -> None:
+        self.asked_to_stop, self.stopped_by = True, reason
+        self.ask_to_stop(code)
+
+    def settle(self) -> None:
+        """All nodes are done: say so if the run was broken off before its end."""
+        if self.interrupted:
+            self.raise_interrupted()
+        if self.stopped_by == "interrupt":  # too late: the last step was under way
+            self.stopped_by = "budget"
+
+    def raise_interrupted(self) -> None:
+        """Say that the run was broken off, and how to go on."""
+        run = self.job.run
+        newest = self.last_checkpoint or self.order.resumed_from
+        where = (
+            f"A checkpoint of step {newest} is in {run}; go on with {self.order.how_to_resume}{self.beforehand}"
+            if newest
+            else " ".join(["No checkpoint was written.", *self.warnings])
+        )
+        error = Interrupted(f"stopped by {self.signal_name or 'SIGINT'}. {where}")
+        error.exit_code = 143 if self.signal_name == "SIGTERM" else 130  # type: ignore[misc]
+        raise error
+
+    def name(self, node: int) -> str:
+        """How people are told of a node."""
+        return name_of(node, self.job.workers)
+
+
+class Signalled(Protocol):
+    """Somebody who stops when asked to, and at once when asked again."""
+
+    signals: int
+    signal_name: str
+
+    def raise_interrupted(self) -> None:
+        """Give up."""
+
+
+@contextmanager
+def counting(who: Signalled, *, echo: float = 0.0) -> Iterator[None]:
+    """Count Ctrl-C and SIGTERM instead of dying of them; those that come within `echo` seconds are one and the same."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    first = math.inf
+
+    def note(number: int, frame: object) -> None:
+        nonlocal first
+        if who.signals and time.monotonic() - first < echo:
+            return
+        first = min(first, time.monotonic())
+        who.signals += 1
+        who.signal_name = signal.Signals(number).name
+        if who.signals > 1:
+            who.raise_interrupted()
+
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

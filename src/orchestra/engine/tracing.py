@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes down every op of a node: what it was, from when to when, with whom and how many bytes.
+
+Before a mean of models, also how far this node's is from it: ‖xᵢ − x̄‖, the consensus distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from orchestra.core.ops import (
+    Broadcast,
+    Compute,
+    Done,
+    Gather,
+    Handle,
+    Mean,
+    MeanUpdate,
+    Message,
+    Op,
+    Recv,
+    Send,
+    Transport,
+)
+from orchestra.engine.middleware import Wrapper
+from orchestra.runs.events import Logged, Moved
+
+T = TypeVar("T")
+_TOGETHER: dict[type[Any], str] = {Mean: "mean", MeanUpdate: "mean", Broadcast: "broadcast", Gather: "gather"}
+
+
+class Traced(Wrapper):
+    """Tells of every op when it is over; of a vector that is lent, when it is on its way."""
+
+    def __init__(
+        self, inner: Transport, write: Callable[[Moved], None], log: Callable[[Logged], None], *, apart: bool
+    ) -> None:
+        super().__init__(inner)
+        self._write, self._log = write, log
+        self._apart = apart  # each worker has a model of its own, and what is averaged are models
+        self._step = 0
+        self.proceed = self._proceed
+
+    def _proceed(self, step: int, *, in_step: bool) -> bool:
+        self._step = step
+        return self.inner.proceed(step, in_step=in_step)
+
+    def start(self, op: Op[T]) -> Handle[T]:
+        """Pass the op on, and tell of it."""
+        began = self.now()
+        own = op.x.clone() if self._apart and type(op) is Mean and not op.x.is_meta else None
+        handle = self.inner.start(op)
+        if own is not None and isinstance(op, Mean):
+            distance = float((own - op.x).norm())
+            self._log(Logged(self.now(), self.rank, self._step, "consensus", distance))
+        told = _what(op, handle)
+        if told is not None:
+            kind, peer, nbytes = told
+            self._write(Moved(self.now(), self.rank, kind, began, peer, nbytes))
+        return handle
+
+
+def _what(op: Op[Any], handle: Handle[Any]) -> tuple[str, int | None, int] | None:
+    """What kind of op it was, with whom, and how many bytes went between the two; None if it is not worth a word."""
+    kind: type[Any] = type(op)
+    if isinstance(op, Send):
+        return "send", op.to, op.x.nbytes
+    if isinstance(op, Compute):
+        return ("compute", None, 0) if op.work else None
+    if isinstance(op, Recv):
+        came = handle.wait() if isinstance(handle, Done) else None
+        return ("receive", came.source, came.x.nbytes) if isinstance(came, Message) else None
+    if kind not in _TOGETHER:
+        return None
+    return _TOGETHER[kind], None, (op.g if isinstance(op, MeanUpdate) else cast("Mean", op).x).nbytes

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is up, read from the kernel: addresses, buckets, quotas, and the delay line's own arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestra.errors import ConfigError, EnvironmentProblem, Problem
+from orchestra.lab.build import DELAY_LINE, address_in, names
+from orchestra.lab.cgroups import find_cgroups
+from orchestra.lab.ip_commands import Kernel, arguments_of, living_in, namespaces, refuse_without
+from orchestra.lab.plan import Machine, host_of, owner_of, switch_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A lab that is there."""
+
+    name: str
+    addresses: tuple[str | None, ...]  # one per host; None where it was not built to its end
+    machines: tuple[Machine, ...]
+    cut: bool  # its hosts cannot reach each other: it was half built, or its delay line died
+    processes: int  # that run in its hosts
+
+    @property
+    def size(self) -> int:
+        """How many hosts."""
+        return len(self.machines)
+
+    def check(self) -> None:
+        """Refuse to use it where it would not work."""
+        if self.cut:
+            raise EnvironmentProblem(
+                f"the lab {self.name} is not whole: it was half built, or its delay line died. "
+                f"Take it down (orchestra lab down --name {self.name}), and build it anew."
+            )
+
+
+def look(name: str) -> Found:
+    """A lab by its name, which must be up."""
+    refuse_without()
+    hosts = sum(owner_of(space) == name and not space.endswith("-switch") for space in namespaces())
+    there = names()
+    if name not in there:
+        known = f"up: {', '.join(there)}" if there else "none is"
+        raise ConfigError([Problem("name", name, f"no such lab is up ({known}); see orchestra lab up --help")])
+    k, shares = Kernel(), find_cgroups()
+    spaces = [host_of(name, i + 1) for i in range(hosts)]
+    ports = {entry["dev"]: entry for entry in k.ask("tc", "qdisc", "show", inside=switch_of(name))}
+    latencies = _latencies(name)
+    machines, addresses = [], []
+    for number, space in enumerate(spaces, start=1):
+        sends = {entry["dev"]: entry for entry in k.ask("tc", "qdisc", "show", inside=space)}
+        machines.append(
+            Machine(
+                up=_rate(sends.get("eth0")),
+                down=_rate(ports.get(f"p{number}")),
+                latency=latencies.get(f"t{number}", 0.0),
+                cpu=shares.share(space) if shares else None,
+            )
+        )
+        addresses.append(address_in(k, space))
+    return Found(
+        name=name,
+        addresses=tuple(addresses),
+        machines=tuple(machines),
+        cut=not _whole(k, name, addresses, latencies),
+        processes=len(living_in(spaces)),
+    )
+
+
+def _latencies(name: str) -> dict[str, float]:
+    """Of each TAP, from the command line of the delay line."""
+    for pid in living_in([switch_of(name)]):
+        words = arguments_of(pid)
+        if any(word.endswith(DELAY_LINE.name) for word in words):
+            ports = [word.split("=") for word in words if word.startswith("t") and "=" in word]
+            return {tap: 2 * float(seconds) for tap, seconds in ports}
+    return {}
+
+
+def _whole(k: Kernel, name: str, addresses: list[str | None], latencies: dict[str, float]) -> bool:
+    """Whether every host has an address and a way to the others: through one bridge, or through its TAP."""
+    masters = {e["ifname"]: e.get("master") for e in k.ask("ip", "link", "show", inside=switch_of(name))}
+    every = range(1, len(addresses) + 1)
+    if latencies:
+        joined = all(masters.get(f"t{i}") == f"br{i}" for i in every)
+    else:
+        joined = all(masters.get(f"p{i}") == "br0" for i in every)
+    return bool(addresses) and None not in addresses and joined
+
+
+def _rate(bucket: dict[str, object] | None) -> float | None:
+    """Bits per second; tc says bytes."""
+    if bucket is None or bucket.get("kind") != "tbf":
+        return None
+    options = bucket["options"]
+    assert isinstance(options, dict)
+    return 8.0 * float(options["rate"])

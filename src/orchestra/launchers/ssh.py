@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on hosts that ssh reaches: look at every host, start one process for each slot, end with them.
+
+    launcher ── ssh host ── orchestra.launchers.agent ── the process
+    orders on standard input, with the token among them: nothing secret is in a command line, here or there
+
+No port is needed but ssh's and, between the hosts, those of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestra.engine.environment import STARTED_BY
+from orchestra.errors import ConfigError, EnvironmentProblem, Problem
+from orchestra.launchers.hosts import PORT, Host, Seat, argv, place, seats
+from orchestra.launchers.preflight import Answer, agree
+from orchestra.launchers.process_group import GRACE, SILENCE, Band, News, Pipe, ending_with_us
+
+_CONNECT = 10  # seconds to connect to a host
+_ANSWER = 30.0  # seconds for a host to say its versions
+_SWEEP = 10.0  # seconds for looking for what was left behind
+# Keys only, since many passwords cannot be asked for at once; a connection that is silent for 30 s is lost.
+_OPTIONS = ("BatchMode=yes", f"ConnectTimeout={_CONNECT}", "ServerAliveInterval=10", "ServerAliveCountMax=3")
+_REMEDIES = {
+    "host key verification failed": "connect once by hand, {ssh} {host}, and accept its key",
+    "permission denied (": "put your key there with ssh-copy-id {host}; passwords are not asked for",
+    "could not resolve": "correct its name, or give its address",
+    "no module named": "install this package there, or say python= behind the host, or --python",
+    "not found": "say python= behind the host, or --python",
+    "no such file": "say python= behind the host, or --python",
+    "permission denied": "let this user run it there, or say python= behind the host, or --python",
+    "unknown option": "say python= behind the host, or --python: it must be Python 3.11 or later",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything about a run but its token."""
+
+    hosts: Sequence[Host]
+    command: Sequence[str]
+    ssh: Sequence[str] = ("ssh",)
+    master: str | None = None  # where the others find the first host
+    port: int | None = None
+    environment: Mapping[str, str] | None = None
+    grace: float = GRACE  # seconds to save when asked to stop
+    again: str = ""  # the command that started it, up to what it starts
+
+    @property
+    def master_address(self) -> str:
+        """As given, or as ssh calls the first host."""
+        return self.master or self.hosts[0].address
+
+    def check(self) -> None:
+        """What can be known without asking anybody."""
+        problems = []
+        address = self.hosts[0].address
+        nearby = address == "localhost" or address.startswith("127.")
+        if nearby and self.master is None and len(self.hosts) > 1:
+            message = "is another machine for every host: say --master with the first host's address"
+            problems.append(Problem("master", address, message))
+        if self.port is not None and not 1 <= self.port <= 65535:
+            problems.append(Problem("port", self.port, "must be from 1 to 65535"))
+        if not self.ssh:
+            problems.append(Problem("ssh", "", 'must be a command, e.g. "ssh -p 2222"'))
+        if problems:
+            raise ConfigError(problems)
+
+    def line(self, host: Host) -> list[str]:
+        """The command that reaches a host's far end. Other programs than ssh need not know its options."""
+        options = [word for option in _OPTIONS for word in ("-o", option)] if Path(self.ssh[0]).name == "ssh" else []
+        far = shlex.join([host.python, "-P", "-m", "orchestra.launchers.agent"])
+        return [*self.ssh, *(["-T", *options] if options else []), host.name, f"exec {far}"]
+
+    def place(self, seat: Seat, port: int) -> dict[str, str]:
+        """What the process of a seat finds in its environment, but for the token."""
+        size = sum(host.slots for host in self.hosts)
+        found = place(seat.rank, size, seat.local_rank, seat.host.slots, self.master_address, port)
+        return found | dict(self.environment or {})
+
+
+def describe(run: Run) -> str:
+    """What would be run where."""
+    lines = []
+    for seat in seats(run.hosts):
+        host, found = seat.host, run.place(seat, run.port or PORT)
+        lines += [
+            f"rank {seat.rank} on {host.name}, in {host.cwd}:",
+            f"  {shlex.join(run.line(host))}",
+            "  on its standard input: ORCHESTRA_TOKEN, " + " ".join(f"{k}={shlex.quote(v)}" for k, v in found.items()),
+            f"  which runs: {shlex.join(argv(run.command, host.python))}",
+        ]
+    return "\n".join(lines)
+
+
+def launch(run: Run, token: str) -> int:
+    """Start a run, pass on what it prints, end with it; gives its exit code."""
+    port = prepare(run)
+    mark, news, places = secrets.token_hex(8), News(), seats(run.hosts)
+    band = Band([seat.host.name for seat in places], news, run.grace)
+    try:
+        code = band.play({seat.rank: _wire(run, seat, port, token, mark, news) for seat in places})
+    finally:
+        # Whoever ended by a signal or was cut off may have left somebody behind; so may all, if we do not know.
+        doubtful = [seat.host for seat in places if band.statuses.get(seat.rank, 255) >= 128]
+        _sweep(run, list(dict.fromkeys(doubtful)), mark)
+    return code
+
+
+def _wire(run: Run, seat: Seat, port: int, token: str, mark: str, news: News) -> Pipe:
+    orders = {
+        "do": "run",
+        "argv": argv(run.command, seat.host.python),
+        "cwd": seat.host.cwd,
+        "environment": run.place(seat, port) | {"ORCHESTRA_TOKEN": token, STARTED_BY: run.again},
+        "mark": f"{mark}:{seat.rank}.",
+        "silence": SILENCE,
+        "grace": run.grace,
+    }
+    return Pipe(seat.rank, run.line(seat.host), json.dumps(orders), news, tied=True)
+
+
+def _sweep(run: Run, hosts: Sequence[Host], mark: str) -> None:
+    """Kill what the far ends could not; a host that cannot be reached ends it by itself."""
+    _ask_all(run, [(host, {"do": "sweep", "mark": f"{mark}:"}) for host in hosts], _SWEEP)
+
+
+# Before the start.
+
+
+def prepare(run: Run) -> int:
+    """Ask every host whether it can take part; gives the port. Raises with the problems of all."""
+    run.check()
+    asked = {"do": "check", "master": run.master_address, "port": run.port or PORT, "any_port": run.port is None}
+    questions = [(host, asked | {"cwd": host.cwd, "first": host is run.hosts[0]}) for host in run.hosts]
+    said = _ask_all(run, questions, _ANSWER)
+    answers = [(host.name, _understand(run, host, *words)) for host, words in zip(run.hosts, said, strict=True)]
+    return int(agree(answers)[0]["port"])
+
+
+def _ask_all(
+    run: Run, questions: Sequence[tuple[Host, Mapping[str, Any]]], patience: float
+) -> list[tuple[int, str, str]]:
+    """Ask hosts all at once: of each the exit status, what it said, and its complaints."""
+    asked: list[subprocess.Popen[str]] = []
+    end = time.monotonic() + patience
+    try:
+        for host, question in questions:
+            asked.append(_ask(run.line(host), question))
+        return [_answer(process, end, patience) for process in asked]
+    finally:
+        for process in asked:
+            process.kill()
+
+
+def _ask(line: Sequence[str], question: Mapping[str, Any]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True,
+            preexec_fn=ending_with_us(),
+        )  # fmt: skip
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{line[0]} cannot be run here: {error}. Install it, or say --ssh with a command that reaches hosts."
+        ) from None
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin as far:
+        far.write(json.dumps(question) + "\n")
+    process.stdin = None  # all is said
+    return process
+
+
+def _answer(process: subprocess.Popen[str], end: float, patience: float) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=max(0.1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return 124, "", f"no answer within {patience:.0f} s"
+    return process.returncode, out, err
+
+
+def _understand(run: Run, host: Host, status: int, out: str, err: str) -> Answer | str:
+    """A host's answer, or what is wrong with it and what to do."""
+    with contextlib.suppress(ValueError, IndexError):
+        answer = json.loads(out.strip().splitlines()[-1])  # a login script may have printed something before
+        if status == 0 and isinstance(answer, dict):
+            return answer
+    lines = err.strip().splitlines() or [f"exit status {status}"]
+    known = ((line, remedy) for sign, remedy in _REMEDIES.items() for line in lines if sign in line.lower())
+    why, remedy = next(known, (lines[-1], "try by hand: {ssh} {host} true"))
+    return f"{why.strip().rstrip('.')}. Next: {remedy.format(ssh=shlex.join(run.ssh), host=host.name)}"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules: factors on the learning rate as functions of the epochs done, of which a warm-up is one.
+
+Goyal et al. "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017. https://arxiv.org/abs/1706.02677
+
+    k ← samples of a step of all workers / reference batch      linear scaling: k times the batch, k times the rate
+    γ(e) = η (1 + (k − 1) e/E)   for e < E,   k η afterwards     gradual warm-up over E epochs
+    γ(e) = η                     for e < E,   k η afterwards     constant warm-up
+    γ(e) = k η                                                  none (E = 0)
+
+η is the optimizer's own learning rate, the one that was found with the reference batch.
+
+    schedule=Warmup(factor=8)                                           k = 8, reached after 5 epochs
+    schedule=Warmup(reference=256, then=StepDecay(at=(30, 60, 80)))     k from batch and workers; as in the paper
+    --schedule "warmup(epochs=2, reference=16, how=constant, then=polynomial(epochs=20, power=2))"
+
+    warmup(epochs=5, factor=1, reference=None, start=1, how=gradual, then=constant)     k = factor · samples / reference
+    stepdecay(at=(30, 60, 80), by=0.1)          polynomial(epochs=90, power=2)          constant
+
+A schedule goes by samples dealt to the workers, so batch and workers do not shift it, and a resumed run is where it
+was. A sample counts when its mini-batch begins, also if the gradient is skipped, cancelled or too late. Servers go by
+the mean over the workers, which send their progress with every push: a worker that has finished counts with its last
+one. For workers in step that is what the log says, bit for bit.
+
+Linear scaling supposes that all workers' gradients make one step (all-reduce, a synchronous server). Where each is
+applied by itself, as in local steps or by an asynchronous server, say `factor`.
+
+Remark 1 of the paper, momentum correction (v ← v γ/γ_before whenever γ changes), is for momenta that contain the rate:
+v ← m v + γ g. torch's SGD keeps it outside, v ← m v + g and x ← x − γ v, which is the corrected form: nothing is to be
+done. Any function of epochs is a schedule; these can be named on the command line, too.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from orchestra.core.strategy import knob
+
+
+class Curve(ABC):
+    """A schedule with a name and knobs. Subclasses are frozen, keyword-only dataclasses."""
+
+    @abstractmethod
+    def __call__(self, epochs: float) -> float:
+        """The factor on the learning rate after so many epochs."""
+
+    def settled(self, samples: int) -> Curve:
+        """The same for a run whose workers together use so many samples in a step."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Curve):
+    """The optimizer's own learning rate, all along."""
+
+    def __call__(self, epochs: float) -> float:
+        """One."""
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDecay(Curve):
+    """Smaller by a factor at each of a few epochs."""
+
+    at: tuple[float, ...] = knob((30, 60, 80), "the epochs at which the rate falls")
+    by: float = knob(0.1, "the factor each time", least=0)
+
+    def __call__(self, epochs: float) -> float:
+        """`by`, as many times as one of `at` is past."""
+        return self.by ** sum(epochs >= e for e in self.at)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polynomial(Curve):
+    """(1 − e/epochs)^power: to zero at the end. With power 2 that of LARS, with 1 that of LAMB."""
+
+    epochs: float = knob(90.0, "where it reaches zero: the length of the run", least=1e-9)
+    power: float = knob(2.0, "1 is a straight line", least=0)
+
+    def __call__(self, epochs: float) -> float:
+        """The polynomial; zero after its end."""
+        return math.pow(max(0.0, 1 - epochs / self.epochs), self.power)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup(Curve):
+    """From a small learning rate to k times the optimizer's, then on with another schedule, which it multiplies."""
+
+    epochs: float = knob(5.0, "E: epochs of warm-up; 0 is none", least=0)
+    factor: float = knob(1.0, "k: what the learning rate is multiplied with in the end", least=0)
+    reference: int | None = knob(None, "batch to which k is in proportion: k = factor · batch · workers / it", least=1)
+    start: float = knob(1.0, "the factor at the beginning", least=0)
+    how: Literal["gradual", "constant"] = knob("gradual", "in between: a straight line, or `start` until the end of it")
+    then: Callable[[float], float] = field(
+        default_factory=Constant, metadata={"about": "another schedule, by epochs of the whole run"}
+    )
+
+    def __call__(self, epochs: float) -> float:
+        """The factor of the warm-up times that of the other schedule."""
+        if self.reference is not None:
+            raise ValueError("the factor of a reference batch depends on the run: call settled(samples) first")
+        k, past = self.factor, epochs / self.epochs if self.epochs else 1.0
+        if past < 1:
+            k = self.start if self.how == "constant" else self.start + (k - self.start) * past
+        return k * self.then(epochs)
+
+    def settled(self, samples: int) -> Warmup:
+        """With the factor that so many samples of a step make of the reference batch."""
+        k = self.factor if self.reference is None else self.factor * samples / self.reference
+        return replace(self, factor=k, reference=None, then=settle(self.then, samples))
+
+
+CURVES = (Constant, Polynomial, StepDecay, Warmup)
+
+
+def settle(schedule: Callable[[float], float] | None, samples: int) -> Any:
+    """Any schedule, as a run with so many samples in a step of all workers follows it."""
+    return schedule.settled(samples) if isinstance(schedule, Curve) else schedule

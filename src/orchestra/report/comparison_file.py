@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a comparison wrote down in its table.json that the folders of its runs do not tell."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from orchestra.runs.budget import Target
+from orchestra.runs.reading import NONSENSE, object_in
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not come to its end."""
+
+    folder: Path
+    strategy: str
+    seed: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was raced for, and what was learned."""
+
+    folder: Path
+    target: Target
+    learned: tuple[str, ...]  # the verdict's sentence first
+    fairness: tuple[str, ...]
+    failures: tuple[Failure, ...]
+
+
+def _comparison(folder: Path, found: dict[str, Any]) -> Comparison | None:
+    """What the table of a folder tells; None if there is none, or none that can be read."""
+    if (target := _target(found)) is None:
+        return None
+    return Comparison(
+        folder=folder,
+        target=target,
+        learned=_texts(found.get("learned")),
+        fairness=_texts(found.get("fairness")),
+        failures=tuple(_failures(folder, found.get("rows"))),
+    )
+
+
+def _target(found: dict[str, Any]) -> Target | None:
+    with contextlib.suppress(*NONSENSE):
+        return Target(str(found["target"]["metric"]), float(found["target"]["value"]))
+    return None
+
+
+def _notes(run: Path) -> Iterator[dict[str, Any]]:
+    """Where else than in a table the target and the baseline of a run may be written: in its note, in its budget."""
+    config = object_in(run / "config.json")
+    note, budget = config.get("note"), config.get("budget")
+    yield note["race"] if isinstance(note, dict) and isinstance(note.get("race"), dict) else {}
+    for part in map(str, budget if isinstance(budget, list) else ()):
+        metric, _, value = part.removeprefix("target=").rpartition(":")
+        yield {"target": {"metric": metric, "value": value}} if part.startswith("target=") else {}
+
+
+class Comparisons:
+    """Those that the runs at and below some folders are part of."""
+
+    def __init__(self, paths: Sequence[Path], runs: Sequence[Path]) -> None:
+        def inside(folder: Path) -> bool:
+            return any(folder.is_relative_to(path) for path in paths)
+
+        written = {folder: object_in(folder / "table.json") for folder in dict.fromkeys(r.parent.parent for r in runs)}
+        every = [found for folder, table in written.items() if (found := _comparison(folder, table)) is not None]
+        self.target: Target | None = None
+        self.baseline: str | None = None
+        for note in chain(written.values(), (note for run in runs for note in _notes(run))):
+            self.target = self.target or _target(note)
+            if self.baseline is None and isinstance(name := note.get("baseline"), str):
+                self.baseline = name
+            if self.target is not None and self.baseline is not None:
+                break
+        self.failures = {f.folder: f for race in every for f in race.failures if inside(f.folder)}
+        self._whole = every[0] if every and len(written) == 1 and inside(every[0].folder) else None
+
+    def whole(self, target: Target | None) -> Comparison | None:
+        """The one comparison that the runs are all of, if they are told to its own target."""
+        return self._whole if self._whole is not None and self._whole.target == target else None
+
+
+def _failures(folder: Path, rows: Any) -> Iterator[Failure]:
+    for row in _objects(rows):
+        for outcome in _objects(row.get("outcomes")):
+            match row.get("strategy"), outcome:
+                case str(strategy), {"seed": int(seed), "run": str(run), "failed": str(why)}:
+                    # Where it is now: comparisons are moved from one machine to another.
+                    yield Failure(folder.joinpath(*Path(run).parts[-2:]), strategy, seed, why)
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(item for item in value if isinstance(item, str)) if isinstance(value, list) else ()

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of one run, from its event files alone."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from orchestra.formatting import plural
+from orchestra.runs import dropped_events as dropped
+from orchestra.runs import files, learning
+from orchestra.runs.dropped_events import Dropped
+from orchestra.runs.events import Began, Ended, Event, Logged, Sampled, Scored, Skipped, Stepped, read
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a node spent its time: fractions of the run."""
+
+    node: int
+    role: str
+    compute: float
+    communicate: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What happened in a run."""
+
+    strategy: str
+    workers: int
+    servers: int
+    seed: int
+    steps: int  # of the slowest worker
+    samples: int  # of all workers
+    seconds: float  # of training, setting up and evaluation excluded
+    setup: float  # seconds until the last node was ready
+    samples_per_second: float
+    loss: float | None  # mean over the last tenth of each worker's steps
+    metrics: dict[str, float]  # of the final model
+    sent_per_worker: float  # bytes
+    received_per_worker: float  # bytes
+    sent_total: int  # bytes, of all nodes, servers included
+    shares: list[Share]
+    staleness_mean: float | None
+    staleness_max: int | None
+    staleness_counts: dict[int, int]
+    skipped: int
+    stopped_by: str
+    parameters: int
+    virtual: bool = False  # seconds are those of a rehearsal
+    trained: bool = True  # False: only time passed
+    most_steps: int | None = None  # of the fastest worker
+    defining: str | None = None  # what must happen for the strategy to have been itself
+    happened: tuple[int, float] | None = None  # the step and the second of that
+    afterwards: dict[str, float] = field(default_factory=dict)  # momentum and rate that the strategy then set
+    last_s: float | None = None  # how far from a plateau the loss was in the end
+    used: int | None = None  # samples that went into the model, where some did not
+    retired: tuple[int, ...] = ()  # workers that made way for servers
+    dropped: int = 0  # gradients for which too few workers were left to make an update
+    learned: bool | None = None  # None: nothing can be told, as of a run that is short or not over
+    unlearned: str | None = None  # that it did not learn, and what may be the reason
+    why_unlearned: str | None = None  # the figures that say so, and what to do
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Self:
+        """As `as_dict` gave it, also by way of JSON."""
+        counts = {int(staleness): count for staleness, count in record["staleness_counts"].items()}
+        again = {"shares": [Share(**share) for share in record["shares"]], "staleness_counts": counts}
+        happened = record["happened"] and tuple(record["happened"])
+        return cls(**record | again | {"happened": happened, "retired": tuple(record["retired"])})
+
+    @property
+    def made(self) -> str:
+        """What was done, in a word."""
+        return f"{plural(self.steps, 'step')} in {self.seconds:.2f} s"
+
+    @property
+    def missing(self) -> str | None:
+        """What should have happened and did not, so that the run does not show what its strategy is about."""
+        if self.defining is None or self.happened is not None:
+            return None
+        so_far = "" if self.last_s is None else f" (s was {self.last_s:.3g} at last)"
+        return (
+            f"NEVER {self.defining.upper()} in {plural(self.steps, 'step')}{so_far}: figures of its first part alone. "
+            "A larger threshold, latest=0.5 or when=atshare would make it"
+        )
+
+    @property
+    def warning(self) -> str | None:
+        """That the run did not learn, with figures and what to do."""
+        return None if self.unlearned is None else f"{self.strategy} {self.unlearned}: {self.why_unlearned}"
+
+    def share(self, kind: str) -> float:
+        """The workers' mean share of time in `compute`, `communicate` or `wait`."""
+        shares: list[float] = [getattr(s, kind) for s in self.shares if s.role == "worker"]
+        return sum(shares) / len(shares) if shares else 0.0
+
+
+def events_of(run: Path) -> list[Event]:
+    """All events of a run, by node."""
+    # None of them is garbage, and looking for some among so many takes as long as reading them.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return [event for path in sorted(run.glob("events-*.jsonl")) for event in read(path)]
+    finally:
+        if collects:
+            gc.enable()
+
+
+def scores_of(run: Path) -> list[Scored]:
+    """The evaluated snapshots of a run, in order."""
+    scored = [event for event in read(run / "scores.jsonl") if isinstance(event, Scored)]
+    return sorted(scored, key=lambda s: s.number)
+
+
+Said = dict[str | None, list[Logged]]  # what strategies had to say, by name
+
+
+def _apart(events: Sequence[Event]) -> tuple[list[Event], Said, Dropped]:
+    """All else, what was logged and what was dropped: a long run has many events, nearly all of them logged."""
+    others: list[Event] = []
+    said: Said = defaultdict(list)
+    for event in events:
+        if isinstance(event, Logged):
+            said[event.name].append(event)
+        else:
+            others.append(event)
+    return others, said, dropped.of(others)
+
+
+def _staleness(said: Said, lost: Dropped) -> dict[str, Any]:
+    counts = Counter(int(e.value) for e in said["staleness"]) + lost.values("staleness")
+    return {
+        "staleness_mean": sum(value * n for value, n in counts.items()) / counts.total() if counts else None,
+        "staleness_max": max(counts, default=None),
+        "staleness_counts": dict(sorted(counts.items())),
+    }
+
+
+def _switching(config: dict[str, Any], said: Said) -> dict[str, Any]:
+    defining = config.get("defining")
+    happened = [(e.step, e.t) for e in said[defining] if e.node < config["workers"]]
+    last = max(said["s"], key=lambda e: e.t, default=None)
+    then = {name: said[f"{name} after the switch"] for name in ("momentum", "rate")}
+    return {
+        "defining": defining,
+        "happened": min(happened, default=None),
+        "afterwards": {name: min(found, key=lambda e: e.node).value for name, found in then.items() if found},
+        "last_s": None if last is None else last.value,
+    }
+
+
+def facts_of(run: Path) -> Facts:
+    """Read a run folder."""
+    config = files.read_json(run / "config.json")
+    ending = files.read_json(p) if (p := run / "ending.json").exists() else {}
+    return facts_from(config, ending, events_of(run), scores_of(run))
+
+
+def facts_from(
+    config: dict[str, Any], ending: dict[str, Any], everything: Sequence[Event], scores: Sequence[Scored]
+) -> Facts:
+    """The figures of a run whose files are already read; whether it learned is judged when it is over."""
+    facts = _figures(config, ending, everything, scores)
+    if not facts.trained or not ending:
+        return facts
+    stepped = [e for e in everything if isinstance(e, Stepped)]
+    stale = bool(config.get("stale") or facts.staleness_max)
+    found = learning.judge(stepped, scores, config.get("labels"), steps=facts.steps, stale=stale)
+    return replace(facts, **asdict(found))
+
+
+def _figures(
+    config: dict[str, Any], ending: dict[str, Any], everything: Sequence[Event], scores: Sequence[Scored]
+) -> Facts:
+    events, said, lost = _apart(everything)
+    began = [e for e in events if isinstance(e, Began)]
+    stepped = [e for e in events if isinstance(e, Stepped)]
+    ended = {e.node: e for e in events if isinstance(e, Ended)}
+    roles = {e.node: e.role for e in began}
+    latest = _latest(stepped, ended)
+    workers = [e for node, e in latest.items() if roles.get(node) == "worker"]
+    retired = {e.node for e in said["retired"]}
+    seconds = max((e.t for e in workers), default=max((e.t for e in stepped), default=0.0))
+    samples = sum(e.samples for e in workers)
+    trained = config.get("cluster", {}).get("numerics") != "off"
+    return Facts(
+        strategy=config["strategy"],
+        workers=config["workers"],
+        servers=config["servers"],
+        seed=config["seed"],
+        steps=min((e.step for e in workers if e.node not in retired), default=_most(stepped)),
+        samples=samples,
+        seconds=seconds,
+        setup=max((e.setup for e in began), default=0.0),
+        samples_per_second=samples / seconds if seconds else 0.0,
+        loss=final_loss([e for e in stepped if e.node not in retired]) if trained else None,
+        metrics=scores[-1].metrics if scores and trained and scores[-1].number else {},
+        sent_per_worker=_mean([e.sent for e in workers]),
+        received_per_worker=_mean([e.received for e in workers]),
+        sent_total=sum(e.sent for e in latest.values()),
+        shares=[_share(e, roles.get(node, "worker")) for node, e in sorted(latest.items())],
+        **_staleness(said, lost),
+        stopped_by=ending.get("stopped_by", "unknown"),
+        parameters=config["parameters"],
+        virtual=config.get("cluster", {}).get("kind") == "simulated",
+        trained=trained,
+        most_steps=max((e.step for e in workers), default=None),
+        **_switching(config, said),
+        **_losses(events, said, lost, [e for node, e in ended.items() if roles.get(node) == "server"]),
+        retired=tuple(sorted(retired)),
+    )
+
+
+def _latest(stepped: Sequence[Stepped], ended: dict[int, Ended]) -> dict[int, Stepped | Ended]:
+    """The totals of each node; of a worker that has not ended, its last step tells the same."""
+    return {**{e.node: e for e in stepped}, **ended}
+
+
+def _most(stepped: Sequence[Stepped]) -> int:
+    return max((e.step for e in stepped), default=0)
+
+
+def _losses(events: Sequence[Event], said: Said, lost: Dropped, servers: Sequence[Ended]) -> dict[str, Any]:
+    """Gradients that were not finite, and how many samples servers know of if any came too late or were given up."""
+    unused = any(said[name] or lost.count(name) for name in ("late", "abandoned", "dropped"))
+    return {
+        "skipped": sum(isinstance(e, Skipped) for e in events) + lost.kinds["skipped"],
+        "used": max(e.samples for e in servers) if unused and servers else None,
+        "dropped": int(sum(e.value for e in said["dropped"]) + lost.sum("dropped")),
+    }
+
+
+def final_loss(stepped: Sequence[Stepped]) -> float | None:
+    """Mean training loss over the last tenth of each worker's steps, which one noisy batch does not sway."""
+    by_node: dict[int, list[Stepped]] = {}
+    for e in stepped:
+        by_node.setdefault(e.node, []).append(e)
+    if any(isinstance(e, Sampled) for e in stepped):
+        return _loss_of_samples(by_node)
+    last = [e.loss for es in by_node.values() for e in es[-max(1, len(es) // 10) :] if e.loss is not None]
+    return _mean(last) if last else None
+
+
+def _loss_of_samples(by_node: dict[int, list[Stepped]]) -> float | None:
+    """The same where steps were dropped: a sample speaks for all steps since the one before."""
+    found = [
+        (e.loss, e.step - before.step)
+        for es in by_node.values()
+        for before, e in pairwise(es)
+        if e.loss is not None and e.step > 0.9 * es[-1].step
+    ]
+    steps = sum(weight for _, weight in found)
+    return sum(loss * weight for loss, weight in found) / steps if steps > 0 else None
+
+
+def _share(e: Stepped | Ended, role: str) -> Share:
+    whole = e.t or math.inf
+    return Share(e.node, role, e.compute / whole, e.communicate / whole, e.wait / whole)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

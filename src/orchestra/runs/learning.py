@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run learned anything: from its training loss, and from its accuracy where chance is known.
+
+    unknown   fewer than 50 steps of a worker, no losses, or losses too noisy to tell
+    no        a score of the initial model was a number and that of the final one is not
+    no        the accuracy is that of guessing
+    yes       the accuracy is more than half way from chance to 1
+    no        three quarters of the losses in the last tenth of the steps are not below the initial one
+    yes       three quarters of them are below it
+    unknown   else
+
+The first line that applies counts. The initial loss is the mean over the workers' first steps. Chance is the largest
+share of one label, plus two standard deviations of what guessing scores on so many samples. It is known only where the
+labels could be counted and are balanced: where one label is frequent, a model that always says that label may well have
+a falling loss.
+
+A loss that never rose above the initial one by more than a tenth points to a rate that is too small, or to too few
+steps. Else the rate is suspected to be too large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestra.runs.events import Scored, Stepped
+
+FEWEST = 50  # steps of a worker from which on anything is said
+_ROSE = 1.1  # times the initial loss
+_BALANCED = 1.25  # times an even share that the largest label may have
+_COUNTED = 1000  # samples at most by which the noise of guessing is judged: the test set may be that small
+_SIGMAS = 2
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Whether a run learned; if it did not, that in a few words, and the figures with what to do."""
+
+    learned: bool | None = None
+    unlearned: str | None = None
+    why_unlearned: str | None = None
+
+
+def chance(labels: Any) -> float | None:
+    """The accuracy up to which a model may only be guessing; None where labels are unknown or not balanced."""
+    match labels:
+        case {"classes": int(classes), "count": int(count), "largest": float(largest)} if classes > 1 and count > 0:
+            noise = _SIGMAS * math.sqrt(1 / classes * (1 - 1 / classes) / min(count, _COUNTED))
+            balanced = 0 < largest <= _BALANCED / classes + noise
+            return largest + noise if balanced and largest + noise < 1 else None
+    return None
+
+
+def judge(stepped: Sequence[Stepped], scores: Sequence[Scored], labels: Any, *, steps: int, stale: bool) -> Learning:
+    """Look at a run that is over; `stale` if its gradients were applied to a newer model than theirs."""
+    by_node: dict[int, list[float]] = {}
+    for e in stepped:
+        if e.loss is not None:
+            by_node.setdefault(e.node, []).append(e.loss)
+    if steps < FEWEST or not by_node:
+        return Learning()
+    firsts = [losses[0] for losses in by_node.values()]
+    initial = sum(firsts) / len(firsts)
+    last = sorted(loss for losses in by_node.values() for loss in losses[-max(1, len(losses) // 10) :])
+    guess, accuracies = chance(labels), [s.metrics["accuracy"] for s in scores if _is_number(s, "accuracy")]
+    once = guess is not None and any(_is_good(accuracy, guess) for accuracy in accuracies)
+    if (why := _by_score(scores, guess)) is None:
+        if guess is not None and accuracies and _is_good(accuracies[-1], guess):
+            return Learning(True)
+        if (learned := _by_loss(last, initial)) is not False:
+            return Learning(learned)
+        why = f"the training loss was {initial:.4g} in the first step and {last[len(last) // 2]:.4g} in the end"
+    small = max(loss for losses in by_node.values() for loss in losses) <= _ROSE * initial
+    suspect, remedy = _suspicion(small=small and not once, stale=stale)
+    return Learning(False, f"{'collapsed' if once else 'did not learn'} ({suspect}?)", f"{why}. {remedy}")
+
+
+def _is_good(accuracy: float, guess: float) -> bool:
+    return accuracy > (1 + guess) / 2
+
+
+def _is_number(score: Scored, name: str) -> bool:
+    value: Any = score.metrics.get(name)  # null in a file is what was not finite
+    return value is not None and math.isfinite(value)
+
+
+def _by_score(scores: Sequence[Scored], guess: float | None) -> str | None:
+    """What says that the final model is of no use; None if its scores do not say so."""
+    if not scores or not scores[-1].number:
+        return None
+    first, last = scores[0], scores[-1]
+    if lost := [name for name in first.metrics if _is_number(first, name) and not _is_number(last, name)]:
+        return f"{', '.join(lost)} of the final model {'is no number' if len(lost) == 1 else 'are no numbers'}"
+    if guess is None or not _is_number(last, "accuracy") or last.metrics["accuracy"] > guess:
+        return None
+    return (
+        f"the final accuracy {last.metrics['accuracy']:.4g} is no better than guessing, which scores up to {guess:.2g}"
+    )
+
+
+def _by_loss(last: Sequence[float], initial: float) -> bool | None:
+    """Whether most of the last losses, in order of size, are below the initial one; None if nothing can be told."""
+    low, high = last[len(last) // 4], last[(3 * len(last)) // 4]
+    return False if low >= initial else True if high < initial else None
+
+
+def _suspicion(*, small: bool, stale: bool) -> tuple[str, str]:
+    if small:
+        return "rate too small, or too few steps", "Use a larger learning rate, or train longer."
+    if stale:
+        return (
+            "rate too large for stale gradients",
+            "Use a smaller learning rate and less momentum: gradients that are several updates old bear less of both "
+            "than those of allreduce.",
+        )
+    return "rate too large", "Use a smaller learning rate, or clip the gradients."

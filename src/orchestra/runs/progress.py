@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run looks like while it goes on, on standard error.
+
+A `Display` is given to `train(progress=...)`. On a terminal it redraws a few lines; elsewhere it prints a plain line
+now and then; or it says nothing. It draws only when its time has come, so calling it often costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from orchestra.formatting import plural
+from orchestra.runs import files
+from orchestra.runs.status import Progress, name_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_WINDOW = 3.0  # seconds over which the speed is averaged
+_QUICK, _BAR = 1.0, 30  # seconds that need no bar, and how long one is
+_TAIL = 4096  # bytes at the end of scores.jsonl that surely hold its last line
+_KINDS = (("compute", "█", "green"), ("communicate", "▓", "yellow"), ("wait", "░", "red"))
+
+
+# What is to be seen, apart from how.
+
+
+@dataclass(frozen=True)
+class NodeLine:
+    """One node: its step, and the fractions of its time so far."""
+
+    name: str
+    step: int
+    compute: float
+    communicate: float
+    wait: float
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has told anything about itself yet."""
+        return self.step > 0 or self.compute + self.communicate + self.wait > 0
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One moment of a run."""
+
+    title: str
+    t: float  # seconds of training
+    real: float | None  # real seconds, where those are virtual
+    step: int  # of the slowest worker
+    last_step: int | None
+    fraction: float | None  # of the budget that is spent
+    left: float | None  # real seconds
+    loss: float | None
+    rate: float  # samples per second of training
+    metrics: dict[str, float]
+    nodes: list[NodeLine]
+
+    def share(self, kind: str) -> float:
+        """The workers' mean share of time."""
+        shares: list[float] = [getattr(node, kind) for node in self.nodes if node.name.startswith("worker")]
+        return sum(shares) / max(1, len(shares))
+
+
+@dataclass
+class Observer:
+    """Makes pictures of one run after another."""
+
+    title: str = ""
+    seconds: float | None = None  # budget by the clock, if there is one
+    _seen: deque[tuple[float, float]] = field(default_factory=deque)
+    _run: Path | None = None
+
+    def look(self, now: Progress) -> Picture:
+        """The run as it is now."""
+        if now.run != self._run:
+            self._run = now.run
+            self._seen.clear()
+        fraction = self._fraction(now)
+        passed = now.t if now.real is None else now.real
+        return Picture(
+            title=self.title or _title(now),
+            t=now.t,
+            real=now.real,
+            step=now.step,
+            last_step=now.last_step,
+            fraction=fraction,
+            left=passed * (1 - fraction) / fraction if fraction and passed > 0.5 else None,
+            loss=now.loss,
+            rate=self._rate(now.t, now.samples),
+            metrics=latest_score(now.run),
+            nodes=[
+                NodeLine(name_of(i, now.workers), int(row.step), *(s / (row.t or math.inf) for s in row[3:6]))
+                for i, row in enumerate(now.nodes)
+            ],
+        )
+
+    def _fraction(self, now: Progress) -> float | None:
+        spent = [now.step / now.last_step] if now.last_step else []
+        spent += [now.t / self.seconds] if self.seconds else []
+        return min(1.0, max(spent)) if spent else None
+
+    def _rate(self, t: float, samples: float) -> float:
+        self._seen.append((t, samples))
+        while len(self._seen) > 2 and self._seen[1][0] < t - _WINDOW:
+            self._seen.popleft()
+        first_t, first = self._seen[0]
+        return (samples - first) / (t - first_t) if t > first_t else 0.0
+
+
+def latest_score(run: Path) -> dict[str, float]:
+    """The newest evaluation of a run under way; none before the first one after the start."""
+    try:
+        with files.open_regular(run / "scores.jsonl") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _TAIL))
+            score = json.loads(file.read().rsplit(b"\n", 2)[-2])
+            metrics = {str(name): float(v) for name, v in score["metrics"].items() if v is not None}
+            return metrics if score["number"] else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _title(now: Progress) -> str:
+    servers = f" + {plural(now.servers, 'server')}" if now.servers else ""
+    return f"{now.strategy} · {plural(now.workers, 'worker')}{servers}"
+
+
+# How it is shown.
+
+
+class View(Protocol):
+    """A way to show pictures."""
+
+    delay: float  # seconds before the first picture
+    every: float  # seconds between two pictures
+    finale: bool  # whether the last moment is shown in any case
+
+    def show(self, picture: Picture) -> None:
+        """Show one."""
+
+    def tell(self, text: str) -> None:
+        """Show a line in place of a picture."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class PlainView:
+    """One line every few seconds, for files and pipes; `alone` if nobody else will tell how it went."""
+
+    every = 5.0
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self.delay = 0.0 if alone else 5.0  # a short run needs no word before its summary
+        self.finale = alone
+
+    def show(self, picture: Picture) -> None:
+        """Print one line."""
+        self.tell(plain_line(picture))
+
+    def tell(self, text: str) -> None:
+        """Print it."""
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+def plain_line(p: Picture) -> str:
+    """One moment as one line of text."""
+    shares = "  ".join(f"{kind} {p.share(kind):.0%}" for kind, _, _ in _KINDS)
+    return f"[{_clock(p):>9}] {p.title}  {'  '.join(_figures(p))}  {shares}"
+
+
+def _clock(p: Picture) -> str:
+    return f"{p.t:.1f} s" if p.real is None else f"{p.t:.1f} virtual s in {p.real:.1f} s"
+
+
+def _figures(p: Picture) -> list[str]:
+    found = [f"step {p.step:,}" + (f"/{p.last_step:,}" if p.last_step else "")]
+    if p.loss is not None:
+        found.append(f"loss {p.loss:.4g}")
+    if p.rate:
+        found.append(f"{p.rate:,.0f} samples/{'' if p.real is None else 'virtual '}s")
+    found += [f"test {name} {value:.4g}" for name, value in list(p.metrics.items())[:2]]
+    if p.left is not None:
+        found.append(f"{duration(p.left)} left")
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> duration(7.4), duration(95), duration(7260)
+    ('7 s', '1 min 35 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class LiveView:
+    """A few lines on a terminal, redrawn in place and gone at the end."""
+
+    delay = 0.0
+    every = 0.125
+    finale = False
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        # No thread of its own and nothing redirected but standard error: data printed meanwhile stays data.
+        self._live = Live(
+            console=console, auto_refresh=False, transient=True, redirect_stdout=False, vertical_overflow="crop"
+        )
+        self._console = console
+
+    def show(self, picture: Picture) -> None:
+        """Redraw."""
+        self._draw(drawing(picture, self._console.width, self._console.height))
+
+    def tell(self, text: str) -> None:
+        """Redraw with this line alone."""
+        from rich.text import Text
+
+        self._draw(Text(text, no_wrap=True, overflow="ellipsis"))
+
+    def _draw(self, text: Text) -> None:
+        if not self._live.is_started:
+            self._live.start()
+        self._live.update(text, refresh=True)
+
+    def close(self) -> None:
+        """Take the lines away."""
+        if self._live.is_started:
+            self._live.stop()
+
+
+def drawing(p: Picture, width: int, height: int) -> Text:
+    """One moment as lines for a terminal of this size."""
+    from rich.text import Text
+
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(p.title + "\n", "bold")
+    percent = "" if p.fraction is None else f" {p.fraction:4.0%}"
+    bar = max(10, min(60, width - 20))
+    filled = round(bar * (p.fraction or 0.0))
+    text.append("━" * filled, "cyan").append("─" * (bar - filled), "dim").append(f"{percent}  {_clock(p)}\n")
+    text.append(" · ".join(_figures(p)))
+    room = max(1, height - 5)
+    shown = p.nodes if len(p.nodes) <= room else p.nodes[: room - 1]
+    digits = max((len(f"{node.step:,}") for node in shown), default=1)
+    for node in shown:
+        text.append(f"\n{node.name:<10} ")
+        if node.busy:  # a node that has not reported yet has only a name
+            text.append(f"step {node.step:>{digits},}  ")
+            _append_shares(text, node, max(8, min(30, width - 62)))
+    if len(shown) < len(p.nodes):
+        text.append(f"\n… and {len(p.nodes) - len(shown)} more nodes", "dim")
+    return text
+
+
+def _append_shares(text: Text, node: NodeLine, width: int) -> None:
+    cells = 0
+    for kind, character, colour in _KINDS:
+        count = min(width - cells, round(width * getattr(node, kind)))
+        text.append(character * count, colour)
+        cells += count
+    text.append(" " * (width - cells))
+    for kind, _, colour in _KINDS:
+        text.append(f"  {'comm.' if kind == 'communicate' else kind} ").append(f"{getattr(node, kind):4.0%}", colour)
+
+
+class Display:
+    """What `train(progress=...)` takes: called with a `Progress` as often as one likes, closed when the run is over.
+
+    It also remembers the folders of the runs it saw, which is how the command line finds what a script has trained.
+    """
+
+    def __init__(self, view: View | None, *, title: str = "", seconds: float | None = None) -> None:
+        self.runs: list[Path] = []
+        self._view = view
+        self._observer = Observer(title, seconds)
+        self._next: float | None = None
+        self._unseen: Progress | None = None
+        self._due = 0.0
+
+    def __call__(self, now: Progress) -> None:
+        """Show the run if it is time to."""
+        if not self.runs or self.runs[-1] != now.run:
+            self.runs.append(now.run)
+        if self._view is None or not now.begun:
+            return
+        clock = time.monotonic()
+        if self._next is None:
+            self._next = clock + self._view.delay
+        self._unseen = now
+        if clock >= self._next:
+            self._unseen = None
+            self._view.show(self._observer.look(now))
+            # From the end of the drawing: on a slow terminal the run goes before the picture.
+            self._next = time.monotonic() + self._view.every
+
+    def count(self, what: str, done: int, of: int) -> None:
+        """Show how many of something are done, once a second has passed: what is quick needs no words."""
+        clock = time.monotonic()
+        if done == 0:
+            self._due = clock + _QUICK
+        if self._view is not None and clock >= self._due:
+            filled = round(_BAR * done / max(1, of))
+            self._view.tell(f"{what}  {'━' * filled}{'─' * (_BAR - filled)}  {done} of {of}")
+            self._due = time.monotonic() + self._view.every
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._view is not None:
+            if self._view.finale and self._unseen is not None:
+                self._view.show(self._observer.look(self._unseen))
+            self._unseen = None
+            self._view.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def choose(*, quiet: bool = False, title: str = "", seconds: float | None = None) -> Display:
+    """The display that suits where standard error goes."""
+    return Display(None if quiet else _live() or PlainView(), title=title, seconds=seconds)
+
+
+def auto(wish: bool | None, seconds: float | None = None) -> Display:
+    """A live display on a terminal; elsewhere lines if wished for; nothing if not wished."""
+    if wish is False:
+        return Display(None)
+    return Display(_live() or (PlainView(alone=True) if wish else None), seconds=seconds)
+
+
+def _live() -> View | None:
+    # Asked of the stream itself: FORCE_COLOR makes rich take a file for a terminal, and a file cannot be redrawn.
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    from rich.console import Console
+
+    console: Any = Console(stderr=True)
+    return LiveView(console) if console.is_terminal and not console.is_dumb_terminal else None

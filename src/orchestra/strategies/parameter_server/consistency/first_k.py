@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""K-sync, K-batch-sync, K-async, K-batch-async: an update with the first K gradients.
+
+Dutta, Joshi, Ghosh, Dube, Nagpurkar. "Slow and Stale Gradients Can Win the Race: Error-Runtime Trade-offs in
+Distributed SGD", AISTATS 2018. https://arxiv.org/abs/1803.01113
+
+    x ← x − γ/K Σ g over the first K gradients, of P workers; X is the time of one, H a harmonic number
+
+                     the first K                    the others         E[T] of an update    X exponential, rate μ
+    K-sync           of different workers           are cancelled      E[X_{K:P}]           (H_P − H_{P−K}) / μ
+    K-batch-sync     at the present x, whoever's    are cancelled                           K / (P μ)
+    K-async          of different workers           go on, stale       ≤ K-sync             (H_P − H_{P−K}) / μ
+    K-batch-async    whoever's                      go on, stale       K E[X] / P           K / (P μ)
+
+K-sync with K = P is BSP, K-async with K = 1 is ASP. K-sync with K < P and K-async with K between have one server: of
+several, each would wait for the first K that come to it, and a worker that one of them needs might wait for the other
+for ever.
+
+An update needs K gradients until the end. When fewer than K workers are left, these pass over their mini-batches, and
+gradients that can no longer be completed to K are dropped.
+
+A worker whose gradient is cancelled stops in the middle where gradients are only waited for, and at the end of its
+mini-batch where they are really computed; the mini-batch is lost.
+
+On the digits (4 workers, K = 4, momentum 0.9, 20 epochs, mean of 3 seeds, the best of four rates) K-batch-sync ends at
+96.4 %, one process alone at 97.8 %: what is cancelled is lost.
+
+Bytes per worker and step: S sent unless the gradient was cancelled or passed over; S received unless x is still
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from orchestra.core.node import Node
+from orchestra.core.ops import Message
+from orchestra.core.strategy import knob
+from orchestra.errors import Problem
+from orchestra.strategies.parameter_server.consistency.base import (
+    NOTICE,
+    OnRequest,
+    ServerState,
+    Service,
+    pass_over,
+    pull,
+    push,
+)
+
+_K = "K: gradients in an update"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KSync(OnRequest):
+    """The first K of the workers; the others' gradients are cancelled."""
+
+    k: int = knob(1, _K, least=1)
+
+    @property
+    def stale(self) -> bool:
+        """Gradients that come too late are dropped."""
+        return False
+
+    @property
+    def meets(self) -> bool:
+        """A worker that has pushed waits for others before its next step."""
+        return False
+
+    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
+        """K different workers, and one server to say which, unless there is no choice."""
+        yield from at_most(self.k, workers)
+        yield from no_choice(self.k, workers, servers)
+
+    def work(self, node: Node, s: ServerState) -> None:
+        """Pull, compute unless cancelled, push."""
+        work_unless_cancelled(node, s)
+
+    def take(self, at: Service, push: Message) -> None:
+        """Keep it, unless it comes too late."""
+        hold_in_time(at, push)
+
+    def settle(self, at: Service) -> None:
+        """Update; who has not pushed yet need not."""
+        if of_workers(at, self.k):
+            _renew(at, at.active - {held.source for held in at.s.held})
+
+    def can_update(self, at: Service) -> bool:
+        """While K workers are left."""
+        return may_be_of_workers(at, self.k)
+
+    def may_read(self, at: Service, worker: int, version: int) -> bool:
+        """When there is something new."""
+        return at.version > version
+
+
+@dataclass(frozen=True, kw_only=True)
+class KBatchSync(OnRequest):
+    """The first K mini-batches at the present x, whoever's; others are cancelled."""
+
+    k: int = knob(1, _K, least=1)
+
+    @property
+    def stale(self) -> bool:
+        """Gradients that come too late are dropped."""
+        return False
+
+    @property
+    def meets(self) -> bool:
+        """A worker that has pushed waits for others before its next step."""
+        return False
+
+    def work(self, node: Node, s: ServerState) -> None:
+        """Pull what is new, compute unless cancelled, push."""
+        work_unless_cancelled(node, s)
+
+    def take(self, at: Service, push: Message) -> None:
+        """Keep it, unless it comes too late."""
+        hold_in_time(at, push)
+
+    def settle(self, at: Service) -> None:
+        """Update; all workers now compute at an old x."""
+        if len(at.s.held) >= self.k:
+            _renew(at, at.active)
+
+    def may_read(self, at: Service, worker: int, version: int) -> bool:
+        """At once: what there is, it works on."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class KAsync(OnRequest):
+    """The first K of the workers; the others go on with what they have."""
+
+    k: int = knob(1, _K, least=1)
+
+    @property
+    def meets(self) -> bool:
+        """A worker that has pushed waits for others before its next step."""
+        return False
+
+    def updates(self, workers: int) -> float:
+        """K gradients make one."""
+        return workers / self.k
+
+    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
+        """K different workers, and one server to say which, unless there is no choice."""
+        yield from at_most(self.k, workers)
+        if self.k > 1:
+            yield from no_choice(self.k, workers, servers)
+
+    def settle(self, at: Service) -> None:
+        """Update with all that came."""
+        if of_workers(at, self.k):
+            at.apply(at.s.held)
+
+    def can_update(self, at: Service) -> bool:
+        """While K workers are left."""
+        return may_be_of_workers(at, self.k)
+
+    def may_read(self, at: Service, worker: int, version: int) -> bool:
+        """When its own gradient is applied."""
+        return all(held.source != worker for held in at.s.held)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KBatchAsync(OnRequest):
+    """Any K mini-batches; nobody ever waits."""
+
+    k: int = knob(1, _K, least=1)
+
+    def updates(self, workers: int) -> float:
+        """K gradients make one."""
+        return workers / self.k
+
+    def settle(self, at: Service) -> None:
+        """Update with all that came."""
+        if len(at.s.held) >= self.k:
+            at.apply(at.s.held)
+
+    def may_read(self, at: Service, worker: int, version: int) -> bool:
+        """At once."""
+        return True
+
+
+def work_unless_cancelled(node: Node, s: ServerState) -> None:
+    """Pull what is new; compute, and push unless a server says meanwhile that it is for nothing."""
+    if not pull(node, s):
+        pass_over(node)
+        return
+    g = node.gradient(unless=node.comm.servers)
+    if not node.abandoned:
+        push(node, s, g)
+
+
+def of_workers(at: Service, k: int) -> bool:
+    """Whether gradients of k workers are in."""
+    return len({held.source for held in at.s.held}) >= k
+
+
+def may_be_of_workers(at: Service, k: int) -> bool:
+    """Whether gradients of k workers are in, or can still come."""
+    return len(at.active | {held.source for held in at.s.held}) >= k
+
+
+def hold_in_time(at: Service, push: Message) -> None:
+    """Keep a gradient taken at the present x; count another one and drop it."""
+    if push.version < at.version:
+        at.node.log("late", at.version - push.version)
+    else:
+        at.hold(push)
+
+
+def at_most(k: int, workers: int) -> Iterator[Problem]:
+    """K different workers must exist."""
+    if k > workers:
+        yield Problem("strategy.consistency.k", k, f"is more than the {workers} workers there are")
+
+
+def no_choice(k: int, workers: int, servers: int) -> Iterator[Problem]:
+    """Of several servers each would choose the first K that come to it, and those would wait for each other."""
+    if servers > 1 and k < workers:
+        message = f"must be 1 where {k} of {workers} workers are waited for: several would choose different ones"
+        yield Problem("strategy.servers", servers, message)
+
+
+def _renew(at: Service, concerned: set[int]) -> None:
+    """Update, and tell those who are computing that it is for nothing; once is enough."""
+    at.apply(at.s.held)
+    for worker in sorted(concerned - at.warned - {*at.asking}):
+        at.warned.add(worker)
+        at.node.comm.send(worker, at.node.x[:0], version=at.version, tag=NOTICE)

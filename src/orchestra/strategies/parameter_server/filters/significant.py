@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Significantly modified: an entry is sent when it has changed by more than a threshold since it was last sent.
+
+Li, Andersen, Park, Smola, et al. "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, §3.6.
+
+    r       what a worker has not sent of its gradients yet                  y_i     what worker i has of x
+    push:   r ← r + g;   send r_k and set r_k ← 0 where |r_k| > Δ
+    answer: send x_k and set y_ik ← x_k where |x_k − y_ik| > Δ
+
+Nothing is lost, it is late: every |r_k| and every |x_k − y_ik| is at most Δ. Δ = 0 sends all that changed at all. The
+same Δ holds for gradients and parameters, of which the latter move γ times as much in a step of plain SGD.
+
+Cost: a vector of the model's size on every worker, one of its range on a server for every worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from orchestra.core.gradient_mask import ABSENT
+from orchestra.core.node import Node
+from orchestra.core.strategy import knob
+from orchestra.strategies.parameter_server.consistency.base import ServerState
+from orchestra.strategies.parameter_server.filters.base import Filter, Sieved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Significant(Filter):
+    """An entry is sent when it has changed by more than a threshold."""
+
+    threshold: float = knob(0.0, "Δ: change of an entry that need not be sent", least=0)
+
+    def init(self, node: Node, s: ServerState) -> None:
+        """Nothing is left to be sent, and everybody has the first x."""
+        if node.serves:
+            s.seen = [node.x.clone() for _ in node.comm.workers.members]
+        else:
+            s.rest = [torch.zeros_like(part) for part in node.parts(node.x)]
+
+    def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved:
+        """What has accumulated, where it is enough."""
+        r = s.rest[server].add_(g)
+        significant = r.abs() > self.threshold
+        v = torch.where(significant, r, ABSENT)
+        r.masked_fill_(significant, 0)
+        return v, significant
+
+    @torch.no_grad()
+    def answer(self, node: Node, s: ServerState, worker: int) -> Sieved:
+        """x where that worker's is too old."""
+        x, y = node.x, s.seen[worker]
+        significant = (x - y).abs() > self.threshold
+        y.copy_(torch.where(significant, x, y))
+        return y, significant

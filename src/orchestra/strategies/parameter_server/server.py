@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter server: servers own the model, each a range of it; workers push gradients and pull parameters.
+
+Li, Andersen, Park, Smola, et al. "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
+https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
+
+    worker                                          server of range R
+    repeat                                          repeat
+        g ← ∇f(x)                                       take pushes of g[R]
+        push g[R] to the server of R, for every R       x ← x − γ d(ḡ) when the consistency says so
+        pull x[R] from the server of R, for every R     answer when the consistency says so
+
+The consistency is the algorithm: BSP (default), ASP, SSP, BoundedDelay, BackupWorkers, KSync, KBatchSync, KAsync,
+KBatchAsync, SoftSync, each a page of its own. The correction says what staleness does to a gradient: nothing, or
+StalenessAware, DelayCompensated (DC-ASGD).
+
+x is cut into equal ranges, at cache lines if it is long, or between the layers of the model (`placement="layers"`), so
+that the largest range is as small as it can be. Optimizers that look at whole layers need the latter, or one server.
+
+Optimizer state lives with the range and advances once per update. Every update makes a new version of a range; the
+staleness of a push is the number of versions made since its worker pulled: reports call it the gradient's age.
+
+Every push carries the range it covers and its worker's clock there: what comes twice is dropped, and a push in several
+`pieces` is taken when it is whole.
+
+A `filter` (Significant, RandomSkip, KKT) says which entries are worth sending; they travel as keys and values, the keys
+only when they changed if `cache_keys`.
+
+A server has a machine of its own or, if `colocated`, server k of M that of worker k − M mod N, so that they live with
+the last workers: what passes between the two does not pass the network. With as many servers as workers, colocated,
+there is one range per worker, and BSP is reduce-scatter and all-gather.
+
+Bytes per worker and step: S sent, S received, unless filtered. Per server: N times its range received and sent.
+Colocated, neither counts what stays on the machine. Seconds of a BSP step on links of rate R, but for computing and
+latency:
+
+    one server                  2 N S/R
+    one server, colocated       2 (N−1) S/R
+    one range per worker        2 (N−1)/N S/R     as much as a ring
+
+Several servers, M ≤ N, on machines of their own take 2 N/M S/R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from orchestra.core.node import Node
+from orchestra.core.strategy import Clipped, Strategy, knob
+from orchestra.errors import Problem
+from orchestra.strategies.parameter_server.consistency import BSP, AsPushed, Consistency, Correction, ServerState
+from orchestra.strategies.parameter_server.filters import Everything, Filter
+from orchestra.strategies.parameter_server.push_codec import Parcels
+from orchestra.strategies.parameter_server.ranges import too_many
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServer(Strategy[ServerState]):
+    """Workers push gradients to servers that own the model."""
+
+    short = "ps"
+    tries = (
+        "ps", "ps(servers=4)", "ps(consistency=backupworkers(b=1))", "ps(consistency=ssp(staleness=3))",
+        "ps(consistency=asp)", "ps(consistency=asp, servers=4)",
+    )  # fmt: skip
+
+    consistency: Consistency = field(default_factory=BSP, metadata={"about": "when a server answers"})
+    servers: int = knob(1, "servers, each with a range of the model", least=1)
+    placement: Literal["even", "layers"] = knob(
+        "even", "where the model is cut: into equal ranges, or between its layers"
+    )
+    colocated: bool = knob(False, "servers on the machines of the workers, in turn, not on their own")
+    pieces: int = knob(1, "messages in which a range is pushed", least=1)
+    filter: Filter = field(default_factory=Everything, metadata={"about": "what of a vector is worth sending"})
+    cache_keys: bool = knob(False, "send the keys of filtered entries only if they changed")
+    correction: Correction = field(
+        default_factory=AsPushed, metadata={"about": "what staleness does to a gradient: nothing, unless told"}
+    )
+
+    @property
+    def synchronous(self) -> bool:
+        """As the consistency is."""
+        return self.consistency.synchronous
+
+    @property
+    def stale(self) -> bool:
+        """As the consistency lets them be."""
+        return self.consistency.stale
+
+    def updates(self, workers: int) -> float:
+        """As the consistency makes them."""
+        return self.consistency.updates(workers)
+
+    @property
+    def clips(self) -> Clipped:
+        """As the consistency has it; each gradient before it is corrected, if it is."""
+        return self.consistency.clips if isinstance(self.correction, AsPushed) else "own"
+
+    @property
+    def meets(self) -> bool:
+        """As the consistency has it."""
+        return self.consistency.meets
+
+    @property
+    def model_at(self) -> Literal["servers"]:
+        """The servers' ranges, put together."""
+        return "servers"
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """What the consistency needs, and not more servers than can be of use."""
+        yield from self.consistency.demands(workers, self.servers)
+        yield from too_many(self.servers, workers)
+        if self.synchronous and not isinstance(self.correction, AsPushed):
+            yield Problem(
+                "strategy.correction",
+                self.correction,
+                "corrects stale gradients, of which there are none: consistency=asp has some",
+            )
+
+    def init(self, node: Node) -> ServerState:
+        """Version 0 of everything; a worker that asks before it computes has read nothing yet."""
+        if node.serves:
+            mine = node.placement[node.comm.servers.index(node.rank)]
+            s = ServerState([0], clocks=[[(mine.start, mine.stop, 0)] for _ in node.comm.workers.members])
+            self.correction.init(node, s)
+        else:
+            s = ServerState([self.consistency.first] * self.servers, pushed=[0] * self.servers)
+        self.filter.init(node, s)
+        return s
+
+    def attach(self, node: Node, s: ServerState) -> None:
+        """Pushes go in pieces, stamped, and as the filter lets them."""
+        parcels = Parcels(node, s, self.pieces, self.filter, self.cache_keys)
+        node.comm.pack, node.comm.unpack = parcels.pack, parcels.unpack
+
+    def unused(self, s: ServerState) -> int:
+        """Those of a group that was never complete."""
+        return len(s.held)
+
+    def step(self, node: Node, s: ServerState) -> None:
+        """As the consistency asks."""
+        self.consistency.work(node, s)
+
+    def serve(self, node: Node, s: ServerState) -> None:
+        """As the consistency asks."""
+        self.consistency.serve(node, s, self.correction)

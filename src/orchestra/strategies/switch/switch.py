@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategy-Switch: one strategy until the model has settled, then another.
+
+Provatas, Chalas, Konstantinou, Koziris. "Strategy-Switch", IEEE Access 13, pages 9510-9523, 2025; the rule as the
+project O.N.O. has it. https://ieeexplore.ieee.org/document/10836684
+Li et al. "Sync-Switch", ICDCS 2021 (after a share of the budget). https://arxiv.org/abs/2104.08364
+
+    repeat
+        one step of `first` (all-reduce) with rate γ and momentum μ
+        if `when` says so (s ≤ θ), on every worker after the same step:
+            the workers agree on x; whoever is to hold it takes x and the optimizer's momenta
+            momenta are kept, forgotten, or divided by N
+            r ← updates per gradient before / updates per gradient after         (1/N from all-reduce to asp)
+            μ' ← `momentum`, by default 0 if a round of gradients makes more updates than before, else μ
+            γ ← `scale` γ, by default r (1 − μ')/(1 − μ) γ;   μ ← μ'
+    repeat
+        one step of `then` (an asynchronous parameter server)
+
+γ/(1 − μ) is how far one gradient moves x in the end, so x goes as far for each sample as before. Why μ' = 0: a gradient
+that is N − 1 updates old meets a velocity that has gone on meanwhile. The two together swing, with hardly any damping:
+on a curvature c with c γ/(1 − μ) = 1.2, N = 8 and μ = 0.9, the swing fades by 1 % in N updates, by 22 % if there is no
+momentum, and by 5 % under all-reduce. With some seeds noise builds it up until the model is lost. Without momentum let
+the rate fall: the digits end at 87 to 97 % with a constant one, at 96 to 97.5 % with one that falls linearly to zero.
+Optimizers without momentum, Adam among them, get r γ and are otherwise left alone. So is one worker: r = 1.
+The schedule goes on by samples seen. Any two strategies in either order, with equally many servers if both have any.
+Between all-reduce and synchronous servers r = 1: a switch changes nothing, bit for bit.
+
+Servers start with the run and wait for their turn, on machines of their own. With `promote` they have those of the last
+M workers, which train no more after the switch: their samples go to the other N − M, in the middle of an epoch, and the
+budget is counted as if all had gone on.
+
+Bytes: those of `first` up to the switch and of `then` after it; a number to and from each worker in every round; at
+the switch S for x and S for every momentum, from a worker to each range's server or back; none if servers are promoted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy, knob
+from orchestra.errors import Problem
+from orchestra.strategies.all_reduce import AllReduce
+from orchestra.strategies.parameter_server.consistency import ASP
+from orchestra.strategies.parameter_server.server import ParameterServer
+from orchestra.strategies.switch import transfer
+from orchestra.strategies.switch.phases import Phases, SwitchState
+from orchestra.strategies.switch.triggers import Plateau, Trigger, Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySwitch(Phases):
+    """One strategy until the model has settled, then another."""
+
+    short = "switch"
+    tries = ("switch(when=atshare(share=0.25))",)
+    defining = "switched"
+
+    first: Strategy[Any] = field(default_factory=AllReduce, metadata={"about": "the strategy to begin with"})
+    then: Strategy[Any] = field(
+        default_factory=lambda: ParameterServer(consistency=ASP()), metadata={"about": "the strategy to go on with"}
+    )
+    when: Trigger = field(default_factory=Plateau, metadata={"about": "when to switch"})
+    momenta: Literal["keep", "reset", "scale"] = knob("keep", "what becomes of them: kept, forgotten, divided by N")
+    momentum: float | None = knob(
+        None, "μ after the switch; None: 0 if a round makes more updates than before", least=0, most=0.999
+    )
+    scale: float | None = knob(None, "of the learning rate at the switch; None: by updates per gradient and μ", least=0)
+    promote: bool = knob(False, "workers make way for the servers; their samples go to the others")
+
+    @property
+    def hands_over(self) -> bool:
+        """Momenta, unless they are forgotten."""
+        return bool(self.first.servers) != bool(self.then.servers) and self.momenta != "reset"
+
+    def demands(self, workers: int) -> Iterator[Problem]:
+        """What both demand, and what cannot be handed over."""
+        left = workers - self.then.servers if self.promote else workers
+        yield from self.first.demands(workers)
+        yield from self.then.demands(max(1, left))
+        yield from transfer.misfits(self.first, self.then)
+        if self.promote and (self.first.servers or not self.then.servers):
+            yield Problem("strategy.promote", True, "needs a first strategy without servers, and a second with some")
+        if left < 1:
+            message = f"would leave none of {workers} workers: promote fewer, or add workers"
+            yield Problem("strategy.then.servers", self.then.servers, message)
+
+    def init(self, node: Node) -> SwitchState:
+        """Both from the start; the second once more at the switch."""
+        return SwitchState(False, Watch(), self.first.init(node), self.then.init(node))
+
+    def attach(self, node: Node, s: SwitchState) -> None:
+        """Of the strategy in force, with the workers that are left."""
+        node.comm.send_as_given()
+        if s.switched and self.promote:
+            node.retire(self.then.servers)
+        strategy, state = self.in_force(s)
+        node.clips = strategy.clips
+        strategy.attach(node, state)
+
+    def step(self, node: Node, s: SwitchState) -> None:
+        """Of the strategy in force; then see whether it is time."""
+        if s.switched:
+            self.then.step(node, s.then)
+            return
+        self.first.step(node, s.first)
+        if self.when.fires(node, s.watch) and node.budget < 1:  # else there is nothing left for the other one
+            given = (self.momentum, self.scale) != (None, None) or self.momenta != "keep"
+            if self.first == self.then and not self.servers and not given:
+                s.then, s.switched = s.first, True
+                node.log("switched", node.steps)
+                return
+            self.first.finish(node, s.first)
+            transfer.from_worker(node, self.first, self.then, keep=self.momenta != "reset")
+            self._begin_anew(node, s)
+
+    def serve(self, node: Node, s: SwitchState) -> None:
+        """Under the first strategy, if that has servers; then under the second, if it comes to that."""
+        if not s.switched:
+            if self.first.servers:
+                self.first.serve(node, s.first)
+            if transfer.at_server(node, self.first, self.then, keep=self.momenta != "reset"):
+                self._begin_anew(node, s)
+        if s.switched and self.then.servers:
+            self.then.serve(node, s.then)
+        node.comm.see_off()  # a server without work is still there to be asked for what it has
+
+    def _begin_anew(self, node: Node, s: SwitchState) -> None:
+        workers = left = len(node.comm.workers)
+        for v in node.inner.first_moments() if self.momenta == "scale" else ():
+            v.div_(workers)
+        if self.promote:
+            node.retire(self.then.servers)
+            left = len(node.comm.workers)
+            if node.retired:
+                node.log("retired", node.steps)
+        before, after = self.first.updates(workers), self.then.updates(left)
+        r = before * left / (after * workers)
+        momentum = 0.0 if self.momentum is None and after > before else self.momentum
+        transfer.set_pace(node, momentum, r if self.scale is None else self.scale, told=self.scale is not None)
+        s.then, s.switched = self.then.init(node), True
+        self.attach(node, s)
+        node.log("switched", node.steps)
+
+    def finish(self, node: Node, s: SwitchState) -> None:
+        """Of the strategy in force."""
+        strategy, state = self.in_force(s)
+        strategy.finish(node, state)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""x and the optimizer's momenta from whoever holds them under one strategy to whoever does under the next.
+
+    workers → workers       nothing moves; if each had its own x, they take the mean
+    workers → servers       the server of range k gets x[k] and the momenta of that range from worker k − M mod N
+    servers → workers       every worker gets x and the momenta from all servers
+    servers → servers       every worker gets x; momenta stay
+
+Momenta that are to be forgotten are not sent. Servers also learn how many samples there were, and how far all workers
+are in the data, by which the schedule goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestra.core import optimizer_state
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy
+from orchestra.errors import Problem
+
+
+def misfits(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
+    """What cannot be handed over."""
+    if first.servers and then.servers not in (0, first.servers):
+        message = f"must be {first.servers} as in `first`: servers keep their ranges"
+        yield Problem("strategy.then.servers", then.servers, message)
+    if first.servers and then.servers and (first.placement, first.colocated) != (then.placement, then.colocated):
+        yield Problem("strategy.then", then, "must place its servers as `first` does: they keep their ranges")
+    if not first.meets:
+        yield Problem("strategy.first", first, "lets some workers wait for others, so they never all meet")
+    for name, part in (("first", first), ("then", then)):
+        if part.model_at == "shared" or part.defining is not None:
+            yield Problem(f"strategy.{name}", part, "cannot be switched from or to")
+
+
+def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bool) -> None:
+    """A worker's part of it. All workers come here after the same step, and none goes on before all have."""
+    comm = node.comm
+    if not keep:
+        node.inner.reset()
+    comm.send_as_given()
+    samples = torch.tensor([float(node.samples)], dtype=torch.float64)
+    comm.mean_(samples)
+    total = round(float(samples) * len(comm.workers))
+    parts = node.placement
+    if first.servers:
+        comm.pause()
+        outlines: list[optimizer_state.Outline] = []
+        vectors: list[list[Tensor]] = []
+        for server, part in zip(comm.servers.members, parts, strict=True):
+            node.x[part].copy_(comm.recv(server).x)
+            if not then.servers:
+                outline, momenta = _receive(node, server)
+                outlines.append(outline)
+                vectors.append(momenta)
+        if not then.servers:
+            node.inner.adopt(*optimizer_state.joined(parts, outlines, vectors))
+        return
+    if first.model_at == "apart":
+        comm.mean_(node.x, weight=float(max(1, node.samples)))
+    members = comm.workers.members
+    for k, (server, part) in enumerate(zip(comm.servers.members, parts, strict=True)):
+        if then.servers and members[(k - len(parts)) % len(members)] == node.rank:
+            comm.send(server, node.x[part], version=total)
+            _send(node, server, part)
+
+
+def at_server(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bool) -> bool:
+    """A server's part of it; False if the run has ended before."""
+    comm, workers = node.comm, node.comm.workers.members
+    comm.send_as_given()
+    if first.servers:
+        if not comm.resume():
+            return False
+        if not keep:
+            node.inner.reset()
+        for worker in workers:
+            comm.send(worker, node.x)
+            if not then.servers:
+                _send(node, worker, slice(0, node.x.numel()))
+        return True
+    giver = workers[(comm.servers.index(node.rank) - len(comm.servers)) % len(workers)]
+    came = comm.next_from(giver)
+    if came is None:
+        return False
+    node.x.copy_(came.x)
+    samples = came.version
+    node.inner.adopt(*_receive(node, giver))
+    node.samples = samples  # now that it holds everything
+    comm.known = dict.fromkeys(workers, came.progress)  # all workers are at the same step
+    return True
+
+
+def set_pace(node: Node, momentum: float | None, scale: float, *, told: bool) -> None:
+    """Go on with this momentum (None: as before) and `scale` times the rate, and log both if either may have changed.
+
+    A rate that was not `told` by the user also makes up for the change of the momentum.
+    """
+    inner = node.inner
+    if momentum is not None:
+        inner.set_momentum(momentum, keep=not told)
+    inner.rescale(scale)
+    if momentum is None and scale == 1:
+        return
+    inner.set_progress(node.epochs)
+    if inner.momentum is not None:
+        node.log("momentum after the switch", inner.momentum)
+    node.log("rate after the switch", node.lr)
+
+
+def _send(node: Node, to: int, part: slice) -> None:
+    outline, vectors = optimizer_state.within(node.inner.outline(), part, node.x.numel()), node.inner.vectors()
+    text = torch.frombuffer(bytearray(json.dumps(outline).encode()), dtype=torch.uint8)
+    node.comm.send(to, text, version=len(vectors))
+    for vector in vectors:
+        node.comm.send(to, vector[part])
+
+
+def _receive(node: Node, source: int) -> tuple[Any, list[Tensor]]:
+    came = node.comm.recv(source)
+    outline, count = json.loads(bytes(came.x.tolist())), came.version
+    return outline, [node.comm.recv(source).x.clone() for _ in range(count)]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When to switch from one strategy to another: the same answer on every worker, after the same step.
+
+    Plateau     the loss has settled: Provatas et al. 2025, as O.N.O. has it
+
+        s = 1/(w−1) Σ_{i=1}^{w−1} |L_i − L_{i−1}| / L_{i−1}        over the last w rounds
+        switch  ⇔  w rounds are recorded and s ≤ θ;      the paper has w = 6 and θ = 0.01
+
+    AtShare     after a share of the budget: Li et al., "Sync-Switch", ICDCS 2021. https://arxiv.org/abs/2104.08364
+
+The workers' losses of a round become one in a message that all of them exchange, so that all decide alike. A training
+loss that tends to zero never settles in relative terms: `latest` then switches after a share of the budget, or take
+the loss of samples set apart (`loss="validation"`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from orchestra.core.node import Node
+from orchestra.core.strategy import knob
+
+_LEAST = 1e-12  # below which a loss is nothing to divide by
+
+
+@dataclass
+class Watch:
+    """What a trigger has seen so far."""
+
+    round: int = 0
+    seen: list[float] = field(default_factory=lambda: [0.0, 0.0])  # Σ bᵢ Lᵢ and Σ bᵢ of this worker's round
+    losses: list[float] = field(default_factory=list)  # of the last rounds, of all workers
+
+
+class Trigger(ABC):
+    """When to switch."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether it looks at samples set apart."""
+        return False
+
+    @property
+    def watches(self) -> bool:
+        """Whether it looks at the loss of training."""
+        return False
+
+    @property
+    def counts_down(self) -> bool:
+        """Whether it goes by how much of the budget is spent."""
+        return False
+
+    @abstractmethod
+    def fires(self, node: Node, w: Watch) -> bool:
+        """Whether to switch after the step that was just done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plateau(Trigger):
+    """Once the loss has settled."""
+
+    window: int = knob(6, "w: rounds that are looked at", least=2)
+    threshold: float = knob(0.01, "θ: mean relative change of the loss from round to round", least=0)
+    loss: Literal["training", "maximum", "validation"] = knob(
+        "training", "of a round: the workers' mean, the largest of theirs, or that of samples set apart"
+    )
+    every: float = knob(1.0, "epochs of a round", least=1e-6)
+    latest: float | None = knob(None, "switch after this share of the budget at the latest", least=0, most=1)
+
+    @property
+    def validates(self) -> bool:
+        """If that is its loss."""
+        return self.loss == "validation"
+
+    @property
+    def watches(self) -> bool:
+        """If not at another loss."""
+        return not self.validates
+
+    @property
+    def counts_down(self) -> bool:
+        """If it must fire in the end."""
+        return self.latest is not None
+
+    def fires(self, node: Node, w: Watch) -> bool:
+        """Whether s ≤ θ at the end of a round."""
+        if node.weight:
+            w.seen[0] += node.weight * node.loss
+            w.seen[1] += node.weight
+        number = math.floor(node.epochs / self.every + 1e-9)
+        if number > w.round:
+            w.round = number
+            loss = self._agreed(node, w)
+            w.seen = [0.0, 0.0]
+            node.log("loss of the round", loss)
+            if math.isfinite(loss):  # else nobody has one
+                w.losses = [*w.losses, loss][-self.window :]
+            if len(w.losses) == self.window and math.isfinite(loss):
+                s = sum(abs(b - a) / max(abs(a), _LEAST) for a, b in pairwise(w.losses)) / (self.window - 1)
+                node.log("s", s)
+                if s <= self.threshold:
+                    return True
+        return self.latest is not None and node.budget >= self.latest
+
+    def _agreed(self, node: Node, w: Watch) -> float:
+        """The loss of a round, the same on every worker; NaN if nobody has one."""
+        total, weight = node.validate() if self.loss == "validation" else w.seen
+        mine = torch.tensor([total / weight if weight else math.nan], dtype=torch.float64)
+        if self.loss == "maximum":
+            found = [float(each) for each in node.comm.gather(mine)]
+            return max((loss for loss in found if math.isfinite(loss)), default=math.nan)
+        return float(mine) if node.comm.mean_(mine, weight=weight) else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtShare(Trigger):
+    """After a share of the budget."""
+
+    share: float = knob(0.25, "of the budget that the first strategy has", least=0, most=1)
+
+    @property
+    def counts_down(self) -> bool:
+        """By nothing else."""
+        return True
+
+    def fires(self, node: Node, w: Watch) -> bool:
+        """Whether that share is spent: every worker counts its own steps."""
+        return node.budget >= self.share
+
+
+TRIGGERS = (Plateau, AtShare)

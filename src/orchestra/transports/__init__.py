@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Worlds that carry out ops for real."""

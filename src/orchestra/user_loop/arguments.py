@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `prepare` was asked for: whether it can be, and what every process is told."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from orchestra._version import __version__
+from orchestra.clusters.attached import Attached
+from orchestra.core.strategy import Strategy
+from orchestra.engine import checkpoint, checks, environment, expression
+from orchestra.engine.fingerprint import code, in_parts, parts_of_data, settings_of
+from orchestra.engine.job import Job
+from orchestra.errors import Problem
+from orchestra.formatting import plural
+from orchestra.model import param_groups
+from orchestra.model.adjusted_optimizer import Adjusted
+from orchestra.model.flat_optimizer import ELEMENTWISE
+from orchestra.model.replica import problems_of, trainable
+from orchestra.runs import run_lock
+from orchestra.user_loop import loader as loaders
+from orchestra.user_loop import ranks, wrappers
+from orchestra.user_loop.earlier_calls import EARLIER, problems_of_group
+
+
+def problems_of_strategy(strategy: Strategy[Any], *, loader: bool, steps: bool) -> Iterator[Problem]:
+    """What a strategy needs that a loop does not have; a loader and the number of steps only if they are given."""
+    name = type(strategy).__name__
+    if strategy.model_at == "shared":
+        yield Problem("strategy", name, "its workers share one x in one memory: use orchestra.train with Local(...)")
+    if strategy.promotes:
+        yield Problem("strategy.promote", True, "cannot give the samples of a loop to other workers: leave it out")
+    if strategy.validates:
+        message = "looks at samples set apart, which a loop has for itself: use loss=training, or orchestra.train"
+        yield Problem("strategy", name, message)
+    if strategy.hands_over:
+        message = "cannot hand over the momenta of an optimizer that stays with the loop: use momenta=reset"
+        yield Problem("strategy", name, message)
+    if strategy.watches and not loader:
+        yield Problem("loader", None, "must be given: the strategy looks at the loss of every epoch")
+    if strategy.counts_down and not steps:
+        yield Problem("steps", None, "must be given: the strategy switches after a share of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The arguments of `prepare`."""
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    loader: DataLoader[Any] | None
+    strategy: Strategy[Any]
+    cluster: Attached
+    steps: int | None
+    seed: int
+    out: Path | None
+    tolerate: int
+    note: dict[str, Any]
+    lr_factor: float = 1.0  # on the rates of the optimizer, in its steps alone
+
+    @property
+    def together(self) -> bool:
+        """Whether a launcher started this process as one of several."""
+        return environment.launched()
+
+    @property
+    def size(self) -> int:
+        """Processes, servers included."""
+        return self.cluster.place.size if self.together else 1
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is; workers come first."""
+        return self.cluster.place.rank if self.together else 0
+
+    @property
+    def workers(self) -> int:
+        """All that are no servers."""
+        return self.size - self.strategy.servers
+
+    @property
+    def device(self) -> str:
+        """Where the model is."""
+        return next(iter(trainable(self.model).values())).device.type
+
+    @property
+    def frozen(self) -> list[nn.Parameter]:
+        """What of the model is never trained."""
+        return [p for p in self.model.parameters() if not p.requires_grad and p.numel()]
+
+    @property
+    def torch_means(self) -> bool:
+        """Whether torch takes the means: on a trusted network, of models that are not on GPUs."""
+        return self.together and self.device == "cpu" and self.cluster.joined(self.strategy).means_by_torch()
+
+    # Whether it can be.
+
+    def problems(self) -> Iterator[Problem]:
+        """All that cannot be."""
+        found = [*self._problems()]
+        yield from found
+        if found and self.strategy.watches:  # it would be told at the first step only
+            message = "must be given as well, at every step: optimizer.step(loss=loss)"
+            yield Problem("loss", type(self.strategy).__name__, message)
+
+    def _problems(self) -> Iterator[Problem]:
+        yield from environment.half_set()
+        if self.together:
+            yield from EARLIER.problems(self.strategy)
+            yield from problems_of_group(self.strategy)
+        yield from self._problems_of_processes()
+        yield from checks.check_strategy(self.strategy, self.workers, None)
+        unfit = [*problems_of(self.model)]
+        yield from unfit
+        if not unfit:
+            yield from self._problems_of_model()
+        if self.loader is not None:
+            yield from loaders.problems_of(self.loader, max(1, self.workers))
+        yield from problems_of_strategy(self.strategy, loader=self.loader is not None, steps=self.steps is not None)
+        if self.rank == 0 and self.out is not None and _is_taken(self.out):
+            yield Problem("out", str(self.out), "is not empty, or a file: choose a new folder")
+
+    def _problems_of_processes(self) -> Iterator[Problem]:
+        name, servers = type(self.strategy).__name__, self.strategy.servers
+        if self.workers < 1:
+            start = f"torchrun --nproc-per-node {servers + 2}"
+            message = (
+                f"{name} has {plural(servers, 'server')}, each a process of its own, beside the workers: start more "
+                f"than {plural(servers, 'process')}, such as {start} for 2 workers"
+            )
+            yield Problem("WORLD_SIZE", self.size, message)
+            return
+        if os.environ.get(environment.WORKERS, str(self.workers)) != str(self.workers):
+            message = f"{name} has {plural(servers, 'server')} beside them: say --servers {servers} as well"
+            yield Problem("workers", int(os.environ[environment.WORKERS]), message)
+        if (problem := ranks.other_answer(self.strategy, self.workers)) is not None:
+            yield problem
+        if self.together:
+            yield from self.cluster.joined(self.strategy).problems()
+
+    def _problems_of_model(self) -> Iterator[Problem]:
+        own = {*self.model.parameters()}
+        strange = sum(p not in own for group in self.optimizer.param_groups for p in group["params"])
+        if strange:
+            message = f"has {plural(strange, 'parameter')} not of the model: make it from model.parameters()"
+            yield Problem("optimizer", type(self.optimizer).__name__, message)
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        needs_closure = closure is not None and closure.default is closure.empty
+        if isinstance(self.optimizer, optim.SparseAdam | optim.LBFGS) or needs_closure:
+            message = "evaluates the loss several times a step, or takes sparse gradients: use SGD, Adam, ..."
+            yield Problem("optimizer", type(self.optimizer).__name__, message)
+        for what, found in (
+            ("dtype", sorted({str(p.dtype) for p in trainable(self.model).values()})),
+            ("device", sorted({str(p.device) for p in trainable(self.model).values()})),
+        ):
+            if len(found) > 1:
+                message = f"trainable parameters must have one {what} in common, not {', '.join(found)}"
+                yield Problem("model", type(self.model).__name__, message)
+        yield from wrappers.problems_of(self.model, self.workers)
+        if self.strategy.servers:
+            unfit = checks.check_optimizer(self.factory(), self.model, self.strategy)
+            # A schedule that was made before may begin with zero.
+            yield from (p for p in unfit if (p.where, p.value) != ("optimizer.lr", 0.0))
+
+    # What is to be done.
+
+    def factory(self) -> partial[optim.Optimizer]:
+        """Makes an optimizer like the one given: for layers like the model's, or for any where all are in one group."""
+        layers = [*trainable(self.model).values()]
+        if not param_groups.is_one(self.optimizer, layers):
+            return partial(param_groups.like, self.optimizer, param_groups.members(self.optimizer, layers))
+        kind, group = type(self.optimizer), self.optimizer.param_groups[0]
+        known = inspect.signature(kind).parameters
+        return partial(kind, **{name: value for name, value in group.items() if name in known and name != "params"})
+
+    def job(self) -> Job:
+        """As every node is told."""
+        samples, layers = None, [*trainable(self.model).values()]
+        if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
+            samples = len(self.loader.sampler)  # type: ignore[arg-type]
+        return Job(
+            model=lambda: self.model,
+            data=lambda: None,
+            loss=lambda output, target: output,
+            optimizer=self.factory() if self.lr_factor == 1 else Adjusted(self.factory(), self.lr_factor),
+            strategy=self.strategy,
+            workers=self.workers,
+            batch=(self.loader.batch_size if self.loader is not None else None) or 1,
+            seed=self.seed,
+            device=self.device,
+            one_memory=False,
+            torch_means=self.torch_means,
+            run=self.out or Path(),
+            launch="",
+            last_step=self.steps,
+            last_epoch=None,
+            schedule=None,
+            validation=None,
+            partition=None,
+            clip=None,
+            accumulate=1,
+            bf16=False,
+            tolerate=self.tolerate,
+            snapshot_every=None,
+            checkpoint_every=None,
+            trace=False,
+            steps_per_epoch=None,
+            samples_per_epoch=samples,
+            shards=None,
+            names=tuple(trainable(self.model)),
+            layers=tuple(tuple(p.shape) for p in layers),
+            layerwise=type(self.optimizer) not in ELEMENTWISE or not param_groups.is_one(self.optimizer, layers),
+            resume=None,
+            threads=torch.get_num_threads(),
+            delay=None,
+        )
+
+    def about(self, job: Job) -> dict[str, Any]:
+        """What the run is, for its folder."""
+        shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.model).items()}
+        return {
+            "version of orchestra": __version__,
+            "version of torch": torch.__version__.partition("+")[0],
+            "strategy": expression.show(self.strategy),
+            "workers": job.workers,
+            "servers": job.servers,
+            "batch": job.batch,
+            "seed": job.seed,
+            "model": checkpoint.fingerprint(shapes),
+            "data": "the loop's" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
+            "optimizer": settings_of(self.optimizer),
+            "steps": job.last_step,
+            "tolerate": job.tolerate,
+            "means": "by torch" if job.torch_means else "by messages",
+            **({} if self.lr_factor == 1 else {"lr_factor": self.lr_factor}),
+        }
+
+    def in_common(self, job: Job) -> dict[str, Any]:
+        """What all processes must say alike, the most telling first; of what consists of parts, each part."""
+        found = code(__version__, [self.model])
+        found |= in_parts(self.about(job), self.strategy, self.model, self.optimizer)
+        # Samples of other kinds may be drawn, differently everywhere.
+        data = self.loader.dataset if self.loader is not None else None
+        return found | parts_of_data(data) if type(data) is TensorDataset else found
+
+
+def _is_taken(out: Path) -> bool:
+    return out.exists() and (not out.is_dir() or (any(out.iterdir()) and not run_lock.never_began(out)))

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This process among the others: who it is, what it tells them, how it ends together with them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from orchestra.core.node import Comm
+from orchestra.core.ops import Message, Recv
+from orchestra.engine import checkpoint, node_loop, snapshot
+from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, OrchestraError, RunFolderGone
+from orchestra.formatting import plural
+from orchestra.model.replica import persistent_buffers
+from orchestra.runs import run_lock
+from orchestra.runs.events import EventLog
+from orchestra.runs.facts import facts_of
+from orchestra.user_loop import final_model
+from orchestra.user_loop.comparisons import Told
+from orchestra.user_loop.earlier_calls import EARLIER
+from orchestra.user_loop.exit_hooks import Exit
+from orchestra.user_loop.loader import Loader
+from orchestra.user_loop.peers import Company
+from orchestra.user_loop.run_folder import Folder
+from orchestra.user_loop.scores import Scores, figures
+from orchestra.user_loop.step_driver import Player
+
+FINAL = 0xFFFE  # the tag of a server's last message
+CLIP = "clip_grad_norm_"  # what servers are told of it: the largest norm of the mean, or False
+PIECE = 1 << 20  # bytes of what is never trained that are sent at a time
+
+
+class Seat:
+    """This process among the others."""
+
+    def __init__(
+        self, player: Player, company: Company, folder: Folder, module: nn.Module, loader: Loader | None
+    ) -> None:
+        self._player, self._company, self._folder = player, company, folder
+        self._module, self._loader = module, loader
+        self._life, self._node = player.life, player.life.node
+        company.shares_loader = loader is not None
+        if self._life.job.workers + self._life.job.servers > 1:
+            EARLIER.begin(self._life.job.strategy)
+        self.hooks: list[RemovableHandle] = []  # on the model
+        self.loaded = False  # whether the loop goes on from a state that it saved
+        self._told = Told(company.tell_home) if self.workers > 1 else None
+        self._scores = Scores(company, folder.path, self.rank)
+        self._ended: float | None = None  # when this worker's training did
+        self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
+
+    @property
+    def company(self) -> Company:
+        """What the other processes say."""
+        return self._company
+
+    @property
+    def rank(self) -> int:
+        """Which worker this is."""
+        return self._node.rank
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self._life.job.workers
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this is worker 0, who prints and saves for all."""
+        return self.rank == 0
+
+    @property
+    def steps(self) -> int:
+        """This worker's steps so far."""
+        return self._node.steps
+
+    @property
+    def samples(self) -> int:
+        """This worker's samples so far."""
+        return self._node.samples
+
+    def log(self, name: str, value: float) -> None:
+        """Put a figure into the run folder, if there is one."""
+        self._node.log(name, value)
+
+    def score(self, **given: Tensor | float) -> None:
+        """Give the model a score, such as `accuracy=0.9`: for the run folder, if there is one, and `orchestra compare`.
+
+        Every worker may call it, at the same places of the loop, or worker 0 alone: what several give is averaged. None
+        waits for another. The time that the loop takes to compute it counts as training. After `finish`, which leaves
+        all with one model, worker 0 speaks for all.
+        """
+        metrics = figures(given)
+        if self._ended is not None and not self.is_home:
+            return
+        now = self._node.now() if self._ended is None else self._ended
+        self._scores.give(now, self.steps, self.samples * self.workers, metrics)
+        if self._ended is not None and self._folder.path is not None:
+            self._scores.write()
+            self._sum_up()
+
+    def mean(self, value: Tensor | float, *, weight: float = 1.0) -> float:
+        """The weighted mean of a number over the workers. All must ask, at the same place of the loop."""
+        if self._player.over:
+            raise OrchestraError(
+                "the workers have parted since optimizer.finish(), with one and the same model. Take means before it."
+            )
+        mean = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu().clone()
+        traffic = self._life.meter.traffic
+        sent, received = traffic.sent, traffic.received
+        total = self._node.comm.mean_(mean, weight=weight)
+        traffic.sent, traffic.received = sent, received  # what is asked out of curiosity is not the strategy's cost
+        return float(mean) if total else math.nan
+
+    @property
+    def tells_servers(self) -> bool:
+        """Whether there are servers, and this is who tells them what schedules say."""
+        return self.is_home and bool(self._node.comm.servers.members)
+
+    def tell_settings(self, name: str, values: list[Any]) -> None:
+        """A schedule says something new of every group, such as learning rates: let the servers know."""
+        self._company.tell_settings(self._node.comm.servers.members, name, values)
+
+    def before_step(self, gradients: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Let worker 0 compare this worker with the others."""
+        if self._told is not None and not self._player.over:
+            rates = [float(group["lr"]) for group in groups] if self._life.in_step else []
+            self._told.before_step(self.steps + 1, gradients, rates, self._node.clip or math.inf)
+
+    def position(self) -> list[int] | None:
+        """Where the loader is: an epoch, and the batches taken of it."""
+        return None if self._loader is None else [self._loader.epoch, self._loader.taken]
+
+    def seek(self, position: list[int] | None) -> None:
+        """Go there."""
+        if self._loader is not None and position is not None:
+            self._loader.seek(*position)
+
+    # The end.
+
+    def _how_far(self) -> str:
+        """What is left of a loop that is broken off: nothing but what it has saved itself."""
+        kept = "" if self._folder.path is None else f" What happened is in {self._folder.path}."
+        return (
+            f"after {plural(self.steps, 'step')}. A loop goes on from what it saved itself, model.state_dict() and "
+            f"optimizer.state_dict(): nothing else was saved.{kept}"
+        )
+
+    def _broken_off(self, error: BaseException) -> None:
+        """Keep what happened, and why it went no farther."""
+        with contextlib.suppress(OSError):
+            if isinstance(self._life.log, EventLog):
+                self._life.log.flush()
+        self._folder.leave(error)
+
+    def finish(self, also: Iterable[nn.Module | Tensor] = ()) -> None:
+        """End together with the others, with one model and one of each of `also`; a second call does nothing."""
+        if self._player.over:
+            return
+        also = list(also)
+        extra, statistics = final_model.named(also), final_model.running(also)
+        self._player.rest()
+        life, node, left = self._life, self._node, None if self._loader is None else self._loader.left
+        if life.in_step:
+            if self._told is not None:
+                self._told.at_end(node.steps)
+            self._company.finish(node.steps, left)
+            self._require_steps()
+            self._player.finish()
+        else:
+            self._player.finish()
+            self._company.finish(node.steps, left)
+            self._require_steps()
+        node_loop.end(life)
+        self._ended = node.now()
+        if isinstance(life.log, EventLog):
+            life.log.flush()
+        self._folder.deliver()
+        self._receive_model()
+        if life.where == "apart":
+            average_(node.comm, [node.x])
+        self._average_buffers(persistent_buffers(self._module).values())
+        self._average_also(extra, statistics)
+        self._require_one_model()
+        if self.is_home and isinstance(life.log, EventLog):
+            self._conclude()
+        self._folder.close()
+        self._part_from_script()
+        self._company.part()
+        EARLIER.finish(life.job.strategy)
+
+    def _require_steps(self) -> None:
+        """Refuse a loop in which no worker made a step: whatever changed its parameters, the strategy did not.
+
+        A loop that loaded a state may have nothing left to do.
+        """
+        if not (self.loaded or self._company.any_steps):
+            message = (
+                "optimizer.finish() was called after 0 steps, so nothing was trained together with the other workers. "
+                "Call optimizer.step() after every backward pass: it is what changes the parameters."
+            )
+            self._fail(OrchestraError(message))
+
+    def _average_buffers(self, buffers: Iterable[Tensor], most: int | None = None) -> None:
+        left_out = average_buffers_(self._node.comm, buffers, self._node.samples, most=most)
+        if left_out and self.is_home:
+            self._company.warn(final_model.about_left_out(left_out))
+
+    def _average_also(self, extra: Mapping[str, Tensor], statistics: Sequence[Tensor]) -> None:
+        """What else the user keeps: means, weighted as the model's; of whole numbers those of worker 0."""
+        comm, most = self._node.comm, self._node.x.numel()
+        if (problem := final_model.other_layout(comm, extra)) is not None:
+            self._fail(ConfigError([problem]))
+        seen = set(map(id, statistics))
+        average_(comm, [t for t in extra.values() if t.is_floating_point() and id(t) not in seen], most=most)
+        if statistics:
+            self._average_buffers(statistics, most)
+        whole = [t for t in extra.values() if not t.is_floating_point()]
+        _together(whole, torch.int64, _in_pieces(comm.broadcast_, most))
+
+    def _require_one_model(self) -> None:
+        differing = final_model.differing(self._node.comm, dict(self._module.named_parameters()))
+        if differing is not None:
+            message = (
+                f"the workers do not have one model in the end: {differing}. Let only optimizer.step() change what is "
+                "trained, or change it alike in every process. Give what the loop updates by itself, such as a teacher "
+                "or a moving average, to optimizer.finish(also=[...]), which takes the mean over the workers."
+            )
+            self._fail(ClusterError(message))
+
+    def _fail(self, error: OrchestraError) -> NoReturn:
+        """End the run for all with an error that every worker finds."""
+        self._player.over = True
+        self._company.give_up(str(error), error.exit_code)
+        self._broken_off(error)
+        self._part_from_script()
+        raise error
+
+    def _part_from_script(self) -> None:
+        """Leave the model and the interpreter as they were before `prepare`."""
+        for hook in self.hooks:
+            hook.remove()
+        self._exit.close()
+
+    def _receive_model(self) -> None:
+        """From the servers, if they have it: all workers have left, so it changes no more."""
+        node = self._node
+        for server, part in zip(node.comm.servers.members, node.placement, strict=True):
+            while True:
+                came = node.comm.transport.start(Recv(server, node.comm.workers)).wait()
+                if not isinstance(came, Message):
+                    raise ClusterError(f"node {server} ended without giving its part of the model")
+                if came.tag == FINAL:
+                    break
+            if self._life.where == "servers":
+                node.x[part].copy_(came.x)
+
+    def _conclude(self) -> None:
+        """What `train` leaves in a run folder."""
+        self._folder.collect()
+        folder = self._life.job.run
+        if run_lock.is_gone(folder):
+            raise RunFolderGone(folder)
+        snapshot.export_or_rescue(self._module, folder, self._life.job.launch)
+
+        def write() -> None:
+            ending = {"stopped_by": "loop", "warnings": self._company.warnings}
+            checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
+            self._scores.write()
+            facts = facts_of(folder)
+            if facts.warning is not None and facts.warning not in self._company.warnings:
+                self._company.warn(facts.warning)
+                checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
+            self._sum_up()
+
+        try:
+            snapshot.trying_again(write)
+        except OSError as error:
+            if not snapshot.is_full(error):
+                raise
+            whole = f"The trained model is whole: {folder / snapshot.MODEL}."
+            raise EnvironmentProblem(f"the disk of {folder} is full: {error.strerror}. {whole}") from None
+
+    def _sum_up(self) -> None:
+        folder = self._life.job.run
+        checkpoint.write_text(folder / "summary.json", json.dumps(facts_of(folder).as_dict(), indent=1))
+
+
+@torch.no_grad()
+def _together(tensors: Sequence[Tensor], dtype: torch.dtype, do: Callable[[Tensor], object]) -> None:
+    """Do something to tensors as one vector of a wide dtype."""
+    if tensors:
+        vector = torch.cat([t.detach().reshape(-1).to("cpu", dtype) for t in tensors])
+        do(vector)
+        for t, part in zip(tensors, torch.split_with_sizes(vector, [t.numel() for t in tensors]), strict=True):
+            t.copy_(part.view(t.shape))
+
+
+def _in_pieces(do: Callable[[Tensor], object], most: int) -> Callable[[Tensor], None]:
+    """Do something to a vector, at most so many numbers at a time."""
+
+    def each(vector: Tensor) -> None:
+        for piece in torch.split(vector, most):
+            do(piece)
+
+    return each
+
+
+def average_(comm: Comm, tensors: Sequence[Tensor], *, most: int | None = None) -> None:
+    """The mean of each over the workers, in double precision, at most so many numbers at a time.
+
+    What is equal everywhere stays as it is.
+    """
+    _together(tensors, torch.float64, comm.mean_ if most is None else _in_pieces(comm.mean_, most))
+
+
+def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int, *, most: int | None = None) -> list[int]:
+    """Average over the workers, weighted by samples seen; of whole numbers take those of the first with samples.
+
+    Gives the workers that were left out: those with more numbers that are NaN or infinite than another worker has.
+    """
+    floats, wholes = _by_kind(buffers)
+    bad = sum(int((~t.isfinite()).sum()) for t in floats)
+    rows = [row.tolist() for row in comm.gather(torch.tensor([seen, bad], dtype=torch.float64))]
+    least = min(row[1] for row in rows if row[0] or not any(row[0] for row in rows))
+    counts = [int(samples) if not_finite <= least else 0 for samples, not_finite in rows]
+    weight = float(counts[comm.rank]) if any(counts) else 1.0
+
+    def mean_(vector: Tensor) -> None:
+        mean = comm.mean(vector, weight=weight)
+        vector.copy_(torch.where(mean.isnan() & vector.isinf(), vector, mean))  # a mask's −inf is its own mean
+        comm.broadcast_(vector)  # whatever one worker had, all end with the same
+
+    _together(floats, torch.float64, mean_ if most is None else _in_pieces(mean_, most))
+    first = next((rank for rank, count in enumerate(counts) if count), 0)
+    _together(wholes, torch.int64, partial(comm.broadcast_, root=first))
+    return [rank for rank, (samples, _) in enumerate(rows) if samples and not counts[rank]]
+
+
+@torch.no_grad()
+def spread_frozen_(comm: Comm, tensors: Sequence[Tensor]) -> None:
+    """What worker 0 has, to all, byte by byte and a piece at a time: there may be much more of it than is trained."""
+    for t in tensors:
+        whole = t.detach().reshape(-1).view(torch.uint8)
+        for piece in torch.split(whole, PIECE):
+            comm.broadcast_(piece)
+        first = whole.view(t.dtype).view(t.shape)
+        if not torch.equal(t, first):  # elements of one that was expanded share their memory, and cannot be written
+            t.copy_(first)
+
+
+def spread_(comm: Comm, tensors: Sequence[Tensor]) -> None:
+    """What worker 0 has, to all."""
+    floats, wholes = _by_kind(tensors)
+    _together(floats, torch.float64, comm.broadcast_)
+    _together(wholes, torch.int64, comm.broadcast_)
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Floating-point tensors, and the others."""
+    found = list(tensors)
+    return [t for t in found if t.is_floating_point()], [t for t in found if not t.is_floating_point()]

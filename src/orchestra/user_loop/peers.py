@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The other processes of a loop that several of them run: that all are there, and leave together.
+
+Workers that go in step must make equally many steps. Who finishes says after how many; who hears of fewer than it has
+begun says so instead of waiting for ever, or of taking the other's last mean for one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from orchestra.core.ops import Sleep
+from orchestra.errors import ClusterError, OrchestraError, Stopped
+from orchestra.formatting import plural
+from orchestra.runs.status import name_of
+from orchestra.user_loop.comparisons import Comparisons
+from orchestra.worlds.sockets import control_messages
+from orchestra.worlds.sockets.messenger import Exchange
+
+
+class Company:
+    """What the others say about the run as a whole."""
+
+    def __init__(self, exchange: Exchange, rank: int, workers: int, *, host: str = "127.0.0.1") -> None:
+        self.host = host  # by which the others reach this process
+        self._exchange, self._rank, self._workers = exchange, rank, workers
+        self._finished: dict[int, int] = {}  # after how many steps
+        self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left that had more to give
+        self.shares_loader = False  # every worker has its share of one loader, and so as many batches as the others
+        self.how = "finished"  # this process, when it does
+        self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if it goes in step with the others
+        self._settings: list[tuple[str, int, list[Any]]] = []  # that schedules said before anybody followed them
+        self.about_state: list[tuple[int, str]] = []  # notes of `orchestra.user_loop.server_state` not dealt with yet
+        self._follow: Callable[[str, int, list[Any]], None] = lambda *said: self._settings.append(said)
+        self.file: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # one is announced
+        self.scored: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a worker scored its model
+        self.folder: tuple[Path | None, str] | None = None  # where worker 0 keeps the run, and a mark in it
+        self.looked: set[int] = set()  # who have tried to find it
+        self.written: set[int] = set()  # and have nothing more to put there
+        self.hang_up: Callable[[], None] = lambda: None  # whatever else this process is connected by
+        self.warnings: list[str] = []  # at worker 0
+        self._comparisons = Comparisons(workers)
+        self._differing: str | None = None  # what must not differ between workers
+        self.name = name_of(rank, workers)
+        self._parted = False
+        exchange.hear, exchange.when_waiting = self._hear, self._glance
+
+    @property
+    def exchange(self) -> Exchange:
+        """The connections to the other processes."""
+        return self._exchange
+
+    def go_in_step(self, begun: Callable[[], int | None]) -> None:
+        """From now on the others must do as many steps as this worker, unless it has none to count."""
+        self._begun = begun
+
+    def when_settings_change(self, follow: Callable[[str, int, list[Any]], None]) -> None:
+        """Call this with what schedules say, and now with what they have said: a worker does not wait for a server."""
+        self._follow = follow
+        for said in self._settings:
+            follow(*said)
+
+    def _hear(self, source: int, said: dict[str, Any]) -> None:
+        control_messages.check(source, said)
+        match said["kind"]:
+            case "finished":
+                self._finished[source] = said["steps"]
+                self._ways[source] = said["how"], said["left"]
+            case "settings":
+                values = [tuple(value) if isinstance(value, list) else value for value in said["values"]]
+                self._follow(said["name"], said["first"], values)
+            case "send-state" | "load-state" | "state-loaded" as kind:
+                self.about_state.append((source, kind))
+            case "folder":
+                self.folder = said["path"] and Path(said["path"]), str(said["mark"])
+            case "looked":
+                self.looked.add(source)
+            case "written":
+                self.written.add(source)
+            case "file":
+                self.file(source, said)
+            case "score":
+                self.scored(source, said)
+            case "gradient" | "rates":
+                self._compare(source, said)
+            case "stopped":
+                raise Stopped(said["message"], said["code"])
+
+    def tell_home(self, said: dict[str, Any]) -> None:
+        """Let worker 0 compare something with what the others tell."""
+        if self._rank == 0:
+            self._compare(0, said)
+            self._glance()
+        else:
+            self._exchange.note(0, said)
+
+    def _compare(self, source: int, said: dict[str, Any]) -> None:
+        """Warn of workers that do the same, and keep in mind that some differ: `_glance` ends the run then."""
+        if said["kind"] == "rates":
+            self._differing = self._differing or self._comparisons.rates(
+                source, said["step"], said["values"], said["clip"]
+            )
+        elif (warning := self._comparisons.gradient(source, said["checksum"])) is not None:
+            self.warn(warning)
+
+    def warn(self, warning: str) -> None:
+        """Print a warning, and keep it for the run folder."""
+        self.warnings.append(warning)
+        print(f"orchestra: warning: {warning}", file=sys.stderr)
+
+    def _glance(self) -> None:
+        for error in self._exchange.lost.values():
+            raise error.with_traceback(None)
+        if self._differing is not None:
+            self.give_up(self._differing, ClusterError.exit_code)
+            raise ClusterError(self._differing)
+        begun = self._begun()
+        for node, steps in self._finished.items():
+            if begun is not None and steps < begun:
+                raise self._uneven(node, steps, begun)
+
+    def _uneven(self, node: int, steps: int, begun: int) -> ClusterError:
+        """Not all make equally many steps: tell the others, too."""
+        how, left = self._ways[node]
+        remedy = "Give the loader to orchestra.prepare, or see to it that every process has as many batches."
+        if left is not None:
+            how = f"left its loader in {left}, {how}"
+        if left is not None or self.shares_loader:
+            remedy = (
+                "Leave the loop at the same step everywhere: decide by what all have in common, such as the number of "
+                "steps, or optimizer.orchestra.mean(loss)."
+            )
+        message = (
+            f"{name_of(node, self._workers)} {how} after {plural(steps, 'step')}, but {self.name} has begun step "
+            f"{begun:,}: all must make equally many. {remedy}"
+        )
+        self.give_up(message, ClusterError.exit_code)
+        return ClusterError(message)
+
+    def tell_settings(self, servers: tuple[int, ...], name: str, values: list[Any]) -> None:
+        """Let servers know of a setting of every group of the optimizer, before the next push."""
+        for first in range(0, len(values), control_messages.ENTRIES):
+            some = values[first : first + control_messages.ENTRIES]
+            for server in servers:
+                self._exchange.note(server, {"kind": "settings", "name": name, "first": first, "values": some})
+
+    def finish(self, steps: int, left: str | None) -> None:
+        """Wait until every worker has made its last step. `left`: where the loader was, if it had more to give."""
+        self._finished[self._rank] = steps
+        self._exchange.tell_all({"kind": "finished", "steps": steps, "how": self.how, "left": left})
+        self._exchange.attend(
+            lambda: len(self._finished) == self._workers, lambda: "the others to finish", forever=True
+        )
+        self._glance()
+        late = max(self._finished, key=lambda node: self._finished[node])
+        if self._begun() is not None and self._finished[late] > steps:  # it will say so itself
+            self._exchange.attend(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
+
+    @property
+    def any_steps(self) -> bool:
+        """Whether any worker made a step, as far as they have finished."""
+        return any(self._finished.values())
+
+    def listen(self, *, seconds: float = 0.0) -> None:
+        """Hear what was said meanwhile; raise if it ends the run for this process."""
+        self._exchange.sleep(Sleep(seconds))
+        self._exchange.poll()
+        self._glance()
+
+    def part(self) -> None:
+        """Hang up, now that everything is said."""
+        if not self._parted:
+            self._parted = True
+            self.hang_up()
+            self._exchange.close()
+
+    def give_up(self, message: str, code: int) -> None:
+        """Tell the others why this process ends before its time, and hang up."""
+        with contextlib.suppress(OrchestraError, OSError):
+            if not self._parted:
+                self._exchange.tell_all(
+                    {"kind": "stopped", "message": message[-control_messages.LONGEST :], "code": code}
+                )
+        self.part()

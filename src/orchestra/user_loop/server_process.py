@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process of a loop that is one of the strategy's servers: it serves, and never comes to the loop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from orchestra.core.log import Log
+from orchestra.core.node import Comm
+from orchestra.engine import node_loop
+from orchestra.engine.job import Job
+from orchestra.engine.middleware import Metered
+from orchestra.runs.events import Began, EventLog
+from orchestra.user_loop.exit_hooks import Exit
+from orchestra.user_loop.handle import CLIP, FINAL
+from orchestra.user_loop.peers import Company
+from orchestra.user_loop.run_folder import Folder
+from orchestra.user_loop.server_state import OnServer
+
+
+@dataclass
+class _Giver:
+    """A server's keeper: nothing is saved; the workers get the model in the end."""
+
+    life: node_loop.Life
+    folder: Folder
+
+    def after_step(self, before: int) -> None:
+        """Servers make none."""
+
+    def after_steps(self) -> None:
+        """Nor a last one."""
+
+    def interrupted(self) -> bool:
+        """Nobody asks."""
+        return False
+
+    def break_off(self) -> None:
+        """Nobody asks."""
+
+    def stay(self) -> bool:
+        """That is for workers."""
+        return False
+
+    def after_service(self) -> bool:
+        """Every worker has left: give each the range."""
+        node_loop.drop_the_rest(self.life)
+        if isinstance(self.life.log, EventLog):
+            self.life.log.flush()
+        self.folder.deliver()
+        comm = self.life.node.comm
+        comm.send_as_given()
+        for worker in range(self.life.job.workers):
+            comm.send(worker, self.life.node.x, tag=FINAL)
+        return False
+
+
+def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, folder: Folder, x0: Tensor) -> NoReturn:
+    """Serve until every worker has finished, and end the script."""
+    began = time.perf_counter()
+    door = Exit(company, how_far=lambda: "while it served.")
+    x = x0[job.range_of(comm.rank)].clone()
+    x.copy_(comm.recv(0).x)
+    node = node_loop.server(job, comm.rank, comm, log, x)
+
+    def follow(name: str, first: int, values: list[Any]) -> None:
+        if name == CLIP:
+            node.clip = values[0] or None
+        else:
+            node.inner.follow(name, first, values)
+
+    company.when_settings_change(follow)
+    life = node_loop.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    states = OnServer(life, company)
+    company.exchange.when_idle = node.comm.between_messages = states.settle
+    log.write(Began(node.now(), node.rank, "server", time.perf_counter() - began))
+    company.exchange.begin()
+    node_loop.serve(life, _Giver(life, folder))
+    door.close()
+    company.part()
+    raise SystemExit(0)

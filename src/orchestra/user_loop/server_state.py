@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer's state where servers hold it, in the form that torch gives it.
+
+    a worker between two steps                      a server between two messages of the strategy
+    state_dict:        "send-state"          →      answers with x and the state of its range
+    load_state_dict, before the next step:
+                       "load-state"          →      waits for it from every worker, then
+    worker 0:          x and the state       →      takes its range of both, and begins again from there
+                                             ←      "state-loaded", to every worker
+
+Only the worker that asks for the state takes part in `state_dict`; the other workers go on. Requests are notes and the
+answers are pieces, so neither mixes with the messages of the strategy. A server answers when it has processed all that
+the worker sent before. A server holds its range as one flat vector, or as pieces of layers: see
+`orchestra.model.param_groups`.
+
+Which x: that of worker 0 as the next step finds it. If it is the x that the worker had when the state was saved, it is
+the servers' x of that moment, which may be newer, and of which the worker's is a copy in every strategy but EASGD.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from orchestra.engine import checkpoint
+from orchestra.engine.job import Job
+from orchestra.engine.node_loop import Life
+from orchestra.errors import CheckpointError
+from orchestra.model import param_groups
+from orchestra.user_loop.peers import Company
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.wire import body_of
+
+SEND, LOAD, LOADED = "send-state", "load-state", "state-loaded"  # kinds of notes
+_PIECE = 1 << 20  # bytes of a state that are sent at a time, at most
+_PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # what torch's elementwise optimizers keep once per parameter
+
+States = list[dict[str, Any]]  # by layer, or by piece of a layer
+
+
+# Cut and joined.
+
+
+def joined(job: Job, found: Sequence[States]) -> States:
+    """The state of every layer, from the servers' states of their ranges."""
+    states: States = [{} for _ in job.layers]
+    pieces: dict[tuple[int, str], list[Tensor]] = {}
+    for part, kept in zip(job.placement, found, strict=True):
+        for (layer, _, as_is), state in zip(_pieces(job, part), kept, strict=True):
+            for name, value in state.items():
+                if not isinstance(value, Tensor) or name in _PER_PARAMETER or as_is:
+                    states[layer][name] = value.clone() if isinstance(value, Tensor) else value
+                else:
+                    pieces.setdefault((layer, name), []).append(value)
+    for (layer, name), parts in pieces.items():
+        states[layer][name] = torch.cat(parts).view(job.layers[layer])
+    return states
+
+
+def cut(job: Job, states: States) -> list[States]:
+    """What each server keeps of a state by layer."""
+
+    def of(layer: int, piece: slice, as_is: bool) -> dict[str, Any]:
+        return {
+            name: value
+            if as_is or name in _PER_PARAMETER or not isinstance(value, Tensor)
+            else value.reshape(-1)[piece].clone()
+            for name, value in states[layer].items()
+        }
+
+    return [[of(*piece) for piece in _pieces(job, part)] for part in job.placement]
+
+
+def _pieces(job: Job, part: slice) -> Iterator[tuple[int, slice, bool]]:
+    """The layers that a server sees: the number of each, its piece of it, and whether it keeps the layer's shape."""
+    starts = [0, *accumulate(map(math.prod, job.layers))]
+    for layer, piece, whole in param_groups.cut(job.layers, part):
+        if job.layerwise or piece.start < piece.stop:
+            yield layer, slice(piece.start - starts[layer], piece.stop - starts[layer]), whole and job.layerwise
+
+
+# Sent and received.
+
+
+def _give(exchange: Exchange, to: int, tree: Any) -> None:
+    """Send a tree of tensors and plain values, beside the messages of the strategy."""
+    tensors: dict[str, Tensor] = {}
+    structure = json.dumps(checkpoint.outline(tree, tensors))
+    whole = torch.frombuffer(bytearray(save(tensors, {"tree": structure})), dtype=torch.uint8)
+    for piece in torch.split(whole, min(_PIECE, exchange.largest)):
+        exchange.give(to, piece, float(len(whole))).wait()
+
+
+def _take(exchange: Exchange, source: int) -> Any:
+    """What `_give` sent."""
+    first = exchange.take(source)
+    found, missing = [first.x], int(first.weight) - len(first.x)
+    while missing > 0:
+        found.append(exchange.take(source).x)
+        missing -= len(found[-1])
+    data = bytes(torch.cat(found).numpy().data)
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return checkpoint.fill(json.loads(header["__metadata__"]["tree"]), load(data))
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"the state that node {source} sent cannot be read: {error}.") from None
+
+
+def _begin_again(life: Life) -> None:
+    """Let the strategy begin again at the x there is: versions, clocks and gradients that were kept are forgotten."""
+    job, node, state = life.job, life.node, life.state
+    strategy, inner = job.strategy.in_force(state)
+    tensors: dict[str, Tensor] = {}
+    structure = checkpoint.outline(strategy.init(node), tensors)
+    checkpoint.restore_into(inner, checkpoint.fill(structure, tensors))
+    job.strategy.attach(node, state)
+
+
+class OnServer:
+    """A server's part: it does what the workers ask, between two messages of the strategy."""
+
+    def __init__(self, life: Life, company: Company) -> None:
+        self._life, self._node, self._company, self._exchange = life, life.node, company, company.exchange
+
+    def settle(self) -> None:
+        """Answer requests, and load if every worker wants to."""
+        asked = self._company.about_state
+        if not asked:
+            return
+        for worker, kind in [*asked]:
+            if kind == SEND and not self._exchange.has_mail(worker):
+                asked.remove((worker, kind))
+                _give(self._exchange, worker, {"states": self._node.inner.by_layer(), "x": self._node.x})
+        workers = self._node.comm.workers.members
+        if {(worker, LOAD) for worker in workers} <= {*asked} and not self._exchange.has_mail():
+            for worker in workers:
+                asked.remove((worker, LOAD))
+            self._load(workers)
+
+    def _load(self, workers: Sequence[int]) -> None:
+        node, tree = self._node, _take(self._exchange, workers[0])
+        node.x.copy_(tree["x"])
+        if tree["states"] is not None:
+            node.inner.restore_by_layer(tree["states"], tree["pace"])
+        _begin_again(self._life)
+        for worker in workers:
+            self._exchange.note(worker, {"kind": LOADED})
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the servers are to load. `x` was theirs when it was saved, and `digest` is that of the worker's own then."""
+
+    states: States | None
+    pace: dict[str, Any]
+    x: Tensor | None = None
+    digest: str = ""
+
+
+def digest(x: Tensor) -> str:
+    """A name for the values of a vector."""
+    return hashlib.sha256(body_of(x.cpu().contiguous())).hexdigest()
+
+
+class OnWorker:
+    """A worker's part: it asks the servers for the state, and lets them load another."""
+
+    def __init__(self, life: Life, company: Company) -> None:
+        self._life, self._node, self._company, self._exchange = life, life.node, company, company.exchange
+        self.loading: Load | None = None  # until the next step
+        self._loads = 0
+
+    def ask(self) -> tuple[States, Tensor]:
+        """The state of every layer, and x, as the servers have them now."""
+        servers = self._node.comm.servers.members
+        for server in servers:
+            self._exchange.note(server, {"kind": SEND})
+        found = [_take(self._exchange, server) for server in servers]
+        states, x = joined(self._life.job, [each["states"] for each in found]), torch.cat([each["x"] for each in found])
+        if self.loading is None:
+            return states, x
+        return self.loading.states or states, x if self.loading.x is None else self.loading.x
+
+    def settle(self) -> None:
+        """Before a step: load what is to be loaded. Every worker comes here."""
+        if self.loading is None:
+            return
+        to, self.loading = self.loading, None
+        node, servers = self._node, self._node.comm.servers.members
+        x = node.x
+        if to.x is not None and digest(x) == to.digest:
+            x = to.x
+            if self._life.job.strategy.optimizer_at(self._life.state) == "servers":
+                node.x.copy_(x)
+        for server in servers:
+            self._exchange.note(server, {"kind": LOAD})
+        if node.rank == node.comm.workers.members[0]:
+            parts = [None] * len(servers) if to.states is None else cut(self._life.job, to.states)
+            for server, part, piece in zip(servers, parts, node.parts(x), strict=True):
+                _give(self._exchange, server, {"x": piece.clone(), "states": part, "pace": to.pace})
+        self._loads += 1
+        expected = [(server, LOADED) for server in servers for _ in range(self._loads)]
+        self._exchange.attend(
+            lambda: sorted(self._company.about_state) == expected,
+            lambda: "the servers to load a state, which they do when every worker has called optimizer.load_state_dict",
+        )
+        _begin_again(self._life)

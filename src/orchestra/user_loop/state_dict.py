@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state_dict of an optimizer under a strategy: torch's own form, and what the strategy adds under one key.
+
+Where servers step the optimizer, its state comes from them and goes to them: see `orchestra.user_loop.server_state`.
+The state that one worker saved may be loaded by all: each then goes on from the replica of that worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from orchestra.core.strategy import Strategy
+from orchestra.engine import checkpoint, expression
+from orchestra.errors import CheckpointError
+from orchestra.user_loop.handle import Seat
+from orchestra.user_loop.server_state import Load, OnWorker, States, digest
+from orchestra.user_loop.step_driver import Player
+
+_OURS = "orchestra"  # in a state_dict
+
+
+class Saving:
+    """Saves and loads the state of one worker's optimizer."""
+
+    def __init__(self, optimizer: optim.Optimizer, player: Player, seat: Seat) -> None:
+        self._optimizer, self._player, self._seat = optimizer, player, seat
+        self._servers = OnWorker(player.life, seat.company)
+        player.before_step = self._servers.settle
+
+    def _resumes_as(self) -> tuple[Strategy[Any], Any]:
+        """The strategy that goes on with what is saved now, and its state."""
+        return self._player.life.job.strategy.resumes_as(self._player.life.state)
+
+    @property
+    def _on_servers(self) -> bool:
+        """Whether servers hold the optimizer's state now."""
+        life = self._player.life
+        return life.job.strategy.optimizer_at(life.state) == "servers"
+
+    def _layers(self) -> list[tuple[int, nn.Parameter]]:
+        """The parameters that make up x, each with its number in a state_dict; those in no group are left out."""
+        numbers = {p: number for number, p in enumerate(_members(self._optimizer.param_groups))}
+        return [(numbers[p], p) for p in self._player.replica.parameters if p in numbers]
+
+    def save(self) -> dict[str, Any]:
+        """All that changes on this worker but the model's own state_dict, and the state that servers hold."""
+        if self._player.asking and self._player.touched:
+            raise CheckpointError(
+                "the strategy is in the middle of a step: the model was called in training since the last "
+                "optimizer.step(). Save after a step, or call model.eval() for what is no step."
+            )
+        plain, ours, x = self._optimizer.state_dict(), self._ours(), self._player.life.node.x
+        if self._player.life.where == "servers":
+            if self._player.over:
+                raise CheckpointError(
+                    "the servers had a part of the state, and ended with optimizer.finish(). Call "
+                    "optimizer.state_dict() before optimizer.finish()."
+                )
+            states, theirs = self._servers.ask()
+            if self._on_servers:
+                plain["state"] = self._as_torch(states)
+            ours |= {"x": None if torch.equal(theirs, x.cpu()) else theirs, "digest": digest(x)}
+        return plain | {_OURS: ours}
+
+    def _as_torch(self, states: States) -> dict[int, dict[str, Any]]:
+        by_parameter = dict(zip(self._player.replica.parameters, states, strict=True))
+        found = {number: by_parameter[p] for number, p in self._layers() if by_parameter[p]}
+        for number, p in self._layers():
+            for name, value in found.get(number, {}).items():
+                if isinstance(value, Tensor) and value.shape == p.shape and value.dim():
+                    found[number][name] = value.to(p.device)
+        return dict(sorted(found.items()))
+
+    def _ours(self) -> dict[str, Any]:
+        life, node = self._player.life, self._player.life.node
+        strategy, state = self._resumes_as()
+        tensors: dict[str, Tensor] = {}
+        structure = checkpoint.outline(state, tensors)
+        return {
+            "strategy": expression.show(strategy),
+            "workers": life.job.workers,
+            "rank": life.rank,
+            "structure": structure,
+            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+            "counts": [node.steps, node.samples, node.skipped],
+            "position": self._seat.position(),
+            "pace": node.inner.pace,
+            "rng": node.rng.get_state(),
+        }
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Go back to what `save` gave, on this worker or on another; or to the state of a plain optimizer."""
+        saved = state_dict.get(_OURS)
+        plain = {name: value for name, value in state_dict.items() if name != _OURS}
+        if saved is not None:
+            self._check(saved)
+        life, node = self._player.life, self._player.life.node
+        pace = node.inner.pace if saved is None else saved["pace"]
+        states = self._by_layer(plain) if self._on_servers else None
+        self._player.drop()
+        self._seat.loaded = True
+        node.inner.restore({"optimizer": plain if states is None else plain | {"state": {}}, **pace})
+        if saved is not None:
+            self._restore(saved)
+        if life.where == "servers":
+            found = saved or {}
+            self._servers.loading = Load(states, pace, found.get("x"), found.get("digest", ""))
+
+    def _check(self, saved: dict[str, Any]) -> None:
+        here = {"strategy": expression.show(self._resumes_as()[0]), "workers": self._player.life.job.workers}
+        for key, value in here.items():
+            if saved[key] != value:
+                raise CheckpointError(
+                    f"{key} is {value!r} here and was {saved[key]!r} when this was saved. Load it with the same "
+                    "strategy and as many workers; what was saved after a switch to or from servers goes on with the "
+                    "second strategy alone."
+                )
+
+    def _by_layer(self, plain: dict[str, Any]) -> States:
+        """The state of every parameter that makes up x, in the order of x."""
+        whole = self._player.life.job.layerwise  # of whole layers an optimizer may keep anything
+        # Torch goes by the order of the parameters, whatever their numbers are.
+        by_parameter: dict[nn.Parameter, dict[str, Any]] = {}
+        for p, number in zip(_members(self._optimizer.param_groups), _members(plain["param_groups"]), strict=False):
+            by_parameter[p] = plain["state"].get(number, {})
+            for name, value in by_parameter[p].items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != p.shape and not whole:
+                    shapes = f"{tuple(value.shape)}, its parameter {tuple(p.shape)}"
+                    raise CheckpointError(f"{name} of parameter {number} has shape {shapes}: this is of another model.")
+        return [by_parameter.get(p, {}) for p in self._player.replica.parameters]
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        life, node = self._player.life, self._player.life.node
+        node.steps, node.samples, node.skipped = saved["counts"]
+        if saved["rank"] == life.rank:
+            node.rng.set_state(saved["rng"].cpu())
+        self._seat.seek(saved["position"])
+        state = self._resumes_as()[1]
+        if state is not None:
+            checkpoint.restore_into(state, checkpoint.fill(saved["structure"], saved["tensors"]))
+            life.job.strategy.attach(node, life.state)
+
+
+def _members(groups: list[dict[str, Any]]) -> list[Any]:
+    return [member for group in groups for member in group["params"]]

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means by torch.distributed under a loop of one's own: for networks that are trusted, as in `train`.
+
+Torch does not say whom it waited for. So before a mean, while it takes long, and when it breaks off, this process hears
+what others said.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from orchestra.errors import Stalled
+from orchestra.user_loop.peers import Company
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.torch_collectives import TorchMeans, tcp_store
+
+
+class Means(TorchMeans):
+    """Those of all workers, by Gloo."""
+
+    def __init__(
+        self, company: Company, exchange: Exchange, rank: int, workers: int, host: str, patience: float
+    ) -> None:
+        self._company = company
+        store = tcp_store(exchange, rank, workers, host, patience)
+        TorchMeans.__init__(self, store, rank, workers, torch.device("cpu"), host=host, patience=patience)
+        self.when_waiting = company.listen
+        company.hang_up = self.close
+
+    def mean(self, x: Tensor, weight: float) -> tuple[Tensor, float]:
+        """As ever, unless somebody is known not to take part."""
+        self._company.listen()
+        try:
+            return TorchMeans.mean(self, x, weight)
+        except Stalled:
+            self._company.listen(seconds=1.0)  # a connection that breaks tells who is lost, but not at once
+            raise

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forked process does: take the job, live as one node, tell the coordinator how it went."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from orchestra.core.node import Comm, Node
+from orchestra.engine import node_loop
+from orchestra.engine.job import Job
+from orchestra.engine.node_process import Tell, live
+from orchestra.engine.torch_settings import TorchSettings
+from orchestra.errors import OrchestraError
+from orchestra.runs.events import EventLog
+from orchestra.worlds.shared_memory.caller_model import Origin
+from orchestra.worlds.shared_memory.layout import Arena, Plan
+from orchestra.worlds.shared_memory.transport import LocalTransport
+from orchestra.worlds.shared_memory.waiting import Aborted
+
+_LONGEST = 10_000  # characters of a traceback; a datagram must hold them, at up to twelve bytes each as JSON
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the coordinator gives to every process, as one pickle in memory they share."""
+
+    plan: Plan
+    job: bytes  # a pickle of its own: what it needs to be read is set up first
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    origin: Origin
+    torch_settings: TorchSettings
+    asked: float  # when the processes were asked for
+    patience: float  # seconds for all nodes to be ready
+
+
+def node_main(rank: int, fds: Sequence[int]) -> int:
+    """Live as node `rank`; gives the exit code."""
+    arena_fd, handover_fd, control_fd = fds
+    control = socket.socket(fileno=control_fd)
+
+    def tell(news: dict[str, Any]) -> None:
+        control.send(json.dumps(news).encode())
+
+    try:
+        handover = _read(handover_fd)
+        _move_in(handover)
+        job: Job = pickle.loads(handover.job)
+        arena = Arena(arena_fd, handover.plan)
+        _live(job, arena, rank, tell, handover)
+        return 0
+    except Aborted:
+        return 0
+    except OrchestraError as error:
+        tell({"kind": "refused", "node": rank, "error": type(error).__name__, "message": str(error)})
+        return 1
+    except BaseException:
+        trace = traceback.format_exc()
+        tell({"kind": "failed", "node": rank, "traceback": trace[-_LONGEST:]})
+        return 1
+
+
+def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> None:
+    """Set up, begin together with the others, train or serve."""
+    transport = LocalTransport(arena, rank, patience=handover.patience, near=job.near(rank))
+
+    def make_node(comm: Comm, log: EventLog) -> Node:
+        node = _node(job, arena, rank, comm, log, handover.origin)
+        if job.torch_means and node.feed is not None:
+            from orchestra.worlds.torch_collectives import TorchMeans, file_store  # not needed otherwise
+
+            store = file_store(job.run / f"nccl-{job.launch}", job.workers)
+            transport.gpu_means = TorchMeans(store, rank, job.workers, node.x.device, patience=handover.patience)
+        return node
+
+    show = partial(arena.report, rank)
+    interrupted = live(
+        job, transport, transport.control, make_node=make_node, tell=tell, show=show, asked=handover.asked
+    )
+    if transport.gpu_means is not None:
+        transport.gpu_means.close()
+    tell({"kind": "done", "node": rank, "interrupted": interrupted})
+
+
+def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog, origin: Origin) -> Node:
+    plan = arena.plan
+    start = arena.tensor(plan.start, plan.numel, plan.dtype)
+    if rank >= job.workers:
+        part = job.range_of(rank)
+        x = arena.vector("x", rank, part.stop - part.start)
+        x.copy_(start[part])
+        return node_loop.server(job, rank, comm, log, x)
+    x, g = arena.vector("x", rank), arena.vector("g", rank)
+    if not plan.shared_x:  # a shared one was written before anybody was there to read it
+        x.copy_(start)
+    if job.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        x, g = x.to(device), g.to(device)
+        arena.pin(rank)
+    return node_loop.worker(job, rank, comm, log, x, g, look=origin)
+
+
+def _read(fd: int) -> Handover:
+    """The hand-over comes from the process that forked this one, in memory nobody else can open."""
+    # Mapped, not read: all nodes share one file position.
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+        handover: Handover = pickle.loads(memory)
+    return handover
+
+
+def _move_in(handover: Handover) -> None:
+    """Be where the user's program is: its folder, its import path, its environment."""
+    os.environ.clear()
+    os.environ.update(handover.environment)
+    sys.path[:] = handover.path
+    os.chdir(handover.folder)
+    torch.set_grad_enabled(True)
+    handover.torch_settings.apply()

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator of a run on one machine: starts the nodes, watches them, ends together with them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+
+import cloudpickle
+
+from orchestra.engine.cluster import Ending
+from orchestra.engine.supervisor import Overseer, counting
+from orchestra.engine.torch_settings import TorchSettings
+from orchestra.errors import ClusterError, Stalled, WorkerLost
+from orchestra.runs.status import Report
+from orchestra.worlds.shared_memory import fork_server, layout
+from orchestra.worlds.shared_memory.caller_model import Origin
+from orchestra.worlds.shared_memory.child import Handover
+from orchestra.worlds.shared_memory.control import SharedControl
+from orchestra.worlds.shared_memory.hangs import Limits, Seen, Watch
+from orchestra.worlds.shared_memory.layout import (
+    ABORT,
+    GO,
+    STALLED,
+    Arena,
+    Plan,
+)
+
+_GRACE = 1.0  # seconds between asking nodes to go and killing them
+_START = 30.0  # seconds that nodes have in any case to be ready
+_STARTER, _SERVER = "the process that starts workers", -1  # its name, and its number among the nodes
+_LAST_LOOKS = 5  # at nodes that wait for each other, before one of them must have said so
+_GLANCE = 0.1  # seconds between two looks at the board
+
+
+@dataclass
+class Coordinator(Overseer):
+    """One run of one job, by processes of this machine."""
+
+    patience: float = 300.0  # seconds for all nodes to be ready
+    gone: set[int] = field(default_factory=set)
+    pids: dict[int, int] = field(default_factory=dict)  # of nodes that are not gone
+    stalls: int = 0  # looks at which all nodes waited for each other
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        job, x0 = self.job, self.order.x0
+        self.plan = Plan(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
+        self.watch = Watch(Limits.of(self.patience), lambda node: _STARTER if node == _SERVER else self.name(node))
+        self.forked = math.inf  # when the processes were there
+
+    def run(self) -> Ending:
+        """Train. Raises what ended the run early; leaves no process and no memory behind."""
+        arena_fd = layout.create(self.plan)
+        handover_fd = os.memfd_create("orchestra-job")
+        told, telling = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        news: socket.socket | None = None
+        try:
+            self.arena = Arena(arena_fd, self.plan)
+            start = self.plan.place("x", 0) if self.plan.shared_x else self.plan.start
+            self.arena.tensor(start, self.plan.numel, self.plan.dtype).copy_(self.order.x0)
+            self.control = SharedControl(self.arena)
+            self.control.write("save_wanted", self.order.resumed_from)
+            with os.fdopen(os.dup(handover_fd), "wb") as file:
+                file.write(self._handover())
+            self.order.scorer.start()
+            with counting(self):
+                self.server = fork_server.warm()
+                news = self.server.spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
+                telling.close()
+                self._watch(told, news)
+        finally:
+            if news is not None:
+                self._end(news)
+            for fd in (arena_fd, handover_fd):
+                os.close(fd)
+            told.close()
+        return Ending(self.stopped_by, self.warnings)
+
+    def _handover(self) -> bytes:
+        return pickle.dumps(
+            Handover(
+                plan=self.plan,
+                job=cloudpickle.dumps(self.job),
+                path=list(sys.path),
+                folder=os.getcwd(),
+                environment=dict(os.environ),
+                origin=Origin.of(self.order.module, self.order.data, self.job.seed),
+                torch_settings=TorchSettings.current(),
+                asked=time.perf_counter(),
+                patience=self.patience,
+            )
+        )
+
+    def _watch(self, told: socket.socket, news: socket.socket) -> None:
+        while len(self.gone) < self.nodes:
+            readable, _, _ = select.select([told, news], [], [], _GLANCE)
+            if told in readable:
+                self.hear(json.loads(told.recv(1 << 17)))
+            elif news in readable:
+                # Only when nothing is left to be heard: read a node's error before its exit status.
+                self._note_exit(news)
+            self.consider_stopping()
+            self._look_for_hangs()
+            self.order.show(self.progress())
+        self.settle()
+
+    def _look_for_hangs(self) -> None:
+        """Raise if a process hangs. If all wait for each other, let them say for what."""
+        seen = {node: self._seen(node) for node in self.pids} if self.begun else {}
+        if self.watch.look(self.pids | {_SERVER: self.server.pid}, seen, asked=self.asked_to_stop):
+            self.arena.words.announce(STALLED, 1)
+            self.stalls += 1
+            if self.stalls > _LAST_LOOKS:
+                raise Stalled("all nodes wait for each other, and none says for what. This is a fault of orchestra.")
+        late = max(self.patience, _START)
+        if not self.begun and time.monotonic() - self.forked > late:
+            names = ", ".join(self.name(node) for node in range(self.nodes) if node not in self.ready)
+            raise Stalled(f"{names} did not get ready within {late:g} s. Give Local(patience=...) more seconds.")
+
+    def _seen(self, node: int) -> Seen:
+        row = self.arena.reported(node)
+        return Seen((row.step, row.samples), self.arena.words[self.plan.word("waits", node)])
+
+    def begin(self) -> None:
+        """Start the clock, and let the nodes go."""
+        self.arena.clock[0] = time.perf_counter() - self.order.resumed_at
+        self.arena.words.announce(GO, 1)
+        self.arena.forget_start()
+
+    def seconds(self) -> float:
+        """Of training so far."""
+        return time.perf_counter() - self.arena.clock[0]
+
+    def rows(self) -> tuple[Report, ...]:
+        """What every node last put on the board."""
+        return tuple(self.arena.reported(node) for node in range(self.nodes))
+
+    def ask_to_stop(self, code: int) -> None:
+        """Agree on a last step: past every step begun, so that nobody has to go back.
+
+        From the moment the wish is visible no worker begins another step before it knows the last one. A worker may
+        just have looked, so one step more than any begun is safe.
+        """
+        self.control.write("stop_asked", code)
+        last = self.control.last_step([self.control.read("begun", w) for w in range(self.plan.workers)])
+        self.control.write("stop_at", last, wake=True)
+        for node in range(self.nodes):  # those who wait for the others to be done
+            self.arena.words.announce(self.plan.word("bell", node), 0)
+
+    def _note_exit(self, news: socket.socket) -> None:
+        message = news.recv(1 << 16)
+        if not message:
+            raise ClusterError(f"{_STARTER} died. Run again; if it stays so, look at dmesg.")
+        said = json.loads(message)
+        if "node" not in said:
+            self.pids, self.forked = dict(enumerate(said["pids"])), time.monotonic()
+            return
+        node, status = said["node"], said["status"]
+        self.gone.add(node)
+        self.pids.pop(node, None)
+        if node not in self.done:
+            raise WorkerLost(self.name(node), _cause(status))
+
+    def _end(self, news: socket.socket) -> None:
+        """Ask the nodes to exit, then kill those that have not."""
+        self.arena.words.announce(ABORT, 1)
+        deadline = time.monotonic() + (_GRACE if self.signals < 2 else 0.0)
+        killed = False
+        news.settimeout(0.05)
+        while len(self.gone) < self.nodes:
+            try:
+                message = news.recv(1 << 16)
+                if not message:
+                    break
+                said = json.loads(message)
+                if "node" in said:
+                    self.gone.add(said["node"])
+            except TimeoutError:
+                if time.monotonic() > deadline and not killed:
+                    killed = True
+                    news.send(b"k")
+                elif time.monotonic() > deadline + _GRACE:  # it may be stopped itself; the nodes die with it
+                    self.server.close()
+                    break
+        news.close()
+
+
+def _cause(status: int) -> str:
+    if status >= 0:
+        return f"it exited with code {status} without a word"
+    name = signal.Signals(-status).name
+    hint = " (possibly out of memory: see dmesg, or use a smaller batch or fewer workers)" if name == "SIGKILL" else ""
+    return f"killed by {name}{hint}"

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of this machine that hang, found from outside, whether or not another process waits for them.
+
+    stopped     in state T (SIGSTOP, Ctrl-Z): after `stopped` seconds
+    silent      no step, no processor time, and not waiting for others: after max(`silent`, `steps` × its longest step)
+    asked       asked to stop and still busy with the same step: after max(`patience`, `steps` × its longest step)
+    deadlocked  all nodes wait for each other and none makes a step: after the longest of their limits
+
+Only time in which the watcher itself ran counts: not the time in which it was stopped, too, or the machine suspended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestra.errors import WorkerLost
+from orchestra.worlds.shared_memory.layout import NOT_WAITING, WAITING
+
+_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
+_IDLE = 0.01  # share of the time; threads that only look at a clock use less
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds, but for `steps`."""
+
+    patience: float
+    silent: float
+    stopped: float = 2.0
+    steps: float = 10.0  # times the longest step so far
+    look: float = 0.5  # between two looks
+
+    @classmethod
+    def of(cls, patience: float) -> Limits:
+        """The limit for silence is a tenth of the patience, at least 30 s, and never more than the patience.
+
+        >>> [Limits.of(patience).silent for patience in (5.0, 300.0, 3000.0)]
+        [5.0, 30.0, 300.0]
+        """
+        silent = min(patience, max(30.0, patience / 10))
+        return cls(patience, silent, look=min(0.5, silent / 5))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What can be seen of a node from outside."""
+
+    steps: tuple[float, ...]  # changes when it makes a step
+    waits: int  # for others, asleep on purpose, or neither
+    longest: float = 0.0  # seconds of a step, where that is known
+
+
+@dataclass
+class _Watched:
+    """One process so far."""
+
+    state: str = ""
+    cpu: float = 0.0  # seconds, when it was last seen to do something
+    offspring: float = 0.0  # likewise of its descendants, known once half the limit has passed
+    steps: tuple[float, ...] = ()
+    stopped: float = 0.0  # seconds in state T
+    silent: float = 0.0  # seconds without a step, processor time or a wait
+    same: float = 0.0  # seconds in the same step, but for waits
+    longest: float = 0.0  # seconds of a step
+
+
+@dataclass
+class Watch:
+    """All processes of a run."""
+
+    limits: Limits
+    name: Callable[[int], str]
+    clock: Callable[[], float] = time.monotonic
+    _last: float | None = None
+    _nodes: dict[int, _Watched] = field(default_factory=dict)
+    _stuck: float = 0.0  # seconds in which all nodes waited
+    _steps: tuple[tuple[float, ...], ...] = ()  # of all nodes, when they were last seen
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for another look."""
+        return self._last is None or self.clock() - self._last >= self.limits.look
+
+    def look(self, pids: Mapping[int, int], seen: Mapping[int, Seen], *, asked: bool = False) -> bool:
+        """Raise if a process hangs; True if all wait for each other. `seen` is empty before the run begins."""
+        if not self.due:
+            return False
+        now = self.clock()
+        passed = 0.0 if self._last is None else min(now - self._last, 2 * self.limits.look)
+        self._last = now
+        for node, pid in pids.items():
+            watched = self._nodes.setdefault(node, _Watched())
+            self._look_at(node, pid, watched, passed)
+            if node in seen:
+                self._judge(node, pid, watched, seen[node], passed, asked=asked)
+        return self._deadlocked(pids, seen, passed)
+
+    def _look_at(self, node: int, pid: int, watched: _Watched, passed: float) -> None:
+        watched.state, cpu = _stat(pid)
+        watched.stopped = watched.stopped + passed if watched.state == "T" else 0.0
+        if watched.stopped >= self.limits.stopped:
+            cause = f"process {pid} has been stopped (state T) for {watched.stopped:.0f} s"
+            advice = "A process that is stopped by SIGSTOP or Ctrl-Z goes on after SIGCONT: send it sooner, and resume."
+            raise WorkerLost(self.name(node), cause, fate="hangs", advice=advice)
+        if cpu - watched.cpu > 2 * _TICK + _IDLE * watched.silent:
+            watched.cpu, watched.silent = cpu, 0.0
+
+    def _judge(self, node: int, pid: int, watched: _Watched, seen: Seen, passed: float, *, asked: bool) -> None:
+        watched.longest = max(watched.longest, seen.longest)
+        if seen.steps != watched.steps:
+            watched.longest = max(watched.longest, watched.same)
+            watched.steps, watched.silent, watched.same = seen.steps, 0.0, 0.0
+            return
+        if seen.waits != NOT_WAITING:
+            watched.silent = 0.0
+            return
+        watched.silent += passed
+        watched.same += passed
+        limit = self._limit(watched)
+        if watched.silent <= limit / 2:
+            watched.offspring = 0.0
+        elif not watched.offspring:
+            watched.offspring = _offspring(pid) + _TICK
+        cause = f"process {pid} (state {watched.state}) has made no step"
+        if watched.silent >= limit:
+            if _offspring(pid) > watched.offspring + _TICK:  # it waits for processes of its own, which are busy
+                watched.silent = 0.0
+                return
+            cause += f" and used no processor time for {watched.silent:.0f} s"
+            advice = (
+                "`py-spy dump --pid` shows where such a process waits. If a step may take so long without computing, "
+                "give the cluster a larger patience=...: a tenth of it is the limit."
+            )
+            raise WorkerLost(self.name(node), cause, fate="hangs", advice=advice)
+        if asked and watched.same >= max(self.limits.patience, self.limits.steps * watched.longest):
+            cause += f" for {watched.same:.0f} s, though asked to stop"
+            raise WorkerLost(self.name(node), cause, fate="hangs")
+
+    def _limit(self, watched: _Watched) -> float:
+        return max(self.limits.silent, self.limits.steps * watched.longest)
+
+    def _deadlocked(self, pids: Mapping[int, int], seen: Mapping[int, Seen], passed: float) -> bool:
+        """Whether all nodes have waited for so long that none will make a step again."""
+        waiting = [seen[node].waits == WAITING for node in pids if node in seen]
+        steps = tuple(seen[node].steps for node in seen)
+        if not waiting or not all(waiting) or steps != self._steps:
+            self._stuck, self._steps = 0.0, steps
+        else:
+            self._stuck += passed
+        return self._stuck >= max((self._limit(self._nodes[node]) for node in pids), default=self.limits.silent)
+
+
+def _stat(pid: int) -> tuple[str, float]:
+    """State of a process, and the seconds of processor time of all its threads; nothing of one that has ended."""
+    try:
+        # The name in parentheses may contain anything.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return "", 0.0
+    return fields[0].decode(), (int(fields[11]) + int(fields[12])) * _TICK
+
+
+def _offspring(pid: int) -> float:
+    """Seconds of processor time of all descendants, such as a DataLoader's workers."""
+    total = 0.0
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                total += _stat(child)[1] + _offspring(child)
+    except OSError:  # one has just ended
+        pass
+    return total

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a node waits for others: asleep in the kernel, with a deadline, knowing for whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from orchestra.core.ops import Traffic
+from orchestra.errors import Stalled
+from orchestra.runs.status import name_of
+from orchestra.worlds.shared_memory.futex import Words
+from orchestra.worlds.shared_memory.layout import ABORT, NOT_WAITING, STALLED, WAITING
+
+_SLICE = 0.2  # seconds between two looks at the deadline and at whether the run is being given up
+
+
+class Aborted(BaseException):
+    """The run is being given up; unwinds a node without a word, since another one has already said why."""
+
+
+class Waiter:
+    """One node's patience."""
+
+    def __init__(self, words: Words, rank: int, workers: int, patience: float, traffic: Traffic, *, waits: int) -> None:
+        self._words = words
+        self._rank = rank
+        self._workers = workers
+        self.patience = patience  # seconds; without end where a coordinator watches for processes that hang
+        self._waits = waits  # the word that says that this node waits
+        self._traffic = traffic
+
+    def wait(self, word: int, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False) -> None:
+        """Sleep on a word until `ready()`, at most as long as this node is patient unless told `forever`."""
+        words = self._words
+        began = time.perf_counter()
+        while True:
+            seen = words[word]
+            if ready():
+                break
+            if words[ABORT]:
+                raise Aborted
+            waited = time.perf_counter() - began
+            if not forever and (waited > self.patience or words[STALLED]):
+                raise Stalled(
+                    f"{self.names([self._rank])} waited {min(waited, self.patience):.3g} s for {whom()}. If a step may "
+                    "take longer, give Local(patience=...) more seconds."
+                )
+            with self.doing(WAITING):
+                words.wait(word, seen, _SLICE)
+        self._traffic.waited += time.perf_counter() - began
+
+    @contextmanager
+    def doing(self, what: int) -> Iterator[None]:
+        """Let the coordinator know that this node waits or sleeps, and so does not hang."""
+        self._words.set(self._waits, what)
+        try:
+            yield
+        finally:
+            self._words.set(self._waits, NOT_WAITING)
+
+    def names(self, nodes: Sequence[int]) -> str:
+        """How people are told of some nodes."""
+        return ", ".join(name_of(node, self._workers) for node in nodes) or "nobody"

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run in virtual time: every node set up as it would be in a process of its own, then let live."""
+
+from __future__ import annotations
+
+import copy
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestra.core.node import Comm, Node
+from orchestra.core.ops import Compute, Transport
+from orchestra.data import samples
+from orchestra.data.batches import each
+from orchestra.data.feed import IndexedFeed
+from orchestra.data.random_state import exchange_states, left_alone
+from orchestra.engine import compute_times, node_loop, snapshot
+from orchestra.engine.cluster import Ending, Order
+from orchestra.engine.middleware import Metered
+from orchestra.engine.tracing import Traced
+from orchestra.errors import Deadlock, Interrupted, OrchestraError, RunFolderGone, WorkerFailed
+from orchestra.runs import event_thinning, files, run_lock
+from orchestra.runs.events import Began, Event, EventLog
+from orchestra.runs.status import Progress, Report, name_of
+from orchestra.worlds.simulated.kernel import Kernel, Promise
+from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.networks import Network
+from orchestra.worlds.simulated.numerics import Batched
+from orchestra.worlds.simulated.timing import momenta_of, timed
+from orchestra.worlds.simulated.transport import connect
+
+_GLANCE = 0.1  # real seconds between two looks at the board
+_STILL = 20  # looks for each node at a clock that does not move; 256 events lie between two of them
+_MANY = 4096  # events that a node may keep in memory
+
+
+class Rehearsal:
+    """One run in virtual time."""
+
+    def __init__(
+        self, order: Order, kernel: Kernel, network: Network, numerics: str, *, closed_forms: bool = True
+    ) -> None:
+        self.order = order
+        self.timing_only = numerics == "off"
+        self.batched = numerics == "batched"
+        # Without numbers there is nothing to set aside and score.
+        self.job = job = replace(order.job, snapshot_every=None) if self.timing_only else order.job
+        self.nodes = job.workers + job.servers
+        self.kernel = kernel
+        self.world = World(kernel, network, self.nodes, job.workers, machines=job.machines, closed_forms=closed_forms)
+        self.transports = connect(self.world, self.nodes)
+        assert job.delay is not None
+        self.delay = job.delay
+        self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
+        self.warnings = (
+            ["the workers share one x in the memory of one machine: no network was used."]
+            if job.strategy.model_at == "shared"
+            else []
+        )
+        self.stopped_by = "budget"
+        self.began = time.monotonic()
+        self.shown = 0.0
+        self.had_folder = not run_lock.is_gone(job.run)
+        self.seen_at, self.still = 0.0, 0
+        self.random: dict[int, Any] = {}  # where each node's generators stand
+        self.at_dice = -1  # the node whose they are now
+        self.traces: list[_Log] = []
+        self.snapped = Counter[int]()  # workers that set a snapshot aside, by its number
+        self.done: list[Promise[None]] = []  # of workers that wait for the others to be done
+
+    def run(self) -> Ending:
+        """Set up all nodes, then let virtual time pass."""
+        # As many as a process of a real run would have: sums in other pieces would round otherwise.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.job.threads)
+        try:
+            return self._run()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self) -> Ending:
+        born = self._timed_nodes() if self.timing_only else self._nodes()
+        for node, meter, log in born:
+            self.kernel.spawn(name_of(node.rank, self.job.workers), self._living(node, meter, log))
+        if self.order.seconds is not None:
+            self.kernel.at(self.order.seconds, self.stop, "seconds")
+        try:
+            self.kernel.run(self._heartbeat)
+        except KeyboardInterrupt:
+            raise Interrupted(
+                f"stopped at {self.kernel.now:.6g} virtual seconds. A rehearsal is not saved: the same call repeats it."
+            ) from None
+        finally:
+            self._close([*(log for _, _, log in born), *self.traces])
+        self._show()
+        if self.timing_only:
+            x0 = snapshot.Part(self.kernel.now, 0, 0, 0, self.order.x0, {})
+            snapshot.write(self.job.run / snapshot.FINAL, 0, x0)
+        return Ending(self.stopped_by, self.warnings)
+
+    def _close(self, logs: list[_Log]) -> None:
+        for log in logs:
+            log.close()
+        for pause in files.PAUSES:
+            if again := [log for log in logs if log.error is not None]:
+                time.sleep(pause)
+                for log in again:
+                    log.close()
+        if failed := [log.error for log in logs if log.error is not None]:
+            self.warnings.append(f"{len(failed)} of {len(logs)} files of events could not be written: {failed[0]}.")
+
+    def stop(self, reason: str) -> None:
+        """End soon: workers that go in step after the same step, the others where they are."""
+        if self.world.stop_at is None:
+            self.stopped_by = reason
+            self.world.stop_at = max(t.begun for t in self.transports[: self.job.workers]) + 1
+
+    def await_others(self) -> None:
+        """Let a worker that has done its steps wait until all have."""
+        mine: Promise[None] = Promise(self.kernel, lambda: "the other workers to be done")
+        self.done.append(mine)
+        if len(self.done) == self.job.workers:
+            for worker in self.done:
+                worker.keep(None)
+        mine.wait()
+
+    # Nodes.
+
+    def _nodes(self) -> list[tuple[Node, Metered, _Log]]:
+        """Every node with its own module, vectors and random numbers; the data are there once."""
+        job, x0 = self.job, self.order.x0.to(self.job.device)
+        shared = x0.clone() if job.owns_range or job.shares_x else None
+        data: Any = None
+        born = []
+        for rank in range(self.nodes):
+            log = self._log(rank)
+            meter, comm = self._connect(rank, log)
+            if rank < job.workers:
+                x = shared if shared is not None else x0.clone()
+                node = node_loop.worker(job, rank, comm, log, x, torch.zeros_like(x), data=data)
+                data = _shared(node.feed, x0.device)
+            else:
+                node = node_loop.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
+            self.at_dice = rank
+            self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
+            born.append((node, meter, log))
+        if self.batched:
+            self._gather_gradients(
+                [node for node, _, _ in born[: job.workers]], data if samples.is_columns(data) else None
+            )
+        return born
+
+    def _gather_gradients(self, nodes: list[Node], data: Any) -> None:
+        """Let all workers' gradients be taken together, and their samples if these are tensors."""
+        first = nodes[0]
+        assert first.replica is not None
+        together = Batched(copy.deepcopy(first.replica.module), self.job.loss, data)
+        for node in nodes:
+            self.transports[node.rank].computing = partial(self._together, together, node)
+            if data is not None:
+                assert isinstance(node.feed, IndexedFeed)
+                node.feed.give_indices()
+
+    def _together(self, together: Batched, node: Node, op: Compute[Any]) -> Callable[[], Any]:
+        if op.batch is None:
+            return self._compute(node.rank, op)
+        # The gradient is that at x as it is now; where x is everybody's, others will have written to it.
+        x = node.x.clone() if self.job.strategy.model_at == "shared" else node.x
+        pending = together.begin(x, op.batch)
+
+        def answer() -> float:
+            g, loss = together.end(pending)
+            node.g.copy_(g)
+            if node.replica is not None:
+                node.replica.present()
+            return loss
+
+        return answer
+
+    def _timed_nodes(self) -> list[tuple[Node, Metered, _Log]]:
+        job, x0 = self.job, self.order.x0
+        data, momenta = samples.read(job.data()), momenta_of(job, x0)
+        born = []
+        for rank in range(self.nodes):
+            log = self._log(rank)
+            meter, comm = self._connect(rank, log)
+            at_once = not self.world.host(rank).number
+            born.append((timed(job, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
+        return born
+
+    def _log(self, rank: int) -> _Log:
+        limit = None if self.job.trace else event_thinning.limit(self.nodes)
+        return _Log(self.job.run / f"events-{rank}.jsonl", limit)
+
+    def _connect(self, rank: int, log: _Log) -> tuple[Metered, Comm]:
+        job, transport = self.job, self.transports[rank]
+        transport.lasts = compute_times.sampler(self.delay, job.seed, rank)
+        if not self.timing_only:
+            transport.computing = partial(self._compute, rank)
+        traced: Transport = transport
+        if job.trace:
+            self.traces.append(_Log(job.run / f"trace-{rank}.jsonl"))
+            apart = job.strategy.model_at == "apart"
+            traced = Traced(transport, self.traces[-1].write, log.write, apart=apart)
+        meter = Metered(traced)
+        return meter, Comm(meter, *job.groups)
+
+    def _living(self, node: Node, meter: Metered, log: _Log) -> Callable[[], None]:
+        name = name_of(node.rank, self.job.workers)
+
+        def show(row: Report) -> None:
+            self.rows[node.rank] = row
+
+        def body() -> None:
+            log.write(Began(0.0, node.rank, "worker" if node.rank < self.job.workers else "server", 0.0))
+            try:
+                self._take_dice(node.rank)
+                life = _Life(self.job, node, meter, log, self._hear, show)
+                keeper = _Keeper(self, life)
+                node_loop.serve(life, keeper) if life.is_server else node_loop.work(life, keeper)
+            except (OrchestraError, KeyboardInterrupt):
+                raise
+            except Exception:
+                raise WorkerFailed(name, traceback.format_exc()) from None
+
+        return body
+
+    def _compute(self, rank: int, op: Compute[Any]) -> Callable[[], Any]:
+        """Call something of a node's, with that node's random numbers if it may need any."""
+        if op.draws:
+            self._take_dice(rank)
+        value = op.fn()
+        self._glance()
+        return lambda: value
+
+    def _take_dice(self, rank: int) -> None:
+        """Let the global random numbers be a node's own."""
+        if self.at_dice != rank and rank in self.random:
+            self.random[self.at_dice] = exchange_states(self.random[rank], cuda=self.order.job.device == "cuda")
+            self.at_dice = rank
+
+    # Whoever watches.
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        name = name_of(said["node"], self.job.workers)
+        if said["kind"] == "snapshot-failed":
+            self.warnings.append(f"{name} could not set aside the model at step {said['step']}: {said['error']}.")
+
+    def _heartbeat(self) -> None:
+        """Now and then: show where the run is, and see that time passes if only time can end it."""
+        self._glance()
+        self.still = self.still + 1 if self.kernel.now == self.seen_at else 0
+        self.seen_at = self.kernel.now
+        endless = self.job.last_step is None and self.job.last_epoch is None
+        if endless and self.still > _STILL * self.nodes:
+            raise Deadlock(
+                f"virtual time stands still at {self.kernel.now:.6g} s: steps take no time, so a budget in seconds is "
+                "never spent. Give --delay a duration, or a budget in steps."
+            )
+
+    def _glance(self) -> None:
+        if time.monotonic() - self.shown > _GLANCE:
+            if self.had_folder and run_lock.is_gone(self.job.run):
+                raise RunFolderGone(self.job.run)
+            self._show()
+            self.shown = time.monotonic()
+
+    def _show(self) -> None:
+        job = self.job
+        what = (job.run, self.order.about["strategy"], job.workers, job.servers, job.last_step)
+        self.order.show(Progress(*what, True, self.kernel.now, tuple(self.rows), time.monotonic() - self.began))
+
+
+def _shared(feed: Any, device: torch.device) -> Any:
+    """The data of one worker for the next, where they will be needed; streams are each worker's own."""
+    if not isinstance(feed, IndexedFeed):
+        return None
+    return each(lambda t: t.to(device), feed.data) if samples.is_columns(feed.data) else feed.data
+
+
+class _Log:
+    """Keeps events in memory and appends them to a file now and then: a thousand nodes cannot all hold one open.
+
+    A file of more than `limit` bytes is thinned out.
+    """
+
+    def __init__(self, path: Path, limit: int | None = None) -> None:
+        self._path = path
+        self._limit = limit
+        self._waiting: list[Event] = []
+        self.error: OSError | None = None  # why the last attempt to write failed
+
+    def write(self, event: Event) -> None:
+        """Record an event."""
+        self._waiting.append(event)
+        if len(self._waiting) % _MANY == 0:
+            self.close()
+
+    def close(self) -> None:
+        """Bring everything so far to the file; what finds no room there waits in memory for the next attempt."""
+        self.error = None
+        try:
+            log = EventLog(self._path, self._complain, limit=self._limit)
+        except FileNotFoundError:
+            raise RunFolderGone(self._path.parent) from None
+        with closing(log):
+            log.write_together(self._waiting)
+        if self.error is None:
+            self._waiting.clear()
+
+    def _complain(self, error: OSError) -> None:
+        self.error = error
+
+
+@dataclass
+class _Life(node_loop.Life):
+    log: _Log
+
+
+@dataclass
+class _Keeper:
+    """Nothing is kept: but a score may end the run, at the very virtual moment of its snapshot."""
+
+    rehearsal: Rehearsal
+    life: _Life
+    snapshots: int = 0
+
+    def after_step(self, before: int) -> None:
+        """Score what was just set aside: at once if a score could end the run, else when the last worker has."""
+        rehearsal, order = self.rehearsal, self.rehearsal.order
+        if self.life.snapshots <= self.snapshots:
+            return
+        self.snapshots = self.life.snapshots
+        rehearsal.snapped[self.snapshots] += 1
+        if not order.has_target and rehearsal.snapped[self.snapshots] < rehearsal.job.workers:
+            return
+        with left_alone():  # the random numbers are this worker's
+            order.scorer.rest_now()
+        if order.scorer.target_reached():
+            rehearsal.stop("target")
+
+    def after_steps(self) -> None:
+        """Nothing to save."""
+
+    def interrupted(self) -> bool:
+        """Never: Ctrl-C ends a rehearsal at once."""
+        return False
+
+    def break_off(self) -> None:
+        """Nothing to save."""
+
+    def stay(self) -> bool:
+        """Wait for those who still write to the same x. Without numbers there is no model to set aside."""
+        if self.life.job.strategy.model_at == "shared":
+            self.rehearsal.await_others()
+        return not self.rehearsal.timing_only
+
+    def after_service(self) -> bool:
+        """Likewise."""
+        return not self.rehearsal.timing_only

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of a run on many machines: join the others, live as one node, end together with them.
+
+    process 0 (home)    keeps the run folder; hears what the others tell, decides when the run begins, stops and is over
+    the others          do as it says
+
+There is no thread for that: a node hears what concerns the run whenever it waits for a message, and before each step.
+To stop, home asks; every worker answers with the step it is in, and begins none before home has named the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from orchestra.engine import checkpoint, expression
+from orchestra.engine.cluster import Ending, Told
+from orchestra.engine.control import NO_MORE_STEPS
+from orchestra.engine.job import Job
+from orchestra.engine.snapshot import FINAL, make_elsewhere
+from orchestra.engine.supervisor import Overseer, counting
+from orchestra.errors import EnvironmentProblem, Interrupted, OrchestraError, Stopped, WorkerFailed, WorkerLost
+from orchestra.runs.status import Progress, Report
+from orchestra.worlds.sockets import control_messages, rank_order
+from orchestra.worlds.sockets.control_messages import HOME
+from orchestra.worlds.sockets.file_transfer import Courier, Reception, files_of, largest_file, part_of
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.session import Party
+from orchestra.worlds.sockets.wire import BadFrame
+
+if TYPE_CHECKING:
+    from orchestra.clusters.attached import Attached
+
+_ECHO = 2.0  # seconds in which a second signal is the same: a terminal and torchrun both pass Ctrl-C on
+_GLANCE = 0.25  # seconds between two reports to whoever watches
+_LONGEST = 10_000  # characters of a traceback
+
+
+@dataclass
+class Home(Overseer):
+    """Process 0: a worker as well."""
+
+    cluster: Attached = field(kw_only=True)
+    marker: Path | None = None  # a file by which others find out whether they see the run folder
+    reports: dict[int, Report] = field(default_factory=dict)
+    answers: dict[int, int] = field(default_factory=dict)  # the step that each worker was in when asked to stop
+    is_full: bool = False  # and that was said
+
+    def run(self) -> Ending:
+        """Train, together with the others. Raises what ended the run early."""
+        asked, job = time.perf_counter(), self.job
+        self.order.scorer.start(apart=True)  # before there are connections, which another process would hold open
+        self.party = party = Party(job, self.order.x0, self.cluster, self.order.fingerprint)
+        with counting(self, echo=_ECHO):
+            self.exchange, self.transport = party.exchange, party.transport
+            largest = largest_file(self.order.x0)
+            rescue = partial(make_elsewhere, job.launch)
+            self.files = Reception(job.run, files_of, largest, self._could_not_keep, rescue)
+            self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
+            self.exchange.when_waiting = self._glance
+            self.transport.control.learn("save_wanted", self.order.resumed_from)
+            try:
+                self._share_order()
+                broken_off = party.live(job, tell=self.hear, show=self._show, asked=asked)
+                self.hear({"kind": "done", "node": HOME, "interrupted": broken_off})
+                self.exchange.attend(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
+                self.settle()
+            except BaseException as error:
+                raise self._end_for_all(error) from None
+        return Ending(self.stopped_by, self.warnings, tell=self._tell, close=self._close)
+
+    def _share_order(self) -> None:
+        """Tell the others what only home knows; whoever cannot see the run folder sends its files."""
+        job = self.job
+        job.run.mkdir(parents=True, exist_ok=True)
+        self._note_order()
+        self.marker = job.run / f".launch-{job.launch}"
+        self.marker.write_text(job.launch, encoding="ascii")
+        resume = None if job.resume is None else job.resume.name
+        self.exchange.tell_all(
+            {"kind": "order", "run": str(job.run), "launch": job.launch, "resume": resume,
+             "resumed_from": self.order.resumed_from}
+        )  # fmt: skip
+
+    def _note_order(self) -> None:
+        """Keep which process is which node, and why, where they could have been others."""
+        order, links = self.party.order, self.party.links
+        if links is None and order == sorted(order):
+            return
+        record = {"order": order, "words": rank_order.describe(order, self.job.workers, links)}
+        measured = {} if links is None else {"latency": links.latency, "rate": links.rate}  # seconds, bytes a second
+        text = json.dumps(record | measured).replace("Infinity", "null")
+        checkpoint.write_text(self.job.run / "topology.json", text)
+
+    def _listen(self, source: int, said: dict[str, Any]) -> None:
+        """Somebody tells something."""
+        control_messages.check(source, said)
+        match said["kind"]:
+            case "far-off":
+                self._send_part(source)
+            case "file":
+                self.files.expect(source, said)
+            case "report":
+                self.reports[source] = Report(*said["row"])
+            case "begun":
+                self.answers[source] = said["step"]
+                self._name_last_step()
+            case "signal":
+                self.signals = self.signals or 1
+                self.signal_name = self.signal_name or said["name"]
+            case "stopped":
+                raise Stopped(said["message"], said["code"])
+            case "failed" | "refused":
+                raise self._told_of_failure(said | {"node": source})
+            case "saved" if (error := self.files.failed.pop(self._part(source, said["step"]), None)) is not None:
+                self.hear({"kind": "save-failed", "node": source, "step": said["step"], "error": str(error)})
+            case _ if not self.transport.hear(said):
+                self.hear(said | {"node": source})
+
+    def _told_of_failure(self, said: dict[str, Any]) -> OrchestraError:
+        """What another raised. Its own process ends with the error's exit code, this one as a consequence."""
+        try:
+            self.hear(said)
+        except OrchestraError as error:
+            error.exit_code = Stopped.exit_code  # type: ignore[misc]
+            return error
+        raise AssertionError(said)
+
+    def _part(self, node: int, step: int) -> Path:
+        return checkpoint.draft(self.job.run / "checkpoints", step) / checkpoint.part_name(node)
+
+    def _could_not_keep(self, source: int, path: Path, error: OSError) -> None:
+        """Another node's file could not be written here. Only the result itself cannot do without."""
+        if path.parent.name == FINAL:
+            raise EnvironmentProblem(
+                f"the model of {self.name(source)} could not be written to {path}: {error}. Make room, and resume."
+            )
+        if path.parent.parent.name != "checkpoints" and not self.is_full:  # of a checkpoint its own node tells
+            self.is_full = True
+            self._warn(
+                f"{path.name} of {self.name(source)} could not be written here: {error}. Training goes on without it "
+                "and whatever else finds no room."
+            )
+
+    def _send_part(self, to: int) -> None:
+        """Send a node, which cannot see the run folder, its part of the checkpoint."""
+        if " resume " in self.order.how_to_resume:  # a command, which reads there what to do
+            self.beforehand = " (hosts that do not see this folder need its config.json at the same path first)"
+        if self.job.resume is not None:
+            name = f"{self.job.resume.name}/{checkpoint.part_name(to)}"
+            data = (self.job.resume / checkpoint.part_name(to)).read_bytes()
+            self.exchange.note(to, {"kind": "file", "path": name, "bytes": len(data)})
+            self.exchange.ship(to, data)
+
+    # The run as a whole.
+
+    def begin(self) -> None:
+        """Start the clock, and let the nodes go."""
+        if self.marker is not None:
+            self.marker.unlink(missing_ok=True)
+        self.exchange.tell_all({"kind": "go", "at": self.order.resumed_at})
+        self.transport.go(self.order.resumed_at)
+
+    def seconds(self) -> float:
+        """Of training so far."""
+        return self.transport.now()
+
+    def rows(self) -> tuple[Report, ...]:
+        """What every node last reported."""
+        nothing = Report(*[0.0] * len(Report._fields))
+        return tuple(self.reports.get(node, nothing) for node in range(self.nodes))
+
+    def ask_to_stop(self, code: int) -> None:
+        """Ask the workers where they are: from then on none begins another step before it knows the last one."""
+        self.transport.control.write("stop_asked", code)
+        self._name_last_step()
+
+    def _name_last_step(self) -> None:
+        """Once every worker has answered."""
+        control = self.transport.control
+        self.answers[HOME] = NO_MORE_STEPS if control.is_done(HOME) else self.transport.begun
+        if len(self.answers) == self.party.workers and not control.stop_at:
+            control.write("stop_at", control.last_step([*self.answers.values()]))
+
+    def _glance(self) -> None:
+        """Now and then, while this node waits: see whether everybody is there, and whether it is time to stop."""
+        self.party.require_everybody()
+        self.consider_stopping()
+        now = time.perf_counter()
+        if now - self._shown > _GLANCE:
+            self._shown = now
+            self.order.show(self.progress())
+
+    _shown = 0.0
+
+    def _show(self, row: Report) -> None:
+        self.reports[HOME] = row
+
+    # The end.
+
+    def _tell(self, told: Callable[[], Told]) -> None:
+        """Tell the others how it went."""
+        _tell_all(self.exchange, self.nodes, told())
+
+    def _close(self) -> None:
+        self.party.close()
+
+    def _end_for_all(self, error: BaseException) -> BaseException:
+        """The run ends here: what everybody is told, and what this process raises."""
+        error = self.party.cause_of(error)
+        if not isinstance(error, OrchestraError | KeyboardInterrupt):
+            error = WorkerFailed(self.party.name, traceback.format_exc()[-_LONGEST:])
+        if self.marker is not None:
+            self.marker.unlink(missing_ok=True)
+        code = error.exit_code if isinstance(error, OrchestraError) else 130
+        message = f"{error.who} failed" if isinstance(error, WorkerFailed) else str(error) or "stopped by SIGINT"
+        self.party.give_up({"message": message, "code": code})
+        return error
+
+
+class Member:
+    """Any other process."""
+
+    def __init__(
+        self, job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, show: Callable[[Progress], None]
+    ) -> None:
+        self.job, self.x0, self.about, self.cluster, self.show = job, x0, about, cluster, show
+        self.signals, self.signal_name = 0, ""
+        self.order: dict[str, Any] | None = None
+        self.over: dict[str, Any] | None = None
+        self.model = bytearray()
+        self.files: Reception | None = None
+        self._reported = 0.0
+        self._told_of_signal = False
+
+    def run(self) -> Told:
+        """Take part to the end."""
+        asked = time.perf_counter()
+        self.party = party = Party(self.job, self.x0, self.cluster, self.about)
+        with counting(self, echo=_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
+            self.exchange, self.transport, self.rank = party.exchange, party.transport, party.rank
+            self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
+            self.exchange.when_waiting = self._glance
+            try:
+                whom = "worker 0 to say where the run folder is"
+                self._await(lambda: self.order is not None or self.over is not None, whom)
+                if self.order is not None:  # else all was done another day
+                    job, tell = self._receive_order(self.order, Path(scratch))
+                    broken_off = party.live(job, tell=tell, show=self._show, asked=asked)
+                    tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
+                self._await(lambda: self.over is not None and len(self.model) == self.over["bytes"], "worker 0")
+            except BaseException as error:
+                raise self._end_for_all(error) from None
+            party.close()
+        assert self.over is not None
+        return Told(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
+
+    def _receive_order(self, order: dict[str, Any], scratch: Path) -> tuple[Job, Callable[[dict[str, Any]], None]]:
+        """What only home knows: the run folder, and what to go on from."""
+        self.show(self._progress(Path(order["run"])))
+        folder, launch, resume = Path(order["run"]), str(order["launch"]), order["resume"]
+        self.transport.control.learn("save_wanted", int(order["resumed_from"]))
+        if _reads(folder / f".launch-{launch}") == launch:
+            saved = None if resume is None else folder / "checkpoints" / resume
+            return replace(self.job, run=folder, launch=launch, resume=saved), self._tell
+        mine, largest = part_of(self.rank), largest_file(self.x0)
+        self.files = Reception(scratch / "checkpoint", lambda source: mine, largest, _could_not_keep)
+        courier = Courier(self.exchange, scratch / "run", HOME)
+        courier.folder.mkdir()
+        self.exchange.note(HOME, {"kind": "far-off", "node": self.rank})
+        part = None if resume is None else self.files.folder / resume / checkpoint.part_name(self.rank)
+        self._await(lambda: part is None or part.exists(), "worker 0 to send a checkpoint")
+
+        def tell(said: dict[str, Any]) -> None:
+            courier.bring()
+            self._tell(said)
+
+        return replace(self.job, run=courier.folder, launch=launch, resume=part and part.parent), tell
+
+    def _progress(self, folder: Path) -> Progress:
+        """All that this process can show of the run."""
+        job = self.job
+        return Progress(folder, expression.show(job.strategy), job.workers, job.servers, job.last_step, False, 0.0, ())
+
+    def _tell(self, said: dict[str, Any]) -> None:
+        self.exchange.note(HOME, said)
+
+    def _listen(self, source: int, said: dict[str, Any]) -> None:
+        control_messages.check(source, said)
+        match said["kind"]:
+            case "order":
+                self.order = said
+            case "file" if self.files is not None and source == HOME:
+                self.files.expect(source, said)
+            case "over":
+                self.over = said
+            case "stopped":
+                raise Stopped(said["message"], said["code"])
+            case _:
+                self.transport.hear(said)
+                asked = said["kind"] == "control" and said["field"] == "stop_asked"
+                if asked and self.rank < self.party.workers:
+                    self._tell({"kind": "begun", "step": self._begun()})
+
+    def _begun(self) -> int:
+        done = self.transport.control.is_done(self.rank)
+        return NO_MORE_STEPS if done else self.transport.begun
+
+    def _take_in(self, source: int, piece: bytes) -> None:
+        if self.over is not None and source == HOME:
+            self.model += piece
+            if len(self.model) > self.over["bytes"]:
+                raise BadFrame(f"node {source} sent more of the model than the {self.over['bytes']:,} bytes announced")
+        elif self.files is not None:
+            self.files.take_in(source, piece)
+
+    def _await(self, ready: Callable[[], bool], whom: str) -> None:
+        self.exchange.attend(ready, lambda: whom, forever=True)
+
+    def _glance(self) -> None:
+        if self.over is None:
+            self.party.require_everybody()
+            if self.exchange.is_gone(HOME):
+                raise Stopped("worker 0 left before it told how the run went: see what it said", 1)
+        if self.signals and not self._told_of_signal:
+            self._told_of_signal = True
+            self._tell({"kind": "signal", "name": self.signal_name})
+
+    def _show(self, row: Report) -> None:
+        if time.perf_counter() - self._reported > _GLANCE:
+            self._reported = time.perf_counter()
+            self._tell({"kind": "report", "row": list(row)})
+
+    def raise_interrupted(self) -> None:
+        """A second signal: go at once."""
+        raise Interrupted(f"stopped by {self.signal_name}.")
+
+    def _end_for_all(self, error: BaseException) -> BaseException:
+        """This process cannot go on: home is told why, the others who it was."""
+        error = self.party.cause_of(error)
+        if isinstance(error, Stopped):
+            self.party.close()
+            return error
+        code = error.exit_code if isinstance(error, OrchestraError) else 1
+        if isinstance(error, WorkerLost | Interrupted | Stopped):
+            said = {"message": str(error), "code": code}
+        elif isinstance(error, OrchestraError):
+            self._tell({"kind": "refused", "node": self.rank, "error": type(error).__name__, "message": str(error)})
+            said = {"message": f"{self.party.name}: {error}", "code": code}
+        else:
+            trace = traceback.format_exc()[-_LONGEST:]
+            self._tell({"kind": "failed", "node": self.rank, "traceback": trace})
+            error, said = WorkerFailed(self.party.name, trace), {"message": f"{self.party.name} failed", "code": 1}
+        self.party.give_up(said)
+        return error
+
+
+def pass_on(job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, told: Told) -> None:
+    """As home of a run that is over already: tell the others."""
+    with contextlib.closing(Party(job, x0, cluster, about)) as party:
+        _tell_all(party.exchange, job.workers + job.servers, told)
+
+
+def _tell_all(exchange: Exchange, nodes: int, told: Told) -> None:
+    said = asdict(told)
+    model = said.pop("model")
+    for node in range(1, nodes):
+        with contextlib.suppress(OrchestraError):  # who is lost now has done its part
+            exchange.note(node, {"kind": "over", **said, "bytes": len(model)})
+            exchange.ship(node, model)
+
+
+def _could_not_keep(source: int, path: Path, error: OSError) -> None:
+    raise EnvironmentProblem(f"the checkpoint that node {source} sent could not be written to {path}: {error}")
+
+
+def _reads(path: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii")
+    return None

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node of a run on many machines that begins, saves and stops together with the others."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from orchestra.core.ops import Traffic
+from orchestra.engine.control import Control, OfNode, OfRun
+from orchestra.runs.status import name_of
+from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.transport import AttachedTransport
+from orchestra.worlds.sockets.wire import BadFrame
+
+
+class ReplicatedState(Control):
+    """The control values of a run, of which every process has a copy: a change is sent to all others."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._values: defaultdict[tuple[str, int], int] = defaultdict(int)
+
+    def read(self, field: OfRun | OfNode, node: int = 0) -> int:
+        """A value as this process knows it."""
+        return self._values[field, node]
+
+    def write(self, field: OfRun | OfNode, value: int, node: int = 0, *, wake: bool = False) -> None:
+        """Set a value and send it to all others; a message wakes whoever waits."""
+        self._values[field, node] = value
+        self._exchange.tell_all({"kind": "control", "field": field, "of": node, "value": value})
+
+    def learn(self, field: str, value: int, node: int = 0) -> None:
+        """Take a value that another process has set."""
+        self._values[field, node] = value
+
+
+class JoinedTransport(AttachedTransport):
+    """Carries out one node's ops, and agrees with the others on what concerns all of them."""
+
+    def __init__(self, rank: int, workers: int, nodes: int, exchange: Exchange, traffic: Traffic) -> None:
+        super().__init__(rank, nodes, exchange, traffic)
+        self.control = ReplicatedState(exchange)
+        self.mailbox = exchange
+        self.begun = 0  # the step that this worker is in
+        self._workers, self._nodes = workers, nodes
+        self._going = False
+
+    def go(self, resumed_at: float) -> None:
+        """Everybody is ready: the clock starts now."""
+        self.began = time.perf_counter() - resumed_at
+        self.exchange.begin()
+        self._going = True
+
+    def await_go(self) -> None:
+        """Block until every node is ready."""
+        self.exchange.attend(lambda: self._going, lambda: "the other nodes to be ready", forever=True, starting=True)
+
+    def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
+        """Block until a server has saved a checkpoint, which it does when every worker has."""
+        control = self.control
+
+        def whom() -> str:
+            late = [w for w in range(self._workers) if control.saved(w) < label]
+            return ", ".join(name_of(n, self._workers) for n in late or [node]) + " to save a checkpoint"
+
+        # Where each goes its own pace, the others may have been told to stop before they saw that they should save.
+        self.exchange.attend(lambda: control.saved(node) >= label or (not in_step and control.stop_at != 0), whom)
+
+    def await_bell(self, ready: Callable[[], bool]) -> None:
+        """Block, for as long as it takes, until something happens that concerns this node."""
+        self.exchange.attend(ready, lambda: "the others", forever=True)
+
+    def ring_everybody(self) -> None:
+        """Nothing to do: messages wake whoever waits."""
+
+    def proceed(self, step: int, *, in_step: bool) -> bool:
+        """Whether to begin `step`: not before it is known which is the last, once somebody has asked to stop."""
+        self.begun = step
+        self.exchange.poll()
+        if not self.control.stop_asked:
+            return True
+        waiting_for = "worker 0 to say after which step to stop"
+        self.exchange.attend(lambda: self.control.stop_at != 0, lambda: waiting_for)
+        return in_step and step < self.control.stop_at
+
+    def hear(self, said: dict[str, Any]) -> bool:
+        """Take note of what everybody should know; whether it was that."""
+        match said["kind"]:
+            case "control":
+                if said["of"] >= self._nodes:
+                    raise BadFrame(f"a value of node {said['of']} was sent, and there are {self._nodes} nodes")
+                self.control.learn(said["field"], said["value"], said["of"])
+            case "go":
+                self.go(float(said["at"]))
+            case _:
+                return False
+        return True

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node among others on other machines: every op as messages over one connection for each pair.
+
+    mean    the range of worker k goes to worker k, from everybody; it takes the mean of its range, in the order of the
+            ranks, and gives it to everybody: reduce-scatter and all-gather, 2 (N−1)/N S sent by each
+
+The very sums that processes on one machine make in shared memory, so the same bits come out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from orchestra.core.ops import (
+    Ahead,
+    All,
+    Broadcast,
+    Compute,
+    Done,
+    Gather,
+    Group,
+    Handle,
+    Leave,
+    Mean,
+    MeanUpdate,
+    Message,
+    Op,
+    Recv,
+    Send,
+    Sleep,
+    Traffic,
+)
+from orchestra.core.vectors import ranges, share_of_mean, weighted_mean
+from orchestra.errors import ClusterError
+from orchestra.worlds.computing import compute
+from orchestra.worlds.sockets.messenger import Exchange
+
+if TYPE_CHECKING:
+    from orchestra.worlds.torch_collectives import TorchMeans
+
+T = TypeVar("T")
+
+
+class AttachedTransport:
+    """Carries out one node's ops."""
+
+    def __init__(self, rank: int, size: int, exchange: Exchange, traffic: Traffic) -> None:
+        self.rank, self.size, self.traffic = rank, size, traffic
+        self.exchange = exchange
+        self.means: TorchMeans | None = None  # of all workers, if torch takes them; every worker then updates all of x
+        self.began = time.perf_counter()
+        self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
+            Compute: lambda op: compute(op, exchange.sleep),
+            Ahead: self._ahead,
+            Mean: self._mean,
+            MeanUpdate: self._mean_update,
+            Broadcast: self._broadcast,
+            Gather: self._gather,
+            Send: exchange.send,
+            Recv: exchange.recv,
+            Sleep: lambda op: Done(exchange.sleep(op)),
+            Leave: exchange.leave,
+        }
+
+    def begin(self) -> None:
+        """Training begins: the clock starts, and traffic counts from now on."""
+        self.began = time.perf_counter()
+        self.traffic.sent, self.traffic.received, self.traffic.waited = 0, 0, 0.0
+        self.traffic.sent_to.clear()
+        self.exchange.begin()
+
+    def now(self) -> float:
+        """Seconds since training began."""
+        return time.perf_counter() - self.began
+
+    def start(self, op: Op[T]) -> Handle[T]:
+        """Carry out an op; all but lent sends are finished when this returns."""
+        return cast("Handle[T]", self._rules[type(op)](op))
+
+    # Together.
+
+    def _ahead(self, op: Ahead) -> Handle[Callable[[slice], None] | None]:
+        means = self._means_of(op.group)
+        return Done(None if means is None else means.ahead(op.g, op.weight, op.most))
+
+    def _means_of(self, group: Group) -> TorchMeans | None:
+        return self.means if self.means is not None and 1 < len(group) == self.means.workers else None
+
+    def _mean(self, op: Mean) -> Handle[float]:
+        if (means := self._means_of(op.group)) is not None:
+            self._count(op.x, op.group)
+            with self.exchange.waiting():
+                return Done(means.mean_(op.x, op.weight))
+        x = op.x if op.x.device.type == "cpu" and op.x.is_contiguous() else op.x.detach().cpu().contiguous()
+        mine = ranges(x.numel(), len(op.group))[op.group.index(self.rank)]
+        mean = torch.empty_like(x[mine])
+        total = self._reduce(x, op.group, op.weight, mean)
+        if total:
+            x[mine] = mean
+            self._share(x, mean, op.group)
+            if x is not op.x:
+                op.x.copy_(x)
+        return Done(total)
+
+    def _mean_update(self, op: MeanUpdate) -> Handle[None]:
+        if len(op.group) == 1:
+            if op.weight:
+                op.apply(op.g)
+            return Done(None)
+        if self.means is not None:
+            return self._update_whole(op)
+        g, x = op.g.detach().cpu(), op.x.detach().cpu()
+        mine = ranges(g.numel(), len(op.group))[op.group.index(self.rank)]
+        mean = torch.empty_like(g[mine])
+        if self._reduce(g, op.group, op.weight, mean):
+            op.apply(mean.to(op.x.device))
+            updated = op.x[mine].detach().cpu()
+            self._share(x, updated, op.group)
+            if x.data_ptr() != op.x.data_ptr():
+                x[mine] = updated
+                op.x.copy_(x)
+        return Done(None)
+
+    def _update_whole(self, op: MeanUpdate) -> Handle[None]:
+        mean, means = op.g, self._means_of(op.group)
+        if means is None:
+            total = self._mean(Mean(op.g, op.group, op.weight)).wait()
+        else:
+            self._count(op.g, op.group)
+            with self.exchange.waiting():
+                mean, total = means.mean(op.g, op.weight)
+        if total:
+            op.apply(mean)
+        return Done(None)
+
+    def _reduce(self, x: Tensor, group: Group, weight: float, mean: Tensor) -> float:
+        """The mean of this node's range, from everybody's. Gives the sum of the weights; if 0, nothing is written."""
+        parts = ranges(x.numel(), len(group))
+        given = [
+            self.exchange.give(member, x[part], weight)
+            for member, part in zip(group.members, parts, strict=True)
+            if member != self.rank
+        ]
+        vectors, weights = [], []
+        for member, part in zip(group.members, parts, strict=True):
+            piece = None if member == self.rank else self._take(member, mean)
+            vectors.append(x[part] if piece is None else piece.x)
+            weights.append(weight if piece is None else piece.weight)
+        All(given).wait()
+        if any(weights):
+            weighted_mean(mean, vectors, weights)
+        self._count(x, group)
+        return sum(weights)
+
+    def _share(self, x: Tensor, mine: Tensor, group: Group) -> None:
+        """Fill x with everybody's range, this node's own excepted."""
+        others = [member for member in group.members if member != self.rank]
+        given = [self.exchange.give(member, mine, 1.0) for member in others]
+        for member, part in zip(group.members, ranges(x.numel(), len(group)), strict=True):
+            if member != self.rank:
+                x[part] = self._take(member, x[part]).x
+        All(given).wait()
+
+    def _take(self, member: int, like: Tensor) -> Message:
+        """A part from a member; refused if it is of something else."""
+        piece = self.exchange.take(member)
+        if piece.x.dtype != like.dtype or piece.x.numel() != like.numel():
+            raise ClusterError(
+                f"node {member} takes part in another mean than node {self.rank}: it sent {piece.x.numel():,} numbers "
+                f"({piece.x.dtype}), not {like.numel():,} ({like.dtype}). All must make the same calls in turn."
+            )
+        return piece
+
+    def _count(self, x: Tensor, group: Group) -> None:
+        both = share_of_mean(x, len(group), group.index(self.rank)) if len(group) > 1 else 0
+        self.traffic.sent += both
+        self.traffic.received += both
+
+    def _broadcast(self, op: Broadcast) -> Handle[None]:
+        nbytes = op.x.numel() * op.x.element_size()
+        others = [member for member in op.group.members if member != self.rank]
+        if self.rank == op.root:
+            x = op.x.detach().cpu().contiguous()
+            All([self.exchange.give(member, x, 1.0) for member in others]).wait()
+            self.traffic.sent += len(others) * nbytes
+        else:
+            op.x.copy_(self.exchange.take(op.root).x)
+            self.traffic.received += nbytes
+        return Done(None)
+
+    def _gather(self, op: Gather) -> Handle[list[Tensor]]:
+        x = op.x.detach().cpu().contiguous()
+        others = [member for member in op.group.members if member != self.rank]
+        given = [self.exchange.give(member, x, 1.0) for member in others]
+        found = [op.x.clone() if m == self.rank else self.exchange.take(m).x.to(op.x.device) for m in op.group.members]
+        All(given).wait()
+        nbytes = len(others) * x.numel() * x.element_size()
+        self.traffic.sent += nbytes
+        self.traffic.received += nbytes
+        return Done(found)
+
+    def proceed(self, step: int, *, in_step: bool) -> bool:
+        """Whether to begin `step`: nobody asks for less than the budget yet."""
+        return True
