@@ -33,10 +33,10 @@ from orchestra.engine.cluster import Cluster, Device, Ending, Order
 from orchestra.engine.middleware import Metered
 from orchestra.runs.events import EventLog
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.sockets.rendezvous import Address, Meeting
-from orchestra.worlds.sockets.transport import AttachedTransport
-from orchestra.worlds.torch_collectives import TorchMeans, tcp_store
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.sockets.rendezvous import Address, Rendezvous
+from orchestra.worlds.sockets.transport import SocketTransport
+from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store
 
 SECRET = "0123456789abcdef" * 2  # public: this run is on one machine
 
@@ -62,7 +62,7 @@ class Host(Cluster):
             transport = self._transport(job.parameters)
             meter, x0 = Metered(transport), order.x0
             node = node_loop.worker(job, rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
-            life = node_loop.Life(job, node, meter, log, print, lambda row: None)
+            life = node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None)
 
             def step() -> None:
                 job.strategy.step(node, life.state)
@@ -72,20 +72,20 @@ class Host(Cluster):
             peer.answer(step)
         raise AssertionError("it ends with the process")
 
-    def _transport(self, parameters: int) -> AttachedTransport:
+    def _transport(self, parameters: int) -> SocketTransport:
         host = os.environ["ORCHESTRA_LAB_ADDRESS"]
         token = Token(SECRET, trusted=self.kind != "messages")
-        meeting = Meeting(self.rank, token, {}, host=host)
+        meeting = Rendezvous(self.rank, token, {}, host=host)
         connections = meeting.gather(self._addresses(meeting.address), patience=60)
         traffic = Traffic()
-        exchange = Exchange(
+        exchange = Messenger(
             self.rank, self.workers, token.run(), connections,
             largest=8 * parameters + 1024, patience=300, traffic=traffic, summed=token.trusted,
         )  # fmt: skip
-        transport = AttachedTransport(self.rank, self.workers, exchange, traffic)
+        transport = SocketTransport(self.rank, self.workers, exchange, traffic)
         if self.kind == "torch":
             store = tcp_store(exchange, self.rank, self.workers, host, 300)
-            transport.means = TorchMeans(store, self.rank, self.workers, torch.device("cpu"), host=host)
+            transport.means = TorchCollectives(store, self.rank, self.workers, torch.device("cpu"), host=host)
         return transport
 
     def _addresses(self, mine: Address) -> list[Address]:

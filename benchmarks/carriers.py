@@ -19,8 +19,8 @@ import torch
 from benchmarks.common import ROOT, Outcome, Rounds, main
 from orchestra.core.ops import Group, Message, Recv, Send, Traffic
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.sockets.rendezvous import Meeting
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.sockets.rendezvous import Rendezvous
 
 SMALL, LARGE = torch.zeros(61_706), torch.zeros(2_500_000)
 TIMES, STREAM = 100, 30
@@ -44,12 +44,12 @@ class Sockets:
 
     def __init__(self, rank: int, kind: str, other: str | None, tell: Callable[[str], None]) -> None:
         token = Token(SECRET, trusted="trusted" in kind)
-        meeting = Meeting(rank, token, {})
+        meeting = Rendezvous(rank, token, {})
         tell(str(meeting.address[1]))
         addresses = [("127.0.0.1", int(other))] if other else [meeting.address]
         found = meeting.gather([*addresses, meeting.address], patience=30)
         self._other = 1 - rank
-        self._exchange = Exchange(
+        self._exchange = Messenger(
             rank, 2, token.run(), found, largest=1 << 26, patience=60, traffic=Traffic(), summed=token.trusted
         )
 

@@ -24,7 +24,7 @@ from orchestra.core.strategy import Strategy
 from orchestra.runs.events import Logged, read
 from orchestra.worlds.simulated import networks
 from orchestra.worlds.simulated.kernel import Kernel
-from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.network import VirtualNetwork
 from orchestra.worlds.simulated.networks import Host, Network
 from orchestra.worlds.simulated.transport import connect
 
@@ -67,7 +67,7 @@ def measure(rounds: int) -> Outcome:
 def rehearsed(add_up: Sum, workers: int, nbytes: int, network: Network) -> float:
     """Virtual seconds of one mean."""
     kernel = Kernel()
-    ends, group = connect(World(kernel, network, workers, workers), workers), Group(tuple(range(workers)))
+    ends, group = connect(VirtualNetwork(kernel, network, workers, workers), workers), Group(tuple(range(workers)))
     for end in ends:
         x = torch.empty(nbytes // 4, device="meta")
         kernel.spawn(f"worker {end.rank}", partial(mean_, Comm(end, group, Group(())), x, 1.0, add_up))

@@ -58,7 +58,7 @@ def ours(count: int, kind: Any = "greenlet") -> tuple[float, float]:
 
     from orchestra.core.ops import Group, Recv, Send, Sleep
     from orchestra.worlds.simulated.kernel import Kernel
-    from orchestra.worlds.simulated.network import World
+    from orchestra.worlds.simulated.network import VirtualNetwork
     from orchestra.worlds.simulated.networks import Host, Network
     from orchestra.worlds.simulated.transport import connect
 
@@ -66,7 +66,7 @@ def ours(count: int, kind: Any = "greenlet") -> tuple[float, float]:
 
     def world(nodes: int) -> tuple[Kernel, list[Any]]:
         kernel = Kernel(fiber=kind)
-        return kernel, connect(World(kernel, network, nodes, nodes), nodes)
+        return kernel, connect(VirtualNetwork(kernel, network, nodes, nodes), nodes)
 
     kernel, ends = world(TASKS)
 

@@ -26,7 +26,7 @@ from benchmarks.prediction import per_step, train
 from orchestra.engine import compute_times, expression
 from orchestra.engine.compute_times import Delay
 from orchestra.lab import Lab
-from orchestra.runs.events import Ended, Event, Logged, Moved, Stepped, read
+from orchestra.runs.events import Event, Logged, NodeEnded, OpTraced, Stepped, read
 from orchestra.worlds.simulated.networks import Host, Network
 
 LATENCY = 1e-3  # seconds from host to host
@@ -71,7 +71,7 @@ class Seen:
 def look(run: Path) -> Seen:
     """What is in a run folder."""
     events = [event for name in ("events", "trace") for path in run.glob(f"{name}-*.jsonl") for event in read(path)]
-    sent = sum(event.sent for event in events if isinstance(event, Ended))
+    sent = sum(event.sent for event in events if isinstance(event, NodeEnded))
     stale = Counter(int(e.value) for e in events if isinstance(e, Logged) and e.name == "staleness")
     return Seen(per_step(run), sent, dict(stale), _computing(events), _holding(events))
 
@@ -87,7 +87,7 @@ def _computing(events: Sequence[Event]) -> float:
 def _holding(events: Sequence[Event]) -> float | None:
     """Answers of a server are sent one after the other, so that for as long it does nothing else."""
     workers = {event.node for event in events if isinstance(event, Stepped)}
-    answers = [e for e in events if isinstance(e, Moved) and e.kind == "send" and e.node not in workers and e.bytes]
+    answers = [e for e in events if isinstance(e, OpTraced) and e.kind == "send" and e.node not in workers and e.bytes]
     return statistics.median(e.t - e.began for e in answers) if answers else None
 
 

@@ -22,7 +22,7 @@ from benchmarks.common import Outcome, main
 from benchmarks.lab_cells import LATENCY
 from orchestra.lab import Lab
 from orchestra.worlds.simulated.kernel import Kernel
-from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.network import VirtualNetwork
 from orchestra.worlds.simulated.networks import Host, Network
 
 HEADERS = 0.045  # bytes of TCP, IP and Ethernet beside each of ours: 66 on 1,448
@@ -130,7 +130,7 @@ def rehearsed(pattern: Pattern) -> dict[Flow, float]:
     up, down = ([rate * 1e6 / (1 + HEADERS) for rate in rates] for rates in (pattern.up, pattern.up[:1] * 4))
     hosts = tuple(Host(up=u, down=d, latency=LATENCY / 2) for u, d in zip(up, down, strict=True))
     kernel, found = Kernel(), dict[Flow, float]()
-    world = World(kernel, Network(hosts=hosts), 4, 4)
+    world = VirtualNetwork(kernel, Network(hosts=hosts), 4, 4)
     for flow in pattern.flows:
         world.carry(world.way(*flow), BYTES, lambda flow: found.__setitem__(flow, kernel.now), flow)
     kernel.run()

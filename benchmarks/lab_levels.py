@@ -49,7 +49,7 @@ from orchestra.lab import Lab
 from orchestra.recipes import digits
 from orchestra.report.results import achieved
 from orchestra.runs.budget import Target
-from orchestra.runs.events import Ended, Event, Logged, Moved, Scored, read
+from orchestra.runs.events import Event, Logged, NodeEnded, OpTraced, Scored, read
 from orchestra.worlds.simulated.networks import Host, Network
 
 PREDICTIONS = Path(__file__).with_name("lab_targets.json")
@@ -181,11 +181,11 @@ def obey(orders: Path) -> None:
 def echoes(events: Sequence[Event]) -> dict[int, list[float]]:
     """Seconds there and back, by numbers sent; the first of each, which opens the way, is left out."""
     found: dict[int, list[float]] = {}
-    sent: Moved | None = None
+    sent: OpTraced | None = None
     for event in events:
-        if isinstance(event, Moved) and event.node == 0 and event.kind == "send":
+        if isinstance(event, OpTraced) and event.node == 0 and event.kind == "send":
             sent = event
-        elif isinstance(event, Moved) and event.node == 0 and event.kind == "receive" and sent is not None:
+        elif isinstance(event, OpTraced) and event.node == 0 and event.kind == "receive" and sent is not None:
             found.setdefault(sent.bytes // 4, []).append(event.t - sent.began)
     return {numbers: seconds[1:] for numbers, seconds in found.items()}
 
@@ -243,7 +243,7 @@ def computing(outcome: Outcome, events: Sequence[Event]) -> None:
     law = compute_times.parse(VARYING)
     told, took = [], []
     for node in range(2):
-        mine = [e for e in events if isinstance(e, Moved) and e.node == node and e.kind == "compute"]
+        mine = [e for e in events if isinstance(e, OpTraced) and e.node == node and e.kind == "compute"]
         took += [e.t - e.began for e in mine]
         lasts = compute_times.sampler(law, 0, node)
         told += [lasts(step) for step in range(len(mine))]
@@ -280,7 +280,9 @@ class Reached:
         """From all that was written down."""
         scores = [e for e in events if isinstance(e, Scored)]
         stale = Counter(str(int(e.value)) for e in events if isinstance(e, Logged) and e.name == "staleness")
-        return cls(achieved(scores, TARGET).seconds, sum(e.sent for e in events if isinstance(e, Ended)), dict(stale))
+        return cls(
+            achieved(scores, TARGET).seconds, sum(e.sent for e in events if isinstance(e, NodeEnded)), dict(stale)
+        )
 
 
 JOBS = [Job("targets", rate, strategy, seed) for rate in SCENARIOS for strategy in STRATEGIES for seed in range(SEEDS)]

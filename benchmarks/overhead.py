@@ -12,7 +12,7 @@ from benchmarks.groups import Ours
 from orchestra.core.ops import Compute, Done
 from orchestra.engine.middleware import Metered
 from orchestra.runs.events import EventLog, Stepped
-from orchestra.worlds.shared_memory.layout import Arena, Plan, Report, create
+from orchestra.worlds.shared_memory.layout import Arena, ArenaLayout, NodeStatus, create
 
 STEPS, WARMUP = 80, 10
 REPEAT = 2000
@@ -43,10 +43,10 @@ def measure(rounds: int) -> Outcome:
 
 def _pieces() -> dict[str, float]:
     """Seconds per step of each piece."""
-    plan = Plan(workers=2, servers=0, numel=1000, dtype=_float32(), shared_x=True)
+    plan = ArenaLayout(workers=2, servers=0, numel=1000, dtype=_float32(), shared_x=True)
     arena = Arena(create(plan), plan)
     event = Stepped(1.234567, 0, 123, 1.2345, 7872, 2.302585, 0.001, 1.234567, 0.123456, 0.012345, 123456789, 987654321)
-    row = Report(123, 7872, 2.3, 1.2, 0.1, 0.01, 1e8, 1e8, 1.2)
+    row = NodeStatus(123, 7872, 2.3, 1.2, 0.1, 0.01, 1e8, 1e8, 1.2)
     op, inner = Compute(lambda: None, 64), _Immediate()
     metered = Metered(inner)
     with scratch() as folder, EventLog(folder / "events.jsonl") as log:

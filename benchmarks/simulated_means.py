@@ -17,7 +17,7 @@ from benchmarks.batched import BATCH, WORKLOADS, data
 from benchmarks.common import Outcome, Rounds, main, scratch
 from orchestra.core.ops import Group, MeanUpdate
 from orchestra.core.vectors import is_small, ranges, weighted_mean
-from orchestra.model.flat_optimizer import Inner
+from orchestra.model.flat_optimizer import FlatOptimizer
 from orchestra.model.replica import flatten
 from orchestra.worlds.simulated.collectives import CARRY_OUT
 
@@ -50,7 +50,7 @@ def collective(model: Any, workers: int, rounds: int) -> Rounds:
     """Processor µs per gradient of the mean and update of a step, by itself."""
     x = flatten(model())
     group = Group(tuple(range(workers)))
-    inners = [Inner(SGD, x[part]) for part in ranges(x.numel(), workers)]
+    inners = [FlatOptimizer(SGD, x[part]) for part in ranges(x.numel(), workers)]
     ops = [MeanUpdate(x, torch.randn(x.numel()), group, float(BATCH), inner.step) for inner in inners]
     took = Rounds()
     for number in range(-1, rounds):

@@ -23,7 +23,7 @@ from orchestra.data.feed import IndexedFeed
 from orchestra.data.partitions import Partition
 from orchestra.data.random_state import seed_everything
 from orchestra.model.flat_optimizer import Factory, Schedule
-from orchestra.runs.events import Ended, Event, read
+from orchestra.runs.events import Event, NodeEnded, read
 
 INPUTS, CLASSES, COUNT, BATCH, SEED = 7, 3, 101, 6, 3
 
@@ -267,6 +267,6 @@ def events(run: Path, node: int) -> list[Event]:
     return list(read(run / f"events-{node}.jsonl"))
 
 
-def ended(run: Path, node: int) -> Ended:
-    (event,) = [e for e in events(run, node) if isinstance(e, Ended)]
+def ended(run: Path, node: int) -> NodeEnded:
+    (event,) = [e for e in events(run, node) if isinstance(e, NodeEnded)]
     return event

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from orchestra.model.schedules import Polynomial, StepDecay, Warmup
     from orchestra.recipes.recipe import Recipe
     from orchestra.runs.budget import Budget, Epochs, Samples, Seconds, Steps, Target
-    from orchestra.runs.status import Progress
+    from orchestra.runs.status import RunStatus
     from orchestra.strategies import (
         EASGD,
         AllReduce,
@@ -91,11 +91,11 @@ __all__ = [
     "ParameterServer",
     "Plateau",
     "Polynomial",
-    "Progress",
     "ProximalSGD",
     "RandomSkip",
     "Recipe",
     "Result",
+    "RunStatus",
     "Samples",
     "Seconds",
     "Significant",
@@ -121,7 +121,7 @@ __all__ = [
 # Names are imported when they are first used: `orchestra --help` must not wait for torch.
 _HOMES = {
     "clusters.attached": ("Attached",),
-    "runs.status": ("Progress",),
+    "runs.status": ("RunStatus",),
     "runs.budget": ("Budget", "Epochs", "Samples", "Seconds", "Steps", "Target"),
     "clusters.local": ("Local",),
     "strategies.parameter_server.consistency": (

@@ -43,23 +43,23 @@ from orchestra.engine.middleware import Metered
 from orchestra.engine.request import refuse
 from orchestra.errors import ConfigError, OrchestraError, Problem, Stopped
 from orchestra.model.adjusted_optimizer import factor_of
-from orchestra.model.flat_optimizer import Inner
+from orchestra.model.flat_optimizer import FlatOptimizer
 from orchestra.model.replica import flatten, persistent_buffers
 from orchestra.runs import event_thinning
-from orchestra.runs.events import Began, Event, EventLog
-from orchestra.user_loop.arguments import Asked
+from orchestra.runs.events import Event, EventLog, NodeStarted
+from orchestra.user_loop.arguments import LoopArguments
 from orchestra.user_loop.exit_hooks import interrupted, tell_in_short
-from orchestra.user_loop.handle import PIECE, Seat, spread_, spread_frozen_
+from orchestra.user_loop.handle import PIECE, LoopHandle, spread_, spread_frozen_
 from orchestra.user_loop.loader import Loader
-from orchestra.user_loop.optimizer import Prepared
-from orchestra.user_loop.peers import Company
-from orchestra.user_loop.run_folder import Folder
+from orchestra.user_loop.optimizer import PreparedOptimizer
+from orchestra.user_loop.peers import Peers
+from orchestra.user_loop.run_folder import LoopRunFolder
 from orchestra.user_loop.server_process import serve
-from orchestra.user_loop.step_driver import Given, Player, Taken
+from orchestra.user_loop.step_driver import AdoptedReplica, LoopFeed, StepDriver
 from orchestra.user_loop.wrappers import refuse_caller, refuse_later
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.sockets.session import Party
-from orchestra.worlds.sockets.transport import AttachedTransport
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.sockets.session import Session
+from orchestra.worlds.sockets.transport import SocketTransport
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -79,7 +79,7 @@ def prepare(
     out: str | Path | None = ...,
     tolerate: int = ...,
     note: dict[str, Any] | None = ...,
-) -> tuple[M, Prepared]: ...
+) -> tuple[M, PreparedOptimizer]: ...
 
 
 @overload
@@ -95,7 +95,7 @@ def prepare(
     out: str | Path | None = ...,
     tolerate: int = ...,
     note: dict[str, Any] | None = ...,
-) -> tuple[M, Prepared, Loader]: ...
+) -> tuple[M, PreparedOptimizer, Loader]: ...
 
 
 def prepare(
@@ -110,7 +110,7 @@ def prepare(
     out: str | Path | None = None,
     tolerate: int = 10,
     note: dict[str, Any] | None = None,
-) -> tuple[M, Prepared] | tuple[M, Prepared, Loader]:
+) -> tuple[M, PreparedOptimizer] | tuple[M, PreparedOptimizer, Loader]:
     """Let a strategy drive the optimizer of a loop that stays as it is; call `optimizer.finish()` after the loop.
 
     Every process of torchrun or `orchestra launch` is a worker; the last are the strategy's servers, if any: those
@@ -142,7 +142,7 @@ def prepare(
     try:
         own = {"strategy": strategy, "cluster": cluster, "seed": seed, "out": out, "note": note}
         said = overrides.of_a_loop({**own, "optimizer": lambda _: optimizer})
-        asked = Asked(
+        asked = LoopArguments(
             model=model, optimizer=optimizer, loader=loader, cluster=_as_started(said["cluster"]), steps=steps,
             seed=said["seed"], strategy=_chosen(strategy, said["strategy"]), tolerate=tolerate,
             out=None if said["out"] is None else Path(said["out"]), note=said["note"] or {},
@@ -183,20 +183,20 @@ def _chosen(own: Strategy[Any] | str, said: Strategy[Any] | str) -> Strategy[Any
     return chosen
 
 
-class _Nowhere:
+class _NoLog:
     """Keeps no events."""
 
     def write(self, event: Event) -> None:
         """Forget it."""
 
 
-def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
+def _join_in(asked: LoopArguments, since: float) -> tuple[PreparedOptimizer, Loader | None]:
     """Join the others, who must not wait if this process cannot go on."""
     job, x0 = asked.job(), flatten(asked.model)
     transport, company = _meet(asked, job, x0.cpu())
-    folder: Folder | None = None
+    folder: LoopRunFolder | None = None
     try:
-        folder = Folder(company, transport.exchange, asked.rank, asked.size, asked.out)
+        folder = LoopRunFolder(company, transport.exchange, asked.rank, asked.size, asked.out)
         log = _open_log(asked, job, folder.path)
         job = replace(job, run=folder.path or Path())
         made, shared = _take_part(asked, job, x0, transport, company, folder, log, since)
@@ -214,62 +214,63 @@ def _join_in(asked: Asked, since: float) -> tuple[Prepared, Loader | None]:
 
 
 def _take_part(
-    asked: Asked, job: Job, x0: Tensor, transport: AttachedTransport, company: Company, folder: Folder, log: Log,
-    since: float,
-) -> tuple[Prepared, Loader | None]:  # fmt: skip
+    asked: LoopArguments, job: Job, x0: Tensor, transport: SocketTransport, company: Peers,
+    folder: LoopRunFolder, log: Log, since: float,
+) -> tuple[PreparedOptimizer, Loader | None]:  # fmt: skip
     """Become a worker; or, as a server, serve, and end the script."""
     meter = Metered(transport)
     comm = Comm(meter, *job.groups)
     if asked.rank >= asked.workers:
         serve(job, comm, meter, log, company, folder, x0.cpu())
     if job.torch_means:
-        from orchestra.user_loop.torch_collectives import Means  # not needed otherwise
+        from orchestra.user_loop.torch_collectives import LoopCollectives  # not needed otherwise
 
         patience = asked.cluster.patience
-        transport.means = Means(company, transport.exchange, asked.rank, asked.workers, company.host, patience)
-    replica = Taken(asked.model, x0, torch.zeros_like(x0), job.cuts)
+        transport.means = LoopCollectives(
+            company, transport.exchange, asked.rank, asked.workers, company.host, patience
+        )
+    replica = AdoptedReplica(asked.model, x0, torch.zeros_like(x0), job.cuts)
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     spread_frozen_(comm, asked.frozen)
     if asked.rank == 0:
         for server, part in zip(comm.servers.members, job.placement, strict=True):
             comm.send(server, x0[part])
-    shared = None
-    if asked.loader is not None:
-        shared = Loader(asked.loader, seed=asked.seed, rank=asked.rank, size=asked.workers)
-    feed = Given(job.batch, lambda: shared.position if shared is not None else 0.0)
-    inner = Inner.around(asked.optimizer, replica.parameters, asked.lr_factor)
+    given = asked.loader
+    shared = None if given is None else Loader(given, seed=asked.seed, rank=asked.rank, size=asked.workers)
+    feed = LoopFeed(job.batch, lambda: shared.position if shared is not None else 0.0)
+    inner = FlatOptimizer.around(asked.optimizer, replica.parameters, asked.lr_factor)
     node = Node(
         comm, inner, x0, log=log, seed=fold(job.seed, asked.rank, 1),
         replica=replica, feed=feed, placement=job.placement, tolerate=job.tolerate, last_step=job.last_step,
     )  # fmt: skip
-    life = node_loop.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
-    player = Player(life, feed, replica)
+    life = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    player = StepDriver(life, feed, replica)
     company.go_in_step(lambda: node.steps if life.in_step else None)
-    seat = Seat(player, company, folder, asked.model, shared)
-    seat.hooks += [asked.model.register_forward_pre_hook(_Begins(player)), refuse_later(asked.model, asked.workers)]
-    made = Prepared(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
+    seat = LoopHandle(player, company, folder, asked.model, shared)
+    seat.hooks += [asked.model.register_forward_pre_hook(_StepHook(player)), refuse_later(asked.model, asked.workers)]
+    made = PreparedOptimizer(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
     if shared is not None:
         shared.fetched = made.fetched
     transport.begin()
-    log.write(Began(0.0, asked.rank, "worker", transport.began - since))
+    log.write(NodeStarted(0.0, asked.rank, "worker", transport.began - since))
     return made, shared
 
 
-def _meet(asked: Asked, job: Job, x0: Tensor) -> tuple[AttachedTransport, Company]:
+def _meet(asked: LoopArguments, job: Job, x0: Tensor) -> tuple[SocketTransport, Peers]:
     """This process's way to the others, if there are any."""
     if job.workers + job.servers > 1:
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
         most = max(_DOUBLE * longest, PIECE if asked.frozen else 0)
-        party = Party(job, x0, asked.cluster, asked.in_common(job), most=most)
-        return party.transport, Company(party.exchange, asked.rank, job.workers, host=party.host)
+        party = Session(job, x0, asked.cluster, asked.in_common(job), most=most)
+        return party.transport, Peers(party.exchange, asked.rank, job.workers, host=party.host)
     traffic = Traffic()
-    nobody = Exchange(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
-    return AttachedTransport(0, 1, nobody, traffic), Company(nobody, 0, 1)
+    nobody = Messenger(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
+    return SocketTransport(0, 1, nobody, traffic), Peers(nobody, 0, 1)
 
 
-def _open_log(asked: Asked, job: Job, folder: Path | None) -> Log:
+def _open_log(asked: LoopArguments, job: Job, folder: Path | None) -> Log:
     if folder is None:
-        return _Nowhere()
+        return _NoLog()
     if asked.rank == 0:
         config = asked.about(job) | {
             "loop": True,
@@ -301,10 +302,10 @@ def _warn_once() -> Callable[[OSError], None]:
     return complain
 
 
-class _Begins:
+class _StepHook:
     """A hook: a forward pass in training begins a step; one under no_grad, or of a model in evaluation, does not."""
 
-    def __init__(self, player: Player) -> None:
+    def __init__(self, player: StepDriver) -> None:
         self._player = player
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
@@ -320,4 +321,4 @@ class _Begins:
 
 
 # What torch.compiler.disable does, without loading the compiler first: fibers cannot be traced.
-setattr(_Begins.__call__, "_torchdynamo_disable", True)  # noqa: B010
+setattr(_StepHook.__call__, "_torchdynamo_disable", True)  # noqa: B010

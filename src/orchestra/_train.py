@@ -25,13 +25,13 @@ from orchestra.clusters.local import Local
 from orchestra.core.strategy import Strategy
 from orchestra.data import samples
 from orchestra.data.batches import Loss
-from orchestra.data.feed import Samples, make_feed
+from orchestra.data.feed import SampleStore, make_feed
 from orchestra.data.labels import distribution
 from orchestra.data.partitions import Partition
 from orchestra.data.random_state import left_alone, seed_everything
 from orchestra.engine import checkpoint, environment, expression, fingerprint, overrides, warnings
 from orchestra.engine import resume as resuming
-from orchestra.engine.cluster import Cluster, Order, Told
+from orchestra.engine.cluster import Cluster, Order, RunOutcome
 from orchestra.engine.conclusion import Conclusion
 from orchestra.engine.job import Job
 from orchestra.engine.request import Request, first_look, placed, read_strategy, refuse, second_look
@@ -44,7 +44,7 @@ from orchestra.model.replica import flatten, trainable
 from orchestra.runs import progress, run_lock
 from orchestra.runs.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.runs.facts import Facts
-from orchestra.runs.status import Progress
+from orchestra.runs.status import RunStatus
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def train(
     keep_snapshots: bool = False,
     score_afterwards: bool = False,
     trace: bool = False,
-    progress: Callable[[Progress], None] | bool | None = None,
+    progress: Callable[[RunStatus], None] | bool | None = None,
     note: dict[str, Any] | None = None,
 ) -> Result:
     """Train a model on several processes with a strategy, and block until it is done.
@@ -195,7 +195,7 @@ class _Training:
             self.given = replace(self.given, evaluate=None)
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
         self.folder = Path(given.out) if given.out is not None else _new_folder(expression.show(self.strategy))
-        self.saved: checkpoint.Saved | None = None
+        self.saved: checkpoint.Checkpoint | None = None
 
     # The run.
 
@@ -254,7 +254,7 @@ class _Training:
             metrics, facts = conclusion.conclude(ending, partial(shown.count, "scoring snapshots"))
             result = Result(self.module, metrics, facts, self.folder)
             model = (self.folder / "model.safetensors").read_bytes
-            ending.tell(lambda: Told(str(result.run), result.metrics, result.summary.as_dict(), model()))
+            ending.tell(lambda: RunOutcome(str(result.run), result.metrics, result.summary.as_dict(), model()))
         return result
 
     def _as_it_ended(self, job: Job, facts: Facts) -> Result:
@@ -266,8 +266,8 @@ class _Training:
         except (SafetensorError, RuntimeError) as error:
             raise resuming.damaged(self.folder, error) from None
         if callable(show := self.given.progress):  # which remembers the folder
-            show(Progress(job.run, facts.strategy, job.workers, job.servers, job.last_step, False, facts.seconds, ()))
-        told = Told(str(self.folder), facts.metrics, facts.as_dict(), model)
+            show(RunStatus(job.run, facts.strategy, job.workers, job.servers, job.last_step, False, facts.seconds, ()))
+        told = RunOutcome(str(self.folder), facts.metrics, facts.as_dict(), model)
         self.given.cluster.pass_on(job, x0, about, told)
         self.module.eval()
         return Result(self.module, facts.metrics, facts, self.folder)
@@ -319,7 +319,7 @@ class _Training:
             checkpoint_every=_steps(given.checkpoint_every, per_epoch),
             steps_per_epoch=per_epoch,
             shards=feed.shards,
-            samples_per_epoch=None if streamed else len(Samples(self.data)),
+            samples_per_epoch=None if streamed else len(SampleStore(self.data)),
             names=tuple(trainable(self.module)),
             layers=tuple(tuple(p.shape) for p in trainable(self.module).values()),
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),

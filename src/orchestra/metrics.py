@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from orchestra.data.batches import each, output_of, target_of
-from orchestra.data.samples import Samples, read
+from orchestra.data.samples import SampleStore, read
 
 BATCH = 1024  # samples scored at once
 
@@ -64,7 +64,7 @@ def _scored(model: nn.Module, data: Any, batch: int) -> Iterator[tuple[Tensor, T
     """Outputs and targets, batch by batch, in order, where the model is."""
     where = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     with _evaluating(model), torch.inference_mode():
-        samples = Samples(read(data))
+        samples = SampleStore(read(data))
         for start in range(0, len(samples), batch):
             taken = samples.take(range(start, min(start + batch, len(samples))))
             here = each(lambda piece: piece.to(where), taken)

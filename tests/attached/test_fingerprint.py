@@ -25,7 +25,7 @@ from orchestra.engine import expression, fingerprint
 from orchestra.engine.fingerprint import parts_of_beginning
 from orchestra.errors import ClusterError
 from orchestra.launchers import agent, preflight
-from orchestra.user_loop.arguments import Asked
+from orchestra.user_loop.arguments import LoopArguments
 from orchestra.worlds.sockets.rendezvous import first_difference
 
 
@@ -56,7 +56,7 @@ def of_prepare(**given: Any) -> dict[str, Any]:
         "strategy": expression.parse(given.pop("strategy", "allreduce")),
         "cluster": Attached(), "steps": None, "seed": 0, "out": None, "tolerate": 10, "note": {},
     }  # fmt: skip
-    whole = Asked(model=model, **asked | given)
+    whole = LoopArguments(model=model, **asked | given)
     return whole.in_common(whole.job())
 
 

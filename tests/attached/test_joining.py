@@ -23,7 +23,7 @@ import orchestra
 from orchestra import Attached, ConfigError, Steps
 from orchestra.cli import invoke
 from orchestra.clusters import attached
-from orchestra.clusters.attached import Place
+from orchestra.clusters.attached import ProcessRank
 from orchestra.engine import environment, fingerprint
 from orchestra.errors import ClusterError, EnvironmentProblem, Exposed
 from orchestra.worlds.sockets import addresses, session
@@ -82,7 +82,7 @@ def test_a_place_for_a_token_that_another_took_is_told(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "mine" / "token").write_text("not to be touched")
-    place = Place.of(environ_of(0, 2, free_port()))
+    place = ProcessRank.of(environ_of(0, 2, free_port()))
     taken = attached._left_at(place).parent
     taken.parent.mkdir()
     if by == "folder":
@@ -207,7 +207,7 @@ def test_who_can_reach_a_run(
     host: str, environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     know(monkeypatch.setattr, {"debian.test": ["127.0.1.1"], "both.test": ["127.0.0.1", "198.51.100.7"]})
-    assert Place.of(environ_of(0, 2, 29500, host=host) | environ).loopback(patience=1) is expected
+    assert ProcessRank.of(environ_of(0, 2, 29500, host=host) | environ).loopback(patience=1) is expected
 
 
 def know(set_: Any, names: dict[str, list[str]]) -> None:
@@ -267,7 +267,7 @@ def test_who_cannot_agree_on_an_order_hangs_up(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(session, "_meet", lambda *_: {1: line})
         monkeypatch.setattr(session, "_arrange", fail)
         with pytest.raises(ClusterError, match="no order"):
-            session.Party(job, torch.zeros(3), Attached(), {})  # type: ignore[arg-type]
+            session.Session(job, torch.zeros(3), Attached(), {})  # type: ignore[arg-type]
         assert line.fileno() == -1
 
 

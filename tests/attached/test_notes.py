@@ -19,10 +19,10 @@ from tests.zoo import train
 
 from orchestra import Attached, Steps
 from orchestra.core.ops import Traffic
-from orchestra.engine.supervisor import Overseer
+from orchestra.engine.supervisor import RunSupervisor
 from orchestra.worlds.sockets import control_messages, file_transfer
-from orchestra.worlds.sockets.file_transfer import Reception, files_of, part_of
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.file_transfer import FileReceiver, files_of, part_of
+from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.wire import BadFrame
 
 # All that processes say, as they say it.
@@ -106,12 +106,12 @@ def test_whatever_is_said_is_understood_or_refused(source: int, kind: Any, said:
 # Files.
 
 
-def reception(folder: Path, complaints: list[Any] | None = None) -> Reception:
+def reception(folder: Path, complaints: list[Any] | None = None) -> FileReceiver:
     def complain(source: int, path: Path, error: OSError) -> None:
         assert complaints is not None
         complaints.append((source, path.name, error.errno))
 
-    return Reception(folder, files_of, 1000, complain)
+    return FileReceiver(folder, files_of, 1000, complain)
 
 
 GOOD = ("events-2.jsonl", "final/node-2.safetensors", "snapshots/00001/node-2.safetensors",
@@ -194,7 +194,7 @@ def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     log = tmp_path / "events-1.jsonl"
     log.write_text("0123456789abc\n")
-    bringing = file_transfer.Courier(Notes(), tmp_path, 0)  # type: ignore[arg-type]
+    bringing = file_transfer.FileSender(Notes(), tmp_path, 0)  # type: ignore[arg-type]
     bringing.bring()
     bringing.bring()
     with log.open("a") as file:
@@ -203,7 +203,7 @@ def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sent == [10, b"0123456789", 4, b"abc\n", 5, b"more\n"]
 
 
-class Home(Overseer):
+class Home(RunSupervisor):
     """One that only listens."""
 
     def begin(self) -> None: ...
@@ -264,7 +264,7 @@ def test_a_full_disk_at_home_does_not_end_the_run(tmp_path: Path) -> None:
 
 def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_path: Path) -> None:
     def call() -> Any:
-        from orchestra.worlds.sockets.session import Party
+        from orchestra.worlds.sockets.session import Session
 
         def live(self: Any, job: Any, **given: Any) -> bool:
             if os.environ["RANK"] == "1":
@@ -272,8 +272,8 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
                 self.exchange.ship(0, b"abc")
             return lived(self, job, **given)
 
-        lived = Party.live
-        Party.live = live  # type: ignore[method-assign]
+        lived = Session.live
+        Session.live = live  # type: ignore[method-assign]
         return train("allreduce", tmp_path / "run", cluster=Attached(patience=20))
 
     home, _, _ = together(3, call)
@@ -285,7 +285,7 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
 def test_hanging_up_takes_one_moment_for_all() -> None:
     """However many do not listen; and nothing is taken in once it has begun."""
     ours, theirs = zip(*[_tcp() for _ in range(4)], strict=True)
-    exchange = Exchange(
+    exchange = Messenger(
         0, 5, 1, dict(enumerate(ours, start=1)), largest=1 << 20, patience=5, traffic=Traffic(), summed=False
     )
     taken: list[bytes] = []

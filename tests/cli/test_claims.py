@@ -15,7 +15,7 @@ from orchestra.cli import claims, fairness, sources, tuning
 from orchestra.cli.app import app
 from orchestra.cli.compare import Race
 from orchestra.cli.options import Options
-from orchestra.cli.table import Outcome, Row, judge
+from orchestra.cli.table import Outcome, StrategyRow, judge
 from orchestra.errors import ConfigError
 from orchestra.report import model
 from orchestra.runs.budget import Target
@@ -173,7 +173,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
     assert len(noted["samples"]) == 16
     config.write_text(json.dumps(noted | {"samples": "0123456789abcdef"}))
     rows = [
-        Row(name, 2, 0, tuple(judge(out / slug / f"seed{k}", k, MADE.target) for k in range(2)))
+        StrategyRow(name, 2, 0, tuple(judge(out / slug / f"seed{k}", k, MADE.target) for k in range(2)))
         for name, slug in (("allreduce", "allreduce"), ("localsgd(tau=4)", "localsgd-tau-4"))
     ]
     assert "NOT THE SAME samples" in " ".join(fairness.examine(table(*rows), {}, 0))
@@ -191,7 +191,7 @@ def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
         outcomes = [replace(row(name, 1.0).outcomes[0], run=tmp_path / name) for name in ("one", "two")]
-        rows = [Row(name, 2, 0, (o,)) for name, o in zip(("one", "two"), outcomes, strict=True)]
+        rows = [StrategyRow(name, 2, 0, (o,)) for name, o in zip(("one", "two"), outcomes, strict=True)]
         return "; ".join(fairness.examine(table(*rows), {}, 0))
 
     assert "same initial parameters: equal sums" in points()
@@ -204,11 +204,13 @@ def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
     assert "budget not checked" in points(budget=None)
     assert "NOT THE SAME optimizer: Adam, SGD" in points(optimizer="Adam [{}]")
     failed = replace(row("one", 1.0).outcomes[0], facts=None, failed="it broke")
-    assert "initial parameters not checked" in "; ".join(fairness.examine(table(Row("one", 2, 0, (failed,))), {}, 0))
+    assert "initial parameters not checked" in "; ".join(
+        fairness.examine(table(StrategyRow("one", 2, 0, (failed,))), {}, 0)
+    )
     points()
     (tmp_path / "two" / "config.json").write_text("[]", encoding="utf-8")
     (tmp_path / "one" / "config.json").unlink()
     outcomes = [replace(row(name, 1.0).outcomes[0], run=tmp_path / name) for name in ("one", "two")]
-    said = "; ".join(fairness.examine(table(Row("one", 2, 0, tuple(outcomes))), {}, 0))
+    said = "; ".join(fairness.examine(table(StrategyRow("one", 2, 0, tuple(outcomes))), {}, 0))
     assert "same samples" not in said
     assert "samples not checked" in said

@@ -17,7 +17,7 @@ from orchestra.cli import loop_runs, sources
 from orchestra.cli.candidates import Setting
 from orchestra.cli.compare import prepare
 from orchestra.cli.options import Options
-from orchestra.cli.tuning import Found, Tuning
+from orchestra.cli.tuning import Tuning, TuningResult
 from orchestra.runs.facts import scores_of
 
 SCRIPT = """
@@ -139,11 +139,11 @@ def test_a_loop_is_tuned_by_whole_runs(seeds: int, factors: list[float], tmp_pat
     race = prepare(source, ["allreduce"], Options(workers=2), seeds, "accuracy=0.5", tmp_path / "c")
     tuned, tried = Tuning(race, seeds, quiet=True), list[float]()
 
-    def one(setting: Setting, epochs: float, seed: int) -> Found:
+    def one(setting: Setting, epochs: float, seed: int) -> TuningResult:
         assert seed == seeds  # one that is not raced with
         assert (tuned._race_of(setting, epochs).options_of("allreduce", seed).lr_factor or 1) == setting.factor
         tried.append(setting.factor)
-        return Found(seconds=setting.factor, curve=((1.0, 0.6),))
+        return TuningResult(seconds=setting.factor, curve=((1.0, 0.6),))
 
     tuned._one = one  # type: ignore[method-assign]
     found = tuned.run()

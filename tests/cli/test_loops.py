@@ -15,7 +15,7 @@ from tests.processes import environ_of, free_port
 from orchestra.cli import local_processes, sources
 from orchestra.cli.options import Options
 from orchestra.launchers import process_group
-from orchestra.launchers.process_group import Band
+from orchestra.launchers.process_group import ProcessGroup
 
 SCRIPT = """
 import sys, torch, orchestra
@@ -110,7 +110,7 @@ def test_what_is_the_loops_own_is_refused_before_anything_runs(orchestra: Orches
 def test_a_loop_is_asked_to_stop_not_to_save(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    class Silent(Band):
+    class Silent(ProcessGroup):
         def play(self, wires: Any) -> int:
             asked.append(self.asking)
             return 0

@@ -14,7 +14,7 @@ from tests.cli.conftest import Orchestra
 from orchestra.engine.compute_times import Drawn, Measured, Slow
 from orchestra.engine.compute_times import parse as parse_delay
 from orchestra.runs import measurements
-from orchestra.runs.measurements import Exchange, Probe
+from orchestra.runs.measurements import LinkMeasurement, Probe
 from orchestra.worlds.simulated.networks import parse as parse_network
 
 FOUND = Probe(
@@ -26,8 +26,8 @@ FOUND = Probe(
     compute={8: (0.010, 0.012), 16: (0.014, 0.016, 0.018), 64: (0.064,)},
     memory=1e10,
     number=1e-9,
-    memory_exchange=Exchange(rate=2e9, latency=4e-5, message=1e-5),
-    loopback=Exchange(rate=1e9, latency=8e-5, message=2e-5),
+    memory_exchange=LinkMeasurement(rate=2e9, latency=4e-5, message=1e-5),
+    loopback=LinkMeasurement(rate=1e9, latency=8e-5, message=2e-5),
 )
 
 

@@ -18,8 +18,8 @@ from orchestra.cli import compare, recommend, sources
 from orchestra.cli.app import app
 from orchestra.cli.compare import options_for
 from orchestra.cli.options import Options
-from orchestra.cli.recommend import Advice, Ladder, _scaled
-from orchestra.cli.table import Row
+from orchestra.cli.recommend import Advice, SuccessiveHalving, _scaled
+from orchestra.cli.table import StrategyRow
 from orchestra.engine import expression
 from orchestra.errors import ConfigError
 from orchestra.report import escaping, model
@@ -42,13 +42,13 @@ def ask(*words: str) -> tuple[int, str]:
 def test_with_a_slow_network_and_a_straggler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On 2 Mbit/s a message costs more than a hundred steps: nobody who sends every step can win."""
     runs = Counter[str]()
-    real = Ladder._run
+    real = SuccessiveHalving._run
 
-    def counted(ladder: Ladder, strategy: str, seed: int, place: str) -> None:
+    def counted(ladder: SuccessiveHalving, strategy: str, seed: int, place: str) -> None:
         runs[strategy] += 1
         real(ladder, strategy, seed, place)
 
-    monkeypatch.setattr(Ladder, "_run", counted)
+    monkeypatch.setattr(SuccessiveHalving, "_run", counted)
     names = "allreduce, ps, localsgd(tau=4), localsgd(tau=16), localsgd(tau=64)"
     code, output = ask(
         "--network", "2mbit", "-n", "2", "--straggler", "1x2", "-s", names, "--seeds", "2", "--epochs", "2",
@@ -97,12 +97,12 @@ def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra
     assert Path("out/report.html").exists()
 
 
-def advised(out: Path, monkeypatch: pytest.MonkeyPatch, left: list[str], *rows: Row) -> Advice:
+def advised(out: Path, monkeypatch: pytest.MonkeyPatch, left: list[str], *rows: StrategyRow) -> Advice:
     """What would be said after such runs, with so many left in the end."""
     monkeypatch.setattr(recommend, "_elsewhere", lambda ladder, rows: [])
     names = [entry.strategy for entry in rows]
     race = compare.prepare(sources.find("digits"), names, Options(workers=2, sim=True), 4, "accuracy=0.9", out)
-    ladder = Ladder(race, 4, quiet=True)
+    ladder = SuccessiveHalving(race, 4, quiet=True)
     ladder.outcomes = {entry.strategy: [*entry.outcomes] for entry in rows}
     ladder.left = left
     return Advice(ladder, {})

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from orchestra.cli import concluding, sweep
 from orchestra.cli.lessons import verdict
-from orchestra.cli.table import Outcome, Row, Table
+from orchestra.cli.table import Outcome, StrategyRow, Table
 from orchestra.runs.budget import Target
 from orchestra.runs.facts import Facts
 from orchestra.runs.progress import NodeLine, Picture, drawing, plain_line
@@ -31,17 +31,19 @@ def facts(strategy: str, *, sent: float = 1e6, stale: float | None = None) -> Fa
     )  # fmt: skip
 
 
-def row(strategy: str, *times: float | None, sent: float = 1e6, stale: float | None = None, gap: float = 0.1) -> Row:
+def row(
+    strategy: str, *times: float | None, sent: float = 1e6, stale: float | None = None, gap: float = 0.1
+) -> StrategyRow:
     def outcome(seed: int, t: float | None) -> Outcome:
         found = facts(strategy, sent=sent, stale=stale)
         if t is None:
             return Outcome(seed, Path(), best=0.8, final=0.8, facts=found)
         return Outcome(seed, Path(), seconds=t, since=t - gap, best=0.95, final=0.8, facts=found)
 
-    return Row(strategy, 2, 0, tuple(outcome(seed, t) for seed, t in enumerate(times)))
+    return StrategyRow(strategy, 2, 0, tuple(outcome(seed, t) for seed, t in enumerate(times)))
 
 
-def table(*rows: Row) -> Table:
+def table(*rows: StrategyRow) -> Table:
     return Table("digits", Target("accuracy", 0.9), 2, len(rows[0].outcomes), 3.0, "allreduce", rows)
 
 
@@ -90,7 +92,7 @@ def test_a_lead_within_a_snapshot_is_called_a_tie() -> None:
 
 
 def test_of_a_tie_the_simplest_or_else_the_cheapest_is_advised() -> None:
-    def advised(*rows: Row) -> str:
+    def advised(*rows: StrategyRow) -> str:
         (found,) = [text for text in verdict(table(*rows), cores=8) if "take" in text]
         return found
 

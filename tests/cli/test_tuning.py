@@ -19,7 +19,7 @@ from orchestra.cli.candidates import Setting, grid, settings
 from orchestra.cli.compare import Race
 from orchestra.cli.options import Options
 from orchestra.cli.table import Outcome
-from orchestra.cli.tuning import Found, Plan, Tuning, rank
+from orchestra.cli.tuning import Tuning, TuningPlan, TuningResult, rank
 from orchestra.errors import ConfigError
 from orchestra.model.adjusted_optimizer import Adjusted
 from orchestra.report import model
@@ -66,7 +66,7 @@ def test_an_option_that_was_given_stays(text: str, tuned: bool) -> None:
 @pytest.mark.parametrize("worth", [1, 2, 3, 5, 10, 40])
 @pytest.mark.parametrize("given", [0, 2, 7])
 def test_tuning_takes_at_most_as_long_as_the_race(worth: int, given: int) -> None:
-    plan = Plan(4, 20.0, worth, given)
+    plan = TuningPlan(4, 20.0, worth, given)
     assert plan.most <= 4 * 20 * worth * (1 + 1e-9)
     assert 3 * plan.first <= 20
     assert given or plan.widenings >= 1
@@ -78,16 +78,16 @@ def test_tuning_takes_at_most_as_long_as_the_race(worth: int, given: int) -> Non
 def test_sooner_at_the_target_is_better_and_then_the_score_at_one_time() -> None:
     slow, fast, near, far, lost = (Setting(name) for name in ("slow", "fast", "near", "far", "lost"))
     found = {
-        far: Found(curve=((1.0, 0.3), (9.0, 0.9))),  # better in the end, but that is later than all others ended
-        lost: Found(failed="Diverged"),
-        slow: Found(seconds=4.0, curve=((1.0, 0.1), (4.0, 0.95))),
-        near: Found(curve=((1.0, 0.5), (3.0, 0.6))),
-        fast: Found(seconds=2.0, curve=((1.0, 0.1), (2.0, 0.95))),
+        far: TuningResult(curve=((1.0, 0.3), (9.0, 0.9))),  # better in the end, but that is later than all others ended
+        lost: TuningResult(failed="Diverged"),
+        slow: TuningResult(seconds=4.0, curve=((1.0, 0.1), (4.0, 0.95))),
+        near: TuningResult(curve=((1.0, 0.5), (3.0, 0.6))),
+        fast: TuningResult(seconds=2.0, curve=((1.0, 0.1), (2.0, 0.95))),
     }
     assert rank(found, -1) == [fast, slow, near, far]
 
 
-def made(found: Callable[[Setting], Found], names: tuple[str, ...], out: Path, seeds: int = 3) -> Tuning:
+def made(found: Callable[[Setting], TuningResult], names: tuple[str, ...], out: Path, seeds: int = 3) -> Tuning:
     """A tuning of which the outcomes are known beforehand."""
     race = compare.prepare(sources.find("digits"), [*names], Options(workers=2, sim=True), seeds, None, out)
     tuned = Tuning(race, seeds, quiet=True)
@@ -95,8 +95,8 @@ def made(found: Callable[[Setting], Found], names: tuple[str, ...], out: Path, s
     return tuned
 
 
-def best_at(rate: float) -> Callable[[Setting], Found]:
-    return lambda setting: Found(curve=((1.0, -abs(math.log(setting.rate / rate))),))
+def best_at(rate: float) -> Callable[[Setting], TuningResult]:
+    return lambda setting: TuningResult(curve=((1.0, -abs(math.log(setting.rate / rate))),))
 
 
 def test_the_best_rate_is_found_and_the_grid_widens_for_all(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_best_rate_is_found_and_the_grid_widens_for_all(tmp_path: Path) -> N
 
 
 def test_one_at_the_edge_widens_the_grid_of_the_others(tmp_path: Path) -> None:
-    def found(setting: Setting) -> Found:
+    def found(setting: Setting) -> TuningResult:
         return best_at(1.5 if setting.strategy == "ps" else 0.05)(setting)
 
     tuned = made(found, ("allreduce", "ps"), tmp_path)
@@ -122,8 +122,10 @@ def test_one_at_the_edge_widens_the_grid_of_the_others(tmp_path: Path) -> None:
 
 
 def test_two_that_come_to_the_same_stay_two(tmp_path: Path) -> None:
-    def found(setting: Setting) -> Found:
-        return Found(curve=((1.0, 1.0 if setting.strategy == "localsgd(tau=16)" and setting.factor == 1 else 0.5),))
+    def found(setting: Setting) -> TuningResult:
+        return TuningResult(
+            curve=((1.0, 1.0 if setting.strategy == "localsgd(tau=16)" and setting.factor == 1 else 0.5),)
+        )
 
     race = made(found, ("localsgd(tau=16)", "localsgd"), tmp_path).run()
     assert len(race.strategies) == 2
@@ -131,7 +133,7 @@ def test_two_that_come_to_the_same_stay_two(tmp_path: Path) -> None:
 
 
 def test_a_strategy_that_always_fails_races_as_it_is(tmp_path: Path) -> None:
-    race = made(lambda setting: Found(failed="Diverged"), ("allreduce",), tmp_path).run()
+    race = made(lambda setting: TuningResult(failed="Diverged"), ("allreduce",), tmp_path).run()
     assert race.settings["allreduce"].options == {}
 
 

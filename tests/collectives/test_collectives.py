@@ -20,9 +20,9 @@ from orchestra.collectives.butterfly import butterfly
 from orchestra.collectives.double_tree import trees
 from orchestra.core.node import Comm
 from orchestra.core.ops import Group, Handle, Op, Send
-from orchestra.engine.middleware import Wrapper
+from orchestra.engine.middleware import TransportWrapper
 from orchestra.worlds.simulated.kernel import Kernel
-from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.network import VirtualNetwork
 from orchestra.worlds.simulated.networks import Host, Network
 from orchestra.worlds.simulated.transport import connect
 
@@ -43,7 +43,7 @@ def vectors(p: int, n: int) -> list[Tensor]:
     return [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(p)]
 
 
-class Counting(Wrapper):
+class Counting(TransportWrapper):
     """Counts messages; what a transport counts itself are bytes."""
 
     messages = 0
@@ -65,7 +65,7 @@ def carry_out(
 ) -> Outcome:
     p = len(xs)
     kernel = Kernel(ties=ties)
-    ends = [Counting(end) for end in connect(World(kernel, on, p, p), p)]
+    ends = [Counting(end) for end in connect(VirtualNetwork(kernel, on, p, p), p)]
     totals = [math.nan] * p
 
     def worker(r: int) -> None:
@@ -243,7 +243,7 @@ def test_nobody_is_inside_both_trees(p: int) -> None:
 def test_low_precision_does_not_overflow(algorithm: str) -> None:
     """64 samples a worker: a weighted sum of these would be infinite in half precision."""
     p, world = 4, Kernel()
-    ends = connect(World(world, PLAIN, p, p), p)
+    ends = connect(VirtualNetwork(world, PLAIN, p, p), p)
     xs = [torch.full((9,), 3000.0, dtype=torch.float16) for _ in range(p)]
 
     def worker(r: int) -> None:

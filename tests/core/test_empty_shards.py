@@ -162,7 +162,9 @@ def test_statistics_are_weighted_by_samples_seen() -> None:
     def put_together(seen: list[int]) -> dict[str, Tensor]:
         module = normed()
         parts = [
-            snapshot.Part(0.0, 1, 1, 0, x, {"1.running_mean": m, "1.num_batches_tracked": torch.tensor(7 + i)}, seen=n)
+            snapshot.SnapshotPart(
+                0.0, 1, 1, 0, x, {"1.running_mean": m, "1.num_batches_tracked": torch.tensor(7 + i)}, seen=n
+            )
             for i, (m, n) in enumerate(zip(means, seen, strict=True))
         ]
         snapshot.load_into(module, parts)

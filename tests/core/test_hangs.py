@@ -28,7 +28,7 @@ from orchestra import Attached, Budget, Local, Seconds, Steps, Strategy
 from orchestra.core.node import Node
 from orchestra.errors import Stalled, WorkerLost
 from orchestra.worlds.shared_memory import hangs
-from orchestra.worlds.shared_memory.hangs import Limits, Seen, Watch
+from orchestra.worlds.shared_memory.hangs import HangWatch, Limits, Seen
 from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
 
 STRATEGIES = ["allreduce", "ps(consistency=asp)", "hogwild", "localsgd(tau=2)", "easgd(tau=2)", "slowmo(tau=2)"]
@@ -205,7 +205,7 @@ def test_workers_that_wait_for_each_other_say_for_whom(tmp_path: Path) -> None:
 class Scene:
     """One process as it is seen at every look."""
 
-    watch: Watch
+    watch: HangWatch
     now: float = 0.0
     cpu: float = 0.0
     state: str = "S"
@@ -223,7 +223,7 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    made = Scene(Watch(Limits.of(300.0), lambda node: f"worker {node}"))
+    made = Scene(HangWatch(Limits.of(300.0), lambda node: f"worker {node}"))
     made.watch.clock = lambda: made.now
     monkeypatch.setattr(hangs, "_stat", lambda pid: (made.state, made.cpu))
     monkeypatch.setattr(hangs, "_offspring", lambda pid: 0.0)

@@ -253,7 +253,7 @@ def test_no_snapshot_is_lost_when_the_first_worker_is_slow(tmp_path: Path) -> No
     again = tmp_path / "snapshots"
     for number in range(1, saved.node(2)["counts"][3] + 1):
         snapshot.write(
-            again / f"{number:05d}", 2, snapshot.Part(0.01 * number, 1, 1, 0, flat(make_model()).float(), {})
+            again / f"{number:05d}", 2, snapshot.SnapshotPart(0.01 * number, 1, 1, 0, flat(make_model()).float(), {})
         )
     train(strategy, tmp_path, model=paced(), budget=Steps(12), resume=True, **given)
     assert [s.number for s in scores_of(tmp_path)] == [s.number for s in scores]

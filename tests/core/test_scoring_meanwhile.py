@@ -24,7 +24,7 @@ from orchestra.cli import compare
 from orchestra.cli.options import Options
 from orchestra.engine import background, scoring
 from orchestra.engine.scoring import Scorer
-from orchestra.engine.snapshot import Part, numbered
+from orchestra.engine.snapshot import SnapshotPart, numbered
 from orchestra.engine.snapshot import write as write_part
 from orchestra.errors import WorkerFailed
 from orchestra.runs import progress
@@ -283,13 +283,13 @@ def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
             time.sleep(600)
         return asked * 2
 
-    process = background.Aside(answer)
+    process = background.BackgroundProcess(answer)
     assert process.ask("ab", lambda: True) == "abab"
     assert process.ask("hang", lambda: False) is None
     process.close()
     assert not _alive(process.pid)
-    broken = background.Aside(lambda asked: str(1 // 0))
-    with pytest.raises(background.Failed, match="ZeroDivisionError"):
+    broken = background.BackgroundProcess(lambda asked: str(1 // 0))
+    with pytest.raises(background.BackgroundFailed, match="ZeroDivisionError"):
         broken.ask("x", lambda: True)
     os.kill(broken.pid, 9)
     with pytest.raises(OSError, match=r"died|Broken pipe|reset"):
@@ -304,7 +304,7 @@ def scorer(run: Path, count: int, *, keep: bool = False) -> Scorer:
     """With so many snapshots that wait."""
     (run / "snapshots").mkdir(parents=True)
     for number in range(1, count + 1):
-        part = Part(0.1 * number, number, number, 0, flat(make_model()).float(), {}, "everywhere")
+        part = SnapshotPart(0.1 * number, number, number, 0, flat(make_model()).float(), {}, "everywhere")
         write_part(run / "snapshots" / f"{number:05d}", 0, part)
     return Scorer(run, make_model(), error, make_data(), AllReduce(), 2, [], keep)
 

@@ -46,7 +46,7 @@ from orchestra import (
     Local,
     LocalSGD,
     ParameterServer,
-    Progress,
+    RunStatus,
     Seconds,
     Steps,
     Strategy,
@@ -61,11 +61,11 @@ gently = partial(torch.optim.SGD, lr=1e-4)
 asynchronous = ParameterServer(consistency=ASP())
 
 
-def press_at(seconds: float, steps: list[int] | None = None) -> Callable[[Progress], None]:
+def press_at(seconds: float, steps: list[int] | None = None) -> Callable[[RunStatus], None]:
     """Ctrl-C once, so many seconds into the training; notes the steps that were done by then."""
     pressed: list[float] = []
 
-    def watch(state: Progress) -> None:
+    def watch(state: RunStatus) -> None:
         if not pressed and state.t >= seconds:
             pressed.append(state.t)
             if steps is not None:
@@ -95,7 +95,7 @@ def test_ctrl_c_after_the_clock_has_run_out_changes_nothing(strategy: Strategy[A
 def test_ctrl_c_after_a_target_was_reached_changes_nothing(tmp_path: Path) -> None:
     at: list[float] = []
 
-    def watch(state: Progress) -> None:
+    def watch(state: RunStatus) -> None:
         begun = min(row.step for row in state.nodes)
         if not at and (tmp_path / "reached").exists() and begun >= 1:
             at.append(state.t)
@@ -158,7 +158,7 @@ def test_ctrl_c_in_the_very_last_step_is_too_late(tmp_path: Path, monkeypatch: p
     found: list[int] = []
     put_together = snapshot.parts
 
-    def look(folder: Path, *elsewhere: Path) -> list[snapshot.Part]:
+    def look(folder: Path, *elsewhere: Path) -> list[snapshot.SnapshotPart]:
         parts = put_together(folder, *elsewhere)
         found.append(len(parts))
         return parts

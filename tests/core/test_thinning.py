@@ -34,9 +34,21 @@ from orchestra.live.follower import Follower
 from orchestra.report import model
 from orchestra.runs import dropped_events, event_thinning, reading
 from orchestra.runs import events as event_files
-from orchestra.runs.events import Began, Ended, Event, EventLog, Logged, Sampled, Saved, Skipped, Stepped, Thinned, read
+from orchestra.runs.events import (
+    Event,
+    EventLog,
+    Logged,
+    NodeEnded,
+    NodeStarted,
+    Sampled,
+    Saved,
+    Skipped,
+    Stepped,
+    Thinned,
+    read,
+)
 from orchestra.runs.facts import events_of, facts_of
-from orchestra.worlds.sockets.file_transfer import Courier
+from orchestra.worlds.sockets.file_transfer import FileSender
 
 LIMIT = 200_000  # bytes
 SPREAD = random.Random(1)
@@ -48,14 +60,14 @@ def stepped(k: int, t: float, node: int = 0) -> Stepped:
 
 def a_long_run(steps: int, node: int = 0) -> list[Event]:
     """Steps of very different lengths, with a figure logged in each and something that happens once in a while."""
-    found: list[Event] = [Began(0.0, node, "worker", 0.0)]
+    found: list[Event] = [NodeStarted(0.0, node, "worker", 0.0)]
     t = 0.0
     for k in range(1, steps + 1):
         t += SPREAD.lognormvariate(-3, 0.7)
         found += [stepped(k, t, node), Logged(t, node, k, "staleness", float(k % 7))]
         if k % 1000 == 0:
             found += [Logged(t, node, k, "abandoned", 1.0), Skipped(t, node, k, 1)]
-    return [*found, Ended(t, node, steps, 8 * steps, t / 2, t / 3, t / 6, 400 * steps, 400 * steps)]
+    return [*found, NodeEnded(t, node, steps, 8 * steps, t / 2, t / 3, t / 6, 400 * steps, 400 * steps)]
 
 
 def write(path: Path, events: list[Event], limit: int | None = LIMIT) -> list[int]:
@@ -163,7 +175,7 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     event_thinning.rewrite(path, 50_000).close()
     assert path.stat().st_size < 50_000
     found = [e for e in read(path) if reading.sound(e)]
-    assert {type(e) for e in found} >= {Began, Stepped, Sampled, Logged, Thinned, Ended}
+    assert {type(e) for e in found} >= {NodeStarted, Stepped, Sampled, Logged, Thinned, NodeEnded}
     lost = dropped_events.of(found)
     # One of the lines `thinned` that were there was the broken one.
     assert lost.kinds["stepped"] + sum(isinstance(e, Stepped) for e in found) == 6_000
@@ -248,7 +260,7 @@ def test_files_of_far_off_nodes_are_replaced_as_well(tmp_path: Path) -> None:
         def ship(self, to: int, data: bytes) -> None:
             files.take_in(2, data)
 
-    courier = Courier(Wire(), away, 0)  # type: ignore[arg-type]
+    courier = FileSender(Wire(), away, 0)  # type: ignore[arg-type]
     path = away / "events-2.jsonl"
     with EventLog(path, limit=LIMIT) as log:
         for i, event in enumerate(a_long_run(8_000, 2)):

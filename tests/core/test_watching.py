@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.zoo import BATCH, events, paced, train
 
-from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, Progress, Steps, Strategy
+from orchestra import ASP, AllReduce, LocalSGD, ParameterServer, RunStatus, Steps, Strategy
 from orchestra.runs.events import Stepped
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=3), ParameterServer(), ParameterServer(consistency=ASP())]
@@ -18,7 +18,7 @@ each = pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 
 @each
 def test_a_function_is_told_how_it_goes(strategy: Strategy[Any], tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[RunStatus] = []
     train(strategy, tmp_path, workers=2, model=paced(0.05, 0.05), budget=Steps(8), progress=seen.append)
     begun = [now for now in seen if now.begun]
     assert begun

@@ -117,7 +117,7 @@ def test_means_by_nccl_of_a_worker_with_its_own_gpu(tmp_path: Path, monkeypatch:
     """Of one worker, since two cannot share a GPU there: the mean is its own vector, by all the steps of many."""
     monkeypatch.setattr(torch_collectives, "_BUCKET", 1 << 16)
     gpu = torch.device("cuda", 0)
-    means = torch_collectives.TorchMeans(torch_collectives.file_store(tmp_path / "store", 1), 0, 1, gpu)
+    means = torch_collectives.TorchCollectives(torch_collectives.file_store(tmp_path / "store", 1), 0, 1, gpu)
     x = torch.randn(100_003, device=gpu)
     for vector in (x, x.double(), x.bfloat16()):
         mean, total = means.mean(vector, 3.0)

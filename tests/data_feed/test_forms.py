@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from orchestra import Attached, ConfigError, Dirichlet, LabelSorted, Local, Simulated, Steps
-from orchestra.data.feed import IndexedFeed, Samples
+from orchestra.data.feed import IndexedFeed, SampleStore
 from orchestra.data.partitions import Partition
 from orchestra.data.samples import is_columns, read
 from orchestra.engine.cluster import Cluster
@@ -346,7 +346,7 @@ def test_a_file_mapped_for_reading_is_not_copied(tmp_path: Path) -> None:
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     (tensor,) = read((mapped,))
     assert tensor.data_ptr() == mapped.ctypes.data
-    assert Samples((tensor,)).take([4, 1])[0].tolist() == [4.0, 1.0]
+    assert SampleStore((tensor,)).take([4, 1])[0].tolist() == [4.0, 1.0]
 
 
 def test_what_is_no_column_stays_as_it_is() -> None:

@@ -27,7 +27,7 @@ from orchestra import AllReduce, Local, LocalSGD, ParameterServer, Steps
 from orchestra.cli import invoke
 from orchestra.engine import checkpoint
 from orchestra.errors import CheckpointError
-from orchestra.worlds.shared_memory.coordinator import Coordinator
+from orchestra.worlds.shared_memory.coordinator import LocalCoordinator
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -271,7 +271,7 @@ def test_a_full_disk_when_sealing_does_not_end_the_training(tmp_path: Path, monk
     result = train(AllReduce(), out, workers=2, budget=Steps(5), checkpoint_every=Steps(2))
     assert result.summary.steps == 5
     assert "No space left on device" in json.loads((out / "ending.json").read_text())["warnings"][0]
-    assert Coordinator is not None
+    assert LocalCoordinator is not None
 
 
 # Deaths.
@@ -322,7 +322,7 @@ def test_a_kill_at_any_moment_leaves_the_newest_whole(tmp_path: Path) -> None:
             assert saved.step >= int(told[-1])
 
 
-def _look(folder: Path) -> checkpoint.Saved:
+def _look(folder: Path) -> checkpoint.Checkpoint:
     saved, complaints = checkpoint.newest(folder)
     assert complaints == []
     for node in range(2):

@@ -266,7 +266,7 @@ def test_checkpoints_and_snapshots_are_in_the_order_of_their_numbers(tmp_path: P
         (tmp_path / "snapshots" / name).mkdir(parents=True)
     assert [number for number, _ in snapshot.numbered(tmp_path / "snapshots")] == [2, 99_999, 100_000]
     for node in (2, 10, 1):
-        snapshot.write(tmp_path / "one", node, snapshot.Part(float(node), 1, 1, 0, None, {}))
+        snapshot.write(tmp_path / "one", node, snapshot.SnapshotPart(float(node), 1, 1, 0, None, {}))
     (tmp_path / "one" / "node-x.safetensors").touch()
     assert [part.t for part in snapshot.parts(tmp_path / "one")] == [1.0, 2.0, 10.0]
     assert snapshot.parts_present(tmp_path / "one") == {1, 2, 10}
@@ -293,7 +293,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     for name in ("config.json.tmp", "running"):
         (run / name).symlink_to(victim)
     resume.remember(run, budget=["steps=1"])
-    hold = run_lock.Hold(run)
+    hold = run_lock.RunLock(run)
     hold.leave("Error", "why")
     assert victim.read_text() == "mine"
     assert json.loads((run / "config.json").read_text())["budget"] == ["steps=1"]
@@ -302,7 +302,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     os.mkfifo(run / "running")
-    within(lambda: run_lock.Hold(run).leave("Error", "why"))
+    within(lambda: run_lock.RunLock(run).leave("Error", "why"))
     assert within(lambda: run_lock.ask(run)) is not None
 
 
@@ -333,7 +333,7 @@ def test_a_part_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("as it was")
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / ".0.tmp").symlink_to(tmp_path / "mine")
-    snapshot.write(tmp_path / "final", 0, snapshot.Part(0.0, 1, 1, 0, torch.ones(2), {}))
+    snapshot.write(tmp_path / "final", 0, snapshot.SnapshotPart(0.0, 1, 1, 0, torch.ones(2), {}))
     assert (tmp_path / "mine").read_text() == "as it was"
     assert snapshot.parts(tmp_path / "final")[0].step == 1
 

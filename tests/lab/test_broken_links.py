@@ -16,7 +16,7 @@ from tests.zoo import flat, train
 
 from orchestra import Attached, Simulated, Steps
 from orchestra.lab import Lab
-from orchestra.runs.events import Reunited
+from orchestra.runs.events import Reconnected
 from orchestra.runs.facts import events_of
 from orchestra.worlds.sockets import auth
 
@@ -71,7 +71,7 @@ def test_a_host_that_is_cut_off_comes_back(
         assert lab.run([*command, strategy, str(out), "20"]) == 0
         cutting.join()
     assert b"is connected again" in b"".join(capfdbinary.readouterr())
-    parted = [e for e in events_of(out) if isinstance(e, Reunited)]
+    parted = [e for e in events_of(out) if isinstance(e, Reconnected)]
     assert parted
     assert all(1 in (e.node, e.peer) and 0 < e.seconds < 25 for e in parted), "one end is at the second host"
     workers = 3 if strategy != "ps()" else 2

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from orchestra.launchers import process_group as band
-from orchestra.launchers.process_group import Band, News
+from orchestra.launchers.process_group import News, ProcessGroup
 
 
 class Deaf:
@@ -45,7 +45,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def play(*wires: Deaf, at: float = 0.0, then: Callable[[], None] | None = None, names: str = "abcd") -> int:
     if then is not None:
         threading.Timer(at, then).start()
-    found = Band(list(names[: len(wires)]), wires[0].news, grace=0.2)
+    found = ProcessGroup(list(names[: len(wires)]), wires[0].news, grace=0.2)
     return found.play({wire.rank: wire for wire in wires})
 
 
@@ -82,7 +82,7 @@ def test_a_signal_is_passed_on_once(number: int, word: str, code: int, capfd: py
 
 def test_what_all_are_asked_is_what_they_can_do(capfd: pytest.CaptureFixture[str]) -> None:
     for asking in ("stop, and waits for those that save first", "stop"):
-        band = Band(["here"], News(), asking=asking)
+        band = ProcessGroup(["here"], News(), asking=asking)
         band._stop(signal.SIGINT)
         assert capfd.readouterr().err == f"orchestra: asked all to {asking}; once more kills them\n"
 
@@ -120,7 +120,7 @@ def test_lines_are_whole_and_nobody_is_cut_short(capfd: pytest.CaptureFixture[st
         news.put((rank, (kind, said)))  # type: ignore[arg-type]
     for rank in (1, 0):
         news.put((rank, ("end", 0)))
-    assert Band(["a", "b"], news).play({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
+    assert ProcessGroup(["a", "b"], news).play({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
     out, err = capfd.readouterr()
     assert out == "\ufffd0"  # rank 0 as it is
     assert err.splitlines() == ["b | x", "b | half", "b | rest", "b | y"]
@@ -132,7 +132,7 @@ def test_lines_of_rank_0_are_whole_as_well(capfd: pytest.CaptureFixture[str]) ->
         news.put((rank, ("err", said)))
     for rank in (1, 0):
         news.put((rank, ("end", 0)))
-    assert Band(["a", "b"], news).play({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
+    assert ProcessGroup(["a", "b"], news).play({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
     assert capfd.readouterr().err == "b | x\nb | 100%\nhalf a line\nb | yz\nnot ended"
 
 

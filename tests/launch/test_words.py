@@ -18,7 +18,7 @@ from orchestra.clusters.local import Local
 from orchestra.engine.cluster import Cluster
 from orchestra.errors import ClusterError, ConfigError
 from orchestra.launchers import agent, ray, ssh
-from orchestra.launchers.hosts import Host, read_hosts, seats
+from orchestra.launchers.hosts import LaunchHost, read_hosts, seats
 from orchestra.launchers.preflight import agree
 
 FILE = """\
@@ -34,9 +34,9 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(FILE)
     hosts = read_hosts(tmp_path / "hosts", per_host=3, python="python", cwd="/srv/training")
     assert hosts == [
-        Host("ada@10.0.0.1", 2, "python", "/srv/training"),
-        Host("10.0.0.2", 3, "/opt/py/bin/python", "/data/my runs"),
-        Host("fe80::1%eth0", 3, "python", "/srv/training"),
+        LaunchHost("ada@10.0.0.1", 2, "python", "/srv/training"),
+        LaunchHost("10.0.0.2", 3, "/opt/py/bin/python", "/data/my runs"),
+        LaunchHost("fe80::1%eth0", 3, "python", "/srv/training"),
     ]
     assert hosts[0].address == "10.0.0.1"
     assert [(seat.rank, seat.local_rank) for seat in seats(hosts)] == list(enumerate([0, 1, 0, 1, 2, 0, 1, 2]))
@@ -169,7 +169,7 @@ def test_what_is_typed_again(orchestra: Orchestra, tmp_path: Path, monkeypatch: 
     (tmp_path / "my hosts").write_text("one\n")
     found: list[str] = []
 
-    def launch(run: ssh.Run, token: str) -> int:
+    def launch(run: ssh.SshLaunch, token: str) -> int:
         found.append(run.again)
         return 0
 
@@ -203,8 +203,8 @@ def test_what_is_typed_again(orchestra: Orchestra, tmp_path: Path, monkeypatch: 
 )
 def test_a_host_that_cannot_take_part(complaint: str, told: str) -> None:
     """What ssh and shells say, with what to do about it."""
-    host = Host("one", 1, "/opt/python", "/")
-    run = ssh.Run([host], ["run", "digits"], ["ssh", "-o", "A={b}"])
+    host = LaunchHost("one", 1, "/opt/python", "/")
+    run = ssh.SshLaunch([host], ["run", "digits"], ["ssh", "-o", "A={b}"])
     answer = ssh._understand(run, host, 255, "hello\n", complaint)
     assert isinstance(answer, str)
     assert answer.startswith(told)

@@ -57,7 +57,7 @@ from orchestra import (
     AllReduce,
     Downpour,
     ParameterServer,
-    Progress,
+    RunStatus,
     SlowMo,
     Steps,
     Strategy,
@@ -159,7 +159,7 @@ def _keep_the_parts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     read = snapshot.parts
 
-    def reading(*folders: Path) -> list[snapshot.Part]:
+    def reading(*folders: Path) -> list[snapshot.SnapshotPart]:
         found = read(*folders)
         kept.extend(part.x for part in found if part.x is not None)
         return found
@@ -324,7 +324,7 @@ def test_a_killed_server_ends_the_run(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     when: list[float] = []
 
-    def kill(watch: Progress) -> None:
+    def kill(watch: RunStatus) -> None:
         if not when and watch.nodes[0].step >= 1:
             victims = processes()  # in the order of their ranks
             when.append(time.monotonic())

@@ -35,7 +35,7 @@ from orchestra.core.gradient_mask import ABSENT, pieces_of
 from orchestra.core.vectors import weighted_mean
 from orchestra.data.feed import IndexedFeed
 from orchestra.data.random_state import seed_everything
-from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.model.flat_optimizer import Factory, FlatOptimizer
 from orchestra.worlds.simulated import numerics
 
 sgd: Factory = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
@@ -433,7 +433,7 @@ def test_the_mean_of_equal_numbers_is_that_number() -> None:
 def test_what_was_cut_is_handed_over_in_parts(optimizer: str) -> None:
     """From one optimizer to two with a range each, and back to one, by way of text as on a wire."""
     layers, parts = [4, 3, 2, 5], [slice(0, 6), slice(6, 14)]
-    whole = Inner(OPTIMIZERS[optimizer], torch.ones(14), pieces=pieces_of(layers, slice(0, 14)))
+    whole = FlatOptimizer(OPTIMIZERS[optimizer], torch.ones(14), pieces=pieces_of(layers, slice(0, 14)))
     g = torch.arange(1.0, 15.0)
     for lacking in ((), (1,), (1, 3), (0,)):
         given = g.clone()
@@ -441,13 +441,13 @@ def test_what_was_cut_is_handed_over_in_parts(optimizer: str) -> None:
             given[pieces_of(layers, slice(0, 14))[i]] = ABSENT
         whole.step(given)
     x = whole._flat.data  # type: ignore[union-attr]
-    heirs = [Inner(OPTIMIZERS[optimizer], x[part].clone(), pieces=pieces_of(layers, part)) for part in parts]
+    heirs = [FlatOptimizer(OPTIMIZERS[optimizer], x[part].clone(), pieces=pieces_of(layers, part)) for part in parts]
     for heir, part in zip(heirs, parts, strict=True):
         words = json.loads(json.dumps(optimizer_state.within(whole.outline(), part, 14)))
         heir.adopt(words, [vector[part].clone() for vector in whole.vectors()])
         heir.step(g[part].clone())
     again = torch.cat([heir._flat.data for heir in heirs])  # type: ignore[union-attr]
-    back = Inner(OPTIMIZERS[optimizer], again, pieces=pieces_of(layers, slice(0, 14)))
+    back = FlatOptimizer(OPTIMIZERS[optimizer], again, pieces=pieces_of(layers, slice(0, 14)))
     said = [json.loads(json.dumps(heir.outline())) for heir in heirs]
     back.adopt(*optimizer_state.joined(parts, said, [heir.vectors() for heir in heirs]))
     whole.step(g.clone())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import orchestra
-from orchestra.runs.events import Began, Ended, Event, Logged, Scored, Stepped, encode
+from orchestra.runs.events import Event, Logged, NodeEnded, NodeStarted, Scored, Stepped, encode
 
 CONFIG = {
     "strategy": "ps(consistency=asp)", "workers": 2, "servers": 1, "seed": 0, "batch": 8, "parameters": 100,
@@ -34,7 +34,7 @@ def append(folder: Path, node: int, events: Iterable[Event]) -> None:
 
 
 def began(node: int) -> Event:
-    return Began(0.0, node, "worker" if node < 2 else "server", 0.5)
+    return NodeStarted(0.0, node, "worker" if node < 2 else "server", 0.5)
 
 
 def steps(node: int, start: int, stop: int) -> list[Event]:
@@ -51,7 +51,7 @@ def stale(start: int, stop: int) -> list[Event]:
 
 
 def ended(node: int, step: int) -> Event:
-    return Ended(step * 0.1, node, step, 8 * step, 0.06 * step, 0.01 * step, 0.03 * step, 400 * step, 400 * step)
+    return NodeEnded(step * 0.1, node, step, 8 * step, 0.06 * step, 0.01 * step, 0.03 * step, 400 * step, 400 * step)
 
 
 def scored(folder: Path, number: int, accuracy: float) -> None:

@@ -18,12 +18,12 @@ from orchestra.errors import Interrupted, WorkerFailed
 from orchestra.live import text as words
 from orchestra.live.follower import Follower, Latest
 from orchestra.live.moment import RunNow, moment
-from orchestra.live.page_feed import Teller
-from orchestra.live.tail import Growing
+from orchestra.live.page_feed import PageWriter
+from orchestra.live.tail import TailedFile
 from orchestra.report import model
 from orchestra.runs import reading, run_lock
 from orchestra.runs.events import Event, encode
-from orchestra.runs.reading import Run
+from orchestra.runs.reading import RunRecord
 
 
 def look(run: Follower, later: float = 0.0) -> RunNow:
@@ -36,13 +36,13 @@ def look(run: Follower, later: float = 0.0) -> RunNow:
 # Files.
 
 
-def lines(file: Growing) -> list[str]:
+def lines(file: TailedFile) -> list[str]:
     return [line for batch in file.lines() for line in batch]
 
 
 def test_only_new_whole_lines_are_given(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    file = Growing(path)
+    file = TailedFile(path)
     assert not file.renewed()
     assert lines(file) == []
     path.write_bytes(b"one\ntwo\nthr")
@@ -60,7 +60,7 @@ def test_only_new_whole_lines_are_given(tmp_path: Path) -> None:
 def test_a_file_that_shrank_or_was_replaced_is_read_anew(how: str, tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("one\ntwo\n")
-    file = Growing(path)
+    file = TailedFile(path)
     file.renewed()
     assert lines(file) == ["one", "two"]
     if how == "shorter":
@@ -76,7 +76,7 @@ def test_a_file_that_shrank_or_was_replaced_is_read_anew(how: str, tmp_path: Pat
 def test_of_a_large_file_a_first_look_takes_the_end(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("".join(f"line {i:06}\n" for i in range(10_000)))
-    file = Growing(path, tail=1000)
+    file = TailedFile(path, tail=1000)
     file.renewed()
     found = lines(file)
     assert 50 < len(found) < 100
@@ -288,7 +288,7 @@ def test_a_story_told_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
     """Whatever a reader saw on the way, in the end it is the report, dict for dict."""
     source, run = whole(tmp_path / "source"), make(tmp_path / "runs" / "a")
     before = whole(tmp_path / "runs" / "before", strategy="allreduce", servers=0)
-    teller = Teller([tmp_path / "runs"])
+    teller = PageWriter([tmp_path / "runs"])
     assert [r["steps"] for r in teller.told["runs"]] == [0, 40]
     pieces = 7
     for i in range(pieces):
@@ -320,7 +320,7 @@ def count_readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     read: list[Path] = []
     load = reading.load
 
-    def counted(path: Path, events: Sequence[Event] | None = None) -> Run:
+    def counted(path: Path, events: Sequence[Event] | None = None) -> RunRecord:
         read.extend([path] if events is None else [])
         return load(path, events)
 
@@ -335,7 +335,7 @@ def test_what_is_over_is_read_once_however_many_runs_follow(tmp_path: Path, monk
         raise WorkerFailed("worker 1", "ValueError")
     monkeypatch.setattr(model, "BLOCKS", 1200)
     read = count_readings(monkeypatch)
-    teller = Teller([tmp_path])
+    teller = PageWriter([tmp_path])
     assert teller.told["runs"][0]["fate"] == "failed"
     assert not teller.told["verdict"]["sentence"].startswith("So far")
     for i in range(1, 9):
@@ -363,7 +363,7 @@ def test_what_is_over_is_read_once_however_many_runs_follow(tmp_path: Path, monk
 
 def test_a_new_run_of_a_comparison_appears(tmp_path: Path) -> None:
     whole(tmp_path / "a")
-    teller = Teller([tmp_path])
+    teller = PageWriter([tmp_path])
     teller.look(0.0)
     assert not teller.look(50.0)
     whole(tmp_path / "b", seed=1)

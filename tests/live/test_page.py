@@ -17,7 +17,7 @@ import pytest
 from tests.browser.devtools import CHROMIUM, Browser, Page
 from tests.live.made import ENVIRON, append, began, make, scored, stale, steps, whole
 
-from orchestra.live.page_feed import Teller, Telling
+from orchestra.live.page_feed import PageFeed, PageWriter
 from orchestra.live.server import Server
 from orchestra.runs import run_lock
 
@@ -48,7 +48,7 @@ def browser(chromium: Browser) -> Iterator[Browser]:
 
 @contextmanager
 def serving(run: Path) -> Iterator[str]:
-    telling = Telling(Teller([run]))
+    telling = PageFeed(PageWriter([run]))
     with Server(telling) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()

@@ -24,7 +24,7 @@ import pytest
 from tests.live.made import ENVIRON, whole
 
 from orchestra.cli import invoke
-from orchestra.live.page_feed import Teller, Telling
+from orchestra.live.page_feed import PageFeed, PageWriter
 from orchestra.live.server import Server
 from orchestra.runs.budget import Target
 
@@ -34,7 +34,7 @@ HOSTILE = "<script>alert(1)</script>../../etc"
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     whole(tmp_path / "run", strategy=HOSTILE)
-    telling = Telling(Teller([tmp_path / "run"]))
+    telling = PageFeed(PageWriter([tmp_path / "run"]))
     with Server(telling) as listening:
         thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
         thread.start()
@@ -242,14 +242,14 @@ def test_nonsense_does_not_stop_it(server: Server) -> None:
 
 def test_a_target_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = whole(tmp_path / "run")
-    assert Teller([run], Target("accuracy", 0.3)).told["target"]["value"] == 0.3
+    assert PageWriter([run], Target("accuracy", 0.3)).told["target"]["value"] == 0.3
     assert invoke(["watch", str(run), "--target", "much"]) == 2
     assert "must be a score and a number" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
     run = whole(tmp_path / "run")
-    telling = Telling(Teller([run]))
+    telling = PageFeed(PageWriter([run]))
     try:
         (run / "config.json").unlink()
         (run / "ending.json").unlink()

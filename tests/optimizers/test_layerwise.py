@@ -19,7 +19,7 @@ from orchestra import LAMB, LARS, AllReduce, LocalSGD, ParameterServer, Simulate
 from orchestra.data.feed import IndexedFeed
 from orchestra.data.random_state import seed_everything
 from orchestra.errors import CheckpointError, ConfigError
-from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.model.flat_optimizer import Factory, FlatOptimizer
 
 lars: Factory = partial(LARS, lr=0.3, momentum=0.9, weight_decay=1e-3, eta=0.02)
 lamb: Factory = partial(LAMB, lr=0.02, weight_decay=0.05)
@@ -284,7 +284,7 @@ def test_gradients_taken_together_reach_the_layers(optimizer: Factory, tmp_path:
 @both
 def test_layers_take_the_gradient_that_is_given_whoever_filled_it(optimizer: Factory) -> None:
     params, alone = parameters(), parameters()
-    inner, other = Inner(optimizer, torch.empty(0), layers=params), optimizer(alone)
+    inner, other = FlatOptimizer(optimizer, torch.empty(0), layers=params), optimizer(alone)
     for step in range(3):
         inner.step(torch.cat([g.reshape(-1) for g in gradients(step)]))
         for p, g in zip(alone, gradients(step), strict=True):

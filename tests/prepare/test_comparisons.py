@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import orchestra
 from orchestra.data.random_state import seed_everything
-from orchestra.user_loop.comparisons import Comparisons
+from orchestra.user_loop.comparisons import WorkerComparisons
 
 SAME = "computed the same first gradient"
 
@@ -169,7 +169,7 @@ def test_the_mean_over_the_workers_keeps_them_equal() -> None:
 
 
 def test_rates_that_differ_by_rounding_are_the_same() -> None:
-    heard = Comparisons(2)
+    heard = WorkerComparisons(2)
     assert heard.rates(0, 10, [0.1, float("nan")]) is None
     assert heard.rates(1, 10, [0.1 + 1e-12, float("nan")]) is None
     assert heard.rates(1, 20, [0.1]) is None

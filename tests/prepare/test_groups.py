@@ -23,11 +23,11 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 import orchestra
 from orchestra import Attached
 from orchestra.data.random_state import seed_everything
-from orchestra.model.flat_optimizer import ELEMENTWISE, Inner
+from orchestra.model.flat_optimizer import ELEMENTWISE, FlatOptimizer
 from orchestra.model.param_groups import on_range
-from orchestra.user_loop.peers import Company
+from orchestra.user_loop.peers import Peers
 from orchestra.worlds.sockets import control_messages
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.messenger import Messenger
 
 BATCH, STEPS = 6, 8
 
@@ -157,7 +157,7 @@ def test_replicas_between_two_exchanges_go_as_their_groups_do() -> None:
 def test_what_a_schedule_said_before_a_server_listened_is_not_lost() -> None:
     """Worker 0 goes on while the server is still being made."""
     heard: list[Any] = []
-    company = Company(mock.Mock(spec=Exchange), 1, 1)
+    company = Peers(mock.Mock(spec=Messenger), 1, 1)
     company._hear(0, {"kind": "settings", "name": "lr", "first": 0, "values": [0.1]})
     company.when_settings_change(lambda *said: heard.append(said))
     company._hear(0, {"kind": "settings", "name": "betas", "first": 1, "values": [[0.8, 0.9]]})
@@ -165,10 +165,10 @@ def test_what_a_schedule_said_before_a_server_listened_is_not_lost() -> None:
 
 
 def test_groups_are_told_in_as_many_notes_as_it_takes() -> None:
-    exchange = mock.Mock(spec=Exchange)
+    exchange = mock.Mock(spec=Messenger)
     rates = [i / 1000 for i in range(2500)]
-    Company(exchange, 0, 1).tell_settings((1,), "lr", rates)
-    inner = Inner(
+    Peers(exchange, 0, 1).tell_settings((1,), "lr", rates)
+    inner = FlatOptimizer(
         lambda layers: torch.optim.SGD([{"params": [p], "lr": 1.0} for p in layers]),
         torch.zeros(2500),
         layers=[nn.Parameter(torch.zeros(1)) for _ in rates],
@@ -197,11 +197,11 @@ def test_pieces_of_layers_go_as_the_layers_do(kind: Callable[..., torch.optim.Op
     inners = []
     for part in ranges:
         made, pieces = on_range(factory, [tuple(p.shape) for p in layers], part, x[part])
-        inners.append(Inner(made, x[part], layers=pieces))
+        inners.append(FlatOptimizer(made, x[part], layers=pieces))
     whole = factory(layers)
     for _ in range(4):
         g = torch.randn_like(x)
-        Inner.around(whole, layers).step(g)
+        FlatOptimizer.around(whole, layers).step(g)
         for inner, part in zip(inners, ranges, strict=True):
             inner.step(g[part])
     assert torch.equal(x, torch.cat([p.detach().reshape(-1) for p in layers]))
@@ -235,7 +235,7 @@ def test_without_servers_nobody_makes_another_optimizer() -> None:
 
 def test_a_note_says_nothing_of_what_a_group_holds() -> None:
     p = nn.Parameter(torch.ones(2))
-    inner = Inner(partial(torch.optim.SGD, lr=0.1), torch.ones(2), layers=[p])
+    inner = FlatOptimizer(partial(torch.optim.SGD, lr=0.1), torch.ones(2), layers=[p])
     inner.follow("params", 0, [3])
     inner.follow("lr", 0, [0.2])
     assert inner.optimizer.param_groups[0]["params"] == [p]

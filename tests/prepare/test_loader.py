@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from torch.utils.data.distributed import DistributedSampler
 
 from orchestra.data.feed import IndexedFeed
-from orchestra.user_loop.loader import Loader, Share, count, problems_of
+from orchestra.user_loop.loader import Loader, WorkerShare, count, problems_of
 
 
 def numbers(many: int, **given: Any) -> DataLoader[Any]:
@@ -28,9 +28,9 @@ def test_every_sample_once_and_equally_many_batches(many: int, batch: int, size:
     if [*problems_of(loader, size)]:
         assert many < size * (batch if drop else 1)
         return
-    shares = [Share(loader, seed=SEED, rank=rank, size=size).batches(3) for rank in range(size)]
+    shares = [WorkerShare(loader, seed=SEED, rank=rank, size=size).batches(3) for rank in range(size)]
     assert len({len(share) for share in shares}) == 1
-    assert len(shares[0]) == len(Share(loader, seed=SEED, rank=0, size=size))
+    assert len(shares[0]) == len(WorkerShare(loader, seed=SEED, rank=0, size=size))
     used = [i for share in shares for part in share for i in part]
     assert len(used) == len({*used})
     sizes = {len(part) for share in shares for part in share}
@@ -48,7 +48,7 @@ def test_every_sample_once_and_equally_many_batches(many: int, batch: int, size:
 def test_the_batches_are_those_of_train(size: int) -> None:
     loader = make_loader()
     for rank in range(size):
-        share = Share(loader, seed=SEED, rank=rank, size=size)
+        share = WorkerShare(loader, seed=SEED, rank=rank, size=size)
         feed = IndexedFeed(loader.dataset, batch=BATCH, seed=SEED, rank=rank, size=size)
         for epoch in range(3):
             assert share.batches(epoch) == [feed.indices(epoch, t) for t in range(COUNT // BATCH // size)]
@@ -83,13 +83,13 @@ def test_a_sampler_of_ones_own_draws_the_same_everywhere() -> None:
     sampler = WeightedRandomSampler([1.0, 2.0, 3.0] * 8, 24)
     loader = numbers(24, batch_size=4, sampler=sampler)
     torch.manual_seed(1)
-    one = Share(loader, seed=SEED, rank=0, size=2).batches(0)
+    one = WorkerShare(loader, seed=SEED, rank=0, size=2).batches(0)
     torch.manual_seed(2)
     before = torch.get_rng_state()
-    assert Share(loader, seed=SEED, rank=0, size=2).batches(0) == one
+    assert WorkerShare(loader, seed=SEED, rank=0, size=2).batches(0) == one
     assert torch.equal(torch.get_rng_state(), before)
     in_order = numbers(8, batch_size=2)
-    assert Share(in_order, seed=SEED, rank=1, size=2).batches(7) == [[2, 3], [6, 7]]
+    assert WorkerShare(in_order, seed=SEED, rank=1, size=2).batches(7) == [[2, 3], [6, 7]]
 
 
 def test_the_rest_of_the_loader_is_as_it_was() -> None:

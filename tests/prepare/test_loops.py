@@ -23,7 +23,7 @@ from orchestra import Attached, Epochs, Steps
 from orchestra.data.random_state import seed_everything
 from orchestra.engine import expression
 from orchestra.model.flat_optimizer import Factory
-from orchestra.user_loop.loader import Share
+from orchestra.user_loop.loader import WorkerShare
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
@@ -95,7 +95,7 @@ def test_all_reduce_is_the_script_on_all_batches_together() -> None:
 
 def test_uneven_batches_stay_unbiased() -> None:
     loader, size = make_loader(101), 2
-    shares = [Share(loader, seed=SEED, rank=rank, size=size).batches(0) for rank in range(size)]
+    shares = [WorkerShare(loader, seed=SEED, rank=rank, size=size).batches(0) for rank in range(size)]
     assert len({len(part) for share in shares for part in share}) > 1
     seed_everything(SEED)
     model = make_model()

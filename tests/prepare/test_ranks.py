@@ -22,7 +22,7 @@ from tests.zoo import make_data, make_model, sgd, train
 from torch.nn.utils import parameters_to_vector
 
 import orchestra
-from orchestra.clusters.attached import Place
+from orchestra.clusters.attached import ProcessRank
 from orchestra.data.random_state import seed_everything
 from orchestra.engine import overrides
 from orchestra.worlds.sockets import rank_order
@@ -112,7 +112,7 @@ def chosen(asks: Sequence[int], out: Path, **given: Any) -> Any:
     if int(os.environ["RANK"]) in asks:
         orchestra.rank()
     with (
-        mock.patch.object(Place, "loopback", return_value=False),
+        mock.patch.object(ProcessRank, "loopback", return_value=False),
         mock.patch.object(rank_order, "arrange", return_value=[0, 2, 1]),
     ):
         train("allreduce", out, cluster=orchestra.Attached(patience=20, **given))

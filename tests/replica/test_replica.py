@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orchestra.core.gradient_mask import Marks
+from orchestra.core.gradient_mask import GradientMask
 from orchestra.model.replica import Replica, flatten, problems_of, trainable, vector_dtype
 
 BATCH = (torch.linspace(-1, 1, 40).view(8, 5), torch.linspace(0, 1, 8).view(8, 1))
@@ -181,7 +181,7 @@ def test_an_unused_parameter_is_marked_in_that_step_only() -> None:
     module = Picky()
     replica = replica_of(module)
     half = len(replica.g) // 2
-    marks = Marks([slice(0, 5), slice(5, 6), slice(6, 11), slice(11, 12)], replica.g.device)
+    marks = GradientMask([slice(0, 5), slice(5, 6), slice(6, 11), slice(11, 12)], replica.g.device)
     replica.gradient((torch.ones(8, 5), BATCH[1]), 8)
     assert replica.g[:half].abs().sum() > 0
     assert not replica.g[half:].any()
@@ -202,7 +202,7 @@ def test_a_gradient_of_negative_zeros_is_there() -> None:
     replica = Replica(module, x, torch.zeros_like(x), loss=lambda y, target: -0.0 * y, cuts=[0, 3])
     replica.gradient(BATCH, 8)
     assert torch.signbit(replica.g).tolist() == [False, True, True, False, True, False]
-    assert Marks([slice(0, 3), slice(3, 5), slice(5, 6)], x.device).absent(replica.g) == []
+    assert GradientMask([slice(0, 3), slice(3, 5), slice(5, 6)], x.device).absent(replica.g) == []
 
 
 def test_tied_weights_stand_once() -> None:

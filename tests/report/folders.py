@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from orchestra.runs.events import Began, Ended, Event, Logged, Scored, Stepped, encode
+from orchestra.runs.events import Event, Logged, NodeEnded, NodeStarted, Scored, Stepped, encode
 
 PARAMETERS = 100
 SIZE = 4 * PARAMETERS  # bytes of the model
@@ -39,20 +39,20 @@ def make_run(
 
 
 def _worker(node: int, steps: int, second: float) -> Iterator[Event]:
-    yield Began(0.0, node, "worker", 0.0)
+    yield NodeStarted(0.0, node, "worker", 0.0)
     for k in range(1, steps + 1):
         t = k * second
         yield Stepped(t, node, k, k / steps, 8 * k, 2.0 / k, 0.1, t / 2, t / 3, t / 6, k * SIZE, k * SIZE)
     t = steps * second
-    yield Ended(t, node, steps, 8 * steps, t / 2, t / 3, t / 6, steps * SIZE, steps * SIZE)
+    yield NodeEnded(t, node, steps, 8 * steps, t / 2, t / 3, t / 6, steps * SIZE, steps * SIZE)
 
 
 def _server(node: int, workers: int, steps: int, second: float) -> Iterator[Event]:
-    yield Began(0.0, node, "server", 0.0)
+    yield NodeStarted(0.0, node, "server", 0.0)
     for k in range(steps * workers):
         yield Logged(k * second / workers, node, k, "staleness", float(k % 3))
     t, sent = steps * second, steps * workers * SIZE
-    yield Ended(t, node, steps * workers, 8 * steps * workers, 0.1 * t, 0.2 * t, 0.7 * t, sent, sent)
+    yield NodeEnded(t, node, steps * workers, 8 * steps * workers, 0.1 * t, 0.2 * t, 0.7 * t, sent, sent)
 
 
 def _score(i: int, steps: int, second: float, accuracy: float) -> Scored:
@@ -80,4 +80,4 @@ def make_race(out: Path, times: dict[str, list[float]], **record: Any) -> Path:
 def moved(node: int, kind: str, began: float, seconds: float, peer: int | None = None, size: int = 0) -> str:
     """A line of a trace."""
     what = {"node": node, "kind": kind, "began": began, "peer": peer, "bytes": size}
-    return json.dumps({"event": "moved", "t": began + seconds} | what) + "\n"
+    return json.dumps({"event": "op_traced", "t": began + seconds} | what) + "\n"

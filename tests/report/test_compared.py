@@ -106,7 +106,7 @@ def test_why_and_what_was_fair_are_told_once(tmp_path: Path) -> None:
 )
 def test_a_table_may_hold_anything(record: dict[str, Any], tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE, **record)
-    races = comparison_file.Comparisons([race], [race / "allreduce" / "seed0"])
+    races = comparison_file.ComparisonFiles([race], [race / "allreduce" / "seed0"])
     found = races.whole(races.target)
     assert found is not None
     assert (found.learned, found.fairness, found.failures) == ((), (), ())

@@ -11,24 +11,24 @@ from tests.report.folders import SIZE, make_run
 
 from orchestra.report import curves
 from orchestra.runs import reading
-from orchestra.runs.events import Ended, Logged, Scored
+from orchestra.runs.events import Logged, NodeEnded, Scored
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> reading.Run:
+def run(tmp_path: Path) -> reading.RunRecord:
     return reading.load(make_run(tmp_path / "run", workers=3, steps=500))
 
 
-def test_totals_end_where_the_nodes_ended(run: reading.Run) -> None:
-    steps = curves.Steps(run.events)
-    ended = [e for e in run.events if isinstance(e, Ended)]
+def test_totals_end_where_the_nodes_ended(run: reading.RunRecord) -> None:
+    steps = curves.StepColumns(run.events)
+    ended = [e for e in run.events if isinstance(e, NodeEnded)]
     assert steps.total("samples")[-1] == sum(e.samples for e in ended)
     assert steps.traffic()[-1] == sum(e.sent + e.received for e in ended) / 3
     assert (np.diff(steps["t"]) >= 0).all()
 
 
-def test_the_training_loss_is_in_buckets_whose_mean_is_the_mean(run: reading.Run) -> None:
-    steps = curves.Steps(run.events)
+def test_the_training_loss_is_in_buckets_whose_mean_is_the_mean(run: reading.RunRecord) -> None:
+    steps = curves.StepColumns(run.events)
     told = curves.training(steps)
     assert len(told["loss"]) == curves.BUCKETS
     sizes = np.diff(np.unique(np.linspace(0, 1500, curves.BUCKETS + 1).astype(int)))
@@ -39,8 +39,8 @@ def test_the_training_loss_is_in_buckets_whose_mean_is_the_mean(run: reading.Run
     assert told["bytes"][-1] == pytest.approx(2 * 500 * SIZE)
 
 
-def test_a_score_knows_how_many_bytes_had_been_sent(run: reading.Run) -> None:
-    steps = curves.Steps(run.events)
+def test_a_score_knows_how_many_bytes_had_been_sent(run: reading.RunRecord) -> None:
+    steps = curves.StepColumns(run.events)
     told = curves.scored([Scored(25.0, 250, 1, 1, {"accuracy": 0.5})], steps)
     assert told["bytes"] == [pytest.approx(2 * 250 * SIZE, rel=0.01)]
     after = curves.scored([Scored(60.0, 500, 1, 1, {"accuracy": 0.5})], steps)
@@ -67,8 +67,8 @@ def test_thinning_keeps_ends_and_extremes() -> None:
 
 
 @pytest.mark.parametrize("most", [7, 100, 10_000])
-def test_a_lane_adds_up_however_many_steps_are_put_together(run: reading.Run, most: int) -> None:
-    for lane in curves.lanes(curves.Steps(run.events), most):
+def test_a_lane_adds_up_however_many_steps_are_put_together(run: reading.RunRecord, most: int) -> None:
+    for lane in curves.lanes(curves.StepColumns(run.events), most):
         assert len(lane["t"]) <= most
         assert lane["together"] == max(1, -(-500 // most))
         assert sum(lane["t"]) == 50_000_000
@@ -76,14 +76,14 @@ def test_a_lane_adds_up_however_many_steps_are_put_together(run: reading.Run, mo
         assert abs(sum(lane["compute"]) + sum(lane["wait"]) + sum(lane["communicate"]) - sum(lane["t"])) <= 2
 
 
-def test_quantiles_of_steps(run: reading.Run) -> None:
-    for worker in curves.step_times(curves.Steps(run.events)):
+def test_quantiles_of_steps(run: reading.RunRecord) -> None:
+    for worker in curves.step_times(curves.StepColumns(run.events)):
         assert worker["count"] == 500
         assert worker["seconds"] == pytest.approx([0.1] * curves.QUANTILES)
 
 
 def test_a_run_without_steps_has_empty_curves() -> None:
-    steps = curves.Steps([])
+    steps = curves.StepColumns([])
     assert curves.training(steps)["loss"] == []
     assert curves.lanes(steps, 10) == []
     assert curves.scored([], steps)["t"] == []

@@ -18,7 +18,7 @@ from orchestra import Local, Simulated, Steps
 from orchestra.cli import invoke
 from orchestra.engine.cluster import Cluster
 from orchestra.report import perfetto, traces
-from orchestra.runs.events import Ended, Logged, Stepped, encode, read
+from orchestra.runs.events import Logged, NodeEnded, Stepped, encode, read
 
 WORLDS = {"processes": Local(workers=2, threads=1), "rehearsal": Simulated(workers=2)}
 
@@ -38,7 +38,7 @@ def test_what_is_traced_is_what_happened(world: str, tmp_path: Path) -> None:
     pairs = list(traces.messages(moved))
     assert len(pairs) == 16
     assert all(sent.began <= got.t and sent.bytes == got.bytes for sent, got in pairs)
-    ended = [e for node in range(3) for e in read(tmp_path / f"run/events-{node}.jsonl") if isinstance(e, Ended)]
+    ended = [e for node in range(3) for e in read(tmp_path / f"run/events-{node}.jsonl") if isinstance(e, NodeEnded)]
     for e in ended:
         mine = Counter[str]()
         for sent, _ in pairs:
@@ -129,5 +129,5 @@ def test_before_a_message_was_sent_its_receiver_waited(tmp_path: Path) -> None:
 def test_lines_cut_short_do_no_harm(tmp_path: Path) -> None:
     run("ps()", tmp_path / "run", Simulated(workers=2), trace=True)
     path = tmp_path / "run/trace-1.jsonl"
-    path.write_bytes(path.read_bytes()[:-25] + b'\xff{"event":"moved"}\n')
+    path.write_bytes(path.read_bytes()[:-25] + b'\xff{"event":"op_traced"}\n')
     assert perfetto.write(tmp_path / "run", tmp_path / "trace.json") > 20

@@ -17,7 +17,7 @@ from orchestra.report import model, page, perfetto
 from orchestra.runs import reading
 from orchestra.runs.budget import Target
 from orchestra.runs.events import Stepped
-from orchestra.runs.reading import Run
+from orchestra.runs.reading import RunRecord
 
 
 def test_runs_are_found_below_and_each_once(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_connections_made_anew_are_told_once_for_both_ends(tmp_path: Path) -> No
     run = make_run(tmp_path / "run", workers=3)
     with (run / "events-0.jsonl").open("a", encoding="utf-8") as file:
         for node, peer, seconds in ((0, 2, 1.0), (2, 0, 1.5), (0, 2, 4.04), (2, 1, 0.5)):
-            what = {"event": "reunited", "t": 1.0, "node": node, "peer": peer, "seconds": seconds, "why": "reset"}
+            what = {"event": "reconnected", "t": 1.0, "node": node, "peer": peer, "seconds": seconds, "why": "reset"}
             file.write(json.dumps(what) + "\n")
     assert reading.load(run).warnings == (
         "the connection between worker 0 and worker 2 broke 2 times and was made anew within 4.0 s; nothing was lost.",
@@ -80,7 +80,7 @@ def test_what_is_no_run_is_named_with_the_reason(config: str | None, why: str, t
 def test_a_run_whose_figures_make_no_sense_takes_no_other_with_it(tmp_path: Path) -> None:
     good, bad = make_run(tmp_path / "a"), make_run(tmp_path / "b")
 
-    def describe(run: Run, target: Target | None, blocks: int | None) -> dict[str, Any]:
+    def describe(run: RunRecord, target: Target | None, blocks: int | None) -> dict[str, Any]:
         return model.describe_run(run, target, blocks) if run.path == good else {"half": 1 // 0}
 
     told = model.tell([tmp_path], describe=describe)
@@ -104,12 +104,12 @@ GARBAGE = [
     '"communicate": 1, "wait": 1, "sent": 1, "received": 1}',
     '{"event": "stepped", "t": 1, "node": 0, "step": 1, "epoch": 0, "samples": 1, "loss": Infinity, "lr": 1, '
     '"compute": 1, "communicate": 1, "wait": 1, "sent": 1, "received": 1}',
-    '{"event": "ended", "t": 1e400, "node": 0, "step": 1, "samples": 1, "compute": 1, "communicate": 1, "wait": 1, '
-    '"sent": 1, "received": 1}',
-    '{"event": "ended", "t": 1e304, "node": 0, "step": 1, "samples": 1, "compute": 1, "communicate": 1, "wait": 1, '
-    '"sent": 1, "received": 1}',
-    '{"event": "ended", "t": 1, "node": 0, "step": 1, "samples": 1, "compute": 1e304, "communicate": 1, "wait": 1, '
-    '"sent": 1, "received": 1}',
+    '{"event": "node_ended", "t": 1e400, "node": 0, "step": 1, "samples": 1, "compute": 1, "communicate": 1, '
+    '"wait": 1, "sent": 1, "received": 1}',
+    '{"event": "node_ended", "t": 1e304, "node": 0, "step": 1, "samples": 1, "compute": 1, "communicate": 1, '
+    '"wait": 1, "sent": 1, "received": 1}',
+    '{"event": "node_ended", "t": 1, "node": 0, "step": 1, "samples": 1, "compute": 1e304, "communicate": 1, '
+    '"wait": 1, "sent": 1, "received": 1}',
     '{"event": "stepped", "t": -1, "node": 0, "step": 1, "epoch": 0, "samples": 1, "loss": 1, "lr": 1, "compute": 1, '
     '"communicate": 1, "wait": 1, "sent": 1, "received": 1}',
     '{"event": "logged", "t": 1, "node": 999999999, "step": 1, "name": "staleness", "value": 3}',

@@ -11,7 +11,7 @@ from tests.report.folders import SIZE, make_run, moved
 
 from orchestra.report import formulas, model, traces
 from orchestra.runs import reading
-from orchestra.runs.events import Ended
+from orchestra.runs.events import NodeEnded
 
 
 def test_a_trace_is_read_and_its_garbage_passed_over(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_trace_is_read_and_its_garbage_passed_over(tmp_path: Path) -> None:
         moved(5, "mean", 3.0, 0.5),
         moved(0, "mean", float("nan"), 0.5),
         moved(0, "mean", 1.0, -3.0),
-        "null\n", "{}\n", "[" * 3000 + "\n", '{"event": "moved"}\n', moved(0, "send", 9.0, 0.5, 1, 9)[:-9],
+        "null\n", "{}\n", "[" * 3000 + "\n", '{"event": "op_traced"}\n', moved(0, "send", 9.0, 0.5, 1, 9)[:-9],
     ]  # fmt: skip
     (run / "trace-0.jsonl").write_text("".join(lines), encoding="utf-8")
     (run / "trace-1.jsonl").write_text(moved(1, "receive", 1.0, 0.5, 0, 100), encoding="utf-8")
@@ -75,7 +75,7 @@ def test_no_trace_is_none(tmp_path: Path) -> None:
 def test_bytes_by_peer_are_taken_where_they_were_counted(tmp_path: Path) -> None:
     """And what is not in them went to all others alike."""
     run = reading.load(make_run(tmp_path / "run", workers=3))
-    events = [Ended(1.0, node, 1, 1, 0.0, 0.0, 0.0, 12, 0, {str((node + 1) % 3): 8}) for node in range(3)]
+    events = [NodeEnded(1.0, node, 1, 1, 0.0, 0.0, 0.0, 12, 0, {str((node + 1) % 3): 8}) for node in range(3)]
     found = traces.traffic(replace(run, events=events), formulas.parsed("allreduce"), None)
     assert found is not None
     assert found.flow == {(a, b): 10.0 if b == (a + 1) % 3 else 2.0 for a in range(3) for b in range(3) if a != b}

@@ -15,7 +15,7 @@ from tests.report.folders import make_race, make_run
 from orchestra.cli import summary, sweep
 from orchestra.cli.lessons import verdict
 from orchestra.cli.recommend import _missed
-from orchestra.cli.table import Outcome, Row
+from orchestra.cli.table import Outcome, StrategyRow
 from orchestra.live.follower import Follower
 from orchestra.report import model, tables
 from orchestra.runs import reading
@@ -26,7 +26,7 @@ STALE = "did not learn (rate too large for stale gradients?)"
 LABELS = {"classes": 10, "count": 360, "largest": 0.1}
 
 
-def lost_row(strategy: str = "ps(consistency=asp)", seeds: int = 2, *, lost: int = 2) -> Row:
+def lost_row(strategy: str = "ps(consistency=asp)", seeds: int = 2, *, lost: int = 2) -> StrategyRow:
     """Some runs that did not learn, and others that came to the target."""
 
     def outcome(seed: int) -> Outcome:
@@ -35,11 +35,11 @@ def lost_row(strategy: str = "ps(consistency=asp)", seeds: int = 2, *, lost: int
         told = replace(facts(strategy, stale=2.5), learned=False, unlearned=STALE, why_unlearned="It did not.")
         return Outcome(seed, Path("run"), None, 0.0, 0.1, 0.1, told)
 
-    return Row(strategy, 2, 1, tuple(map(outcome, range(seeds))))
+    return StrategyRow(strategy, 2, 1, tuple(map(outcome, range(seeds))))
 
 
-def good_row() -> Row:
-    return Row(
+def good_row() -> StrategyRow:
+    return StrategyRow(
         "allreduce", 2, 0, tuple(Outcome(s, Path("r"), 4.0, 3.9, 0.95, 0.95, facts("allreduce")) for s in (0, 1))
     )
 

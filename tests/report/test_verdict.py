@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestra.report.results import Achieved, Mark, achieved, standing
+from orchestra.report.results import Achieved, RunResult, achieved, standing
 from orchestra.report.verdict import against_baseline, firsts, judge, pairs
 from orchestra.runs.budget import Target
 from orchestra.runs.events import Scored
@@ -17,13 +17,13 @@ from orchestra.runs.events import Scored
 TARGET = Target("accuracy", 0.9)
 
 
-def mark(strategy: str, seed: int, seconds: float | None, *, condition: str = "", gap: float = 0.1) -> Mark:
+def mark(strategy: str, seed: int, seconds: float | None, *, condition: str = "", gap: float = 0.1) -> RunResult:
     """A run that was scored every `gap` seconds."""
     since = max(0.0, seconds - gap) if seconds else 0.0
-    return Mark(strategy, condition, seed, seconds, since, 0.95 if seconds else 0.8, 0.95 if seconds else 0.8)
+    return RunResult(strategy, condition, seed, seconds, since, 0.95 if seconds else 0.8, 0.95 if seconds else 0.8)
 
 
-def marks_of(gap: float = 0.1, /, **times: Sequence[float | None]) -> list[Mark]:
+def marks_of(gap: float = 0.1, /, **times: Sequence[float | None]) -> list[RunResult]:
     return [mark(name, i, t, gap=gap) for name, found in times.items() for i, t in enumerate(found)]
 
 
@@ -225,7 +225,7 @@ def test_a_score_that_is_no_number_is_not_the_best() -> None:
 def test_without_a_target_the_best_is_compared_with_the_next() -> None:
     """Not with whoever was named first."""
     finals = {"allreduce": 0.9, "ps": 0.5, "slowmo": 0.8}
-    marks = [Mark(name, "", i, None, 0.0, None, f + i / 100) for name, f in finals.items() for i in range(3)]
+    marks = [RunResult(name, "", i, None, 0.0, None, f + i / 100) for name, f in finals.items() for i in range(3)]
     assert "+0.1 beside slowmo" in judge(marks, None, "accuracy").sentence
     assert "3 pairs of runs with equal seeds, all alike" in judge(marks, None, "accuracy").sentence
     both = [*marks, *(replace(found, condition="far") for found in marks)]
@@ -233,8 +233,8 @@ def test_without_a_target_the_best_is_compared_with_the_next() -> None:
 
 
 def test_without_a_target_the_last_score_counts() -> None:
-    marks = [Mark("allreduce", "", i, None, 0.0, None, 0.90 + i / 100) for i in range(3)]
-    marks += [Mark("ps", "", i, None, 0.0, None, 0.95 + i / 100) for i in range(3)]
+    marks = [RunResult("allreduce", "", i, None, 0.0, None, 0.90 + i / 100) for i in range(3)]
+    marks += [RunResult("ps", "", i, None, 0.0, None, 0.95 + i / 100) for i in range(3)]
     found = judge(marks, None, "accuracy")
     assert found.sentence.startswith("ps came to accuracy 0.96, the best: +0.05 beside allreduce")
     assert any("--target" in doubt for doubt in found.doubts)
@@ -242,12 +242,12 @@ def test_without_a_target_the_last_score_counts() -> None:
 
 def test_alone_there_is_nothing_to_compare() -> None:
     assert "nothing to compare it with" in judge([mark("ps", 0, 3.0)], TARGET, "accuracy").sentence
-    assert "nothing was scored" in judge([Mark("ps", "", 0, None, 0.0, None, None)], None, None).sentence
+    assert "nothing was scored" in judge([RunResult("ps", "", 0, None, 0.0, None, None)], None, None).sentence
 
 
 def test_where_nothing_was_scored_speed_counts() -> None:
-    marks = [Mark("allreduce", "", i, None, 0.0, None, None, 100.0 + i) for i in range(3)]
-    marks += [Mark("ps", "", i, None, 0.0, None, None, 200.0 + i) for i in range(3)]
+    marks = [RunResult("allreduce", "", i, None, 0.0, None, None, 100.0 + i) for i in range(3)]
+    marks += [RunResult("ps", "", i, None, 0.0, None, None, 200.0 + i) for i in range(3)]
     for target in (None, TARGET):
         sentence = judge(marks, target, None).sentence
         assert sentence.startswith("Nothing was scored; ps went through 201 samples a second, 1.99 times as fast as")
@@ -257,7 +257,7 @@ def test_where_nothing_was_scored_speed_counts() -> None:
 
 
 def test_of_losses_lower_is_better() -> None:
-    marks = [Mark("allreduce", "", 0, None, 0.0, 0.4, 0.4), Mark("ps", "", 0, None, 0.0, 0.3, 0.3)]
+    marks = [RunResult("allreduce", "", 0, None, 0.0, 0.4, 0.4), RunResult("ps", "", 0, None, 0.0, 0.3, 0.3)]
     assert "ps came closest with 0.3" in judge(marks, Target("loss", 0.1), "loss").sentence
     assert judge(marks, None, "loss").sentence.startswith("ps came to loss 0.3")
 

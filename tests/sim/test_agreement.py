@@ -30,10 +30,10 @@ from tests.zoo import (
 
 from orchestra import AllReduce, Attached, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
 from orchestra.core.node import Node
-from orchestra.engine.compute_times import Trace
+from orchestra.engine.compute_times import RecordedTimes
 from orchestra.engine.expression import show
 from orchestra.errors import ConfigError, Deadlock, WorkerFailed
-from orchestra.runs.events import Ended, Logged, Stepped
+from orchestra.runs.events import Logged, NodeEnded, Stepped
 from orchestra.runs.facts import facts_of
 from orchestra.worlds.simulated.networks import Host, Network
 
@@ -63,7 +63,9 @@ def test_bytes_are_the_same(strategy: S, tmp_path: Path) -> None:
     rehearse(strategy, tmp_path / "virtual")
     workers = workers_for(strategy)
     for node in range(workers + strategy.servers):
-        real, virtual = ([e for e in events(tmp_path / w, node) if isinstance(e, Ended)] for w in ("real", "virtual"))
+        real, virtual = (
+            [e for e in events(tmp_path / w, node) if isinstance(e, NodeEnded)] for w in ("real", "virtual")
+        )
         # How many steps are passed over at the end, when some have finished, is a matter of timing: each spares S.
         less, fewer = (spared(tmp_path / w, node, workers) for w in ("real", "virtual"))
         assert [(e.sent + less, e.received + less) for e in real] == [
@@ -512,7 +514,7 @@ def test_what_a_node_raises_comes_first(tmp_path: Path) -> None:
         ({"delay": "constant:1 slow:infx2"}, "needs 2 numbers"),
         ({"delay": "constant:1 slow:1.7x2"}, "must be a whole one"),
         ({"delay": "pareto:0.05,0.001"}, "must be at least 0.1"),
-        ({"delay": Trace(((0.5, -1.0),))}, "must be finite numbers of at least 0"),
+        ({"delay": RecordedTimes(((0.5, -1.0),))}, "must be finite numbers of at least 0"),
         ({"network": 5}, "must be a network such as"),
         ({"network": Network(hosts=(Host(up=1, down=1),), rack=1.5)}, "must be a whole number of at least 1 host"),  # type: ignore[arg-type]
         ({"network": Network(hosts=(Host(up=1, down=1),), oversubscription=None)}, "oversubscription"),  # type: ignore[arg-type]

@@ -15,11 +15,11 @@ from torch import nn
 
 from orchestra import ASP, AllReduce, ParameterServer, Simulated, Steps, Strategy
 from orchestra.core.node import Node
-from orchestra.engine.compute_times import Constant, Exponential
+from orchestra.engine.compute_times import ConstantTime, Exponential
 from orchestra.runs.events import Logged
 from orchestra.strategies.parameter_server.consistency import BSP, Consistency, Correction, ServerState
 from orchestra.worlds.simulated.kernel import Kernel, Promise
-from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.network import VirtualNetwork
 from orchestra.worlds.simulated.networks import Host, Network
 
 S = 4 * sum(p.numel() for p in make_model().parameters())  # bytes
@@ -34,7 +34,7 @@ def seconds(
     strategy: Strategy[Any], workers: int, tmp_path: Path, *, fidelity: Literal["auto", "flows"] = "auto", **given: Any
 ) -> float:
     """Virtual seconds of a step."""
-    asked: dict[str, Any] = {"workers": workers, "network": NETWORK, "delay": Constant(COMPUTE), **given}
+    asked: dict[str, Any] = {"workers": workers, "network": NETWORK, "delay": ConstantTime(COMPUTE), **given}
     more = {"model": asked.pop("model")} if "model" in asked else {}
     cluster = Simulated(**asked, fidelity=fidelity, numerics="off")
     result = train(strategy, tmp_path / f"{workers}-{fidelity}", cluster=cluster, budget=Steps(STEPS), **more)
@@ -70,7 +70,7 @@ def test_a_server_whose_kernel_keeps_little_answers_one_after_the_other(
     for steps in (6, 10):
         monkeypatch.setattr(f"{__name__}.STEPS", steps)
         strategy = ParameterServer(consistency=ASP())
-        took.append(steps * seconds(strategy, n, tmp_path / str(steps), network=network, delay=Constant(S / RATE)))
+        took.append(steps * seconds(strategy, n, tmp_path / str(steps), network=network, delay=ConstantTime(S / RATE)))
     assert (took[1] - took[0]) / 4 == pytest.approx(vectors * S / RATE, rel=1e-6)
 
 
@@ -85,7 +85,7 @@ def test_a_server_whose_kernel_keeps_little_answers_one_after_the_other(
 def test_when_a_sender_goes_on(keeps: float, free: list[float]) -> None:
     """Four messages of 700 and 300 bytes in turn at 1,000 bytes a second."""
     kernel = Kernel()
-    world = World(kernel, Network(hosts=(Host(up=8e3, down=8e3, keeps=keeps),)), 2, 2)
+    world = VirtualNetwork(kernel, Network(hosts=(Host(up=8e3, down=8e3, keeps=keeps),)), 2, 2)
     went_on: list[float] = []
     came: list[float] = []
 
@@ -198,7 +198,7 @@ def test_a_server_that_is_never_free_sets_the_pace(tmp_path: Path) -> None:
     """Asynchronous, hardly any computing: the server's link passes N gradients a round, there and back at once."""
     network = Network(hosts=(Host(up=BITS, down=BITS),))
     n, tiny = 8, 1e-9
-    paced = seconds(ParameterServer(consistency=ASP()), n, tmp_path, network=network, delay=Constant(tiny))
+    paced = seconds(ParameterServer(consistency=ASP()), n, tmp_path, network=network, delay=ConstantTime(tiny))
     assert n * S / RATE <= paced <= 2 * n * S / RATE * (1 + 1e-6)
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from orchestra.engine.compute_times import (
-    Constant,
+    ConstantTime,
     Delay,
     LogNormal,
     Markov,
     Pareto,
     Pause,
+    RecordedTimes,
     Slow,
-    Trace,
     parse,
     sampler,
 )
@@ -44,7 +44,7 @@ def test_a_duration_belongs_to_seed_worker_and_step(text: str) -> None:
     delay, again = parse(text), parse(text)
     times = [delay.seconds(1, 2, step) for step in range(50)]
     assert [again.seconds(1, 2, step) for step in reversed(range(50))] == times[::-1]
-    if not isinstance(delay, Constant):
+    if not isinstance(delay, ConstantTime):
         long = [delay.seconds(1, 2, step) for step in range(500)]
         assert long != [delay.seconds(2, 2, step) for step in range(500)]
         assert long != [delay.seconds(1, 3, step) for step in range(500)]
@@ -68,9 +68,9 @@ def test_bad_times_come_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("text", "delay"),
     [
-        ("constant:0.1", Constant(0.1)),
-        ("constant:0.1 slow:2x4", Slow(Constant(0.1), 2, 4.0)),
-        ("constant:0.1;pause:0.5,3", Pause(Constant(0.1), 0.5, 3.0)),
+        ("constant:0.1", ConstantTime(0.1)),
+        ("constant:0.1 slow:2x4", Slow(ConstantTime(0.1), 2, 4.0)),
+        ("constant:0.1;pause:0.5,3", Pause(ConstantTime(0.1), 0.5, 3.0)),
     ],
 )
 def test_read(text: str, delay: Delay) -> None:
@@ -78,9 +78,9 @@ def test_read(text: str, delay: Delay) -> None:
 
 
 def test_slow_ones_and_traces() -> None:
-    slow = Slow(Constant(0.1), 2, 4.0)
+    slow = Slow(ConstantTime(0.1), 2, 4.0)
     assert [slow.seconds(0, w, 0) for w in range(3)] == pytest.approx([0.4, 0.4, 0.1])
-    trace = Trace(((1.0, 2.0), (3.0,)))
+    trace = RecordedTimes(((1.0, 2.0), (3.0,)))
     assert [trace.seconds(0, w, k) for w in range(3) for k in range(3)] == [1, 2, 1, 3, 3, 3, 1, 2, 1]
 
 
@@ -127,6 +127,6 @@ def test_constants_by_host() -> None:
 
 
 def test_units() -> None:
-    assert parse("constant:50ms") == parse("0.05") == parse("50ms") == Constant(0.05)
+    assert parse("constant:50ms") == parse("0.05") == parse("50ms") == ConstantTime(0.05)
     assert parse("lognormal: 0.05, 0.3".replace(": ", ":")) == LogNormal(0.05, 0.3)
     assert parse_network("1gbps, 1ms") == parse_network("1Gbit/s,1ms") == parse_network("1000mbit,0.001s")

@@ -24,7 +24,7 @@ from orchestra.core.ops import Broadcast, Gather, Group, Mean, MeanUpdate
 from orchestra.core.vectors import LARGE, is_small, ranges, weighted_mean
 from orchestra.worlds.simulated.collectives import CARRY_OUT
 from orchestra.worlds.simulated.kernel import Kernel
-from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.network import VirtualNetwork
 from orchestra.worlds.simulated.networks import Ethernet
 
 
@@ -114,7 +114,7 @@ class Members(tuple[int, ...]):
 
 def test_a_group_is_found_without_a_look_at_its_members() -> None:
     group = Group(Members(range(50)))
-    world = World(Kernel(), Ethernet(gbit=1), 50, 50)
+    world = VirtualNetwork(Kernel(), Ethernet(gbit=1), 50, 50)
     for _ in range(3):
         for rank in group.members:
             world.meet(rank, Mean(torch.empty(8, device="meta"), group, 1.0), group)

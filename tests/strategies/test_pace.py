@@ -17,7 +17,7 @@ from torch import nn
 
 from orchestra import AllReduce, Attached, ParameterServer, Plateau, Simulated, Solo, Steps, StrategySwitch
 from orchestra.cli.summary import describe
-from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.model.flat_optimizer import Factory, FlatOptimizer
 from orchestra.runs.events import Stepped
 
 LR, GAIN = 0.02, 10  # of `momentum`: γ, and 1/(1 − μ)
@@ -134,7 +134,7 @@ def test_every_group_has_its_own_factor(lent: bool) -> None:
     """x ← x − γ/(1 − μ) g; an optimizer that is lent stays as it was."""
     layers = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
     own = two_groups(layers)
-    inner = Inner.around(own, layers) if lent else Inner(lambda _: own, torch.empty(0), layers=layers)
+    inner = FlatOptimizer.around(own, layers) if lent else FlatOptimizer(lambda _: own, torch.empty(0), layers=layers)
     inner.step(torch.ones(4))  # momenta that play no part afterwards
     before = flat(nn.ParameterList(layers)).clone()
     inner.set_momentum(0.0, keep=True)
@@ -148,13 +148,13 @@ def test_every_group_has_its_own_factor(lent: bool) -> None:
 
 def test_dampening_counts_where_there_is_momentum() -> None:
     """(1 − d)/(1 − μ) of a gradient is added in the end, and all of it once if μ is zero."""
-    inner = Inner(partial(torch.optim.SGD, lr=1.0, momentum=0.5, dampening=0.8), torch.zeros(1))
+    inner = FlatOptimizer(partial(torch.optim.SGD, lr=1.0, momentum=0.5, dampening=0.8), torch.zeros(1))
     inner.set_momentum(0.0, keep=True)
     assert inner.lr == pytest.approx(0.4)
 
 
 def test_what_a_schedule_elsewhere_says_of_momentum_is_too_late() -> None:
-    inner = Inner(partial(torch.optim.SGD, lr=1.0, momentum=0.75), torch.zeros(1))
+    inner = FlatOptimizer(partial(torch.optim.SGD, lr=1.0, momentum=0.75), torch.zeros(1))
     inner.set_momentum(0.0, keep=True)
     inner.follow("momentum", 0, [0.9])
     inner.follow("lr", 0, [0.5])
@@ -163,7 +163,7 @@ def test_what_a_schedule_elsewhere_says_of_momentum_is_too_late() -> None:
 
 
 def test_it_is_saved_and_restored() -> None:
-    make = partial(Inner, partial(torch.optim.SGD, lr=1.0, momentum=0.75), schedule=lambda epochs: 1.0 + epochs)
+    make = partial(FlatOptimizer, partial(torch.optim.SGD, lr=1.0, momentum=0.75), schedule=lambda epochs: 1.0 + epochs)
     inner, again = make(torch.zeros(2)), make(torch.zeros(2))
     inner.set_momentum(0.0, keep=True)
     inner.rescale(0.25)

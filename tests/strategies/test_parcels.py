@@ -14,7 +14,7 @@ from torch import nn
 from orchestra import BSP, BoundedDelay, KSync, Local, ParameterServer, Simulated, Steps
 from orchestra.core.node import Node
 from orchestra.core.ops import Handle, Op, Send
-from orchestra.engine.middleware import Wrapper
+from orchestra.engine.middleware import TransportWrapper
 from orchestra.runs.events import Logged
 from orchestra.strategies.parameter_server.consistency import Consistency, ServerState
 
@@ -26,7 +26,7 @@ WORLDS = [Local(workers=WORKERS), Simulated(workers=WORKERS, network="1mbit,1ms"
 worlds = pytest.mark.parametrize("world", WORLDS, ids=["local", "simulated"])
 
 
-class Doubling(Wrapper):
+class Doubling(TransportWrapper):
     """Sends every push twice, as after a failure of which nobody knows what came before it."""
 
     def start(self, op: Op[T]) -> Handle[T]:

@@ -46,7 +46,7 @@ from orchestra import (
     Epochs,
     Local,
     ParameterServer,
-    Progress,
+    RunStatus,
     Simulated,
     Steps,
     StrategySwitch,
@@ -221,7 +221,7 @@ def test_the_schedule_goes_on_by_samples(tmp_path: Path) -> None:
 
 
 def test_what_is_shown_on_the_way_ends_where_it_should(tmp_path: Path) -> None:
-    seen: list[Progress] = []
+    seen: list[RunStatus] = []
     train(promoting(BSP()), tmp_path, workers=WORKERS, budget=Steps(10), progress=seen.append)
     steps = [p.step for p in seen if p.begun]
     assert steps == sorted(steps)

@@ -38,9 +38,9 @@ from orchestra import (
     StrategySwitch,
     SyncEASGD,
 )
-from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.model.flat_optimizer import Factory, FlatOptimizer
 from orchestra.runs.events import Logged, Stepped
-from orchestra.strategies.switch.triggers import Watch
+from orchestra.strategies.switch.triggers import LossHistory
 
 S = Strategy[Any]
 WORKERS = 3
@@ -82,7 +82,7 @@ class Told:
 
 
 def rounds_until(when: Plateau, losses: list[float]) -> int | None:
-    node, watch = Told(losses), Watch()
+    node, watch = Told(losses), LossHistory()
     for number, loss in enumerate(losses, start=1):
         node.epochs, node.loss = number * when.every, loss
         if when.fires(node, watch):  # type: ignore[arg-type]
@@ -92,7 +92,7 @@ def rounds_until(when: Plateau, losses: list[float]) -> int | None:
 
 def test_s_is_the_mean_relative_change_of_a_full_window() -> None:
     losses = [4.0, 2.0, 1.0, 1.1]
-    node, watch = Told(losses), Watch()
+    node, watch = Told(losses), LossHistory()
     for number, loss in enumerate(losses, start=1):
         node.epochs, node.loss = float(number), loss
         assert not Plateau(window=4).fires(node, watch)  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def test_the_learning_rate_can_be_left_alone(tmp_path: Path) -> None:
 def test_an_optimizer_takes_over_what_another_kept() -> None:
     x, g = torch.ones(6), torch.arange(6.0)
     for factory in (momentum, adam, partial(torch.optim.AdamW, lr=0.1), partial(torch.optim.Adagrad, lr=0.1)):
-        whole, heir = Inner(factory, x.clone()), Inner(factory, x.clone()[2:5])
+        whole, heir = FlatOptimizer(factory, x.clone()), FlatOptimizer(factory, x.clone()[2:5])
         whole.step(g)
         heir._flat.data.copy_(whole._flat.data[2:5])  # type: ignore[union-attr]
         heir.adopt(json.loads(json.dumps(whole.outline())), [v[2:5].clone() for v in whole.vectors()])
@@ -411,7 +411,7 @@ def test_from_a_strategy_to_itself_nothing_changes(strategy: S, tmp_path: Path) 
 
 def test_only_first_moments_are_divided() -> None:
     x = torch.ones(3)
-    inner = Inner(adam, x)
+    inner = FlatOptimizer(adam, x)
     inner.step(torch.full((3,), 0.5))
     (first,) = inner.first_moments()
     first.div_(4)

@@ -20,7 +20,7 @@ from experiments.slow_and_stale import theory
 from experiments.warmup import __main__ as warmup
 
 from orchestra import Epochs, KAsync, KSync, Simulated, recipes
-from orchestra.engine.compute_times import Constant, Exponential
+from orchestra.engine.compute_times import ConstantTime, Exponential
 from orchestra.errors import Diverged
 
 
@@ -171,7 +171,7 @@ def test_a_study_as_told(module: Any, spoil: Callable[[Rows], None]) -> None:
 
 
 def test_one_worker_at_a_time_is_slow_and_not_always_the_same() -> None:
-    delay = bounded_delay.Roaming(Constant(1.0), 8, 3.0, 5)
+    delay = bounded_delay.Roaming(ConstantTime(1.0), 8, 3.0, 5)
     slow = [[worker for worker in range(8) if delay.seconds(0, worker, step) == 3.0] for step in range(40)]
     assert all(len(workers) == 1 for workers in slow)
     assert all(slow[step] == slow[step // 5 * 5] for step in range(40))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestra.worlds.sockets.link_probe import rounds
-from orchestra.worlds.sockets.rank_order import Links, arrange, length, ring
+from orchestra.worlds.sockets.rank_order import MeasuredLinks, arrange, length, ring
 
 
 def between_places(size: int, seed: int) -> list[list[float]]:
@@ -41,7 +41,7 @@ def test_machines_of_one_site_are_neighbours() -> None:
 
 def test_servers_are_where_everything_passes_fastest() -> None:
     rate = {0: 1e6, 1: 1e7, 2: 1e6, 3: 1e7, 4: 1e6}
-    links = Links(
+    links = MeasuredLinks(
         tuple((1e-3,) * 5 for _ in range(5)),
         tuple(tuple(min(rate[i], rate[j]) for j in range(5)) for i in range(5)),
     )

@@ -23,10 +23,10 @@ from orchestra.engine.cluster import Cluster, Device, Ending, Order
 from orchestra.engine.middleware import Metered
 from orchestra.runs.events import EventLog
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.sockets.rendezvous import Meeting
-from orchestra.worlds.sockets.transport import AttachedTransport
-from orchestra.worlds.torch_collectives import TorchMeans, tcp_store
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.sockets.rendezvous import Rendezvous
+from orchestra.worlds.sockets.transport import SocketTransport
+from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store
 
 TOKEN = Token("0123456789abcdef" * 2, trusted=True)
 HOST = "127.0.0.1"
@@ -39,23 +39,23 @@ class Machine:
 
     rank: int
     workers: Group
-    transport: AttachedTransport
-    means: TorchMeans
+    transport: SocketTransport
+    means: TorchCollectives
 
 
 def _live(rank: int, size: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    meeting = Meeting(rank, TOKEN, {}, host=HOST)
+    meeting = Rendezvous(rank, TOKEN, {}, host=HOST)
     pipe.send(meeting.address)
     traffic = Traffic()
     sockets = meeting.gather(pipe.recv(), patience=PATIENCE)
-    exchange = Exchange(
+    exchange = Messenger(
         rank, size, TOKEN.run(), sockets, largest=1 << 24, patience=PATIENCE, traffic=traffic, summed=True
     )  # fmt: skip
-    means = TorchMeans(
+    means = TorchCollectives(
         tcp_store(exchange, rank, size, HOST, PATIENCE), rank, size, torch.device("cpu"), host=HOST, patience=PATIENCE
     )
-    machine = Machine(rank, Group(tuple(range(size))), AttachedTransport(rank, size, exchange, traffic), means)
+    machine = Machine(rank, Group(tuple(range(size))), SocketTransport(rank, size, exchange, traffic), means)
     pipe.send(None)
     while (asked := pipe.recv()) is not None:
         what, given = asked
@@ -157,7 +157,7 @@ class Host(Cluster):
         meter = Metered(machine.transport)
         with EventLog(job.run / "events.jsonl", print) as log:
             node = node_loop.worker(job, machine.rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
-            life = node_loop.Life(job, node, meter, log, print, lambda row: None)
+            life = node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None)
             before, began = machine.transport.traffic.sent, machine.means.early
             while not node_loop.spent(life):
                 job.strategy.step(node, life.state)

@@ -20,27 +20,27 @@ from orchestra.core.ops import Broadcast, Gather, Group, Mean, Traffic
 from orchestra.engine import node_loop
 from orchestra.engine.cluster import Cluster, Ending, Order
 from orchestra.engine.middleware import Metered
-from orchestra.runs.events import Began, EventLog
+from orchestra.runs.events import EventLog, NodeStarted
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.sockets.rendezvous import Meeting
-from orchestra.worlds.sockets.transport import AttachedTransport
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.sockets.rendezvous import Rendezvous
+from orchestra.worlds.sockets.transport import SocketTransport
 
 TOKEN = Token("0123456789abcdef" * 2, trusted=True)
 
 
-def connect(size: int, workers: int, largest: int) -> list[AttachedTransport]:
-    meetings = [Meeting(rank, TOKEN, {}) for rank in range(size)]
+def connect(size: int, workers: int, largest: int) -> list[SocketTransport]:
+    meetings = [Rendezvous(rank, TOKEN, {}) for rank in range(size)]
     addresses = [meeting.address for meeting in meetings]
     with ThreadPoolExecutor(size) as pool:
         connections = list(pool.map(lambda m: m.gather(addresses, patience=10), meetings))
     found = []
     for rank, sockets in enumerate(connections):
         traffic = Traffic()
-        exchange = Exchange(
+        exchange = Messenger(
             rank, workers, TOKEN.run(), sockets, largest=largest, patience=10, traffic=traffic, summed=True
         )  # fmt: skip
-        found.append(AttachedTransport(rank, size, exchange, traffic))
+        found.append(SocketTransport(rank, size, exchange, traffic))
     return found
 
 
@@ -72,7 +72,7 @@ class Threads(Cluster):
         job = order.job
         size = job.workers + job.servers
 
-        def live(life: node_loop.Life) -> None:
+        def live(life: node_loop.NodeRuntime) -> None:
             torch.set_num_threads(job.threads)
             (node_loop.serve if life.is_server else node_loop.work)(life, Alone())
 
@@ -82,14 +82,14 @@ class Threads(Cluster):
                 stack.callback(transport.exchange.close, within=0.05)
                 transport.exchange._near = job.near(rank)
                 log = stack.enter_context(EventLog(job.run / f"events-{rank}.jsonl", print))
-                log.write(Began(0.0, rank, "worker" if rank < job.workers else "server", 0.0))
+                log.write(NodeStarted(0.0, rank, "worker" if rank < job.workers else "server", 0.0))
                 meter, x0 = Metered(transport), order.x0
                 comm = Comm(meter, *job.groups)
                 if rank < job.workers:
                     node = node_loop.worker(job, rank, comm, log, x0.clone(), torch.zeros_like(x0))
                 else:
                     node = node_loop.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
-                lives.append(node_loop.Life(job, node, meter, log, print, lambda row: None))
+                lives.append(node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None))
             for future in [pool.submit(live, life) for life in lives]:
                 future.result(timeout=40)
         return Ending("budget", [])
@@ -117,7 +117,7 @@ def test_large_models_likewise(strategy: str, tmp_path: Path) -> None:
     assert_same(*found)
 
 
-def together(transports: list[AttachedTransport], ops: list[Any]) -> list[Any]:
+def together(transports: list[SocketTransport], ops: list[Any]) -> list[Any]:
     with ThreadPoolExecutor(len(ops)) as pool:
         return list(pool.map(lambda both: both[0].start(both[1]).wait(), zip(transports, ops, strict=True)))
 

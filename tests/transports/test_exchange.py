@@ -22,8 +22,8 @@ from orchestra.core.ops import Departed, Group, Leave, Message, Recv, Send, Slee
 from orchestra.errors import ClusterError, ConfigError, Stalled, WorkerLost
 from orchestra.worlds.sockets import auth as tokens
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.sockets.rendezvous import Meeting
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.sockets.rendezvous import Rendezvous
 
 SECRET = "0123456789abcdef0123456789abcdef"
 ABOUT = {"version": "1", "seed": 3, "strategy": "ps"}
@@ -33,10 +33,10 @@ both_ways = pytest.mark.parametrize("trusted", [False, True], ids=["encrypted", 
 def meet(size: int, *, trusted: bool = False, abouts: list[dict[str, Any]] | None = None) -> list[Any]:
     """Everybody's connections, or what went wrong."""
     token = [Token(SECRET, trusted=trusted) for _ in range(size)]
-    meetings = [Meeting(r, token[r], (abouts or [ABOUT] * size)[r]) for r in range(size)]
+    meetings = [Rendezvous(r, token[r], (abouts or [ABOUT] * size)[r]) for r in range(size)]
     addresses = [meeting.address for meeting in meetings]
 
-    def join(meeting: Meeting) -> Any:
+    def join(meeting: Rendezvous) -> Any:
         try:
             return meeting.gather(addresses, patience=10)
         except ClusterError as error:
@@ -47,9 +47,9 @@ def meet(size: int, *, trusted: bool = False, abouts: list[dict[str, Any]] | Non
 
 
 @contextmanager
-def nodes(size: int, *, workers: int | None = None, trusted: bool = False, **given: Any) -> Iterator[list[Exchange]]:
+def nodes(size: int, *, workers: int | None = None, trusted: bool = False, **given: Any) -> Iterator[list[Messenger]]:
     made = [
-        Exchange(
+        Messenger(
             rank, size if workers is None else workers, Token(SECRET).run(), connections,
             **{"largest": 1 << 26, "patience": 5.0, "traffic": Traffic(), "summed": trusted, **given},
         )
@@ -66,7 +66,7 @@ def at_once(*bodies: Callable[[], Any]) -> list[Any]:
         return [future.result(timeout=20) for future in [pool.submit(body) for body in bodies]]
 
 
-def recv(node: Exchange, source: int | None, group: Group, **more: Any) -> Message:
+def recv(node: Messenger, source: int | None, group: Group, **more: Any) -> Message:
     came = node.recv(Recv(source, group, **more)).wait()
     assert isinstance(came, Message)
     return came
@@ -97,7 +97,7 @@ def test_both_send_much_at_once_and_get_on(trusted: bool) -> None:
     everybody = Group((0, 1, 2))
     with nodes(3, trusted=trusted, patience=15.0) as made:
 
-        def body(node: Exchange, rank: int) -> float:
+        def body(node: Messenger, rank: int) -> float:
             others = [other for other in range(3) if other != rank]
             handles = [node.send(Send(other, x, version=rank, lend=True)) for other in others]
             total = sum(float(recv(node, other, everybody).x.sum()) for other in others)
@@ -230,7 +230,7 @@ def test_what_is_too_long_is_refused_before_memory_is_taken() -> None:
 @both_ways
 def test_without_the_token_nobody_gets_in_and_nobody_is_disturbed(trusted: bool) -> None:
     token = Token(SECRET, trusted=trusted)
-    meetings = [Meeting(r, token, ABOUT) for r in range(2)]
+    meetings = [Rendezvous(r, token, ABOUT) for r in range(2)]
     addresses = [m.address for m in meetings]
     stop, seen = threading.Event(), []
 
@@ -291,17 +291,17 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    meeting = Meeting(0, Token(SECRET), ABOUT)
+    meeting = Rendezvous(0, Token(SECRET), ABOUT)
     with pytest.raises(ClusterError, match="waited in vain for node 1, 2"):
         meeting.gather([meeting.address] * 3, patience=0.2)
 
 
 def test_two_with_one_rank_are_refused() -> None:
     token = Token(SECRET)
-    first, *others = [Meeting(r, token, ABOUT) for r in (0, 1, 1)]
+    first, *others = [Rendezvous(r, token, ABOUT) for r in (0, 1, 1)]
     addresses = [first.address, others[0].address, others[1].address]
 
-    def join(meeting: Meeting) -> Any:
+    def join(meeting: Rendezvous) -> Any:
         try:
             return meeting.gather(addresses, patience=1)
         except ClusterError as error:

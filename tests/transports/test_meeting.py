@@ -18,7 +18,7 @@ from orchestra.errors import ClusterError
 from orchestra.worlds.sockets import addresses, link_probe, rendezvous
 from orchestra.worlds.sockets.addresses import EVERYWHERE, door_of, is_loopback, resolve
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.rendezvous import Meeting
+from orchestra.worlds.sockets.rendezvous import Rendezvous
 
 SECRET = "0123456789abcdef0123456789abcdef"
 ABOUT = {"seed": 3}
@@ -54,8 +54,8 @@ def hang_up(*found: Any) -> None:
             sock.close()
 
 
-def some(rank: int, *, trusted: bool = True, **given: Any) -> Meeting:
-    return Meeting(rank, Token(SECRET, trusted=trusted), ABOUT, **given)
+def some(rank: int, *, trusted: bool = True, **given: Any) -> Rendezvous:
+    return Rendezvous(rank, Token(SECRET, trusted=trusted), ABOUT, **given)
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def test_silent_strangers_keep_nobody_out(trusted: bool, monkeypatch: pytest.Mon
 
 def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is dropped at the door calls again, until it is let in."""
-    room = rendezvous.Unproven
+    room = rendezvous.Unauthenticated
     monkeypatch.setattr(rendezvous, "Unproven", lambda _: room(2))
     size = 12
     home, *others = [some(rank, host="127.0.0.1" if rank == 0 else None) for rank in range(size)]

@@ -22,7 +22,7 @@ from orchestra.core.ops import Group, Send, Traffic
 from orchestra.errors import WorkerLost
 from orchestra.worlds.sockets import connections, pairing, reconnect
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.reconnect import Arrival
 
 BOTH = Group((0, 1))
@@ -43,7 +43,7 @@ def machines(
             range(2),
         )
     made = [
-        Exchange(
+        Messenger(
             rank, 2, token.run(), sockets[rank], arranged=arranged,
             **{"largest": 1 << 24, "patience": 20.0, "traffic": Traffic(), "summed": trusted, **given},
         )
@@ -54,7 +54,7 @@ def machines(
         node.close(within=0.05)
 
 
-def cut(node: Exchange) -> None:
+def cut(node: Messenger) -> None:
     """Break the connection, as a firewall that forgets it would."""
     (peer,) = node._peers.values()
     if peer.parted is None:
@@ -68,7 +68,7 @@ def test_no_message_is_lost_or_comes_twice(trusted: bool, numel: int, monkeypatc
     """Cut again and again while messages go both ways: each comes once, in order, whole."""
     with machines(monkeypatch, apart=True, trusted=trusted) as (a, b):
 
-        def speak(node: Exchange, other: int) -> list[tuple[int, float]]:
+        def speak(node: Messenger, other: int) -> list[tuple[int, float]]:
             found = []
             for i in range(60):
                 node.send(Send(other, torch.full((numel,), float(i)), version=i))

@@ -11,7 +11,7 @@ import torch
 from tests.transports.world import World
 
 from orchestra.engine import checkpoint_protocol
-from orchestra.engine.checkpoint_protocol import NodeKeeper
+from orchestra.engine.checkpoint_protocol import NodeCheckpointer
 from orchestra.strategies import Downpour
 
 
@@ -21,14 +21,14 @@ def test_a_server_reads_what_was_pushed_before_it_saves(monkeypatch: pytest.Monk
     worker, server = world.comms
     saved: list[int] = []
     monkeypatch.setattr(checkpoint_protocol, "report", lambda life: None)
-    monkeypatch.setattr(NodeKeeper, "_save", lambda self, label: saved.append(label))
+    monkeypatch.setattr(NodeCheckpointer, "_save", lambda self, label: saved.append(label))
     life: Any = SimpleNamespace(
         rank=1,
         is_server=True,
         job=SimpleNamespace(strategy=Downpour(), workers=1),
         node=SimpleNamespace(now=lambda: 0.0),
     )
-    keeps = NodeKeeper(life, world.transports[1].control, world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
+    keeps = NodeCheckpointer(life, world.transports[1].control, world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
     worker.send(1, torch.ones(3))
     world.transports[0].control.write("saved", 7, 0)
     keeps._while_idle()

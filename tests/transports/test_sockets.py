@@ -27,8 +27,8 @@ from orchestra.errors import ClusterError
 from orchestra.worlds.sockets import link_probe, pairing
 from orchestra.worlds.sockets.addresses import accept, connect
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.reconnect import Arrival, Reunion
-from orchestra.worlds.sockets.rendezvous import Meeting, Unproven, hear, say
+from orchestra.worlds.sockets.reconnect import Arrival, Reconnector
+from orchestra.worlds.sockets.rendezvous import Rendezvous, Unauthenticated, hear, say
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def test_a_caller_for_whom_there_is_no_room_is_hung_up_on(lacking: str, monkeypa
     def fail(self: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files") if lacking == "files" else RuntimeError("no new thread")
 
-    unproven = Unproven(4)
+    unproven = Unauthenticated(4)
     with socket.create_server(("127.0.0.1", 0)) as door, connect(door.getsockname(), timeout=5) as far:
         with monkeypatch.context() as patch:
             patch.setattr(*((socket.socket, "dup", fail) if lacking == "files" else (threading.Thread, "start", fail)))
@@ -123,8 +123,8 @@ def test_a_caller_for_whom_there_is_no_room_is_hung_up_on(lacking: str, monkeypa
 
 def test_who_comes_when_all_are_there_is_turned_away() -> None:
     token = Token(SECRET, trusted=True)
-    meeting = Meeting(0, token, {})
-    meeting._unproven = Unproven(4)
+    meeting = Rendezvous(0, token, {})
+    meeting._unproven = Unauthenticated(4)
     meeting.close()
     with connected() as (far, near), ThreadPoolExecutor(1) as pool:
         pool.submit(meeting._admit, near, near.dup())
@@ -136,7 +136,7 @@ def test_who_comes_when_all_are_there_is_turned_away() -> None:
 
 
 def test_who_is_found_when_nobody_looks_any_more_is_turned_away() -> None:
-    reunion = Reunion(0, Token(SECRET), socket.create_server(("127.0.0.1", 0)), {}, {}, 1.0)
+    reunion = Reconnector(0, Token(SECRET), socket.create_server(("127.0.0.1", 0)), {}, {}, 1.0)
     reunion.close()
     with connected() as (far, near):
         reunion._arrive(Arrival(1, near, 0, None, 0))

@@ -74,7 +74,7 @@ def test_a_mean_is_the_mean_by_hand(machines: Hosts, numel: int, dtype: torch.dt
 def test_workers_that_do_not_come_together_are_told_what_to_do(host: str, tmp_path: Path) -> None:
     store = torch_collectives.file_store(tmp_path / "store", 2)
     with pytest.raises(Stalled, match=r"did not come together with the other 1 .*All ports must be open"):
-        torch_collectives.TorchMeans(store, 0, 2, torch.device("cpu"), host=host, patience=0.5)
+        torch_collectives.TorchCollectives(store, 0, 2, torch.device("cpu"), host=host, patience=0.5)
 
 
 def test_without_weights_nothing_changes(machines: Hosts) -> None:
@@ -250,7 +250,7 @@ def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals
 
     def wait_in_vain() -> None:
         store = torch_collectives.file_store(tmp_path / "store", 2)
-        means = torch_collectives.TorchMeans(store, int(os.environ["RANK"]), 2, torch.device("cpu"), patience=100)
+        means = torch_collectives.TorchCollectives(store, int(os.environ["RANK"]), 2, torch.device("cpu"), patience=100)
         if os.environ["RANK"] == "1":
             signal.pause()
         signal.signal(number, signal.default_int_handler)

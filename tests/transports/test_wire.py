@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestra.core.ops import Stamp
+from orchestra.core.ops import RangeStamp
 from orchestra.worlds.sockets import wire
 
 RUN = 0x0123456789ABCDEF
@@ -37,7 +37,7 @@ def test_what_is_written_is_read(
     kind: int, dtype: torch.dtype, numel: int, tag: int, version: int, weight: float, stamp: tuple[int, ...],
     progress: float, check: int,
 ) -> None:  # fmt: skip
-    frame = wire.Frame(kind, 3, 7, dtype, numel, tag, version, weight, Stamp(*stamp), progress, check)
+    frame = wire.Frame(kind, 3, 7, dtype, numel, tag, version, weight, RangeStamp(*stamp), progress, check)
     header = wire.encode(frame, RUN)
     assert len(header) == wire.LENGTH
     assert read(header) == frame

@@ -15,8 +15,8 @@ from orchestra.core.node import Comm
 from orchestra.core.ops import Group
 from orchestra.engine.middleware import Metered
 from orchestra.worlds.shared_memory import layout
-from orchestra.worlds.shared_memory.layout import Arena, Plan
-from orchestra.worlds.shared_memory.transport import LocalTransport
+from orchestra.worlds.shared_memory.layout import Arena, ArenaLayout
+from orchestra.worlds.shared_memory.transport import SharedMemoryTransport
 
 T = TypeVar("T")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -35,11 +35,11 @@ class World:
         shared_x: bool = False,
         patience: float = 10,
     ) -> None:
-        self.plan = Plan(workers=workers, servers=servers, numel=numel, dtype=dtype, shared_x=shared_x)
+        self.plan = ArenaLayout(workers=workers, servers=servers, numel=numel, dtype=dtype, shared_x=shared_x)
         fd = layout.create(self.plan)
         self.arenas = [Arena(fd, self.plan) for _ in range(self.plan.nodes)]
         os.close(fd)
-        self.transports = [LocalTransport(a, r, patience=patience) for r, a in enumerate(self.arenas)]
+        self.transports = [SharedMemoryTransport(a, r, patience=patience) for r, a in enumerate(self.arenas)]
         groups = Group(tuple(range(workers))), Group(tuple(range(workers, workers + servers)))
         self.comms = [Comm(Metered(t), *groups) for t in self.transports]
 

@@ -17,7 +17,7 @@ from orchestra.strategies import ALIASES, PARTS, STRATEGIES
 
 
 @dataclass(frozen=True)
-class Knob:
+class StrategyOption:
     """A hyper-parameter."""
 
     name: str
@@ -96,11 +96,13 @@ def bytes_formula(cls: type[Any]) -> str | None:
     return next((" ".join(p.split()) for p in page(cls).split("\n\n") if p.startswith("Bytes")), None)
 
 
-def knobs(cls: type[Any]) -> list[Knob]:
+def knobs(cls: type[Any]) -> list[StrategyOption]:
     """The hyper-parameters, in order."""
     hints = get_type_hints(cls)
     return [
-        Knob(field.name, shown(_default(field)), _range(field, hints[field.name]), field.metadata.get("about", ""))
+        StrategyOption(
+            field.name, shown(_default(field)), _range(field, hints[field.name]), field.metadata.get("about", "")
+        )
         for field in dataclasses.fields(cls)
     ]
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from orchestra.errors import ConfigError, Problem, nearest
 
 if TYPE_CHECKING:
-    from orchestra.cli.table import Row, Table
+    from orchestra.cli.table import StrategyRow, Table
 
-FIGURES: dict[str, Callable[[Row], float]] = {
+FIGURES: dict[str, Callable[[StrategyRow], float]] = {
     "time": lambda row: row.time if row.always else math.inf,
     "seconds": lambda row: row.seconds if row.done else math.nan,
     "bytes": lambda row: row.traffic if row.done else math.nan,

@@ -248,12 +248,12 @@ class Race:
 
     def table(self, outcomes: dict[str, list[Outcome]]) -> Table:
         """The figures of the runs so far."""
-        from orchestra.cli.table import Row, Table
+        from orchestra.cli.table import StrategyRow, Table
         from orchestra.engine import expression
         from orchestra.report.verdict import baseline_of
 
         rows = [
-            Row(text, options_for(text, self.shared).workers or 1, expression.parse(text).servers, tuple(found))
+            StrategyRow(text, options_for(text, self.shared).workers or 1, expression.parse(text).servers, tuple(found))
             for text, found in outcomes.items()
             if found
         ]

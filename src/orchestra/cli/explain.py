@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from orchestra.cli.catalogue import Knob
+    from orchestra.cli.catalogue import StrategyOption
 
 
 _PAGES = {
@@ -74,7 +74,7 @@ def explain(
         console.print(f"  orchestra run digits --workers {1 if example == 'solo' else 4} --strategy {quoted}")
 
 
-def _print_knobs(console: Console, knobs: list[Knob]) -> None:
+def _print_knobs(console: Console, knobs: list[StrategyOption]) -> None:
     if not knobs:
         console.print("\nNo knobs.")
         return

@@ -17,8 +17,8 @@ from orchestra.errors import ConfigError, Interrupted, Problem
 from orchestra.formatting import plural
 
 if TYPE_CHECKING:
-    from orchestra.lab.inspection import Found
-    from orchestra.lab.plan import Machine, Plan
+    from orchestra.lab.inspection import LabState
+    from orchestra.lab.plan import LabPlan, Machine
 
 _NAME = "orchestra"  # of a lab that is given none, as in `orchestra.lab.plan`
 
@@ -229,7 +229,7 @@ app.command("list", help=flowing(list_.__doc__ or ""))(list_)
 
 def _plan(
     name: str, hosts: int, rate: str | None, latency: str, cpu: float | None, exceptions: list[str] | None
-) -> Plan:
+) -> LabPlan:
     from orchestra.lab.plan import make_plan, read_exception
 
     problems: list[Problem] = []
@@ -249,7 +249,7 @@ def _plan(
     return plan
 
 
-def _record(lab: Found) -> dict[str, Any]:
+def _record(lab: LabState) -> dict[str, Any]:
     hosts = [
         {"host": f"host-{k}", "address": address, **vars(machine)}
         for k, (address, machine) in enumerate(zip(lab.addresses, lab.machines, strict=True), start=1)
@@ -257,7 +257,7 @@ def _record(lab: Found) -> dict[str, Any]:
     return {"name": lab.name, "whole": not lab.cut, "processes": lab.processes, "hosts": hosts}
 
 
-def _show(lab: Found, *, json_: bool) -> None:
+def _show(lab: LabState, *, json_: bool) -> None:
     if json_:
         summary.print_json(_record(lab))
         return

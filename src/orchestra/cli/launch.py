@@ -90,7 +90,7 @@ def launch(
         return
     assert hosts is not None
     from orchestra.launchers.hosts import read_hosts
-    from orchestra.launchers.ssh import Run, describe
+    from orchestra.launchers.ssh import SshLaunch, describe
     from orchestra.launchers.ssh import launch as start
     from orchestra.worlds.sockets import auth
 
@@ -98,7 +98,7 @@ def launch(
     given = {"hosts": hosts, "per-host": per_host if per_host != 1 else None, "master": master, "port": port,
              "token-file": token_file, "python": python, "ssh": ssh if ssh != "ssh" else None, "cwd": cwd}  # fmt: skip
     again = shlex.join(["orchestra", "launch", *_flags(given, env or []), "--"])
-    run = Run(places, words, _words(ssh), master, port, _environment(env or []), again=again)
+    run = SshLaunch(places, words, _words(ssh), master, port, _environment(env or []), again=again)
     run.check()
     if dry_run:
         print(describe(run))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from orchestra.cli import ties
-from orchestra.cli.table import Row, Table
+from orchestra.cli.table import StrategyRow, Table
 from orchestra.formatting import plural, size
 from orchestra.report.verdict import CHANCE, judge
 
@@ -34,7 +34,7 @@ def verdict(table: Table, cores: int | None) -> list[str]:
     return said
 
 
-def _traffic(table: Table, first: Row) -> list[str]:
+def _traffic(table: Table, first: StrategyRow) -> list[str]:
     """What it cost in bytes."""
     frugal = min((row for row in table.rows if row.done and row.total), key=lambda row: row.total, default=None)
     base = table.row(table.baseline)

@@ -24,7 +24,7 @@ from orchestra.engine.environment import WORKERS, half_set
 from orchestra.errors import Problem
 
 if TYPE_CHECKING:
-    from orchestra.launchers.process_group import News, Wire
+    from orchestra.launchers.process_group import AgentLink, News
 
 _HOST = "localhost"
 _TAKES = ("strategy", "workers", "servers", "seed", "lr_factor", "out", "token_file", "trusted", "grace")
@@ -55,25 +55,25 @@ def start_silently(source: Source, chosen: Options, args: Sequence[str]) -> tupl
 
 
 def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool) -> tuple[int, str]:
-    from orchestra.launchers.process_group import Band, News
+    from orchestra.launchers.process_group import News, ProcessGroup
 
     nodes, news = nodes_of(chosen), News()
     command = ["run", source.name, *flags(chosen), *(["--", *args] if args else [])]
     workers = {} if chosen.workers is None else {WORKERS: str(chosen.workers)}
-    band = Band([_HOST] * nodes, news, asking="stop", silent=silent)
+    band = ProcessGroup([_HOST] * nodes, news, asking="stop", silent=silent)
     return band.play(_wires(command, nodes, workers, news)), band.last_words
 
 
-def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, Wire]:
+def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, AgentLink]:
     """To one process for each node."""
     from orchestra.launchers.hosts import argv, place
-    from orchestra.launchers.process_group import GRACE, SILENCE, Pipe
+    from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess
     from orchestra.worlds.sockets import auth
 
     mark, port = secrets.token_hex(8), _free_port()
     threads = max(1, len(os.sched_getaffinity(0)) // nodes)  # all cores for each would be too many together
     ours = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "ORCHESTRA_TOKEN": auth.new()}
-    wires: dict[int, Wire] = {}
+    wires: dict[int, AgentLink] = {}
     for rank in range(nodes):
         orders = {
             "do": "run",
@@ -85,7 +85,7 @@ def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News)
             "grace": GRACE,
         }
         far_end = [sys.executable, "-P", "-m", "orchestra.launchers.agent"]
-        wires[rank] = Pipe(rank, far_end, json.dumps(orders), news)
+        wires[rank] = AgentProcess(rank, far_end, json.dumps(orders), news)
     return wires
 
 

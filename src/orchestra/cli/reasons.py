@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestra.cli.table import Row
+from orchestra.cli.table import StrategyRow
 
 
-def where_the_time_went(first: Row, base: Row | None) -> Iterator[str]:
+def where_the_time_went(first: StrategyRow, base: StrategyRow | None) -> Iterator[str]:
     """What its workers did with their time, and what those of the baseline did."""
     shares = _shares(first)
     yield (
@@ -31,6 +31,6 @@ def where_the_time_went(first: Row, base: Row | None) -> Iterator[str]:
         yield f"The price: gradients are {stale:.1f} updates old on average when they are used."
 
 
-def _shares(row: Row) -> dict[str, float]:
+def _shares(row: StrategyRow) -> dict[str, float]:
     kinds = ("compute", "communicate", "wait")
     return {kind: sum(facts.share(kind) for facts in row.done) / max(1, len(row.done)) for kind in kinds}

@@ -30,7 +30,7 @@ from orchestra.formatting import plural
 from orchestra.report import escaping
 
 if TYPE_CHECKING:
-    from orchestra.cli.table import Outcome, Row, Table
+    from orchestra.cli.table import Outcome, StrategyRow, Table
 
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates that are not halved any more
@@ -100,7 +100,7 @@ def recommend(
     repeat.keep(context.obj, race.out)
     if tune and lr is None:
         race = Tuning(race, _WORTH, quiet=quiet).run()
-    ladder = Ladder(race, seeds, quiet=quiet)
+    ladder = SuccessiveHalving(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)
     advice.save()
@@ -139,7 +139,7 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
     return fit, unfit
 
 
-class Ladder:
+class SuccessiveHalving:
     """The race, rung by rung."""
 
     def __init__(self, race: racing.Race, seeds: int, *, quiet: bool) -> None:
@@ -192,7 +192,7 @@ def _is_given_up(outcome: Outcome) -> bool:
 class Advice:
     """What to do, in words."""
 
-    ladder: Ladder
+    ladder: SuccessiveHalving
     unfit: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ class Advice:
 
         return [*said, *where_the_time_went(first, base), *self._doubt(first)]
 
-    def _doubt(self, first: Row) -> Iterator[str]:
+    def _doubt(self, first: StrategyRow) -> Iterator[str]:
         """How sure that is."""
         if others := [row for row in self.finalists[1:] if row not in self.tied]:
             lead = _lead(self.table, first.strategy, others[0].strategy)
@@ -328,7 +328,7 @@ def _lead(table: Table, first: str, other: str) -> str | None:
     return f"{e.value:.2f} times as long ({interval(e)}{unsure})"
 
 
-def _missed(table: Table, row: Row) -> str:
+def _missed(table: Table, row: StrategyRow) -> str:
     """What became of who did not always reach the target."""
     if not row.done:
         return "failed"
@@ -340,14 +340,14 @@ def _missed(table: Table, row: Row) -> str:
     return f"{how}{often}, {table.target.metric} {table.best(row):.4g}"
 
 
-def _spread(row: Row) -> str:
+def _spread(row: StrategyRow) -> str:
     if len(row.times) < 2:
         return " (one seed)"
     low, high = row.interval
     return f" ({low:.3g} to {high:.3g} over {len(row.times)} seeds)"
 
 
-def _elsewhere(ladder: Ladder, rows: list[Row]) -> Iterator[str]:
+def _elsewhere(ladder: SuccessiveHalving, rows: list[StrategyRow]) -> Iterator[str]:
     """Who would be first if the network were not as it is said to be. These runs are not kept: they are of another."""
     from orchestra.cli.sweep import under
 

@@ -26,7 +26,7 @@ from orchestra.cli.sources import Source
 from orchestra.clusters.local import Local
 from orchestra.clusters.simulated import Simulated
 from orchestra.data.batches import Loss, Pieces, loss_of, target_of
-from orchestra.data.samples import Samples, collate, read
+from orchestra.data.samples import SampleStore, collate, read
 from orchestra.engine import overrides
 from orchestra.engine.cluster import Cluster
 from orchestra.engine.request import Request, first_look, refuse
@@ -95,7 +95,7 @@ def _epochs(asked: Request) -> float:
     data = asked.data()
     if isinstance(data, IterableDataset):
         return math.nan if epochs is None else float(epochs)
-    return round(min(last * together / len(Samples(read(data))), math.inf if epochs is None else epochs), 4)
+    return round(min(last * together / len(SampleStore(read(data))), math.inf if epochs is None else epochs), 4)
 
 
 def _place(cluster: Cluster) -> Cluster:
@@ -123,7 +123,7 @@ def _some(data: Callable[[], Any]) -> list[Pieces]:
     if isinstance(found, IterableDataset):
         stream = list(islice(iter(found), _MOST))
         return [collate(stream[i : i + _AT_ONCE]) for i in range(0, len(stream), _AT_ONCE)]
-    samples = Samples(read(found))
+    samples = SampleStore(read(found))
     chosen = range(0, len(samples), max(1, math.ceil(len(samples) / _MOST)))
     return [samples.take(chosen[i : i + _AT_ONCE]) for i in range(0, len(chosen), _AT_ONCE)]
 

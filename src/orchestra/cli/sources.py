@@ -146,7 +146,7 @@ def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], 
         raise ConfigError([Problem("script", str(source.path), why)])
 
 
-def _run(path: Path, use: overrides.Use) -> None:
+def _run(path: Path, use: overrides.ActiveOverrides) -> None:
     """Run a script as Python would."""
     try:
         runpy.run_path(str(path), run_name="__main__")

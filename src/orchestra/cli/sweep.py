@@ -26,7 +26,7 @@ from orchestra.formatting import plural
 from orchestra.report import escaping
 
 if TYPE_CHECKING:
-    from orchestra.cli.table import Row, Table
+    from orchestra.cli.table import StrategyRow, Table
 
 Grid = Annotated[
     list[str],
@@ -237,7 +237,7 @@ class Condition:
         return _seconds(row) + incomplete + (" ◂" if strategy in self.first else "")
 
 
-def _seconds(row: Row) -> str:
+def _seconds(row: StrategyRow) -> str:
     missed = "" if row.always else f" ({len(row.times)}/{len(row.outcomes)})"
     return f"{row.time:.3g} s{missed}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestra.formatting import plural
 from orchestra.report import escaping
-from orchestra.report.results import Mark, achieved, standing, unlearned_of
+from orchestra.report.results import RunResult, achieved, standing, unlearned_of
 from orchestra.report.statistics import Estimate, median_interval
 from orchestra.report.verdict import Against, against_baseline, goal, is_useless
 from orchestra.runs.budget import Target, lower_is_better
@@ -39,7 +39,7 @@ def judge(run: Path, seed: int, target: Target) -> Outcome:
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """All runs of one strategy."""
 
     strategy: str
@@ -48,10 +48,10 @@ class Row:
     outcomes: tuple[Outcome, ...]
 
     @property
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[RunResult]:
         """What its runs achieved."""
         return [
-            Mark(
+            RunResult(
                 self.strategy,
                 "",
                 o.seed,
@@ -147,13 +147,13 @@ class Table:
     seeds: int
     epochs: float
     baseline: str
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
     world: str = ""  # where it took place, if not on this machine
     stops: bool = False  # runs end at the target
     tuned: bool = False  # each strategy runs with the learning rate that was best for it
 
     @property
-    def ranked(self) -> list[Row]:
+    def ranked(self) -> list[StrategyRow]:
         """By time, in the order that the page has as well."""
         return sorted(self.rows, key=lambda row: standing(row.marks, self.target))
 
@@ -162,11 +162,11 @@ class Table:
         """Whether there was one."""
         return "tuned" if self.tuned else "untuned"
 
-    def row(self, strategy: str) -> Row | None:
+    def row(self, strategy: str) -> StrategyRow | None:
         """The row of a strategy."""
         return next((row for row in self.rows if row.strategy == strategy), None)
 
-    def best(self, row: Row) -> float:
+    def best(self, row: StrategyRow) -> float:
         """The best score of the runs that missed the target, or of all if none did."""
         outcomes = [o for o in row.outcomes if o.seconds is None] or row.outcomes
         values = [o.best for o in outcomes if o.best is not None]
@@ -183,7 +183,7 @@ class Table:
         return self.goal if self.target.metric.startswith("training") else f"test {self.goal}"
 
     @cached_property
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[RunResult]:
         """What every run achieved."""
         return [mark for row in self.rows for mark in row.marks]
 
@@ -225,7 +225,7 @@ class Table:
         figures = ["MB/worker", "wait", "age (updates)", metric]
         return ["strategy", "nodes", "reached", "time to target", against, "total time", *figures]
 
-    def cells(self, row: Row, *, narrow: bool = False) -> list[str]:
+    def cells(self, row: StrategyRow, *, narrow: bool = False) -> list[str]:
         """One line of the table."""
         base = self.row(self.baseline)
         speed = self.speed(row.strategy)
@@ -251,7 +251,7 @@ class Table:
             f"{row.final:.4g}{' ‡' if row.unlearned else ''}" if row.done else "-",
         ]
 
-    def _time(self, row: Row, *, narrow: bool) -> str:
+    def _time(self, row: StrategyRow, *, narrow: bool) -> str:
         if not row.times and row.unlearned is not None:
             return row.unlearned.partition(" (")[0] if narrow else row.unlearned
         if not row.times:
@@ -310,7 +310,7 @@ class Table:
             "rows": [self._record(row) for row in self.ranked],
         }
 
-    def _record(self, row: Row) -> dict[str, Any]:
+    def _record(self, row: StrategyRow) -> dict[str, Any]:
         base = self.row(self.baseline)
         return {
             "strategy": row.strategy,

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestra.cli.table import Row, Table
+from orchestra.cli.table import StrategyRow, Table
 from orchestra.formatting import listed, plural, size
 from orchestra.report.verdict import tied
 
 _ALIKE = 1.05  # times as many bytes that count as equally many
 
 
-def choose(rows: Sequence[Row]) -> tuple[Row, str]:
+def choose(rows: Sequence[StrategyRow]) -> tuple[StrategyRow, str]:
     """The strategy to take of some that are tied, and the rule that says so."""
     fewest = min(row.workers + row.servers for row in rows)
     small = [row for row in rows if row.workers + row.servers == fewest]
@@ -32,7 +32,7 @@ def choose(rows: Sequence[Row]) -> tuple[Row, str]:
     return first, f"{few}it is the simplest to write down, at about as many bytes"
 
 
-def advice(rows: Sequence[Row]) -> list[str]:
+def advice(rows: Sequence[StrategyRow]) -> list[str]:
     """What to take of strategies that are tied, in a sentence; nothing if there are not several."""
     if len(rows) < 2:
         return []
@@ -40,7 +40,7 @@ def advice(rows: Sequence[Row]) -> list[str]:
     return [f"Of {listed([row.strategy for row in rows])}, which are tied, take {first.strategy}: {rule}."]
 
 
-def arranged(table: Table) -> tuple[list[Row], list[Row]]:
+def arranged(table: Table) -> tuple[list[StrategyRow], list[StrategyRow]]:
     """The strategies that always reached the target, the one to recommend first, and those that are tied with it."""
     rows = [row for row in table.ranked if row.always]
     names = tied(table.marks, table.target) if len(rows) > 1 else []
@@ -51,7 +51,7 @@ def arranged(table: Table) -> tuple[list[Row], list[Row]]:
     return sorted(rows, key=lambda row: row is not first), sorted(equal, key=lambda row: row is not first)
 
 
-def recommended(rows: Sequence[Row], goal: str) -> str:
+def recommended(rows: Sequence[StrategyRow], goal: str) -> str:
     """What `recommend` says of a tie: which strategy to take, by which rule, and how fast all of them were."""
     first, rule = choose(rows)
     others = listed([row.strategy for row in rows if row is not first])

@@ -55,7 +55,7 @@ def read(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class Found:
+class TuningResult:
     """What a try came to."""
 
     seconds: float | None = None  # to the target
@@ -67,7 +67,7 @@ class Found:
         return min((sign * score for t, score in self.curve if t <= time), default=math.inf)
 
 
-def rank(found: Mapping[Setting, Found], sign: int) -> list[Setting]:
+def rank(found: Mapping[Setting, TuningResult], sign: int) -> list[Setting]:
     """Settings, the best first; those of which there is no score are left out."""
     scored = {setting: one for setting, one in found.items() if one.curve and one.failed is None}
     first = min((one.curve[-1][0] for one in scored.values()), default=0.0)
@@ -80,7 +80,7 @@ def rank(found: Mapping[Setting, Found], sign: int) -> list[Setting]:
 
 
 @dataclass
-class Plan:
+class TuningPlan:
     """How much is tried, and for how long: together at most as long as the race."""
 
     strategies: int
@@ -144,10 +144,10 @@ class Tuning:
         return float(group["lr"]), float(group.get("momentum") or 0.0)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> TuningPlan:
         """How much is tried."""
         race = self.race
-        return Plan(len(race.strategies), race.epochs, self.worth, len(self.rates))
+        return TuningPlan(len(race.strategies), race.epochs, self.worth, len(self.rates))
 
     def run(self) -> Race:
         """The same race, every strategy with its best setting."""
@@ -157,7 +157,7 @@ class Tuning:
             return self._run_loop()
         if not self.quiet:
             summary.say(self._estimate())
-        tried: dict[str, dict[Setting, Found]] = {name: {} for name in race.strategies}
+        tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
         for name in race.strategies:
             self._try(self._grid(name), tried[name], plan.first, race.seeds)
         for _ in range(plan.widenings):
@@ -170,7 +170,7 @@ class Tuning:
         final: dict[str, list[Setting]] = {}
         for name in race.strategies:
             best = rank(tried[name], self._sign)[: plan.kept]
-            last: dict[Setting, Found] = {}
+            last: dict[Setting, TuningResult] = {}
             self._try(best, last, 3 * plan.first, race.seeds + 1)
             final[name] = rank(last, self._sign) or best
         return self._conclude(tried, final)
@@ -184,12 +184,12 @@ class Tuning:
                 summary.say("untuned: a try is a whole run of the script. --seeds 3 or more leaves time for tuning.")
             return race
         factors = [3.0**exponent for exponent in range(-(count // 2), count // 2 + 1)]
-        tried: dict[str, dict[Setting, Found]] = {name: {} for name in race.strategies}
+        tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
         for name in race.strategies:
             self._try([Setting(name, factor=factor) for factor in factors], tried[name], race.epochs, race.seeds)
         return self._conclude(tried, {name: rank(found, self._sign) for name, found in tried.items()})
 
-    def _conclude(self, tried: Mapping[str, dict[Setting, Found]], final: Mapping[str, list[Setting]]) -> Race:
+    def _conclude(self, tried: Mapping[str, dict[Setting, TuningResult]], final: Mapping[str, list[Setting]]) -> Race:
         """Choose, say and keep what was found."""
         race, chosen = self.race, dict[str, Setting]()
         for name in race.strategies:
@@ -217,7 +217,7 @@ class Tuning:
             return [Setting(name, given=rate) for rate in self.rates]
         return candidates.grid(self._settings(name), self.plan.tries, side)
 
-    def _edge(self, tried: Mapping[Setting, Found]) -> int:
+    def _edge(self, tried: Mapping[Setting, TuningResult]) -> int:
         """-1 or 1 if the best rate is the smallest or the largest that was tried with these settings; else 0."""
         best = next(iter(rank(tried, self._sign)), None)
         if best is None:
@@ -226,7 +226,7 @@ class Tuning:
         return -1 if best.size == min(alike) else 1 if best.size == max(alike) else 0
 
     def _choose(
-        self, name: str, ranked: list[Setting], tried: Mapping[Setting, Found], taken: Mapping[str, Setting]
+        self, name: str, ranked: list[Setting], tried: Mapping[Setting, TuningResult], taken: Mapping[str, Setting]
     ) -> Setting:
         """The best one; another setting of the strategy where two that were named come to the same."""
         if not ranked and self.rates:
@@ -240,11 +240,11 @@ class Tuning:
 
     # Tries.
 
-    def _try(self, settings: Iterable[Setting], found: dict[Setting, Found], epochs: float, seed: int) -> None:
+    def _try(self, settings: Iterable[Setting], found: dict[Setting, TuningResult], epochs: float, seed: int) -> None:
         for setting in settings:
             found[setting] = self._one(setting, epochs, seed)
 
-    def _one(self, setting: Setting, epochs: float, seed: int) -> Found:
+    def _one(self, setting: Setting, epochs: float, seed: int) -> TuningResult:
         race = self._race_of(setting, epochs)
         key = json.dumps([race.source.name, race.options_of(setting.strategy, seed).given()], sort_keys=True)
         if key not in self._kept:
@@ -255,7 +255,7 @@ class Tuning:
             self.race.out.mkdir(parents=True, exist_ok=True)
             _write(self.race.out, {"tries": self._kept})
         record = self._kept[key]
-        return Found(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
+        return TuningResult(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
 
     def _show(self, text: str) -> None:
         """Say what is tried now, in a line of a terminal that the next one replaces."""
@@ -302,10 +302,10 @@ class Tuning:
         _write(self.race.out, record)
 
 
-def _found(outcome: Outcome, metric: str) -> Found:
+def _found(outcome: Outcome, metric: str) -> TuningResult:
     if outcome.failed is not None:
-        return Found(failed=outcome.failed)
-    return Found(outcome.seconds, _curve(outcome, metric))
+        return TuningResult(failed=outcome.failed)
+    return TuningResult(outcome.seconds, _curve(outcome, metric))
 
 
 def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:

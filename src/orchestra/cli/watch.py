@@ -52,7 +52,7 @@ def watch(runs: Runs = None, target: Goal = None, port: Port = 0, no_browser: No
       ssh -L 8123:127.0.0.1:8123 there        then open the address here
     """
     from orchestra.live.follower import newest
-    from orchestra.live.page_feed import Teller, Telling
+    from orchestra.live.page_feed import PageFeed, PageWriter
     from orchestra.live.server import Server
 
     goal = o.read_target(target) if target is not None else None
@@ -61,7 +61,7 @@ def watch(runs: Runs = None, target: Goal = None, port: Port = 0, no_browser: No
         raise ConfigError([Problem("RUN", "runs", "holds no run: name a folder of one")])
     if (bulk := sum(file.stat().st_size for path in paths for file in path.rglob("events-*.jsonl"))) > _LARGE:
         summary.say(f"reading {size(bulk)} of events ...")
-    telling = Telling(Teller(paths, goal))
+    telling = PageFeed(PageWriter(paths, goal))
     try:
         server = Server(telling, port)
     except OSError as error:

@@ -37,15 +37,15 @@ from orchestra.worlds.sockets.auth import Token
 
 if TYPE_CHECKING:
     from orchestra.core.strategy import Strategy
-    from orchestra.engine.cluster import Told
+    from orchestra.engine.cluster import RunOutcome
     from orchestra.engine.job import Job
-    from orchestra.runs.status import Progress
+    from orchestra.runs.status import RunStatus
 
 _AGAIN = 0.05  # seconds between two looks for a file
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessRank:
     """This process among the others."""
 
     rank: int
@@ -57,7 +57,7 @@ class Place:
     one_machine: bool  # as far as the environment tells: whether all processes are on this one
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def of(cls, environment: Mapping[str, str]) -> ProcessRank:
         """As the environment has it. Raises a ConfigError with all that is missing or wrong there."""
         missing = [name for name in NEEDED if not environment.get(name)]
         if missing:
@@ -111,9 +111,9 @@ class Attached(Cluster):
     one_memory = False
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ProcessRank:
         """This process among the others."""
-        return Place.of(os.environ)
+        return ProcessRank.of(os.environ)
 
     @property
     def is_home(self) -> bool:
@@ -208,17 +208,17 @@ class Attached(Cluster):
 
     def carry_out(self, order: Order) -> Ending:
         """As process 0: run the job to its end, together with the others."""
-        from orchestra.worlds.sockets.coordinator import Home  # connections are not needed to describe a cluster
+        from orchestra.worlds.sockets.coordinator import Coordinator  # connections are not needed to describe a cluster
 
-        return Home(order, cluster=self).run()
+        return Coordinator(order, cluster=self).run()
 
-    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[Progress], None]) -> Told:
+    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[RunStatus], None]) -> RunOutcome:
         """As any other process: do as process 0 says, until it tells how it went."""
-        from orchestra.worlds.sockets.coordinator import Member
+        from orchestra.worlds.sockets.coordinator import Participant
 
-        return Member(job, x0, about, self, show).run()
+        return Participant(job, x0, about, self, show).run()
 
-    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: Told) -> None:
+    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: RunOutcome) -> None:
         """As process 0 of a run that is over: tell the others, who wait to go on with it."""
         from orchestra.worlds.sockets.coordinator import pass_on
 
@@ -248,7 +248,7 @@ def _is_loopback(host: str) -> bool:
     return False
 
 
-def _left_at(place: Place) -> Path:
+def _left_at(place: ProcessRank) -> Path:
     started_by = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
     return Path(tempfile.gettempdir()) / f"orchestra-{os.getuid()}-{place.port}-{started_by}" / "token"
 
@@ -268,7 +268,7 @@ def _clear(path: Path) -> None:
             path.parent.rmdir()
 
 
-def _own_token(place: Place, patience: float) -> str:
+def _own_token(place: ProcessRank, patience: float) -> str:
     """A token for processes of one user on one machine: process 0 leaves it where only they can read it."""
     path = _left_at(place)
     if place.rank == 0:
@@ -297,7 +297,7 @@ def _leave(text: str, path: Path) -> str:
     return text
 
 
-def _answers(place: Place) -> bool:
+def _answers(place: ProcessRank) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), timeout=1.0):
         return True
     return False

@@ -60,10 +60,10 @@ class Local(Cluster):
     def carry_out(self, order: Order) -> Ending:
         """Run the job to its end. Raises what ended it early; leaves no process and no memory behind."""
         from orchestra.worlds.shared_memory.coordinator import (
-            Coordinator,  # processes are not needed to describe a cluster
+            LocalCoordinator,  # processes are not needed to describe a cluster
         )
 
-        return Coordinator(order, patience=self.patience).run()
+        return LocalCoordinator(order, patience=self.patience).run()
 
     def one_gpu_each(self) -> bool:
         """Where there are enough."""

@@ -13,17 +13,17 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from orchestra.core.fibers import Kind
-from orchestra.data.feed import Samples
+from orchestra.data.feed import SampleStore
 from orchestra.engine import compute_times
 from orchestra.engine.cluster import Cluster, Device, Ending, Order
-from orchestra.engine.compute_times import Delay, Trace
+from orchestra.engine.compute_times import Delay, RecordedTimes
 from orchestra.errors import ConfigError, Problem
 from orchestra.runs.budget import Target, parts
 from orchestra.runs.events import Sampled, Stepped, read
 from orchestra.worlds.simulated import networks, numerics
 from orchestra.worlds.simulated.kernel import Kernel
 from orchestra.worlds.simulated.networks import Ethernet, Network
-from orchestra.worlds.simulated.supervisor import Rehearsal
+from orchestra.worlds.simulated.supervisor import Simulation
 
 if TYPE_CHECKING:
     from orchestra.core.strategy import Strategy
@@ -114,7 +114,7 @@ class Simulated(Cluster):
             return "accumulate= and precision= need one gradient at a time"
         if isinstance(data, IterableDataset):
             return "a stream is read one mini-batch at a time"
-        return numerics.why_not(module, request.loss, Samples(data).take(range(min(4, request.batch))))
+        return numerics.why_not(module, request.loss, SampleStore(data).take(range(min(4, request.batch))))
 
     def get_network(self) -> Network:
         """The network, read if it was given as text."""
@@ -139,7 +139,7 @@ class Simulated(Cluster):
         """Rehearse the job from its beginning to its end."""
         kernel = Kernel(fiber=self.fibers, ties=self.ties)
         how = "real" if self.numerics == "auto" else self.numerics
-        return Rehearsal(order, kernel, self.get_network(), how, closed_forms=self.fidelity == "auto").run()
+        return Simulation(order, kernel, self.get_network(), how, closed_forms=self.fidelity == "auto").run()
 
 
 def _computed(before: Stepped | None, step: Stepped) -> float:
@@ -148,7 +148,7 @@ def _computed(before: Stepped | None, step: Stepped) -> float:
     return (step.compute - (0.0 if before is None else before.compute)) / max(1, count)
 
 
-def recorded(folder: Path) -> Trace:
+def recorded(folder: Path) -> RecordedTimes:
     """How long each worker of a run computed in each of its steps."""
     found = []
     numbered = [p for p in folder.glob("events-*.jsonl") if p.stem.removeprefix("events-").isdigit()]
@@ -158,4 +158,4 @@ def recorded(folder: Path) -> Trace:
             found.append(tuple(_computed(before, step) for before, step in pairwise(steps) if step is not None))
     if not found:
         raise ConfigError([Problem("run", str(folder), "holds no events of workers: name the folder of a run")])
-    return Trace(tuple(found))
+    return RecordedTimes(tuple(found))

@@ -40,7 +40,7 @@ def chunks_of(numel: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class TreePosition:
     """Where a worker is in a tree."""
 
     depth: int  # the top has 0
@@ -49,7 +49,7 @@ class Place:
 
 
 @lru_cache
-def trees(p: int) -> tuple[dict[int, Place], dict[int, Place]]:
+def trees(p: int) -> tuple[dict[int, TreePosition], dict[int, TreePosition]]:
     """Both trees over p workers.
 
     >>> a, b = trees(4)
@@ -59,20 +59,20 @@ def trees(p: int) -> tuple[dict[int, Place], dict[int, Place]]:
     {2: (3, 1), 0: (2,)}
     """
     order = [p - 1 - i for i in range(p)] if p % 2 == 0 else [(i + 1) % p for i in range(p)]
-    places: tuple[dict[int, Place], dict[int, Place]] = ({}, {})
+    places: tuple[dict[int, TreePosition], dict[int, TreePosition]] = ({}, {})
     for into, workers in zip(places, (list(range(p)), order), strict=True):
         _plant(0, p, None, workers, into)
     return places
 
 
 def _plant(
-    low: int, high: int, above: int | None, workers: list[int], into: dict[int, Place], depth: int = 0
+    low: int, high: int, above: int | None, workers: list[int], into: dict[int, TreePosition], depth: int = 0
 ) -> int | None:
     if low >= high:
         return None
     top = max(range(low, high), key=lambda i: (i + 1) & -(i + 1))
     below = [_plant(*part, workers[top], workers, into, depth + 1) for part in ((low, top), (top + 1, high))]
-    into[workers[top]] = Place(depth, above, tuple(worker for worker in below if worker is not None))
+    into[workers[top]] = TreePosition(depth, above, tuple(worker for worker in below if worker is not None))
     return workers[top]
 
 
@@ -99,7 +99,7 @@ def double_tree(comm: Comm, x: Tensor, weight: float) -> float:
 class _Half:
     """A half's chunks on their way up and down its tree, at one worker."""
 
-    place: Place
+    place: TreePosition
     chunks: list[Tensor]
     weights: list[float]
 

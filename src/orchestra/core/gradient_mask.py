@@ -39,7 +39,7 @@ def pieces_of(lengths: Sequence[int], part: slice) -> list[slice]:
     return [slice(low - part.start, high - part.start) for low, high in bounds if low < high]
 
 
-class Marks:
+class GradientMask:
     """Finds absent pieces of a gradient, and keeps present ones from looking like them."""
 
     def __init__(self, pieces: Iterable[slice], device: torch.device) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from orchestra.core.log import Log, Logged, Skipped
 from orchestra.core.ops import (
-    Ahead,
     All,
     Broadcast,
     Compute,
@@ -24,6 +23,7 @@ from orchestra.core.ops import (
     Mean,
     MeanUpdate,
     Message,
+    PrepareMean,
     Recv,
     Send,
     Transport,
@@ -33,7 +33,7 @@ from orchestra.errors import Diverged
 
 if TYPE_CHECKING:  # by their types only
     from orchestra.data.feed import Feed
-    from orchestra.model.flat_optimizer import Inner
+    from orchestra.model.flat_optimizer import FlatOptimizer
     from orchestra.model.replica import Ready, Replica
 
 _PAUSE = 0xFFFF  # a tag
@@ -180,7 +180,7 @@ class Node:
     def __init__(
         self,
         comm: Comm,
-        inner: Inner,
+        inner: FlatOptimizer,
         x: Tensor,
         *,
         log: Log,
@@ -283,7 +283,7 @@ class Node:
         batch, size = start(Compute(self.feed.next, draws=self.feed.draws)).wait()
         self.steps += 1
         self.abandoned = False
-        ahead = Ahead(self.g, self.comm.workers, float(size), float(self.batch))
+        ahead = PrepareMean(self.g, self.comm.workers, float(size), float(self.batch))
         ready = start(ahead).wait() if averaged else None
         if size == 0 and not unused:
             self.g.zero_()

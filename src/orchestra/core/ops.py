@@ -80,7 +80,7 @@ class Mean(Op[float]):
 
 
 @dataclass(slots=True)
-class Ahead(Op["Callable[[slice], None] | None"]):
+class PrepareMean(Op["Callable[[slice], None] | None"]):
     """The mean of g is asked for next, and its ranges become final one after the other: begin with those that are.
 
     Answers a function to be called with every range that is final, or None where nothing is gained by it. `weight` is
@@ -125,7 +125,7 @@ class Gather(Op[list[Tensor]]):
     group: Group
 
 
-class Stamp(NamedTuple):
+class RangeStamp(NamedTuple):
     """Which range of the model a message covers, and its sender's clock there."""
 
     clock: int = 0
@@ -133,7 +133,7 @@ class Stamp(NamedTuple):
     stop: int = 0
 
 
-_UNSTAMPED = Stamp()
+_UNSTAMPED = RangeStamp()
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class Send(Op[None]):
     weight: float = 1.0
     lend: bool = False
     tag: int = 0
-    stamp: Stamp = _UNSTAMPED
+    stamp: RangeStamp = _UNSTAMPED
     progress: float = 0.0
 
 
@@ -194,7 +194,7 @@ class Message:
     version: int
     weight: float
     tag: int = 0
-    stamp: Stamp = _UNSTAMPED
+    stamp: RangeStamp = _UNSTAMPED
     progress: float = 0.0
 
 

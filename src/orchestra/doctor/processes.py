@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.doctor.trial import Finding, broken, fine, limited, short
 from orchestra.formatting import plural, size
-from orchestra.worlds.shared_memory.futex import Words
+from orchestra.worlds.shared_memory.futex import FutexWords
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,7 @@ def _named_memory() -> str:
 
 def futex() -> Finding:
     """Two processes wake each other in turns."""
-    words = Words(mmap.mmap(-1, mmap.PAGESIZE), 2)
+    words = FutexWords(mmap.mmap(-1, mmap.PAGESIZE), 2)
     other = os.fork()
     if other == 0:
         for turn in range(1, _TURNS + 1):
@@ -96,7 +96,7 @@ def futex() -> Finding:
     return fine(f"{statistics.median(took) / 2 * 1e6:.0f} µs to wake another process")
 
 
-def _await(words: Words, index: int, turn: int) -> None:
+def _await(words: FutexWords, index: int, turn: int) -> None:
     """Sleep until a word has this value; no longer than the check itself may last, so that nobody stays behind."""
     deadline = time.monotonic() + 5
     while words[index] != turn and time.monotonic() < deadline:

@@ -28,11 +28,11 @@ _GLANCE = 0.2  # seconds between two looks whether the answer is still wanted
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 
 
-class Failed(Exception):
+class BackgroundFailed(Exception):
     """The function raised in the other process; the text is its error."""
 
 
-class Aside:
+class BackgroundProcess:
     """One such process."""
 
     def __init__(self, function: Callable[[str], str]) -> None:
@@ -62,7 +62,7 @@ class Aside:
         line, _, self._rest = self._rest.partition(b"\n")
         said = json.loads(line)
         if "error" in said:
-            raise Failed(said["error"])
+            raise BackgroundFailed(said["error"])
         return str(said["answer"])
 
     def kill(self) -> None:

@@ -157,7 +157,7 @@ def restore_into(state: Any, saved: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Saved:
+class Checkpoint:
     """A checkpoint that was found whole."""
 
     path: Path
@@ -232,7 +232,7 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return rest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def newest(folder: Path) -> tuple[Saved, list[str]]:
+def newest(folder: Path) -> tuple[Checkpoint, list[str]]:
     """The newest whole checkpoint, and what was wrong with any newer one that had to be passed over."""
     complaints: list[str] = []
     for path in reversed(found_in(folder)):
@@ -244,7 +244,7 @@ def newest(folder: Path) -> tuple[Saved, list[str]]:
     raise CheckpointError(f"no usable checkpoint in {folder}.{detail or ' The run stopped before it wrote one.'}")
 
 
-def verify(path: Path) -> Saved:
+def verify(path: Path) -> Checkpoint:
     """Check a checkpoint against its manifest: all files there, inside it, of the right size and content."""
     try:
         manifest = files.read_json(path / "manifest.json")
@@ -262,7 +262,7 @@ def verify(path: Path) -> Saved:
             raise ValueError(f"the parts {names} are missing")
         for name, expected in manifest["files"].items():
             _verify_part(path, name, expected)
-        return Saved(path, step, manifest)
+        return Checkpoint(path, step, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not whole: {error}") from None
 

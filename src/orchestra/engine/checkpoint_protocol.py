@@ -18,11 +18,11 @@ from typing import Protocol
 from orchestra.core.ops import Transport
 from orchestra.engine import checkpoint
 from orchestra.engine.control import INTERRUPTED, NO_MORE_STEPS, Control
-from orchestra.engine.node_loop import Life, crossed, everything, report, spent
+from orchestra.engine.node_loop import NodeRuntime, crossed, everything, report, spent
 from orchestra.runs.events import EventLog, Saved
 
 
-class Box(Protocol):
+class Inbox(Protocol):
     """Where a node's messages arrive."""
 
     when_idle: Callable[[], None]
@@ -36,11 +36,11 @@ class Box(Protocol):
         """Make a node look around."""
 
 
-class Together(Transport, Protocol):
+class CoordinatedTransport(Transport, Protocol):
     """A transport whose nodes can wait for each other."""
 
     @property
-    def mailbox(self) -> Box:
+    def mailbox(self) -> Inbox:
         """Where messages arrive."""
         ...
 
@@ -57,10 +57,10 @@ class Together(Transport, Protocol):
         """Make every node look around."""
 
 
-class NodeKeeper:
+class NodeCheckpointer:
     """One node's share of it."""
 
-    def __init__(self, life: Life, control: Control, transport: Together, log: EventLog) -> None:
+    def __init__(self, life: NodeRuntime, control: Control, transport: CoordinatedTransport, log: EventLog) -> None:
         self._life = life
         self._control = control
         self._transport = transport

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from orchestra.core.strategy import Strategy, check_fields
 from orchestra.data import samples
 from orchestra.data.batches import place_of_target, target_of
-from orchestra.data.feed import Samples
+from orchestra.data.feed import SampleStore
 from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 from orchestra.errors import Problem
 from orchestra.model import param_groups
@@ -178,7 +178,7 @@ def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterat
         message = "must give a tuple or a dict of tensors or NumPy arrays, a Dataset or an IterableDataset"
         yield Problem("data", type(data).__name__, message)
         return
-    count = len(Samples(data))
+    count = len(SampleStore(data))
     if count == 0:
         yield Problem("data", 0, "there is no sample")
     elif count < workers:

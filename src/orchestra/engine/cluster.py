@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from orchestra.core.strategy import Strategy
     from orchestra.engine.job import Job
     from orchestra.engine.request import Request
-    from orchestra.runs.status import Progress
+    from orchestra.runs.status import RunStatus
 
 Device = Literal["cpu", "cuda", "auto"]
 
@@ -39,7 +39,7 @@ class Order:
     resumed_at: float  # seconds of training before
     resumed_from: int  # label of the checkpoint, 0 if there is none
     how_to_resume: str
-    show: Callable[[Progress], None]
+    show: Callable[[RunStatus], None]
     scorer: Scoring
     has_target: bool  # a score may end the run
     fingerprint: dict[str, Any]  # what every process of the run must have in common
@@ -60,7 +60,7 @@ class Scoring(Protocol):
 
 
 @dataclass(frozen=True)
-class Told:
+class RunOutcome:
     """What every process of a run is told at its end."""
 
     run: str
@@ -75,7 +75,9 @@ class Ending:
 
     stopped_by: str
     warnings: list[str]
-    tell: Callable[[Callable[[], Told]], None] = lambda told: None  # the other processes, if each made the same call
+    tell: Callable[[Callable[[], RunOutcome]], None] = lambda told: (
+        None
+    )  # the other processes, if each made the same call
     close: Callable[[], None] = lambda: None
 
 
@@ -115,11 +117,11 @@ class Cluster(ABC):
         """The same, knowing with what it is to be shared out."""
         return self
 
-    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[Progress], None]) -> Told:
+    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[RunStatus], None]) -> RunOutcome:
         """Take part in a run that another process keeps, to its end."""
         raise NotImplementedError
 
-    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: Told) -> None:
+    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: RunOutcome) -> None:
         """Let other processes, which came to go on with a run, know that it is over. Here there are none."""
         return
 

@@ -58,7 +58,7 @@ class Delay(ABC):
 
 
 @dataclass(frozen=True)
-class Constant(Delay):
+class ConstantTime(Delay):
     """Always the same."""
 
     time: float  # seconds
@@ -146,7 +146,7 @@ class Markov(Delay):
 
 
 @dataclass(frozen=True)
-class Trace(Delay):
+class RecordedTimes(Delay):
     """What was recorded: one sequence per worker, repeated when it is over; workers beyond take turns."""
 
     times: tuple[tuple[float, ...], ...]
@@ -252,7 +252,7 @@ class Slow(Delay):
 
 
 _KINDS: dict[str, type[Delay]] = {
-    "constant": Constant,
+    "constant": ConstantTime,
     "exponential": Exponential,
     "pareto": Pareto,
     "lognormal": LogNormal,
@@ -288,11 +288,11 @@ def parse(text: str) -> Delay:
 def _kind(word: str) -> Delay:
     kind, _, numbers = word.partition(":")
     if not numbers and math.isfinite(_number(word)):
-        return Constant(_number(word))
+        return ConstantTime(_number(word))
     if kind in ("pause", "slow"):
         raise ValueError(f"{word!r} needs a delay before it, e.g. constant:0.05 {word}")
     if kind == "constant" and "," in numbers:
-        return Trace(tuple((t,) for t in _numbers(word, numbers, numbers.split(","))))
+        return RecordedTimes(tuple((t,) for t in _numbers(word, numbers, numbers.split(","))))
     if kind not in _KINDS:
         raise ValueError(f"{kind!r} is no delay; {nearest(kind, _KINDS)}")
     cls = _KINDS[kind]
@@ -341,7 +341,7 @@ def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
     for name in ("begin", "end", "probability"):
         if getattr(delay, name, 0) > 1:
             yield Problem(f"{where}.{name}", getattr(delay, name), "is a probability: at most 1")
-    if isinstance(delay, Trace):
+    if isinstance(delay, RecordedTimes):
         wrong = [t for own in delay.times for t in own if not (t >= 0 and math.isfinite(t))]
         if not (delay.times and all(delay.times)):
             yield Problem(f"{where}.times", delay.times, "needs at least one duration per worker")

@@ -79,7 +79,7 @@ class Conclusion:
             return f"Make room, and conclude the run with {self.how_to_resume}"
         return "The run kept no checkpoint to resume from (checkpoint_every=..., --checkpoint-every)."
 
-    def _score(self, how: Ending, parts: list[snapshot.Part], show: Show) -> dict[str, float] | None:
+    def _score(self, how: Ending, parts: list[snapshot.SnapshotPart], show: Show) -> dict[str, float] | None:
         """The scores of the final model, after those of all snapshots; None if that is broken off."""
         scorer = self.scorer
         try:

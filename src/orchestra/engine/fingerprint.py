@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 import orchestra.runs.budget as budgets
 from orchestra.core.strategy import Strategy
-from orchestra.data.feed import Samples
+from orchestra.data.feed import SampleStore
 from orchestra.engine import checkpoint, expression
 from orchestra.engine.job import Job
 from orchestra.engine.request import Request
@@ -168,7 +168,7 @@ def _some(data: Any) -> Iterator[tuple[int, dict[Any, Tensor]]]:
     """Samples from all over the data, each with its index, and their fields by name or place; none of a stream."""
     if isinstance(data, IterableDataset):
         return
-    whole = Samples(data)
+    whole = SampleStore(data)
     step = max(1, len(whole) // _LOOKED_AT)
     for index in range(0, len(whole), step)[:_LOOKED_AT]:
         # One by one: they need not fit into a batch together.

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from orchestra.data.batches import Loss, Pieces, loss_of, output_of, pieces, place_of_target, target_of
 from orchestra.data.random_state import left_alone
-from orchestra.data.samples import Samples, collate, is_columns
+from orchestra.data.samples import SampleStore, collate, is_columns
 from orchestra.engine import warnings
 from orchestra.errors import Problem
 from orchestra.model import error_hints
@@ -42,7 +42,7 @@ def try_gradient(
         yield Problem("data", type(samples[0]).__name__, message)
         return
     streamed = isinstance(data, IterableDataset)
-    sample = collate(samples) if streamed else Samples(data).take(range(min(few, len(Samples(data)))))
+    sample = collate(samples) if streamed else SampleStore(data).take(range(min(few, len(SampleStore(data)))))
     unfit = [*_pieces_missing(sample, loss), *_arguments(module, sample, loss)]
     yield from unfit
     if unfit:
@@ -167,7 +167,7 @@ def _at_the_ends(module: nn.Module, sample: Pieces, loss: Loss | None, data: Any
     Only an error that names a label counts. Whatever else such a loss may do, training itself will show.
     """
     labels, seen = _labels(data), target_of(sample)
-    if labels is None or not error_hints.is_classes(seen) or len(labels) != len(Samples(data)):
+    if labels is None or not error_hints.is_classes(seen) or len(labels) != len(SampleStore(data)):
         return
     ends = [int(labels.argmin()), int(labels.argmax())]
     if min(seen.min().item(), 0) <= int(labels[ends[0]]) and int(labels[ends[1]]) <= seen.max().item():
@@ -176,7 +176,7 @@ def _at_the_ends(module: nn.Module, sample: Pieces, loss: Loss | None, data: Any
     taken = sample
     try:
         with left_alone():
-            taken = Samples(data).take(ends)
+            taken = SampleStore(data).take(ends)
             output = None if loss is None else output_of(module, taken)
             loss_of(module, taken, None) if loss is None else loss(output, target_of(taken))
     except Exception as error:

@@ -130,7 +130,7 @@ class Job:
         return epochs * self.samples_per_epoch + min(rest * together, self.samples_per_epoch)
 
 
-class Look(Protocol):
+class ModelCheck(Protocol):
     """Compares this process's model and data with those of the caller."""
 
     def require_same(self, module: nn.Module, data: Any, seed: int) -> None:

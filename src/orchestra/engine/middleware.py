@@ -14,7 +14,7 @@ from orchestra.core.ops import Compute, Done, Handle, MeanUpdate, Op, Sleep, Tra
 T = TypeVar("T")
 
 
-class Wrapper:
+class TransportWrapper:
     """A transport around another one."""
 
     def __init__(self, inner: Transport) -> None:
@@ -26,7 +26,7 @@ class Wrapper:
         self.proceed = inner.proceed
 
 
-class Delayed(Wrapper):
+class Delayed(TransportWrapper):
     """Makes every mini-batch last as long as a given one, by sleeping: a slow machine, emulated."""
 
     def __init__(self, inner: Transport, lasts: Callable[[int], float], step: int = 0) -> None:
@@ -45,7 +45,7 @@ class Delayed(Wrapper):
         return handle if undisturbed else cast("Handle[T]", Done(None))
 
 
-class Metered(Wrapper):
+class Metered(TransportWrapper):
     """Counts the seconds a node spends computing, communicating and waiting for others."""
 
     def __init__(self, inner: Transport) -> None:

@@ -17,22 +17,22 @@ from orchestra.core.node import Comm, Node
 from orchestra.core.strategy import Where
 from orchestra.core.vectors import LARGE, ranges
 from orchestra.data import samples
-from orchestra.data.feed import Samples, fold, make_feed
+from orchestra.data.feed import SampleStore, fold, make_feed
 from orchestra.data.random_state import get_states, seed_everything, set_states
 from orchestra.engine import checkpoint, snapshot
-from orchestra.engine.job import Job, Look
+from orchestra.engine.job import Job, ModelCheck
 from orchestra.engine.middleware import Metered
 from orchestra.errors import EnvironmentProblem
 from orchestra.model import param_groups
-from orchestra.model.flat_optimizer import Factory, Inner
+from orchestra.model.flat_optimizer import Factory, FlatOptimizer
 from orchestra.model.replica import Replica
-from orchestra.runs.events import Ended, Snapped, Stepped
-from orchestra.runs.status import Report
+from orchestra.runs.events import NodeEnded, SnapshotTaken, Stepped
+from orchestra.runs.status import NodeStatus
 
 _REPORT_EVERY = 0.02  # seconds between a busy server's reports: they are for eyes
 
 
-class Keeper(Protocol):
+class Checkpointer(Protocol):
     """Sees to checkpoints, and to who stays for them; one for each node."""
 
     def after_step(self, before: int) -> None:
@@ -58,7 +58,7 @@ class Keeper(Protocol):
 
 
 @dataclass
-class Life:
+class NodeRuntime:
     """One node and everything around it that its strategy does not see."""
 
     job: Job
@@ -66,7 +66,7 @@ class Life:
     meter: Metered
     log: Log
     tell: Callable[[dict[str, Any]], None]  # to the coordinator
-    show: Callable[[Report], None]  # to whoever watches
+    show: Callable[[NodeStatus], None]  # to whoever watches
     state: Any = field(init=False)
     snapshots: int = 0
     interrupted: bool = False
@@ -101,7 +101,7 @@ class Life:
 
 
 def worker(
-    job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None, look: Look | None = None
+    job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None, look: ModelCheck | None = None
 ) -> Node:
     """A worker whose x already holds the initial parameters. Several in one process may be given the same data.
 
@@ -137,18 +137,20 @@ def worker(
     )
 
 
-def _inner(job: Job, optimizer: Factory, x: Tensor, part: slice, layers: Sequence[nn.Parameter] | None = None) -> Inner:
+def _inner(
+    job: Job, optimizer: Factory, x: Tensor, part: slice, layers: Sequence[nn.Parameter] | None = None
+) -> FlatOptimizer:
     """The optimizer of a range of the model."""
     pieces = gradient_mask.pieces_of([math.prod(shape) for shape in job.layers], part)
     fused = job.parameters >= LARGE
-    return Inner(optimizer, x, layers=layers, pieces=pieces, schedule=job.schedule, fused=fused)
+    return FlatOptimizer(optimizer, x, layers=layers, pieces=pieces, schedule=job.schedule, fused=fused)
 
 
 def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
     """The loss over this worker's share of the samples set apart, if there are any."""
     if job.validation is None:
         return None
-    apart = Samples(samples.read(job.validation()))
+    apart = SampleStore(samples.read(job.validation()))
     mine = range(len(apart))[rank :: job.workers]
 
     def total() -> tuple[float, float]:
@@ -176,7 +178,7 @@ def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
 # Train, serve.
 
 
-def work(life: Life, keeper: Keeper) -> None:
+def work(life: NodeRuntime, keeper: Checkpointer) -> None:
     """A worker's steps, then what its strategy still has to do."""
     job, node = life.job, life.node
     while not spent(life):
@@ -204,7 +206,7 @@ def work(life: Life, keeper: Keeper) -> None:
         set_aside_the_end(life)
 
 
-def serve(life: Life, keeper: Keeper) -> None:
+def serve(life: NodeRuntime, keeper: Checkpointer) -> None:
     """A server's life; what concerns the run as a whole happens between two messages."""
     job, node = life.job, life.node
 
@@ -238,13 +240,13 @@ def serve(life: Life, keeper: Keeper) -> None:
         set_aside_the_end(life)
 
 
-def drop_the_rest(life: Life) -> None:
+def drop_the_rest(life: NodeRuntime) -> None:
     """Count what a server still holds: no update will use it."""
     if unused := life.job.strategy.unused(life.state):
         life.node.log("dropped", unused)
 
 
-def spent(life: Life) -> bool:
+def spent(life: NodeRuntime) -> bool:
     """Whether a worker has done its steps, or its epochs of a stream, or has made way for a server."""
     job, node = life.job, life.node
     if node.retired or (job.last_step is not None and distance(life) >= job.last_step):
@@ -252,7 +254,7 @@ def spent(life: Life) -> bool:
     return job.last_epoch is not None and node.feed is not None and node.feed.epoch >= job.last_epoch
 
 
-def distance(life: Life) -> float:
+def distance(life: NodeRuntime) -> float:
     """A worker's steps, counted as if all that began were still there: budgets and snapshots go by these."""
     job, node = life.job, life.node
     if node.feed is None or len(node.comm.workers) == job.workers or job.steps_per_epoch is None:
@@ -268,7 +270,7 @@ def crossed(before: float, after: float, every: int | None) -> bool:
 # Tell.
 
 
-def record(life: Life) -> None:
+def record(life: NodeRuntime) -> None:
     """Log a worker's step and what it cost."""
     node, meter, traffic = life.node, life.meter, life.meter.traffic
     loss = node.loss if node.weight else None
@@ -280,42 +282,42 @@ def record(life: Life) -> None:
     )  # fmt: skip
 
 
-def report(life: Life) -> None:
+def report(life: NodeRuntime) -> None:
     """Show where this node is."""
     node, meter, traffic = life.node, life.meter, life.meter.traffic
     life.show(
-        Report(
+        NodeStatus(
             node.steps, node.samples, node.loss, meter.compute, meter.communicate, meter.wait,
             traffic.sent, traffic.received, node.now(), math.inf if node.retired else distance(life),
         )
     )  # fmt: skip
 
 
-def end(life: Life) -> None:
+def end(life: NodeRuntime) -> None:
     """Write the totals: the node has done its work."""
     report(life)
     node, meter, traffic = life.node, life.meter, life.meter.traffic
     totals = (meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received)
     by_node = {str(node): nbytes for node, nbytes in sorted(traffic.sent_to.items())}
-    life.log.write(Ended(node.now(), life.rank, node.steps, node.samples, *totals, by_node))
+    life.log.write(NodeEnded(node.now(), life.rank, node.steps, node.samples, *totals, by_node))
 
 
 # Set aside.
 
 
-def take_snapshot(life: Life, number: int) -> None:
+def take_snapshot(life: NodeRuntime, number: int) -> None:
     """Set aside this node's part of a snapshot, if it holds anything. Number 0 is the initial model."""
     life.snapshots = number
     node = life.node
     try:
         if set_aside(life, life.job.run / "snapshots" / f"{number:05d}"):
-            life.log.write(Snapped(node.now(), life.rank, node.steps, node.samples, number))
+            life.log.write(SnapshotTaken(node.now(), life.rank, node.steps, node.samples, number))
             life.tell({"kind": "snapped", "node": life.rank, "number": number})
     except OSError as error:
         life.tell({"kind": "snapshot-failed", "node": life.rank, "step": node.steps, "error": str(error)})
 
 
-def set_aside(life: Life, folder: Path) -> bool:
+def set_aside(life: NodeRuntime, folder: Path) -> bool:
     """Write this node's part of the model; False if it holds none."""
     job, node, where = life.job, life.node, life.where
     equal = where in ("everywhere", "copies", "shared")
@@ -327,11 +329,13 @@ def set_aside(life: Life, folder: Path) -> bool:
     x: Tensor | None = node.x if holds else None
     samples = job.samples_by(node.steps) if equal else node.samples
     seen = node.samples if buffers else 0
-    snapshot.write(folder, life.rank, snapshot.Part(node.now(), node.steps, samples, start, x, buffers, where, seen))
+    snapshot.write(
+        folder, life.rank, snapshot.SnapshotPart(node.now(), node.steps, samples, start, x, buffers, where, seen)
+    )
     return True
 
 
-def set_aside_the_end(life: Life) -> None:
+def set_aside_the_end(life: NodeRuntime) -> None:
     """Write this node's part of the final model: without room in the run folder, where `conclusion` looks as well."""
     job, folder = life.job, life.job.run / snapshot.FINAL
     try:
@@ -350,7 +354,7 @@ def set_aside_the_end(life: Life) -> None:
 # All that changes.
 
 
-def everything(life: Life) -> dict[str, Any]:
+def everything(life: NodeRuntime) -> dict[str, Any]:
     """All that changes during a run, on this node."""
     node, meter, traffic = life.node, life.meter, life.meter.traffic
     elsewhere = life.job.shares_x and life.rank != 0
@@ -369,7 +373,7 @@ def everything(life: Life) -> dict[str, Any]:
     }
 
 
-def restore(life: Life, saved: dict[str, Any]) -> None:
+def restore(life: NodeRuntime, saved: dict[str, Any]) -> None:
     """Go back to what `everything` gave."""
     node, meter, traffic = life.node, life.meter, life.meter.traffic
     if saved["x"] is not None:

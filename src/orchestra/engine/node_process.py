@@ -15,14 +15,14 @@ import torch
 from orchestra.core.node import Comm, Node
 from orchestra.core.ops import Transport
 from orchestra.engine import checkpoint, compute_times, node_loop
-from orchestra.engine.checkpoint_protocol import NodeKeeper, Together
+from orchestra.engine.checkpoint_protocol import CoordinatedTransport, NodeCheckpointer
 from orchestra.engine.control import Control
 from orchestra.engine.job import Job
 from orchestra.engine.middleware import Delayed, Metered
 from orchestra.engine.tracing import Traced
 from orchestra.runs import event_thinning
-from orchestra.runs.events import Began, EventLog
-from orchestra.runs.status import Report
+from orchestra.runs.events import EventLog, NodeStarted
+from orchestra.runs.status import NodeStatus
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -31,12 +31,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 def live(
     job: Job,
-    transport: Together,
+    transport: CoordinatedTransport,
     control: Control,
     *,
     make_node: Callable[[Comm, EventLog], Node],
     tell: Tell,
-    show: Callable[[Report], None],
+    show: Callable[[NodeStatus], None],
     asked: float,
 ) -> bool:
     """Live as one node. Gives whether the run was broken off; `asked` is when this process was asked for."""
@@ -52,19 +52,19 @@ def live(
         paced = transport if job.delay is None else Delayed(transport, compute_times.sampler(job.delay, job.seed, rank))
         meter = Metered(paced if not job.trace else _traced(paced, job, log, files, complain))
         node = make_node(Comm(meter, *job.groups), log)
-        life = node_loop.Life(job, node, meter, log, tell, show)
+        life = node_loop.NodeRuntime(job, node, meter, log, tell, show)
         if job.resume is not None:
             node_loop.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
             if isinstance(paced, Delayed):
                 paced.step = node.steps  # the delays go on where they were
-        keeper = NodeKeeper(life, control, transport, log)
+        keeper = NodeCheckpointer(life, control, transport, log)
         _settle_memory()
         tell({"kind": "ready", "node": rank})
         waited = transport.traffic.waited
         transport.await_go()
         transport.traffic.waited = waited  # the clock starts now
         role, spend = ("server", node_loop.serve) if life.is_server else ("worker", node_loop.work)
-        log.write(Began(node.now(), rank, role, time.perf_counter() - asked))
+        log.write(NodeStarted(node.now(), rank, role, time.perf_counter() - asked))
         spend(life, keeper)
     return life.interrupted
 

@@ -26,7 +26,7 @@ Change = Callable[[Any], Any]
 
 
 @dataclass
-class Use:
+class ActiveOverrides:
     """Changes in force, and how often a loop has asked for them."""
 
     changes: Mapping[str, Change]
@@ -45,7 +45,7 @@ class Reached(BaseException):
         self.request = request  # the arguments of `train`; None if the call was one of `prepare`
 
 
-_use: ContextVar[Use | None] = ContextVar("orchestra-overrides", default=None)
+_use: ContextVar[ActiveOverrides | None] = ContextVar("orchestra-overrides", default=None)
 
 
 def current() -> dict[str, Change]:
@@ -55,9 +55,9 @@ def current() -> dict[str, Change]:
 
 
 @contextmanager
-def using(changes: Mapping[str, Change], *, captures: bool = False) -> Iterator[Use]:
+def using(changes: Mapping[str, Change], *, captures: bool = False) -> Iterator[ActiveOverrides]:
     """Put changes in force for every `train` and `prepare` called inside; or have the first call raise `Reached`."""
-    token = _use.set(use := Use(changes, captures=captures))
+    token = _use.set(use := ActiveOverrides(changes, captures=captures))
     try:
         yield use
     finally:

@@ -28,7 +28,7 @@ from orchestra.model.replica import problems_of
 from orchestra.model.schedules import Curve
 from orchestra.runs import run_lock
 from orchestra.runs.budget import Budget, Epochs, Steps, Target
-from orchestra.runs.status import Progress
+from orchestra.runs.status import RunStatus
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Request:
     keep_snapshots: bool
     score_afterwards: bool
     trace: bool
-    progress: Callable[[Progress], None] | bool | None
+    progress: Callable[[RunStatus], None] | bool | None
     note: dict[str, Any]
 
 

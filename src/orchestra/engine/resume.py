@@ -17,7 +17,7 @@ from typing import Any
 
 import orchestra.runs.budget as budgets
 from orchestra.engine import checkpoint
-from orchestra.engine.checkpoint import Saved
+from orchestra.engine.checkpoint import Checkpoint
 from orchestra.engine.cluster import Cluster
 from orchestra.engine.job import Job
 from orchestra.engine.snapshot import FINAL, numbered
@@ -30,7 +30,7 @@ from orchestra.runs.facts import Facts, facts_of, scores_of
 _TOLD = re.compile(r"(?:events|trace)-([0-9]+)\.jsonl")
 
 
-def find(folder: Path, about: dict[str, Any], cluster: Cluster) -> Saved:
+def find(folder: Path, about: dict[str, Any], cluster: Cluster) -> Checkpoint:
     """The newest checkpoint of a run that is whole, if it is of the same as what is asked for now."""
     if (folder / "ending.json").exists() and not (folder / "checkpoints").exists():
         raise CheckpointError(
@@ -95,12 +95,12 @@ def as_it_ended(
     return facts
 
 
-def clock(saved: Saved) -> float:
+def clock(saved: Checkpoint) -> float:
     """Seconds of training at a checkpoint. Whoever sets models aside did not save at the same moment as worker 0."""
     return max(_said(saved, node)[0] for node in {0, _holder(saved)})
 
 
-def _said(saved: Saved, node: int) -> tuple[float, int]:
+def _said(saved: Checkpoint, node: int) -> tuple[float, int]:
     """How many seconds of training and how many snapshots a node's part tells of."""
     try:
         part = saved.node(node)
@@ -113,12 +113,12 @@ def _said(saved: Saved, node: int) -> tuple[float, int]:
         raise CheckpointError(f"{saved.path / checkpoint.part_name(node)} {what}.") from None
 
 
-def _holder(saved: Saved) -> int:
+def _holder(saved: Checkpoint) -> int:
     """The node that sets models aside."""
     return int(saved.manifest["workers"]) if saved.manifest["servers"] else 0
 
 
-def look_at_budget(folder: Path, saved: Saved, job: Job, budget: Budget, done: float) -> None:
+def look_at_budget(folder: Path, saved: Checkpoint, job: Job, budget: Budget, done: float) -> None:
     """Refuse to do again what is done, which would look like a success; `done`: seconds of training so far.
 
     A run that was broken off after its last step may still be concluded.
@@ -164,12 +164,12 @@ def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None) -
     return "a larger budget"
 
 
-def _is_of(saved: Saved, event: Event) -> bool:
+def _is_of(saved: Checkpoint, event: Event) -> bool:
     """Whether an event tells of this very checkpoint: dropped events are counted apart before and after it."""
     return isinstance(event, events.Saved) and event.step == saved.step
 
 
-def forget_after(run: Path, saved: Saved) -> None:
+def forget_after(run: Path, saved: Checkpoint) -> None:
     """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
     (run / "ending.json").unlink(missing_ok=True)
     shutil.rmtree(run / FINAL, ignore_errors=True)

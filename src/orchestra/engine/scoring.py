@@ -30,7 +30,7 @@ from torch import nn
 
 from orchestra.core.strategy import Strategy
 from orchestra.engine import snapshot
-from orchestra.engine.background import Aside
+from orchestra.engine.background import BackgroundProcess
 from orchestra.errors import ConfigError, Problem
 from orchestra.model.replica import persistent_buffers
 from orchestra.runs.budget import Target
@@ -80,7 +80,7 @@ class Scorer:
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._aside: Aside | None = None
+        self._aside: BackgroundProcess | None = None
         self._choosing = threading.Lock()
         self._now: int | None = None  # the one that is being scored
         self._tidied = self._began = 0.0
@@ -140,7 +140,7 @@ class Scorer:
     def _is_wanted(self) -> bool:
         return not self._halt.is_set() or time.monotonic() - self._began < _GRACE + 3 * self._longest
 
-    def _scored(self, number: int, parts: list[snapshot.Part]) -> Scored:
+    def _scored(self, number: int, parts: list[snapshot.SnapshotPart]) -> Scored:
         snapshot.load_into(self.module, parts)
         holders = [p for p in parts if p.x is not None]
         samples = {
@@ -153,7 +153,7 @@ class Scorer:
         t = max(p.t for p in holders)
         return Scored(t, max(p.step for p in parts), samples, number, self.figures(self.module))
 
-    def last(self, number: int, parts: list[snapshot.Part]) -> Scored:
+    def last(self, number: int, parts: list[snapshot.SnapshotPart]) -> Scored:
         """Score the final model, which every run has."""
         scored = self._scored(number, parts)
         if self.evaluate is not None:
@@ -208,7 +208,7 @@ class Scorer:
         if self.evaluate is None or (self.afterwards and not self.targets):
             return
         if apart:
-            self._aside = Aside(self._answer)
+            self._aside = BackgroundProcess(self._answer)
         self._thread = threading.Thread(target=self._follow, name="scorer", daemon=True)
         self._thread.start()
 

@@ -38,7 +38,7 @@ _NAME = re.compile("([0-9]+)")
 
 
 @dataclass(frozen=True)
-class Part:
+class SnapshotPart:
     """What one node set aside."""
 
     t: float  # seconds
@@ -51,7 +51,7 @@ class Part:
     seen: int = 0  # samples behind the buffers
 
 
-def write(folder: Path, rank: int, part: Part) -> None:
+def write(folder: Path, rank: int, part: SnapshotPart) -> None:
     """Add a node's part to a snapshot; it appears whole. A run folder that was deleted is not made again."""
     if folder.parent.name == SNAPSHOTS:
         folder.parent.mkdir(exist_ok=True)
@@ -65,10 +65,10 @@ def write(folder: Path, rank: int, part: Part) -> None:
         raise
 
 
-def parts(*folders: Path) -> list[Part]:
+def parts(*folders: Path) -> list[SnapshotPart]:
     """All parts of a snapshot, by node, from the folders that hold some of them."""
     found = {node: path for folder in folders for node, path in checkpoint.parts_in(folder).items()}
-    return [Part(**checkpoint.read_tree(found[node])) for node in sorted(found)]
+    return [SnapshotPart(**checkpoint.read_tree(found[node])) for node in sorted(found)]
 
 
 # A full disk.
@@ -130,7 +130,7 @@ def numbered(folder: Path) -> Iterator[tuple[int, Path]]:
     yield from files.numbered(folder, _NAME)
 
 
-def load_into(module: nn.Module, found: list[Part]) -> None:
+def load_into(module: nn.Module, found: list[SnapshotPart]) -> None:
     """Give a module the parameters and buffers of a snapshot."""
     holders = [part for part in found if part.x is not None]
     holders = [part for part in holders if part.where == holders[0].where]  # at a switch there may be two

@@ -20,13 +20,13 @@ from orchestra.engine.cluster import Order
 from orchestra.engine.control import BUDGET_SPENT, INTERRUPTED
 from orchestra.errors import Interrupted, RunFolderGone, WorkerFailed, by_name
 from orchestra.runs import run_lock
-from orchestra.runs.status import Progress, Report, name_of
+from orchestra.runs.status import NodeStatus, RunStatus, name_of
 
 _LOOK = 1.0  # seconds between two looks for the run folder
 
 
 @dataclass
-class Overseer(ABC):
+class RunSupervisor(ABC):
     """One run of one job. Hears what its nodes tell; how they are reached is for subclasses to say."""
 
     order: Order
@@ -64,13 +64,13 @@ class Overseer(ABC):
         """Of training so far."""
 
     @abstractmethod
-    def rows(self) -> tuple[Report, ...]:
+    def rows(self) -> tuple[NodeStatus, ...]:
         """What every node last reported."""
 
-    def progress(self) -> Progress:
+    def progress(self) -> RunStatus:
         """The run at this moment."""
         job = self.job
-        return Progress(
+        return RunStatus(
             job.run, expression.show(job.strategy), job.workers, job.servers, job.last_step, self.begun,
             self.seconds() if self.begun else 0.0, self.rows(),
         )  # fmt: skip
@@ -185,7 +185,7 @@ class Overseer(ABC):
         return name_of(node, self.job.workers)
 
 
-class Signalled(Protocol):
+class Stoppable(Protocol):
     """Somebody who stops when asked to, and at once when asked again."""
 
     signals: int
@@ -196,7 +196,7 @@ class Signalled(Protocol):
 
 
 @contextmanager
-def counting(who: Signalled, *, echo: float = 0.0) -> Iterator[None]:
+def counting(who: Stoppable, *, echo: float = 0.0) -> Iterator[None]:
     """Count Ctrl-C and SIGTERM instead of dying of them; those that come within `echo` seconds are one and the same."""
     if threading.current_thread() is not threading.main_thread():
         yield

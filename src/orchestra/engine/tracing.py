@@ -23,18 +23,18 @@ from orchestra.core.ops import (
     Send,
     Transport,
 )
-from orchestra.engine.middleware import Wrapper
-from orchestra.runs.events import Logged, Moved
+from orchestra.engine.middleware import TransportWrapper
+from orchestra.runs.events import Logged, OpTraced
 
 T = TypeVar("T")
 _TOGETHER: dict[type[Any], str] = {Mean: "mean", MeanUpdate: "mean", Broadcast: "broadcast", Gather: "gather"}
 
 
-class Traced(Wrapper):
+class Traced(TransportWrapper):
     """Tells of every op when it is over; of a vector that is lent, when it is on its way."""
 
     def __init__(
-        self, inner: Transport, write: Callable[[Moved], None], log: Callable[[Logged], None], *, apart: bool
+        self, inner: Transport, write: Callable[[OpTraced], None], log: Callable[[Logged], None], *, apart: bool
     ) -> None:
         super().__init__(inner)
         self._write, self._log = write, log
@@ -57,7 +57,7 @@ class Traced(Wrapper):
         told = _what(op, handle)
         if told is not None:
             kind, peer, nbytes = told
-            self._write(Moved(self.now(), self.rank, kind, began, peer, nbytes))
+            self._write(OpTraced(self.now(), self.rank, kind, began, peer, nbytes))
         return handle
 
 

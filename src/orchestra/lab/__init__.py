@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, Self
 
 from orchestra.lab.build import down, up
-from orchestra.lab.inspection import Found, look
-from orchestra.lab.plan import DEFAULT, Machine, Plan, make_plan
+from orchestra.lab.inspection import LabState, look
+from orchestra.lab.plan import DEFAULT, LabPlan, Machine, make_plan
 from orchestra.lab.running import command_in, environment_in, run
 
 __all__ = ["Lab", "Machine"]
@@ -35,7 +35,7 @@ class Lab:
     exceptions: Mapping[int, Mapping[str, str | float]] = field(default_factory=dict)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> LabPlan:
         """What is to be built; raises `ConfigError` where it cannot be."""
         return make_plan(
             name=self.name,
@@ -53,7 +53,7 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         down(self.name)
 
-    def look(self) -> Found:
+    def look(self) -> LabState:
         """What is there, as the kernel has it: addresses, links, shares."""
         return look(self.name)
 

@@ -31,8 +31,8 @@ from pathlib import Path
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.lab.cgroups import Cgroups, find_cgroups
-from orchestra.lab.ip_commands import NAMESPACES, Kernel, alone, identity, living_in, namespaces, refuse_without
-from orchestra.lab.plan import Machine, Plan, host_of, owner_of, subnet_of, switch_of
+from orchestra.lab.ip_commands import NAMESPACES, IpCommands, alone, identity, living_in, namespaces, refuse_without
+from orchestra.lab.plan import LabPlan, Machine, host_of, owner_of, subnet_of, switch_of
 
 DELAY_LINE = Path(__file__).resolve().with_name("delay_line.py")
 _NAMES = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc
@@ -49,7 +49,7 @@ _TUN = "Latencies need TAP devices (CONFIG_TUN; try modprobe tun)."
 _TBF = "The kernel must have token buckets (CONFIG_NET_SCH_TBF; try modprobe sch_tbf)."
 
 
-def up(plan: Plan, *, instead: bool = True) -> None:
+def up(plan: LabPlan, *, instead: bool = True) -> None:
     """Build a lab, `instead` of one of that name that is there, with all that runs in it; else refuse where one is."""
     refuse_without(delayed=plan.delayed)
     shares = find_cgroups()
@@ -73,12 +73,12 @@ def up(plan: Plan, *, instead: bool = True) -> None:
             raise
 
 
-def _make_namespaces(k: Kernel, plan: Plan) -> None:
+def _make_namespaces(k: IpCommands, plan: LabPlan) -> None:
     for name in (switch_of(plan.name), *(host_of(plan.name, i + 1) for i in range(len(plan.machines)))):
         k.ip("netns", "add", name, needs=_IN_A_CONTAINER)
 
 
-def _connect(k: Kernel, plan: Plan) -> None:
+def _connect(k: IpCommands, plan: LabPlan) -> None:
     switch = switch_of(plan.name)
     net = subnet_of(plan.name, _taken(k, plan.name))
     k.batch("ip", _ports(plan), inside=switch, needs=_VETH)
@@ -94,7 +94,7 @@ def _connect(k: Kernel, plan: Plan) -> None:
         k.batch("tc", receiving, inside=switch, needs=_TBF)
 
 
-def _name_hosts(net: str, number: int, plan: Plan) -> None:
+def _name_hosts(net: str, number: int, plan: LabPlan) -> None:
     """A file of names, which `ip netns exec` puts over /etc/hosts. This machine's own name is the host's there."""
     folder = _NAMES / host_of(plan.name, number)
     every = [f"{net}.{k} host-{k}" for k in range(1, len(plan.machines) + 1)]
@@ -105,7 +105,7 @@ def _name_hosts(net: str, number: int, plan: Plan) -> None:
         (folder / "hosts").write_text(text, encoding="utf-8")
 
 
-def _ports(plan: Plan) -> Iterator[str]:
+def _ports(plan: LabPlan) -> Iterator[str]:
     """The switch's side of every cable."""
     for number in range(1, len(plan.machines) + 1):
         bridge = f"br{number if plan.delayed else 0}"
@@ -130,13 +130,13 @@ def bucket(device: str, rate: float, machine: Machine) -> str:
     return f"qdisc add dev {device} root tbf rate {rate:.0f}bit burst {burst} limit {burst + queue}"
 
 
-def _taken(k: Kernel, but: str) -> set[str]:
+def _taken(k: IpCommands, but: str) -> set[str]:
     """Networks of other labs."""
     others = [name for name in namespaces() if owner_of(name) not in (None, but)]
     return {address.rpartition(".")[0] for name in others if (address := address_in(k, name))}
 
 
-def address_in(k: Kernel, namespace: str) -> str | None:
+def address_in(k: IpCommands, namespace: str) -> str | None:
     """The address of a host."""
     for entry in k.ask("ip", "-4", "addr", "show", "dev", "eth0", inside=namespace):
         for address in entry.get("addr_info", []):
@@ -144,7 +144,7 @@ def address_in(k: Kernel, namespace: str) -> str | None:
     return None
 
 
-def _start_delay_line(k: Kernel, plan: Plan) -> None:
+def _start_delay_line(k: IpCommands, plan: LabPlan) -> None:
     switch = switch_of(plan.name)
     ports = [f"t{i}={m.latency / 2:.9f}" for i, m in enumerate(plan.machines, start=1)]
     assert k.lock is not None
@@ -195,7 +195,7 @@ def _named() -> list[str]:
     return sorted(os.listdir(_NAMES)) if _NAMES.is_dir() else []
 
 
-def _take_down(k: Kernel, lab: str) -> bool:
+def _take_down(k: IpCommands, lab: str) -> bool:
     spaces = [name for name in namespaces() if owner_of(name) == lab]
     if identity("/proc/self/ns/net") in {identity(NAMESPACES / name) for name in spaces}:
         raise EnvironmentProblem(f"this process runs in a host of the lab {lab} itself. Take it down from outside.")

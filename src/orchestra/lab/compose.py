@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestra.lab.build import bucket
-from orchestra.lab.plan import Machine, Plan, told
+from orchestra.lab.plan import LabPlan, Machine, told
 
 _IMAGE = """\
 FROM python:3.11-slim
@@ -35,7 +35,7 @@ _ABOUT = """\
 """
 
 
-def compose(plan: Plan, image: str | None = None) -> str:
+def compose(plan: LabPlan, image: str | None = None) -> str:
     """The file's text. Without an image, one is built from a checkout of this project in the current folder."""
     import yaml
 
@@ -69,7 +69,7 @@ def compose(plan: Plan, image: str | None = None) -> str:
     return about + str(yaml.dump(file, Dumper=Plain, sort_keys=False, width=1000))
 
 
-def _service(plan: Plan, k: int) -> dict[str, Any]:
+def _service(plan: LabPlan, k: int) -> dict[str, Any]:
     machine = plan.machines[k - 1]
     script = "\n".join(["set -e", *shaping(machine), 'exec "$@"'])
     names = [f"host-{i}" for i in range(1, len(plan.machines) + 1)]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.lab.build import DELAY_LINE, address_in, names
 from orchestra.lab.cgroups import find_cgroups
-from orchestra.lab.ip_commands import Kernel, arguments_of, living_in, namespaces, refuse_without
+from orchestra.lab.ip_commands import IpCommands, arguments_of, living_in, namespaces, refuse_without
 from orchestra.lab.plan import Machine, host_of, owner_of, switch_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class LabState:
     """A lab that is there."""
 
     name: str
@@ -36,7 +36,7 @@ class Found:
             )
 
 
-def look(name: str) -> Found:
+def look(name: str) -> LabState:
     """A lab by its name, which must be up."""
     refuse_without()
     hosts = sum(owner_of(space) == name and not space.endswith("-switch") for space in namespaces())
@@ -44,7 +44,7 @@ def look(name: str) -> Found:
     if name not in there:
         known = f"up: {', '.join(there)}" if there else "none is"
         raise ConfigError([Problem("name", name, f"no such lab is up ({known}); see orchestra lab up --help")])
-    k, shares = Kernel(), find_cgroups()
+    k, shares = IpCommands(), find_cgroups()
     spaces = [host_of(name, i + 1) for i in range(hosts)]
     ports = {entry["dev"]: entry for entry in k.ask("tc", "qdisc", "show", inside=switch_of(name))}
     latencies = _latencies(name)
@@ -60,7 +60,7 @@ def look(name: str) -> Found:
             )
         )
         addresses.append(address_in(k, space))
-    return Found(
+    return LabState(
         name=name,
         addresses=tuple(addresses),
         machines=tuple(machines),
@@ -79,7 +79,7 @@ def _latencies(name: str) -> dict[str, float]:
     return {}
 
 
-def _whole(k: Kernel, name: str, addresses: list[str | None], latencies: dict[str, float]) -> bool:
+def _whole(k: IpCommands, name: str, addresses: list[str | None], latencies: dict[str, float]) -> bool:
     """Whether every host has an address and a way to the others: through one bridge, or through its TAP."""
     masters = {e["ifname"]: e.get("master") for e in k.ask("ip", "link", "show", inside=switch_of(name))}
     every = range(1, len(addresses) + 1)

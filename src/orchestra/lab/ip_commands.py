@@ -44,7 +44,7 @@ def refuse_without(*, delayed: bool = False) -> None:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class IpCommands:
     """Runs `ip` and `tc`."""
 
     lock: int | None = None  # inherited by every command: when a builder is killed, the next waits for the last of them
@@ -85,7 +85,7 @@ def _failed_line(complaint: str, batch: str) -> str:
 
 
 @contextmanager
-def alone() -> Iterator[Kernel]:
+def alone() -> Iterator[IpCommands]:
     """The right to build and take down, which one process has at a time, and loses when it dies."""
     lock = os.open(_LOCK, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -101,7 +101,7 @@ def alone() -> Iterator[Kernel]:
                         "Wait for it, or end it."
                     ) from None
                 time.sleep(0.05)
-        yield Kernel(lock)
+        yield IpCommands(lock)
     finally:
         os.close(lock)
 

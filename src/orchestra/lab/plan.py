@@ -31,7 +31,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LabPlan:
     """A lab that can be built."""
 
     name: str
@@ -115,7 +115,7 @@ def make_plan(
     latency: str | float = 0.0,
     cpu: float | None = None,
     exceptions: Mapping[int, Mapping[str, str | float]] | None = None,
-) -> Plan:
+) -> LabPlan:
     """Check what was asked for; all problems at once."""
     problems: list[Problem] = []
     if not re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?", name):
@@ -133,7 +133,7 @@ def make_plan(
             machines[k - 1] = _change(machines[k - 1], changes, f"host {k}: ", problems)
     if problems:
         raise ConfigError(problems)
-    return Plan(name=name, machines=tuple(machines))
+    return LabPlan(name=name, machines=tuple(machines))
 
 
 def read_exception(text: str) -> tuple[int, dict[str, str]]:

@@ -22,7 +22,7 @@ from typing import IO, BinaryIO
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Interrupted, Problem
 from orchestra.lab.cgroups import find_cgroups
-from orchestra.lab.inspection import Found
+from orchestra.lab.inspection import LabState
 from orchestra.lab.ip_commands import environment_of, living_in
 from orchestra.lab.plan import host_of, told
 
@@ -33,7 +33,7 @@ _LAST_WORDS = 1.0  # seconds for what was said and is not yet read
 _ENTER = 'test -z "$0" || echo $$ > "$0" || exit 125; exec "$@"'  # into the cgroup, if there is one
 
 
-def command_in(lab: Found, host: int, command: Sequence[str]) -> list[str]:
+def command_in(lab: LabState, host: int, command: Sequence[str]) -> list[str]:
     """The command line that runs a command on a host, for `subprocess`."""
     space = host_of(lab.name, host)
     shares = find_cgroups()
@@ -42,7 +42,7 @@ def command_in(lab: Found, host: int, command: Sequence[str]) -> list[str]:
     return ["sh", "-c", _ENTER, str(door), *with_us, "ip", "netns", "exec", space, *command]
 
 
-def environment_in(lab: Found, host: int) -> dict[str, str]:
+def environment_in(lab: LabState, host: int) -> dict[str, str]:
     """What a host is told of itself and the others, beside the variables there are."""
     ours = told(lab.name, host - 1, [address or "" for address in lab.addresses])
     port = os.environ.get("MASTER_PORT", ours["MASTER_PORT"])
@@ -52,7 +52,7 @@ def environment_in(lab: Found, host: int) -> dict[str, str]:
 
 
 def run(
-    lab: Found,
+    lab: LabState,
     command: Sequence[str],
     *,
     host: int | None = None,
@@ -75,7 +75,7 @@ def run(
         if host is not None and out is None and err is None:
             return _alone(lab, host, command, mark)
         chosen = range(1, lab.size + 1) if host is None else [host]
-        return _Band(lab, chosen, command, mark, out or sys.stdout.buffer, err or sys.stderr.buffer).play()
+        return _HostCommands(lab, chosen, command, mark, out or sys.stdout.buffer, err or sys.stderr.buffer).play()
     finally:
         _kill_marked(spaces, mark)
 
@@ -110,7 +110,7 @@ def _signal(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals
                 os.killpg(process.pid, number)
 
 
-def _alone(lab: Found, host: int, command: Sequence[str], mark: str) -> int:
+def _alone(lab: LabState, host: int, command: Sequence[str], mark: str) -> int:
     """One host, with our own input and output. On a terminal it is in the foreground, and has Ctrl-C to itself."""
     terminal = sys.stdin is not None and sys.stdin.isatty()
     process = subprocess.Popen(
@@ -139,10 +139,10 @@ def _alone(lab: Found, host: int, command: Sequence[str], mark: str) -> int:
 
 
 @dataclass
-class _Band:
+class _HostCommands:
     """Commands on several hosts at once."""
 
-    lab: Found
+    lab: LabState
     hosts: Sequence[int]
     command: Sequence[str]
     mark: str

@@ -26,7 +26,7 @@ _VERBS = ("run", "resume")  # that a node of a run can carry out
 
 
 @dataclass(frozen=True)
-class Host:
+class LaunchHost:
     """A machine: how ssh calls it, how many processes it takes, and where things are on it."""
 
     name: str
@@ -41,15 +41,15 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ProcessSlot:
     """The place of one process."""
 
     rank: int
     local_rank: int
-    host: Host
+    host: LaunchHost
 
 
-def seats(hosts: Sequence[Host]) -> list[Seat]:
+def seats(hosts: Sequence[LaunchHost]) -> list[ProcessSlot]:
     """A place for every slot of every host, in rank order.
 
     >>> two = Host("a", 2, "python", "/"), Host("b", 1, "python", "/")
@@ -57,7 +57,7 @@ def seats(hosts: Sequence[Host]) -> list[Seat]:
     [(0, 'a', 0), (1, 'a', 1), (2, 'b', 0)]
     """
     places = [(host, local) for host in hosts for local in range(host.slots)]
-    return [Seat(rank, local, host) for rank, (host, local) in enumerate(places)]
+    return [ProcessSlot(rank, local, host) for rank, (host, local) in enumerate(places)]
 
 
 def place(rank: int, size: int, local_rank: int, local_size: int, master: str, port: int) -> dict[str, str]:
@@ -98,7 +98,7 @@ def check_command(words: Sequence[str]) -> list[str]:
     return command
 
 
-def read_hosts(path: Path, *, per_host: int, python: str, cwd: str) -> list[Host]:
+def read_hosts(path: Path, *, per_host: int, python: str, cwd: str) -> list[LaunchHost]:
     """The hosts in a file; all that cannot be understood, each with its line."""
     if per_host < 1:
         raise ConfigError([Problem("per-host", per_host, "must be at least 1 process")])
@@ -106,11 +106,11 @@ def read_hosts(path: Path, *, per_host: int, python: str, cwd: str) -> list[Host
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("hosts", str(path), f"cannot be read: {error}")]) from None
-    found: dict[str, tuple[int, Host]] = {}
+    found: dict[str, tuple[int, LaunchHost]] = {}
     problems: list[Problem] = []
     for number, line in enumerate(lines, start=1):
         try:
-            host = _read(line, Host("", per_host, python, cwd))
+            host = _read(line, LaunchHost("", per_host, python, cwd))
             if host is None:
                 continue
             if host.address in found:
@@ -126,7 +126,7 @@ def read_hosts(path: Path, *, per_host: int, python: str, cwd: str) -> list[Host
     return [host for _, host in found.values()]
 
 
-def _read(line: str, usual: Host) -> Host | None:
+def _read(line: str, usual: LaunchHost) -> LaunchHost | None:
     """A line as a host, None if it says nothing. Raises ValueError."""
     try:
         name, *options = shlex.split(line, comments=True) or [""]
@@ -144,7 +144,7 @@ def _read(line: str, usual: Host) -> Host | None:
         if not value or key in given:
             raise ValueError(f"{key} needs one value, e.g. {key}={'2' if key == 'slots' else '/a/path'}")
         given[key] = value
-    return Host(name, _slots(given, usual.slots), given.get("python", usual.python), given.get("cwd", usual.cwd))
+    return LaunchHost(name, _slots(given, usual.slots), given.get("python", usual.python), given.get("cwd", usual.cwd))
 
 
 def _slots(given: Mapping[str, str], usual: int) -> int:

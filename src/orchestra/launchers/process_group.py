@@ -45,7 +45,7 @@ _REFUSED = ConfigError.exit_code  # of those who find something wrong with the c
 _CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
 
 
-class Wire(Protocol):
+class AgentLink(Protocol):
     """To the far end of one process. What comes back is put among the news."""
 
     def say(self, word: str) -> None:
@@ -70,7 +70,7 @@ def ending_with_us() -> Callable[[], None]:
     return tie
 
 
-class Pipe:
+class AgentProcess:
     """A far end behind a command, such as ssh. `tied`: the command ends with the thread that starts it."""
 
     def __init__(self, rank: int, command: Sequence[str], orders: str, news: News, *, tied: bool = False) -> None:
@@ -118,7 +118,7 @@ class Pipe:
 
 
 @dataclass
-class Band:
+class ProcessGroup:
     """Processes that play together, from the first to the last of them."""
 
     names: Sequence[str]  # of the host of each rank
@@ -126,7 +126,7 @@ class Band:
     grace: float = GRACE  # seconds between asking to stop and killing
     asking: str = "stop, and waits for those that save first"  # whether a script does, nobody knows
     silent: bool = False  # nothing that the processes print is passed on
-    wires: dict[int, Wire] = field(default_factory=dict)
+    wires: dict[int, AgentLink] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)  # in the order in which they ended
     tails: dict[int, deque[bytes]] = field(default_factory=dict)
     _open: dict[tuple[int, str], bytes] = field(default_factory=dict)  # lines that have not ended
@@ -136,7 +136,7 @@ class Band:
     _killed: bool = False
     _failed: tuple[int, ...] = ()  # before anybody was asked to stop, in order
 
-    def play(self, wires: Mapping[int, Wire]) -> int:
+    def play(self, wires: Mapping[int, AgentLink]) -> int:
         """Listen until all have ended; gives the exit code of the whole."""
         self.wires = dict(wires)
         self.tails = {rank: deque(maxlen=_TAIL) for rank in wires}

@@ -26,7 +26,7 @@ from orchestra.errors import ClusterError, EnvironmentProblem
 from orchestra.launchers.agent import look
 from orchestra.launchers.hosts import PORT, argv, place
 from orchestra.launchers.preflight import agree
-from orchestra.launchers.process_group import GRACE, SILENCE, Band, News, Pipe
+from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess, News, ProcessGroup
 
 _KNOCK = 5.0  # seconds for a cluster to open its door
 _ROOM = 60.0  # seconds for Ray to find room
@@ -34,12 +34,12 @@ _ANSWER = 120.0  # seconds for an actor's first word: it may have to start a pro
 _GLANCE = 1.0  # seconds that an actor waits for something to tell
 
 
-class Desk:
+class RayAgent:
     """On a machine of the cluster: starts one process, says what it is told to, tells what it hears."""
 
     def __init__(self) -> None:
         self._news = News()
-        self._pipe: Pipe | None = None
+        self._pipe: AgentProcess | None = None
 
     def look(self, orders: Mapping[str, Any]) -> dict[str, Any]:
         """This machine, and what it lacks."""
@@ -54,7 +54,7 @@ class Desk:
         whole = {**orders, "argv": argv(orders["command"], sys.executable)}
         # An actor that ends kills its children at once. A grandchild only sees its input close, and lets the run save.
         far = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-P", "-m", "orchestra.launchers.agent"]
-        self._pipe = Pipe(rank, far, json.dumps(whole), self._news)
+        self._pipe = AgentProcess(rank, far, json.dumps(whole), self._news)
 
     def say(self, word: str) -> None:
         """To the far end."""
@@ -71,7 +71,7 @@ class Desk:
         return found
 
 
-class _Wire:
+class _ActorLink:
     """To a desk."""
 
     def __init__(self, rank: int, desk: Any, orders: Mapping[str, Any], news: News) -> None:
@@ -152,7 +152,7 @@ def _desks(size: int, gpus: int) -> list[Any]:
             "Ask for fewer --workers, or add machines."
         )
     return [
-        ray.remote(Desk)
+        ray.remote(RayAgent)
         .options(
             num_cpus=1,
             num_gpus=gpus,
@@ -188,5 +188,5 @@ def _play(command: Sequence[str], token: str, desks: Sequence[Any], again: str) 
             "silence": SILENCE,
             "grace": GRACE,
         }
-        wires[rank] = _Wire(rank, desk, orders, news)
-    return Band([answer["address"] for answer in answers], news).play(wires)
+        wires[rank] = _ActorLink(rank, desk, orders, news)
+    return ProcessGroup([answer["address"] for answer in answers], news).play(wires)

@@ -22,9 +22,9 @@ from typing import Any
 
 from orchestra.engine.environment import STARTED_BY
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
-from orchestra.launchers.hosts import PORT, Host, Seat, argv, place, seats
+from orchestra.launchers.hosts import PORT, LaunchHost, ProcessSlot, argv, place, seats
 from orchestra.launchers.preflight import Answer, agree
-from orchestra.launchers.process_group import GRACE, SILENCE, Band, News, Pipe, ending_with_us
+from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess, News, ProcessGroup, ending_with_us
 
 _CONNECT = 10  # seconds to connect to a host
 _ANSWER = 30.0  # seconds for a host to say its versions
@@ -44,10 +44,10 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Run:
+class SshLaunch:
     """Everything about a run but its token."""
 
-    hosts: Sequence[Host]
+    hosts: Sequence[LaunchHost]
     command: Sequence[str]
     ssh: Sequence[str] = ("ssh",)
     master: str | None = None  # where the others find the first host
@@ -76,20 +76,20 @@ class Run:
         if problems:
             raise ConfigError(problems)
 
-    def line(self, host: Host) -> list[str]:
+    def line(self, host: LaunchHost) -> list[str]:
         """The command that reaches a host's far end. Other programs than ssh need not know its options."""
         options = [word for option in _OPTIONS for word in ("-o", option)] if Path(self.ssh[0]).name == "ssh" else []
         far = shlex.join([host.python, "-P", "-m", "orchestra.launchers.agent"])
         return [*self.ssh, *(["-T", *options] if options else []), host.name, f"exec {far}"]
 
-    def place(self, seat: Seat, port: int) -> dict[str, str]:
+    def place(self, seat: ProcessSlot, port: int) -> dict[str, str]:
         """What the process of a seat finds in its environment, but for the token."""
         size = sum(host.slots for host in self.hosts)
         found = place(seat.rank, size, seat.local_rank, seat.host.slots, self.master_address, port)
         return found | dict(self.environment or {})
 
 
-def describe(run: Run) -> str:
+def describe(run: SshLaunch) -> str:
     """What would be run where."""
     lines = []
     for seat in seats(run.hosts):
@@ -103,11 +103,11 @@ def describe(run: Run) -> str:
     return "\n".join(lines)
 
 
-def launch(run: Run, token: str) -> int:
+def launch(run: SshLaunch, token: str) -> int:
     """Start a run, pass on what it prints, end with it; gives its exit code."""
     port = prepare(run)
     mark, news, places = secrets.token_hex(8), News(), seats(run.hosts)
-    band = Band([seat.host.name for seat in places], news, run.grace)
+    band = ProcessGroup([seat.host.name for seat in places], news, run.grace)
     try:
         code = band.play({seat.rank: _wire(run, seat, port, token, mark, news) for seat in places})
     finally:
@@ -117,7 +117,7 @@ def launch(run: Run, token: str) -> int:
     return code
 
 
-def _wire(run: Run, seat: Seat, port: int, token: str, mark: str, news: News) -> Pipe:
+def _wire(run: SshLaunch, seat: ProcessSlot, port: int, token: str, mark: str, news: News) -> AgentProcess:
     orders = {
         "do": "run",
         "argv": argv(run.command, seat.host.python),
@@ -127,10 +127,10 @@ def _wire(run: Run, seat: Seat, port: int, token: str, mark: str, news: News) ->
         "silence": SILENCE,
         "grace": run.grace,
     }
-    return Pipe(seat.rank, run.line(seat.host), json.dumps(orders), news, tied=True)
+    return AgentProcess(seat.rank, run.line(seat.host), json.dumps(orders), news, tied=True)
 
 
-def _sweep(run: Run, hosts: Sequence[Host], mark: str) -> None:
+def _sweep(run: SshLaunch, hosts: Sequence[LaunchHost], mark: str) -> None:
     """Kill what the far ends could not; a host that cannot be reached ends it by itself."""
     _ask_all(run, [(host, {"do": "sweep", "mark": f"{mark}:"}) for host in hosts], _SWEEP)
 
@@ -138,7 +138,7 @@ def _sweep(run: Run, hosts: Sequence[Host], mark: str) -> None:
 # Before the start.
 
 
-def prepare(run: Run) -> int:
+def prepare(run: SshLaunch) -> int:
     """Ask every host whether it can take part; gives the port. Raises with the problems of all."""
     run.check()
     asked = {"do": "check", "master": run.master_address, "port": run.port or PORT, "any_port": run.port is None}
@@ -149,7 +149,7 @@ def prepare(run: Run) -> int:
 
 
 def _ask_all(
-    run: Run, questions: Sequence[tuple[Host, Mapping[str, Any]]], patience: float
+    run: SshLaunch, questions: Sequence[tuple[LaunchHost, Mapping[str, Any]]], patience: float
 ) -> list[tuple[int, str, str]]:
     """Ask hosts all at once: of each the exit status, what it said, and its complaints."""
     asked: list[subprocess.Popen[str]] = []
@@ -189,7 +189,7 @@ def _answer(process: subprocess.Popen[str], end: float, patience: float) -> tupl
     return process.returncode, out, err
 
 
-def _understand(run: Run, host: Host, status: int, out: str, err: str) -> Answer | str:
+def _understand(run: SshLaunch, host: LaunchHost, status: int, out: str, err: str) -> Answer | str:
     """A host's answer, or what is wrong with it and what to do."""
     with contextlib.suppress(ValueError, IndexError):
         answer = json.loads(out.strip().splitlines()[-1])  # a login script may have printed something before

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestra.live.tail import Growing
+from orchestra.live.tail import TailedFile
 from orchestra.runs import reading, run_lock
-from orchestra.runs.events import Began, Ended, Event, Logged, Saved, Scored, Skipped, Stepped, decode
+from orchestra.runs.events import Event, Logged, NodeEnded, NodeStarted, Saved, Scored, Skipped, Stepped, decode
 from orchestra.runs.reading import Unreadable
-from orchestra.runs.run_lock import Word
+from orchestra.runs.run_lock import LockState
 
 RECENT = 32  # steps over which shares and rates are taken
 HISTORY = 120  # steps of a sparkline
@@ -31,7 +31,7 @@ _SET = ("momentum after the switch", "rate after the switch")  # likewise, and t
 
 
 @dataclass(frozen=True)
-class News:
+class NewEvent:
     """Something that happened once."""
 
     t: float
@@ -40,12 +40,12 @@ class News:
 
 
 @dataclass
-class Pulse:
+class NodeState:
     """What is known of one node."""
 
-    file: Growing
+    file: TailedFile
     began: bool = False
-    ended: Ended | None = None
+    ended: NodeEnded | None = None
     step: int = 0
     epoch: float = 0.0
     samples: int = 0
@@ -55,7 +55,7 @@ class Pulse:
     stale: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # ages of gradients, in updates
     events: list[Event] = field(default_factory=list)  # all of them, where they are kept
 
-    def take(self, event: Event) -> News | None:
+    def take(self, event: Event) -> NewEvent | None:
         """Learn of one event; gives what people should hear of."""
         self.began = True
         match event:
@@ -69,18 +69,18 @@ class Pulse:
                 if event.name == "staleness":
                     self.stale.append(event.value)
                 elif event.name in _TOLD:
-                    return News(event.t, event.node, f"{event.name} at step {event.step:,}")
+                    return NewEvent(event.t, event.node, f"{event.name} at step {event.step:,}")
                 elif event.name in _SET:
-                    return News(event.t, event.node, f"{event.name} {event.value:.4g}")
-            case Ended():
+                    return NewEvent(event.t, event.node, f"{event.name} {event.value:.4g}")
+            case NodeEnded():
                 self.ended, self.step, self.samples, self.t = event, event.step, event.samples, event.t
-                return News(event.t, event.node, f"done after {event.step:,} steps")
+                return NewEvent(event.t, event.node, f"done after {event.step:,} steps")
             case Skipped():
-                return News(event.t, event.node, f"gradient of step {event.step:,} not finite, not used")
+                return NewEvent(event.t, event.node, f"gradient of step {event.step:,} not finite, not used")
             case Saved():
-                return News(event.t, event.node, f"saved at step {event.step:,}")
-            case Began():
-                return News(event.t, event.node, f"ready after {event.setup:.1f} s")
+                return NewEvent(event.t, event.node, f"saved at step {event.step:,}")
+            case NodeStarted():
+                return NewEvent(event.t, event.node, f"ready after {event.setup:.1f} s")
         return None
 
 
@@ -91,14 +91,14 @@ class Follower:
         self.folder = folder
         self.config: dict[str, Any] | None = None
         self.ending: dict[str, Any] | None = None
-        self.word = Word(alive=None)
-        self.nodes: dict[int, Pulse] = {}
+        self.word = LockState(alive=None)
+        self.nodes: dict[int, NodeState] = {}
         self.scores: list[Scored] = []
-        self.news: deque[News] = deque(maxlen=_NEWS)
+        self.news: deque[NewEvent] = deque(maxlen=_NEWS)
         self.changed = 0.0  # seconds since the epoch, of the last change of any file
         self.seen: deque[tuple[float, float]] = deque(maxlen=60)  # when how much of the budget was spent
         self.keep = keep
-        self._scores = Growing(folder / "scores.jsonl")
+        self._scores = TailedFile(folder / "scores.jsonl")
         self._config_changed = 0.0
 
     def look(self) -> bool:
@@ -147,10 +147,10 @@ class Follower:
     def _look_at(self, number: int) -> bool:
         if number not in self.nodes:
             path = self.folder / f"events-{number}.jsonl"
-            self.nodes[number] = Pulse(Growing(path, tail=None if self.keep else _TAIL))
+            self.nodes[number] = NodeState(TailedFile(path, tail=None if self.keep else _TAIL))
         pulse = self.nodes[number]
         if pulse.file.renewed():
-            self.nodes[number] = pulse = Pulse(pulse.file)
+            self.nodes[number] = pulse = NodeState(pulse.file)
             self.news = deque((n for n in self.news if n.node != number), maxlen=_NEWS)
         self.changed = max(self.changed, pulse.file.changed)
         new = False
@@ -173,7 +173,7 @@ class Follower:
                 if isinstance(event, Scored) and reading.sound(event):
                     self.scores.append(score := reading.cleaned(event))
                     figures = ", ".join(f"{reading.visible(name)} {value:.4g}" for name, value in score.metrics.items())
-                    self.news.append(News(event.t, None, f"scored after {event.samples:,} samples: {figures}"))
+                    self.news.append(NewEvent(event.t, None, f"scored after {event.samples:,} samples: {figures}"))
                     new = True
         return new
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from orchestra.live.follower import RECENT, Follower, News, Pulse, shares
+from orchestra.live.follower import RECENT, Follower, NewEvent, NodeState, shares
 from orchestra.runs.budget import lower_is_better
 from orchestra.runs.progress import duration
 from orchestra.runs.reading import harmless
@@ -123,7 +123,7 @@ def moment(run: Follower, now: float) -> RunNow | None:
     return RunNow(**{name: harmless(value) if isinstance(value, str) else value for name, value in vars(found).items()})
 
 
-def _who(news: News, workers: int) -> str:
+def _who(news: NewEvent, workers: int) -> str:
     return "model" if news.node is None else name_of(news.node, workers)
 
 
@@ -156,7 +156,7 @@ def _stopped_by(run: Follower) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _node_state(pulse: Pulse, role: str, run: str, wait: float, silence: float, patience: float) -> str:
+def _node_state(pulse: NodeState, role: str, run: str, wait: float, silence: float, patience: float) -> str:
     if run in OVER or pulse.ended is not None:
         return run if run in OVER else "done"
     if not pulse.began:
@@ -171,7 +171,7 @@ def _node_state(pulse: Pulse, role: str, run: str, wait: float, silence: float, 
 # Nodes.
 
 
-def _node(number: int, pulse: Pulse, workers: int, virtual: bool, run: str, now: float) -> NodeNow:
+def _node(number: int, pulse: NodeState, workers: int, virtual: bool, run: str, now: float) -> NodeNow:
     role = "worker" if number < workers else "server"
     last = [*islice(pulse.steps, max(0, len(pulse.steps) - RECENT), None)]
     parts = shares(last)
@@ -208,7 +208,7 @@ class _Spent:
     words: str
 
 
-def _spent(budget: Any, working: list[Pulse]) -> list[_Spent]:
+def _spent(budget: Any, working: list[NodeState]) -> list[_Spent]:
     """How much of each part of a budget is spent, in the order in which they were given."""
     found = []
     for part in budget if isinstance(budget, list) and working else ():

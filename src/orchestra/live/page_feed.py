@@ -24,7 +24,7 @@ from orchestra.live.moment import RunNow, moment
 from orchestra.report import curves, model, page
 from orchestra.runs import reading, run_lock
 from orchestra.runs.budget import Target
-from orchestra.runs.reading import Run
+from orchestra.runs.reading import RunRecord
 
 _EVERY = 0.5  # seconds between two looks
 _RESTS = 4  # times as long as a story took to tell, until the next one
@@ -35,7 +35,7 @@ _SEARCH = 2.0  # seconds between two looks for new runs
 Ending = tuple[str, float]  # how, and when
 
 
-class Teller:
+class PageWriter:
     """Some runs, and what there is to say of them."""
 
     def __init__(self, paths: Sequence[Path], target: Target | None = None) -> None:
@@ -77,14 +77,14 @@ class Teller:
             run.look()
         return run
 
-    def _load(self, folder: Path) -> Run:
+    def _load(self, folder: Path) -> RunRecord:
         run = self._follow(folder)
         if (ended := _ended(run)) is None and run.keep:
             return reading.load(folder, run.events)
         known = self._over.get(folder)
         return known.run if known is not None and known.ended == ended else reading.load(folder)
 
-    def _describe(self, run: Run, target: Target | None, blocks: int | None) -> dict[str, Any]:
+    def _describe(self, run: RunRecord, target: Target | None, blocks: int | None) -> dict[str, Any]:
         ended = _ended(self._runs[run.path])
         if ended is None or not (run.over or run.fate):
             return model.describe_run(run, target, blocks)
@@ -105,7 +105,7 @@ class _Over:
 
     ended: Ending
     asked: tuple[Target | None, bool]  # to which target, and whether without a timeline
-    run: Run  # without its events
+    run: RunRecord  # without its events
     told: dict[str, Any]
 
 
@@ -125,10 +125,10 @@ def _brief(at: RunNow) -> dict[str, Any]:
     return {**whole, "news": whole["news"][-10:], "nodes": shown, "of": len(at.nodes)}
 
 
-class Telling:
+class PageFeed:
     """Looks and tells in a thread of its own for as long as somebody asks, so that nobody who asks has to wait."""
 
-    def __init__(self, teller: Teller) -> None:
+    def __init__(self, teller: PageWriter) -> None:
         self._teller = teller
         self._asked = time.monotonic()
         self._due, self._news, self._trouble = 0.0, False, ""

@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from orchestra.live.page_feed import Telling
+from orchestra.live.page_feed import PageFeed
 
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -52,7 +52,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = MOST  # that the kernel holds until they are accepted
 
-    def __init__(self, telling: Telling, port: int = 0) -> None:
+    def __init__(self, telling: PageFeed, port: int = 0) -> None:
         self._held: dict[Any, str] = {}  # connections in the order of their arrival: idle, asked or refused
         self._holding = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)

@@ -22,7 +22,7 @@ _CHUNK = 1 << 22  # bytes read at once; no line of ours is nearly as long
 _MOST = 1 << 30  # bytes read in one look; the next look goes on from there
 
 
-class Growing:
+class TailedFile:
     """One file. With `tail`, a first look takes no more than so many bytes at its end, whose first line may be cut."""
 
     def __init__(self, path: Path, *, tail: int | None = None) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Before:
+class BufferCopies:
     """Copies of all buffers, as they were at the last `keep`. A module without buffers costs nothing."""
 
     def __init__(self, module: nn.Module) -> None:

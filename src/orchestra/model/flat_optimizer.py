@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from orchestra.core import optimizer_state as kept
-from orchestra.core.gradient_mask import Marks
+from orchestra.core.gradient_mask import GradientMask
 from orchestra.core.vectors import LINE
 from orchestra.model import param_groups as groups
 from orchestra.model.optimizers import ProximalSGD
@@ -53,7 +53,7 @@ def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
     return type(made) in ELEMENTWISE and groups.is_one(made, params)
 
 
-class Inner:
+class FlatOptimizer:
     """An optimizer over a flat vector `x` (`layers` None), or over a module's layers that are views of it.
 
     `pieces`: the layers of which `x` consists; without them none of its elements can lack a gradient.
@@ -80,7 +80,7 @@ class Inner:
         if fused:
             self._fuse()
         own = () if self._flat is not None else (part for part in self._slices() if part.start < part.stop)
-        self._marks = Marks(pieces or own, x.device if self._flat is not None else _device(self._params))
+        self._marks = GradientMask(pieces or own, x.device if self._flat is not None else _device(self._params))
         # A user's own may add noise; torch's and ours draw nothing.
         self.draws = not type(self.optimizer).__module__.startswith(("torch.optim.", "orchestra.model.optimizers."))
         self._schedule = schedule
@@ -91,7 +91,7 @@ class Inner:
         self.factor = 1.0  # of one that is lent: on all its rates, beside what is done to them meanwhile
 
     @classmethod
-    def around(cls, optimizer: optim.Optimizer, layers: Sequence[nn.Parameter], factor: float = 1.0) -> Inner:
+    def around(cls, optimizer: optim.Optimizer, layers: Sequence[nn.Parameter], factor: float = 1.0) -> FlatOptimizer:
         """One that the caller keeps using, with schedulers of torch; a step multiplies its learning rates by `factor`.
 
         The rates that its maker sees and sets stay without the factor.

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from orchestra.core.gradient_mask import ABSENT, Marks
+from orchestra.core.gradient_mask import ABSENT, GradientMask
 from orchestra.core.vectors import LARGE
 from orchestra.data.batches import Loss, Pieces, each, loss_of
 from orchestra.errors import Problem
 from orchestra.model import error_hints
-from orchestra.model.buffers import Before
+from orchestra.model.buffers import BufferCopies
 
 Ready = Callable[[slice], None]
 
@@ -127,7 +127,7 @@ class Replica:
         self._ours = False  # whether a backward pass under way is this class's own, not one inside the module
         self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
-        self.before = Before(module)  # this forward pass
+        self.before = BufferCopies(module)  # this forward pass
         self._lay_out()
         self._marks = _marks(self._ranges, cuts, g)
         self._hook(least=LARGE)
@@ -283,10 +283,10 @@ class Replica:
         return persistent_buffers(self.module)
 
 
-def _marks(layers: Sequence[slice], cuts: Sequence[int], g: Tensor) -> Marks:
+def _marks(layers: Sequence[slice], cuts: Sequence[int], g: Tensor) -> GradientMask:
     """What marks every layer of g as present, and every piece of one that others hold."""
     heads = {*cuts, *(layer.start for layer in layers if layer.start < layer.stop)}
-    return Marks((slice(head, head + 1) for head in sorted(heads)), g.device)
+    return GradientMask((slice(head, head + 1) for head in sorted(heads)), g.device)
 
 
 def _parts(batch: Pieces, size: int, count: int) -> Iterator[tuple[Pieces, float]]:

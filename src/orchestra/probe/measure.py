@@ -35,10 +35,10 @@ from orchestra._train import train
 from orchestra.clusters.local import Local
 from orchestra.core.node import Node
 from orchestra.core.strategy import Strategy
-from orchestra.model.flat_optimizer import Inner
+from orchestra.model.flat_optimizer import FlatOptimizer
 from orchestra.runs.budget import Steps
 from orchestra.runs.events import Logged, read
-from orchestra.runs.measurements import Exchange
+from orchestra.runs.measurements import LinkMeasurement
 
 _LARGE = 1 << 20  # numbers in a large message
 _COPIES = 1 << 26  # bytes of the copies that measure memory
@@ -67,7 +67,7 @@ def memory(repeats: int = 9) -> float:
 def number(repeats: int = 50) -> float:
     """Seconds for every number that an optimizer updates: SGD with momentum, over a large vector."""
     x, g = torch.zeros(_LARGE), torch.zeros(_LARGE)
-    inner = Inner(functools.partial(torch.optim.SGD, lr=1e-9, momentum=0.9), x, fused=True)
+    inner = FlatOptimizer(functools.partial(torch.optim.SGD, lr=1e-9, momentum=0.9), x, fused=True)
     inner.step(g)
     with _one_thread():
         return _median(lambda: inner.step(g), repeats) / _LARGE
@@ -127,7 +127,7 @@ def _mean(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
-def memory_exchange(repeats: int = 100) -> Exchange:
+def memory_exchange(repeats: int = 100) -> LinkMeasurement:
     """Messages between two processes of a real run."""
     with tempfile.TemporaryDirectory(prefix="orchestra-probe-") as folder:
         train(
@@ -166,7 +166,7 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as line:
 """
 
 
-def loopback(repeats: int = 100) -> Exchange:
+def loopback(repeats: int = 100) -> LinkMeasurement:
     """Messages through a socket of this machine to another process, which answers with a byte."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         door.settimeout(30)
@@ -195,10 +195,10 @@ def _talk(line: socket.socket, size: int, repeats: int) -> tuple[float, float]:
     return statistics.median(until_answer), statistics.median(until_posted)
 
 
-def _exchange(message: float, small: float, large: float, size: int) -> Exchange:
+def _exchange(message: float, small: float, large: float, size: int) -> LinkMeasurement:
     """From the time of one way with next to nothing, and with `size` bytes."""
     message = min(message, small)
-    return Exchange(rate=size / max(large - small, 1e-9), latency=small - message, message=message)
+    return LinkMeasurement(rate=size / max(large - small, 1e-9), latency=small - message, message=message)
 
 
 def _median(act: Callable[[], Any], repeats: int) -> float:

@@ -64,7 +64,7 @@ def _notes(run: Path) -> Iterator[dict[str, Any]]:
         yield {"target": {"metric": metric, "value": value}} if part.startswith("target=") else {}
 
 
-class Comparisons:
+class ComparisonFiles:
     """Those that the runs at and below some folders are part of."""
 
     def __init__(self, paths: Sequence[Path], runs: Sequence[Path]) -> None:

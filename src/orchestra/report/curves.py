@@ -20,7 +20,7 @@ QUANTILES = 101
 SAID = 400  # points of what a strategy logged
 
 
-class Steps:
+class StepColumns:
     """All steps of a run as columns, in order of time."""
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -75,7 +75,7 @@ class Steps:
         return (self.total("sent") + self.total("received")) / max(1, len(self.nodes))
 
 
-def training(steps: Steps) -> dict[str, list[float]]:
+def training(steps: StepColumns) -> dict[str, list[float]]:
     """The loss of training by time, samples and bytes: means of buckets, with the least and the most in each."""
     known = ~np.isnan(steps["loss"])
     count = int(known.sum())
@@ -94,7 +94,7 @@ def training(steps: Steps) -> dict[str, list[float]]:
     }
 
 
-def scored(scores: Sequence[Scored], steps: Steps) -> dict[str, Any]:
+def scored(scores: Sequence[Scored], steps: StepColumns) -> dict[str, Any]:
     """What was evaluated, by time, samples and bytes."""
     times = np.array([s.t for s in scores])
     bytes_then = np.interp(times, steps["t"], steps.traffic(), left=0.0) if len(steps["t"]) else times * 0
@@ -124,7 +124,7 @@ def logged(events: Sequence[Event], names: Sequence[str]) -> dict[str, dict[str,
     return found
 
 
-def step_times(steps: Steps, lost: Dropped | None = None) -> list[dict[str, Any]]:
+def step_times(steps: StepColumns, lost: Dropped | None = None) -> list[dict[str, Any]]:
     """How long the steps of each worker took: quantiles, from the shortest to the longest.
 
     Each is that of a step; of steps that a long run has dropped, to within 5 %.
@@ -144,7 +144,7 @@ def step_times(steps: Steps, lost: Dropped | None = None) -> list[dict[str, Any]
     return found
 
 
-def lanes(steps: Steps, most: int) -> list[dict[str, Any]]:
+def lanes(steps: StepColumns, most: int) -> list[dict[str, Any]]:
     """A timeline: when steps ended and what they were made of, in whole microseconds, `together` steps in a block."""
     found = []
     for node in steps.nodes:

@@ -29,7 +29,7 @@ from typing import Any
 from orchestra.errors import EnvironmentProblem
 from orchestra.runs import reading
 from orchestra.runs.events import Logged, Stepped
-from orchestra.runs.reading import Run
+from orchestra.runs.reading import RunRecord
 
 RECENT = 32  # steps over which shares are taken
 _KINDS = ("compute", "communicate", "wait")
@@ -39,7 +39,7 @@ _RETRIES = "3"  # of MLflow, unless its user said otherwise: its own seven take 
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """All that is known at one step."""
 
     step: int
@@ -47,20 +47,20 @@ class Row:
     figures: dict[str, float]
 
 
-def rows(run: Run) -> list[Row]:
+def rows(run: RunRecord) -> list[MetricRow]:
     """A run's figures, in order of steps."""
     figures: dict[int, dict[str, float]] = defaultdict(dict)
     times: dict[int, float] = {}
     for step, t, found in (*_steps(run), *_staleness(run), *_scores(run)):
         figures[step] |= found
         times[step] = max(t, times.get(step, 0.0))
-    return [Row(step, times[step], figures[step]) for step in sorted(figures)]
+    return [MetricRow(step, times[step], figures[step]) for step in sorted(figures)]
 
 
 _Some = Iterator[tuple[int, float, dict[str, float]]]
 
 
-def _steps(run: Run) -> _Some:
+def _steps(run: RunRecord) -> _Some:
     by_step: dict[int, list[Stepped]] = defaultdict(list)
     for e in run.events:
         if isinstance(e, Stepped):
@@ -85,7 +85,7 @@ def _shares(before: dict[int, Stepped], events: Sequence[Stepped]) -> dict[str, 
     return {f"time/{kind}": min(1.0, max(0.0, seconds / whole)) for kind, seconds in spent.items()}
 
 
-def _staleness(run: Run) -> _Some:
+def _staleness(run: RunRecord) -> _Some:
     """Servers count updates: as many as there are workers make a step."""
     said: dict[int, list[Logged]] = defaultdict(list)
     for e in run.events:
@@ -96,7 +96,7 @@ def _staleness(run: Run) -> _Some:
         yield step, max(e.t for e in events), {"train/staleness": _mean([e.value for e in events])}
 
 
-def _scores(run: Run) -> _Some:
+def _scores(run: RunRecord) -> _Some:
     for score in run.scores:
         yield int(score.step), score.t, {f"test/{_plain(name)}": value for name, value in score.metrics.items()}
 
@@ -113,7 +113,7 @@ def _mean(values: Sequence[float]) -> float:
 # Where it goes.
 
 # A run, its figures, what to call it, and when it began, in seconds since the epoch.
-Sink = Callable[[Run, Sequence[Row], str, float], None]
+Sink = Callable[[RunRecord, Sequence[MetricRow], str, float], None]
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def tensorboard(folder: Path) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
     @_in_a_line(f"TensorBoard cannot write to {folder}")
-    def write(run: Run, figures: Sequence[Row], name: str, began: float) -> None:
+    def write(run: RunRecord, figures: Sequence[MetricRow], name: str, began: float) -> None:
         writer: Any = SummaryWriter(log_dir=str(folder / name))
         # Indented, not fenced: a name may hold what ends a fence.
         config = textwrap.indent(json.dumps(run.config, indent=1), "    ")
@@ -150,7 +150,7 @@ def wandb(project: str) -> Sink:
     module = needed("wandb", "wandb")
 
     @_in_a_line("Weights & Biases does not take it", " With WANDB_MODE=offline it is kept here, to be synced later.")
-    def write(run: Run, figures: Sequence[Row], name: str, began: float) -> None:
+    def write(run: RunRecord, figures: Sequence[MetricRow], name: str, began: float) -> None:
         with module.init(project=project, name=name, config=run.config) as there:
             for row in figures:
                 there.log({**row.figures, "seconds": row.t, "_timestamp": began + row.t}, step=row.step)
@@ -170,7 +170,7 @@ def mlflow(uri: str) -> Sink:
         module.set_experiment("orchestra")
 
     @heard()
-    def write(run: Run, figures: Sequence[Row], name: str, began: float) -> None:
+    def write(run: RunRecord, figures: Sequence[MetricRow], name: str, began: float) -> None:
         metrics = [
             entities.Metric(figure, value, round((began + row.t) * 1e3), row.step)
             for row in figures

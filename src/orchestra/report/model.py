@@ -17,21 +17,21 @@ from typing import Any
 from orchestra.errors import ConfigError, Problem
 from orchestra.formatting import plural
 from orchestra.report import curves, formulas, settings, tables, traces, verdict
-from orchestra.report.comparison_file import Comparison, Comparisons, Failure
-from orchestra.report.results import Mark, achieved, times_of
+from orchestra.report.comparison_file import Comparison, ComparisonFiles, Failure
+from orchestra.report.results import RunResult, achieved, times_of
 from orchestra.report.statistics import median_interval
 from orchestra.report.styles import looks
 from orchestra.runs import dropped_events, reading
 from orchestra.runs.budget import Target, lower_is_better
-from orchestra.runs.events import Ended, Logged, Stepped
-from orchestra.runs.reading import Run, Unreadable
+from orchestra.runs.events import Logged, NodeEnded, Stepped
+from orchestra.runs.reading import RunRecord, Unreadable
 
 BLOCKS = 300_000  # of all timelines together
 MOST_NODES = 128  # in a matrix of who sent to whom
 _COUNTED = ("staleness", "gap")  # what is shown as a histogram
 _MOST_NAMES = 12  # of what a strategy logged
-Load = Callable[[Path], Run]
-Describe = Callable[[Run, Target | None, int | None], dict[str, Any]]
+Load = Callable[[Path], RunRecord]
+Describe = Callable[[RunRecord, Target | None, int | None], dict[str, Any]]
 
 
 def tell(
@@ -44,7 +44,7 @@ def tell(
     """
     refused: list[dict[str, str]] = []
     folders = _folders(paths)
-    races = Comparisons(paths, folders)
+    races = ComparisonFiles(paths, folders)
     target = target or races.target
     first = _Representatives(folders)
     told, about = [], []
@@ -86,7 +86,7 @@ class _Representatives:
         self.room = BLOCKS // max(1, len(folders))
         self.seen: set[str] = set()
 
-    def blocks_for(self, run: Run) -> int | None:
+    def blocks_for(self, run: RunRecord) -> int | None:
         """How many blocks a worker's lane may have; None: no timeline."""
         mine = {name: text for name, text in settings.settings_of(run).items() if name != "seed"}
         key = json.dumps(mine, sort_keys=True)
@@ -96,7 +96,7 @@ class _Representatives:
         return max(50, self.room // max(1, run.facts.workers))
 
 
-def without_events(run: Run) -> Run:
+def without_events(run: RunRecord) -> RunRecord:
     """What is still needed of a run when its figures are taken; a long one fills the memory."""
     return replace(run, events=(), scores=())
 
@@ -104,9 +104,9 @@ def without_events(run: Run) -> Run:
 # One run.
 
 
-def describe_run(run: Run, target: Target | None, blocks: int | None) -> dict[str, Any]:
+def describe_run(run: RunRecord, target: Target | None, blocks: int | None) -> dict[str, Any]:
     """One run; with a timeline of so many blocks a worker, unless that is None."""
-    facts, steps = run.facts, curves.Steps(run.events)
+    facts, steps = run.facts, curves.StepColumns(run.events)
     strategy = formulas.parsed(facts.strategy)
     lost = dropped_events.of(run.events)
     abandoned = lost.count("abandoned") + sum(isinstance(e, Logged) and e.name == "abandoned" for e in run.events)
@@ -143,17 +143,17 @@ _AS_THEY_ARE = (
 )  # fmt: skip
 
 
-def _said(run: Run, name: str) -> list[int]:
+def _said(run: RunRecord, name: str) -> list[int]:
     return [int(e.value) for e in run.events if isinstance(e, Logged) and e.name == name]
 
 
-def _names(run: Run) -> list[str]:
+def _names(run: RunRecord) -> list[str]:
     """What strategies logged, but for what is counted."""
     names = {e.name for e in run.events if isinstance(e, Logged) and isinstance(e.name, str)}
     return sorted(names - {*_COUNTED})[:_MOST_NAMES]
 
 
-def _scores(run: Run, target: Target | None) -> dict[str, Any]:
+def _scores(run: RunRecord, target: Target | None) -> dict[str, Any]:
     """When the target was reached, and how good the model was."""
     if target is None:
         return {"reached": None, "since": 0.0, "best": None, "final": None}
@@ -162,11 +162,11 @@ def _scores(run: Run, target: Target | None) -> dict[str, Any]:
     return {"reached": found.pop("seconds"), **found} | ({"final": "not finite"} if lost else {})
 
 
-def _nodes(run: Run, trace: traces.Trace | None) -> list[dict[str, Any]]:
+def _nodes(run: RunRecord, trace: traces.OpTrace | None) -> list[dict[str, Any]]:
     """Where the time of each node went: at its end, or as far as it came."""
-    last: dict[int, Stepped | Ended] = {}
+    last: dict[int, Stepped | NodeEnded] = {}
     for e in run.events:
-        if isinstance(e, Ended) or (isinstance(e, Stepped) and not isinstance(last.get(e.node), Ended)):
+        if isinstance(e, NodeEnded) or (isinstance(e, Stepped) and not isinstance(last.get(e.node), NodeEnded)):
             last[e.node] = e
     found = []
     for node, e in sorted(last.items()):
@@ -181,7 +181,7 @@ def _nodes(run: Run, trace: traces.Trace | None) -> list[dict[str, Any]]:
     return found
 
 
-def _trace(trace: traces.Trace) -> dict[str, Any]:
+def _trace(trace: traces.OpTrace) -> dict[str, Any]:
     """The ops as columns, in whole microseconds."""
     return {
         "node": [op.node for op in trace.ops],
@@ -196,7 +196,7 @@ def _trace(trace: traces.Trace) -> dict[str, Any]:
     }
 
 
-def _traffic(run: Run, strategy: Any, trace: traces.Trace | None) -> dict[str, Any] | None:
+def _traffic(run: RunRecord, strategy: Any, trace: traces.OpTrace | None) -> dict[str, Any] | None:
     nodes = run.facts.workers + run.facts.servers
     if nodes > MOST_NODES or (found := traces.traffic(run, strategy, trace)) is None:
         return None
@@ -208,8 +208,8 @@ def _traffic(run: Run, strategy: Any, trace: traces.Trace | None) -> dict[str, A
 
 
 def _together(
-    told: list[dict[str, Any]], about: Sequence[Run], refused: list[dict[str, str]], target: Target | None,
-    title: str | None, races: Comparisons,
+    told: list[dict[str, Any]], about: Sequence[RunRecord], refused: list[dict[str, str]], target: Target | None,
+    title: str | None, races: ComparisonFiles,
 ) -> dict[str, Any]:  # fmt: skip
     from orchestra._version import __version__
 
@@ -253,9 +253,9 @@ def _so_far(sentence: str) -> str:
     return f"So far: {sentence.replace('Nothing was scored', 'no trained model was scored yet')}"
 
 
-def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
+def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[RunResult]:
     return [
-        Mark(
+        RunResult(
             r["strategy"],
             r["condition"],
             r["seed"],
@@ -271,7 +271,7 @@ def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[Mark]:
     ]
 
 
-def _firsts(marks: Sequence[Mark], told: Sequence[dict[str, Any]], target: Target | None) -> dict[str, list[str]]:
+def _firsts(marks: Sequence[RunResult], told: Sequence[dict[str, Any]], target: Target | None) -> dict[str, list[str]]:
     """Of each condition; without a target, who came first to the end."""
     if target is None:
         marks = [replace(m, seconds=r["seconds"], since=r["seconds"]) for m, r in zip(marks, told, strict=False)]
@@ -279,7 +279,7 @@ def _firsts(marks: Sequence[Mark], told: Sequence[dict[str, Any]], target: Targe
     return {group: verdict.firsts([m for m in marks if m.condition == group], target) for group in groups}
 
 
-def _intervals(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
+def _intervals(marks: Sequence[RunResult]) -> Iterator[dict[str, Any]]:
     """Of the median time to the target of each strategy under each condition."""
     for condition, strategy in dict.fromkeys((mark.condition, mark.strategy) for mark in marks):
         times = times_of([mark for mark in marks if (mark.condition, mark.strategy) == (condition, strategy)])
@@ -287,12 +287,14 @@ def _intervals(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
             yield {"condition": condition, "strategy": strategy, "ends": median_interval(times)}
 
 
-def _missing(absent: Sequence[Failure], told: Sequence[dict[str, Any]], about: Sequence[Run]) -> Iterator[Mark]:
+def _missing(
+    absent: Sequence[Failure], told: Sequence[dict[str, Any]], about: Sequence[RunRecord]
+) -> Iterator[RunResult]:
     """Runs that failed before there was anything to read count as well, under the condition of those beside them."""
     for failure in absent:
         race = [r for r, run in zip(told, about, strict=True) if run.path.parent.parent == failure.folder.parent.parent]
         beside = next((r for r in race if r["strategy"] == failure.strategy), (race or told)[0])
-        yield Mark(failure.strategy, beside["condition"], failure.seed, None, 0.0, None, None, failed=True)
+        yield RunResult(failure.strategy, beside["condition"], failure.seed, None, 0.0, None, None, failed=True)
 
 
 def _happened(run: dict[str, Any]) -> Iterator[str]:
@@ -341,7 +343,7 @@ def _goal(target: Target | None) -> dict[str, Any] | None:
     return {"metric": target.metric, "value": target.value, "lower": lower, "text": verdict.goal(target)}
 
 
-def _title(equal: dict[str, str], names: Sequence[str], about: Sequence[Run]) -> str:
+def _title(equal: dict[str, str], names: Sequence[str], about: Sequence[RunRecord]) -> str:
     """What was trained, by the name of its file or else of its folder, and how."""
     what = Path(equal["recipe"]).name if "recipe" in equal else about[0].path.name if len(about) == 1 else "runs"
     who = names[0] if len(names) == 1 else f"{len(names)} strategies"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.report.traces import messages, moves
-from orchestra.runs.events import Began, Stepped, read
+from orchestra.runs.events import NodeStarted, Stepped, read
 from orchestra.runs.reading import config_of, sound_ones
 from orchestra.runs.status import name_of
 
@@ -59,7 +59,7 @@ def _names(run: Path, config: dict[str, Any]) -> Iterator[Record]:
     yield {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": run.name}}
     for path in sorted(run.glob("events-*.jsonl")):
         for e in sound_ones(read(path), config):
-            if isinstance(e, Began):
+            if isinstance(e, NodeStarted):
                 about: Record = {"ph": "M", "pid": 0, "tid": e.node}
                 yield {"name": "thread_name", **about, "args": {"name": name_of(e.node, config["workers"])}}
                 yield {"name": "thread_sort_index", **about, "args": {"sort_index": e.node}}

@@ -37,7 +37,7 @@ def achieved(scores: Sequence[Scored], target: Target) -> Achieved:
 
 
 @dataclass(frozen=True)
-class Mark:
+class RunResult:
     """What one run achieved, and which one that was."""
 
     strategy: str
@@ -52,12 +52,12 @@ class Mark:
     unlearned: str | None = None  # that it did not learn, and what may be the reason
 
 
-def times_of(marks: Sequence[Mark]) -> list[float]:
+def times_of(marks: Sequence[RunResult]) -> list[float]:
     """Seconds to the target, of the runs that reached it."""
     return [mark.seconds for mark in marks if mark.seconds is not None]
 
 
-def unlearned_of(marks: Sequence[Mark]) -> str | None:
+def unlearned_of(marks: Sequence[RunResult]) -> str | None:
     """That runs of one strategy did not learn, how many of them, and what may be the reason; None if all learned.
 
     >>> lost = Mark("ps", "", 0, None, 0.0, 0.1, 0.1, unlearned="did not learn (rate too large?)")
@@ -72,7 +72,7 @@ def unlearned_of(marks: Sequence[Mark]) -> str | None:
     return f"{words}{some} ({suspect}"
 
 
-def always(marks: Sequence[Mark]) -> bool:
+def always(marks: Sequence[RunResult]) -> bool:
     """Whether every one of these runs reached the target: only then is there a time to compare."""
     return len(times_of(marks)) == len(marks)
 
@@ -80,7 +80,7 @@ def always(marks: Sequence[Mark]) -> bool:
 Standing = tuple[bool, bool, int, float, float, str]
 
 
-def standing(marks: Sequence[Mark], target: Target | None) -> Standing:
+def standing(marks: Sequence[RunResult], target: Target | None) -> Standing:
     """A key to rank by, from all runs of one strategy.
 
     By median time; then those that did not always reach the target, by how often they did and how near they came; those

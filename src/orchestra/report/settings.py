@@ -12,14 +12,14 @@ from itertools import takewhile
 from typing import Any
 
 from orchestra.runs import reading
-from orchestra.runs.reading import Run
+from orchestra.runs.reading import RunRecord
 
 # Not a condition: what is compared, chance, and where one stood.
 _WHO = ("strategy", "servers", "seed", "version of the working directory")
 _NOT_TYPED = ("out", "sim", "token_file", "trusted", "order")
 
 
-def settings_of(run: Run) -> dict[str, str]:
+def settings_of(run: RunRecord) -> dict[str, str]:
     """All that a run was told, as text."""
     config, told = run.config, run.options
     cluster = config["cluster"]
@@ -41,7 +41,7 @@ def settings_of(run: Run) -> dict[str, str]:
     return {name: _text(value) for name, value in chosen.items() if value is not None}
 
 
-def _budget(run: Run) -> Any:
+def _budget(run: RunRecord) -> Any:
     """Without the time after which a run is given up: that says how fast others were, not what was asked for."""
     budget = run.config.get("budget")
     if run.note.get("patience") is None or not isinstance(budget, list):
@@ -118,13 +118,13 @@ def natural(text: str) -> list[Any]:
 # Commands.
 
 
-def commands(runs: Sequence[Run]) -> list[str]:
+def commands(runs: Sequence[RunRecord]) -> list[str]:
     """What to type to have all of it again: the command that made many, else run by run."""
     found = (_command_above(run) or _one(run) for run in runs)
     return [*dict.fromkeys(command for command in found if command is not None)]
 
 
-def _command_above(run: Run) -> str | None:
+def _command_above(run: RunRecord) -> str | None:
     """Of a comparison, two folders above its runs; of a sweep, three."""
     for folder in run.path.resolve().parents[1:3]:
         words = reading.object_in(folder / "command.json").get("command")
@@ -133,7 +133,7 @@ def _command_above(run: Run) -> str | None:
     return None
 
 
-def _one(run: Run) -> str | None:
+def _one(run: RunRecord) -> str | None:
     if "recipe" not in run.note:
         return None
     verb = "sim" if run.options.get("sim") else "run"

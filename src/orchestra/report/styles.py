@@ -28,7 +28,7 @@ _INSTEAD = ("sky", "purple", "orange", "green", "vermillion", "blue", "yellow", 
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """How a strategy looks."""
 
     colour: str
@@ -39,30 +39,30 @@ class Look:
         return asdict(self)
 
 
-def looks(names: Sequence[str], catalogue: Sequence[str]) -> dict[str, Look]:
+def looks(names: Sequence[str], catalogue: Sequence[str]) -> dict[str, Style]:
     """How each of these strategies looks beside the others.
 
     >>> looks(["slowmo", "allreduce"], ["allreduce", "slowmo"])["allreduce"]
     Look(colour='blue', marker='circle')
     """
     places = {name: i for i, name in enumerate(catalogue)}
-    found: dict[str, Look] = {}
+    found: dict[str, Style] = {}
     for name in sorted(names, key=lambda name: ("(" in name, name)):  # plain ones have the first choice
         place = places.get(name.partition("(")[0], len(places))
         found[name] = next(look for look in _choices(place) if _is_free(look, found))
     return {name: found[name] for name in names}
 
 
-def _choices(place: int) -> list[Look]:
+def _choices(place: int) -> list[Style]:
     """From what suits a place best to what would do as well."""
     colours, own = [*COLOURS], place % len(COLOURS)
     ordered = [colours[own], *(c for c in _INSTEAD if c != colours[own])]
     markers = [MARKERS[(place + i) % len(MARKERS)] for i in range(len(MARKERS))]
-    fresh = [Look(colour, MARKERS[(colours.index(colour)) % len(MARKERS)]) for colour in ordered]
-    return [*fresh, *(Look(colour, marker) for marker in markers for colour in ordered), fresh[0]]
+    fresh = [Style(colour, MARKERS[(colours.index(colour)) % len(MARKERS)]) for colour in ordered]
+    return [*fresh, *(Style(colour, marker) for marker in markers for colour in ordered), fresh[0]]
 
 
-def _is_free(look: Look, taken: dict[str, Look]) -> bool:
+def _is_free(look: Style, taken: dict[str, Style]) -> bool:
     others = [*taken.values()]
     if look in others:
         return len(set(others)) >= len(COLOURS) * len(MARKERS)

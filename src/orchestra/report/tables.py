@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestra.formatting import size
 from orchestra.report import escaping
-from orchestra.report.results import Mark, always, standing, times_of, unlearned_of
+from orchestra.report.results import RunResult, always, standing, times_of, unlearned_of
 from orchestra.report.settings import natural
 from orchestra.report.statistics import Estimate, median_interval
 from orchestra.report.verdict import Against, against_baseline, is_useless
@@ -26,7 +26,7 @@ _FIGURES = ("nodes", "in all", "samples/s", "per worker", "waiting", "gradient a
 
 
 def table(
-    runs: Sequence[dict[str, Any]], marks: Sequence[Mark], target: Target | None, metric: str | None,
+    runs: Sequence[dict[str, Any]], marks: Sequence[RunResult], target: Target | None, metric: str | None,
     baseline: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Headings and lines of text: a line for each strategy under each condition, the fastest first."""
@@ -68,7 +68,7 @@ def _figures_of(own: Sequence[dict[str, Any]], metric: str | None, unlearned: st
     ]
 
 
-def _race(own: Sequence[Mark], against: Against) -> list[str]:
+def _race(own: Sequence[RunResult], against: Against) -> list[str]:
     times = times_of(own)
     time = "failed" if all(mark.failed for mark in own) else (unlearned_of(own) or "not reached")
     if times:

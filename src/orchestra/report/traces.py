@@ -18,8 +18,8 @@ from typing import Any
 
 from orchestra.core.strategy import Strategy
 from orchestra.runs import events, files
-from orchestra.runs.events import Ended, Moved
-from orchestra.runs.reading import LARGEST, Run
+from orchestra.runs.events import NodeEnded, OpTraced
+from orchestra.runs.reading import LARGEST, RunRecord
 from orchestra.strategies import EASGD, AllReduce, Downpour, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD
 
 KINDS = ("compute", "send", "receive", "mean")
@@ -29,7 +29,7 @@ _MOST_SEEN = 2_000_000  # ops of a run that are looked at
 Flow = dict[tuple[int, int], float]  # bytes by sender and receiver
 
 
-def moves(run: Path) -> Iterator[Moved]:
+def moves(run: Path) -> Iterator[OpTraced]:
     """Every op of a run that was traced, file by file. Lines that make no sense are passed over."""
     for path in _files(run):
         yield from _moves(path)
@@ -39,11 +39,11 @@ def _files(run: Path) -> list[Path]:
     return sorted(run.glob("trace-*.jsonl"))
 
 
-def _moves(path: Path) -> Iterator[Moved]:
-    return (e for e in events.read(path) if isinstance(e, Moved) and _makes_sense(e))
+def _moves(path: Path) -> Iterator[OpTraced]:
+    return (e for e in events.read(path) if isinstance(e, OpTraced) and _makes_sense(e))
 
 
-def _makes_sense(e: Moved) -> bool:
+def _makes_sense(e: OpTraced) -> bool:
     times, whole = (e.began, e.t), (e.node, e.bytes, 0 if e.peer is None else e.peer)
     return (
         all(type(t) in (int, float) and 0 <= t < LARGEST for t in times)
@@ -53,10 +53,10 @@ def _makes_sense(e: Moved) -> bool:
     )
 
 
-def messages(moved: Iterable[Moved]) -> Iterator[tuple[Moved, Moved]]:
+def messages(moved: Iterable[OpTraced]) -> Iterator[tuple[OpTraced, OpTraced]]:
     """Sends with their receipts: what one node sends another comes in the order in which it was sent."""
-    sent: dict[tuple[int, int], list[Moved]] = defaultdict(list)
-    got: dict[tuple[int, int], list[Moved]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[OpTraced]] = defaultdict(list)
+    got: dict[tuple[int, int], list[OpTraced]] = defaultdict(list)
     for e in moved:
         if e.peer is not None and e.kind == "send":
             sent[e.node, e.peer].append(e)
@@ -67,19 +67,19 @@ def messages(moved: Iterable[Moved]) -> Iterator[tuple[Moved, Moved]]:
 
 
 @dataclass
-class Trace:
+class OpTrace:
     """What a trace tells: the first ops, and if all were read, seconds of each node by kind and bytes between nodes."""
 
     spent: dict[int, dict[str, float]] = field(default_factory=dict)
     flow: Flow = field(default_factory=dict)
-    ops: list[Moved] = field(default_factory=list)
+    ops: list[OpTraced] = field(default_factory=list)
     met: list[float | None] = field(default_factory=list)  # of each op: when a send was received, a receipt sent
     left_out: int = 0  # ops that there was no room for
 
 
-def read(run: Path, nodes: int, most: int = MOST) -> Trace | None:
+def read(run: Path, nodes: int, most: int = MOST) -> OpTrace | None:
     """The trace of a run, if it was traced."""
-    trace, unread, until, paths = Trace(), 0, math.inf, _files(run)
+    trace, unread, until, paths = OpTrace(), 0, math.inf, _files(run)
     room = _MOST_SEEN // max(1, len(paths))
     for path in paths:
         some = [*islice(_moves(path), room)]
@@ -106,7 +106,7 @@ def _lines(path: Path) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
-def _ours(ops: Iterable[Moved], nodes: int) -> Iterator[Moved]:
+def _ours(ops: Iterable[OpTraced], nodes: int) -> Iterator[OpTraced]:
     """Those of nodes and kinds that there are."""
     for op in ops:
         op.kind = _TOGETHER.get(op.kind, op.kind)
@@ -116,7 +116,7 @@ def _ours(ops: Iterable[Moved], nodes: int) -> Iterator[Moved]:
             yield op
 
 
-def _totals(ops: Iterable[Moved]) -> tuple[dict[int, dict[str, float]], Flow]:
+def _totals(ops: Iterable[OpTraced]) -> tuple[dict[int, dict[str, float]], Flow]:
     spent: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(KINDS, 0.0))
     flow: Flow = defaultdict(float)
     for op in ops:
@@ -127,29 +127,29 @@ def _totals(ops: Iterable[Moved]) -> tuple[dict[int, dict[str, float]], Flow]:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LinkTraffic:
     """Bytes between nodes, and how they are known."""
 
     flow: Flow
     source: str  # "measured", or how it follows from totals
 
 
-def traffic(run: Run, strategy: Strategy[Any] | None, trace: Trace | None) -> Traffic | None:
+def traffic(run: RunRecord, strategy: Strategy[Any] | None, trace: OpTrace | None) -> LinkTraffic | None:
     """Bytes from each node to each other; None where only a trace would tell."""
-    ended = [e for e in run.events if isinstance(e, Ended)]
+    ended = [e for e in run.events if isinstance(e, NodeEnded)]
     measured = {(e.node, int(peer)): float(size) for e in ended for peer, size in e.sent_to.items()}
     if measured:
         flow = _with_means(measured, ended, run.facts.workers)
-        return Traffic(flow, "measured" if flow == measured else "messages measured, means shared out evenly")
+        return LinkTraffic(flow, "measured" if flow == measured else "messages measured, means shared out evenly")
     if trace is not None and trace.flow:
-        return Traffic(trace.flow, "measured")
+        return LinkTraffic(trace.flow, "measured")
     workers = {e.node: e for e in ended if e.node < run.facts.workers}
     if len(workers) < run.facts.workers:
         return None
     return _derived(strategy, workers, run.facts.servers)
 
 
-def _with_means(messages: Flow, ended: list[Ended], workers: int) -> Flow:
+def _with_means(messages: Flow, ended: list[NodeEnded], workers: int) -> Flow:
     """Messages, and what workers sent beside them: in a mean, as much to every other."""
     flow = defaultdict[tuple[int, int], float](float, messages)
     for e in ended:
@@ -160,16 +160,18 @@ def _with_means(messages: Flow, ended: list[Ended], workers: int) -> Flow:
     return dict(flow)
 
 
-def _derived(strategy: Strategy[Any] | None, workers: dict[int, Ended], servers: int) -> Traffic | None:
+def _derived(strategy: Strategy[Any] | None, workers: dict[int, NodeEnded], servers: int) -> LinkTraffic | None:
     n = len(workers)
     match strategy:
         case ParameterServer(colocated=False) | EASGD() | Downpour() if servers == 1:
             up = {(w, n): float(e.sent) for w, e in workers.items()}
             down = {(n, w): float(e.received) for w, e in workers.items()}
-            return Traffic(up | down, "from totals: everything goes through the one server")
+            return LinkTraffic(up | down, "from totals: everything goes through the one server")
         case AllReduce(algorithm="ring") if n > 1:
-            return Traffic({(w, (w + 1) % n): float(e.sent) for w, e in workers.items()}, "from totals, along the ring")
+            return LinkTraffic(
+                {(w, (w + 1) % n): float(e.sent) for w, e in workers.items()}, "from totals, along the ring"
+            )
         case AllReduce(algorithm="native") | LocalSGD() | SyncEASGD() | SlowMo(base=Solo()) if n > 1:
             even = {(w, v): e.sent / (n - 1) for w, e in workers.items() for v in workers if v != w}
-            return Traffic(even, "from totals: in a mean every worker sends as much to every other")
+            return LinkTraffic(even, "from totals: in a mean every worker sends as much to every other")
     return None

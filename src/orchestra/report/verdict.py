@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from orchestra.formatting import listed, plural
-from orchestra.report.results import Mark, always, standing, times_of, unlearned_of
+from orchestra.report.results import RunResult, always, standing, times_of, unlearned_of
 from orchestra.report.statistics import Estimate, difference, holm, ratio
 from orchestra.runs.budget import Target, lower_is_better
 
@@ -41,7 +41,7 @@ class Verdict:
 
 
 def judge(
-    marks: Sequence[Mark], target: Target | None, metric: str | None, unit: str = "s", baseline: str | None = None
+    marks: Sequence[RunResult], target: Target | None, metric: str | None, unit: str = "s", baseline: str | None = None
 ) -> Verdict:
     """Compare all strategies with the baseline: by time to the target, else by the last score, else by speed."""
     names = list(dict.fromkeys(mark.strategy for mark in marks))
@@ -60,7 +60,7 @@ def judge(
     return Verdict(race.sentence(), doubts, baseline, race.tied if len(race.tied) > 1 else ())
 
 
-def _unlearned(marks: Sequence[Mark], names: Sequence[str]) -> list[str]:
+def _unlearned(marks: Sequence[RunResult], names: Sequence[str]) -> list[str]:
     """Which strategies did not learn, in all runs or in some."""
     found = {name: unlearned_of([mark for mark in marks if mark.strategy == name]) for name in names}
     return [f"{name} {words}." for name, words in found.items() if words is not None]
@@ -96,7 +96,7 @@ def is_useless(speed: Estimate) -> bool:
 
 
 def pairs(
-    marks: Iterable[Mark], a: str, b: str, figure: Callable[[Mark], float | None]
+    marks: Iterable[RunResult], a: str, b: str, figure: Callable[[RunResult], float | None]
 ) -> tuple[list[float], list[float]]:
     """A figure of two strategies, where both have it under the same condition with the same seed."""
     found: dict[tuple[str, int], dict[str, float]] = {}
@@ -107,17 +107,17 @@ def pairs(
     return [values[a] for values in both], [values[b] for values in both]
 
 
-def _seconds(mark: Mark) -> float | None:
+def _seconds(mark: RunResult) -> float | None:
     return mark.seconds if mark.seconds and mark.seconds > 0 else None  # reached at once: there is no ratio
 
 
-def _width(mark: Mark) -> float | None:
+def _width(mark: RunResult) -> float | None:
     """Of the snapshot in which the target was reached, as a share of the time to it."""
     seconds = _seconds(mark)
     return None if seconds is None else min(1.0, max(0.0, 1 - mark.since / seconds))
 
 
-def lead(marks: Sequence[Mark], a: str, b: str) -> Estimate | None:
+def lead(marks: Sequence[RunResult], a: str, b: str) -> Estimate | None:
     """How many times as fast as `b` strategy `a` reached the target, seed by seed; None unless both always did."""
     if not always([mark for mark in marks if mark.strategy in (a, b)]):
         return None
@@ -130,7 +130,7 @@ def lead(marks: Sequence[Mark], a: str, b: str) -> Estimate | None:
     return ratio(other, own, blur=math.hypot(*widths, *others) / math.sqrt(12 * len(own)))
 
 
-def against_baseline(marks: Sequence[Mark], baseline: str | None = None) -> list[Against]:
+def against_baseline(marks: Sequence[RunResult], baseline: str | None = None) -> list[Against]:
     """How many times as fast as the baseline each strategy was, with Holm's correction for their number."""
     names = list(dict.fromkeys(mark.strategy for mark in marks))
     baseline = baseline_of(names, baseline)
@@ -140,7 +140,7 @@ def against_baseline(marks: Sequence[Mark], baseline: str | None = None) -> list
     return [Against(name, baseline, speeds[name], corrected.get(name)) for name in names]
 
 
-def ranked(marks: Sequence[Mark], target: Target | None) -> list[tuple[float, str]]:
+def ranked(marks: Sequence[RunResult], target: Target | None) -> list[tuple[float, str]]:
     """Strategies that always reached the target, by their median time under one condition."""
     names = dict.fromkeys(mark.strategy for mark in marks)
     own = [[mark for mark in marks if mark.strategy == name] for name in names]
@@ -148,14 +148,14 @@ def ranked(marks: Sequence[Mark], target: Target | None) -> list[tuple[float, st
     return [(statistics.median(times_of(found)), found[0].strategy) for found in order]
 
 
-def firsts(marks: Sequence[Mark], target: Target | None) -> list[str]:
+def firsts(marks: Sequence[RunResult], target: Target | None) -> list[str]:
     """Who may have been the first to reach the target under one condition: several, where snapshots do not tell."""
     order = ranked(marks, target)
     since = {name: statistics.median(m.since for m in marks if m.strategy == name) for _, name in order}
     return [name for time, name in order if time == order[0][0] or since[name] < order[0][0]]
 
 
-def tied(marks: Sequence[Mark], target: Target | None) -> list[str]:
+def tied(marks: Sequence[RunResult], target: Target | None) -> list[str]:
     """The first to reach the target under one condition, and all that cannot be told apart from it.
 
     A strategy is tied with the first if snapshots do not tell which came before, or if the first is less than a tenth
@@ -169,7 +169,7 @@ def tied(marks: Sequence[Mark], target: Target | None) -> list[str]:
 
 @dataclass(frozen=True)
 class _Race:
-    marks: Sequence[Mark]
+    marks: Sequence[RunResult]
     names: Sequence[str]
     baseline: str
     target: Target
@@ -184,7 +184,7 @@ class _Race:
         """Those that share the first place."""
         return tuple(tied(self.marks, self.target))
 
-    def of(self, name: str) -> list[Mark]:
+    def of(self, name: str) -> list[RunResult]:
         """The runs of a strategy."""
         return [mark for mark in self.marks if mark.strategy == name]
 
@@ -302,7 +302,7 @@ def _times(e: Estimate, other: str, p: float | None = None) -> str:
     return f"{e.value:.2f} times as fast as {other} ({interval(e)}{unsure})"
 
 
-def _by_speed(marks: Sequence[Mark], names: Sequence[str], baseline: str, conditions: int) -> str:
+def _by_speed(marks: Sequence[RunResult], names: Sequence[str], baseline: str, conditions: int) -> str:
     """Where nothing was scored, as in a rehearsal of timing only."""
     ends = {name: [m.speed for m in marks if m.strategy == name and m.speed] for name in names}
     means = {name: statistics.fmean(found) for name, found in ends.items() if found}
@@ -317,7 +317,9 @@ def _by_speed(marks: Sequence[Mark], names: Sequence[str], baseline: str, condit
     return f"{said}, {_times(ratio(own, others), rival)}." if rival and own else f"{said}."
 
 
-def _by_score(marks: Sequence[Mark], names: Sequence[str], baseline: str, metric: str | None, conditions: int) -> str:
+def _by_score(
+    marks: Sequence[RunResult], names: Sequence[str], baseline: str, metric: str | None, conditions: int
+) -> str:
     """Without a target there is no time to compare, only how good the models were in the end."""
     assert metric is not None
     sign = 1 if lower_is_better(metric) else -1

@@ -14,7 +14,7 @@ _LONGEST = 1000  # bars of durations: 2 to the power of ±60 seconds
 
 
 @dataclass
-class Figures:
+class DroppedFigures:
     """Of one name that strategies logged."""
 
     count: int = 0
@@ -27,7 +27,7 @@ class Dropped:
     """What a run no longer has in detail."""
 
     kinds: Counter[str] = field(default_factory=Counter)
-    said: dict[str, Figures] = field(default_factory=lambda: defaultdict(Figures))
+    said: dict[str, DroppedFigures] = field(default_factory=lambda: defaultdict(DroppedFigures))
     times: dict[int, dict[float, int]] = field(default_factory=dict)  # by node: how many steps took so many seconds
 
     def count(self, name: str) -> int:

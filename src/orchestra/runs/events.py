@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -26,7 +27,7 @@ from orchestra.runs import event_thinning, files
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class NodeStarted:
     """A node is ready. Seconds are those since its process was asked for."""
 
     t: float
@@ -59,7 +60,7 @@ class Sampled(Stepped):
 
 
 @dataclass(frozen=True, slots=True)
-class Reunited:
+class Reconnected:
     """A node's connection to another broke, and was made anew after so many seconds; nothing was lost."""
 
     t: float
@@ -70,7 +71,7 @@ class Reunited:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapped:
+class SnapshotTaken:
     """A node set aside its part of snapshot `number`."""
 
     t: float
@@ -101,7 +102,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class NodeEnded:
     """A node is done. Totals as in `Stepped`."""
 
     t: float
@@ -117,7 +118,7 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Moved:
+class OpTraced:
     """A node carried out an op, from `began` to `t`: compute, send, receive, mean, broadcast or gather."""
 
     t: float
@@ -139,10 +140,36 @@ class Thinned:
     times: dict[str, int]  # durations of steps: how many in each bar of a histogram, see `event_thinning.seconds_of`
 
 
-Event = Began | Stepped | Sampled | Logged | Skipped | Reunited | Snapped | Scored | Saved | Ended | Moved | Thinned
+Event = (
+    NodeStarted
+    | Stepped
+    | Sampled
+    | Logged
+    | Skipped
+    | Reconnected
+    | SnapshotTaken
+    | Scored
+    | Saved
+    | NodeEnded
+    | OpTraced
+    | Thinned
+)
 _KINDS: dict[str, type[Any]] = {
-    cls.__name__.lower(): cls
-    for cls in (Began, Stepped, Sampled, Logged, Skipped, Reunited, Snapped, Scored, Saved, Ended, Moved, Thinned)
+    re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower(): cls
+    for cls in (
+        NodeStarted,
+        Stepped,
+        Sampled,
+        Logged,
+        Skipped,
+        Reconnected,
+        SnapshotTaken,
+        Scored,
+        Saved,
+        NodeEnded,
+        OpTraced,
+        Thinned,
+    )
 }
 # The names of a kind's values, and how to get them.
 _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]]]] = {

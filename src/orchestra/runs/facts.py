@@ -16,11 +16,11 @@ from orchestra.formatting import plural
 from orchestra.runs import dropped_events as dropped
 from orchestra.runs import files, learning
 from orchestra.runs.dropped_events import Dropped
-from orchestra.runs.events import Began, Ended, Event, Logged, Sampled, Scored, Skipped, Stepped, read
+from orchestra.runs.events import Event, Logged, NodeEnded, NodeStarted, Sampled, Scored, Skipped, Stepped, read
 
 
 @dataclass(frozen=True)
-class Share:
+class TimeShare:
     """How a node spent its time: fractions of the run."""
 
     node: int
@@ -48,7 +48,7 @@ class Facts:
     sent_per_worker: float  # bytes
     received_per_worker: float  # bytes
     sent_total: int  # bytes, of all nodes, servers included
-    shares: list[Share]
+    shares: list[TimeShare]
     staleness_mean: float | None
     staleness_max: int | None
     staleness_counts: dict[int, int]
@@ -77,7 +77,7 @@ class Facts:
     def of(cls, record: dict[str, Any]) -> Self:
         """As `as_dict` gave it, also by way of JSON."""
         counts = {int(staleness): count for staleness, count in record["staleness_counts"].items()}
-        again = {"shares": [Share(**share) for share in record["shares"]], "staleness_counts": counts}
+        again = {"shares": [TimeShare(**share) for share in record["shares"]], "staleness_counts": counts}
         happened = record["happened"] and tuple(record["happened"])
         return cls(**record | again | {"happened": happened, "retired": tuple(record["retired"])})
 
@@ -187,9 +187,9 @@ def _figures(
     config: dict[str, Any], ending: dict[str, Any], everything: Sequence[Event], scores: Sequence[Scored]
 ) -> Facts:
     events, said, lost = _apart(everything)
-    began = [e for e in events if isinstance(e, Began)]
+    began = [e for e in events if isinstance(e, NodeStarted)]
     stepped = [e for e in events if isinstance(e, Stepped)]
-    ended = {e.node: e for e in events if isinstance(e, Ended)}
+    ended = {e.node: e for e in events if isinstance(e, NodeEnded)}
     roles = {e.node: e.role for e in began}
     latest = _latest(stepped, ended)
     workers = [e for node, e in latest.items() if roles.get(node) == "worker"]
@@ -225,7 +225,7 @@ def _figures(
     )
 
 
-def _latest(stepped: Sequence[Stepped], ended: dict[int, Ended]) -> dict[int, Stepped | Ended]:
+def _latest(stepped: Sequence[Stepped], ended: dict[int, NodeEnded]) -> dict[int, Stepped | NodeEnded]:
     """The totals of each node; of a worker that has not ended, its last step tells the same."""
     return {**{e.node: e for e in stepped}, **ended}
 
@@ -234,7 +234,7 @@ def _most(stepped: Sequence[Stepped]) -> int:
     return max((e.step for e in stepped), default=0)
 
 
-def _losses(events: Sequence[Event], said: Said, lost: Dropped, servers: Sequence[Ended]) -> dict[str, Any]:
+def _losses(events: Sequence[Event], said: Said, lost: Dropped, servers: Sequence[NodeEnded]) -> dict[str, Any]:
     """Gradients that were not finite, and how many samples servers know of if any came too late or were given up."""
     unused = any(said[name] or lost.count(name) for name in ("late", "abandoned", "dropped"))
     return {
@@ -267,9 +267,9 @@ def _loss_of_samples(by_node: dict[int, list[Stepped]]) -> float | None:
     return sum(loss * weight for loss, weight in found) / steps if steps > 0 else None
 
 
-def _share(e: Stepped | Ended, role: str) -> Share:
+def _share(e: Stepped | NodeEnded, role: str) -> TimeShare:
     whole = e.t or math.inf
-    return Share(e.node, role, e.compute / whole, e.communicate / whole, e.wait / whole)
+    return TimeShare(e.node, role, e.compute / whole, e.communicate / whole, e.wait / whole)
 
 
 def _mean(values: Sequence[float]) -> float:

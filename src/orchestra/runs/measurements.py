@@ -19,7 +19,7 @@ _FORMAT = "orchestra probe 1"
 
 
 @dataclass(frozen=True)
-class Exchange:
+class LinkMeasurement:
     """A way between two processes."""
 
     rate: float  # bytes per second
@@ -39,8 +39,8 @@ class Probe:
     compute: Mapping[int, tuple[float, ...]]  # seconds of each step, by batch
     memory: float  # bytes per second copied by one process
     number: float  # seconds for every number that an optimizer updates
-    memory_exchange: Exchange  # between two processes, through memory that both map
-    loopback: Exchange  # between two processes, through a socket
+    memory_exchange: LinkMeasurement  # between two processes, through memory that both map
+    loopback: LinkMeasurement  # between two processes, through a socket
 
     def dump(self) -> str:
         """As the text of a file, one figure a line."""
@@ -73,7 +73,7 @@ def _made(found: Mapping[str, Any]) -> Probe:
     given["batch"] = int(given["batch"])
     given["compute"] = {int(batch): tuple(map(float, times)) for batch, times in given["compute"].items()}
     for way in ("memory_exchange", "loopback"):
-        given[way] = Exchange(**given[way])
+        given[way] = LinkMeasurement(**given[way])
     return Probe(**given)
 
 

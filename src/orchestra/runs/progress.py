@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from orchestra.formatting import plural
 from orchestra.runs import files
-from orchestra.runs.status import Progress, name_of
+from orchestra.runs.status import RunStatus, name_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,7 +81,7 @@ class Observer:
     _seen: deque[tuple[float, float]] = field(default_factory=deque)
     _run: Path | None = None
 
-    def look(self, now: Progress) -> Picture:
+    def look(self, now: RunStatus) -> Picture:
         """The run as it is now."""
         if now.run != self._run:
             self._run = now.run
@@ -105,7 +105,7 @@ class Observer:
             ],
         )
 
-    def _fraction(self, now: Progress) -> float | None:
+    def _fraction(self, now: RunStatus) -> float | None:
         spent = [now.step / now.last_step] if now.last_step else []
         spent += [now.t / self.seconds] if self.seconds else []
         return min(1.0, max(spent)) if spent else None
@@ -131,7 +131,7 @@ def latest_score(run: Path) -> dict[str, float]:
         return {}
 
 
-def _title(now: Progress) -> str:
+def _title(now: RunStatus) -> str:
     servers = f" + {plural(now.servers, 'server')}" if now.servers else ""
     return f"{now.strategy} · {plural(now.workers, 'worker')}{servers}"
 
@@ -294,10 +294,10 @@ class Display:
         self._view = view
         self._observer = Observer(title, seconds)
         self._next: float | None = None
-        self._unseen: Progress | None = None
+        self._unseen: RunStatus | None = None
         self._due = 0.0
 
-    def __call__(self, now: Progress) -> None:
+    def __call__(self, now: RunStatus) -> None:
         """Show the run if it is time to."""
         if not self.runs or self.runs[-1] != now.run:
             self.runs.append(now.run)

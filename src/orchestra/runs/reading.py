@@ -20,16 +20,16 @@ from typing import Any
 from orchestra.formatting import plural
 from orchestra.runs import dropped_events, files, run_lock
 from orchestra.runs.events import (
-    Began,
-    Ended,
     Event,
     Logged,
-    Reunited,
+    NodeEnded,
+    NodeStarted,
+    Reconnected,
     Sampled,
     Saved,
     Scored,
     Skipped,
-    Snapped,
+    SnapshotTaken,
     Stepped,
     Thinned,
     read,
@@ -51,7 +51,7 @@ _MARK = re.compile(r"config\.json|events-.*\.jsonl", re.DOTALL)  # files by whic
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What a run folder holds."""
 
     path: Path
@@ -89,7 +89,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
     return list(found.values())
 
 
-def load(path: Path, events: Sequence[Event] | None = None) -> Run:
+def load(path: Path, events: Sequence[Event] | None = None) -> RunRecord:
     """Read a run folder, but for its events if they are given and sound; raises `Unreadable` with the reason."""
     config = config_of(path)
     ending = object_in(path / "ending.json") if (path / "ending.json").exists() else {}
@@ -102,7 +102,7 @@ def load(path: Path, events: Sequence[Event] | None = None) -> Run:
         raise Unreadable(f"its figures make no sense: {error}") from error
     warnings = ending.get("warnings")
     said = map(str, warnings) if isinstance(warnings, list) else ()
-    return Run(
+    return RunRecord(
         path=path,
         name=str(path),
         config=config,
@@ -119,7 +119,7 @@ def _reunions(events: Iterable[Event], workers: int) -> Iterator[str]:
     """Connections that broke and were made anew, as one of their two ends saw it."""
     breaks = defaultdict[tuple[int, int], list[float]](list)
     for e in events:
-        if isinstance(e, Reunited):
+        if isinstance(e, Reconnected):
             breaks[e.node, e.peer].append(e.seconds)
     for (node, peer), seconds in breaks.items():
         if node < peer or (peer, node) not in breaks:
@@ -158,7 +158,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 # Events may be of the right kind and hold anything.
 
-_KINDS = (Began, Stepped, Sampled, Logged, Skipped, Reunited, Snapped, Scored, Saved, Ended, Thinned)
+_KINDS = (NodeStarted, Stepped, Sampled, Logged, Skipped, Reconnected, SnapshotTaken, Scored, Saved, NodeEnded, Thinned)
 _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
     cls: operator.attrgetter(*(f.name for f in fields(cls) if f.type in ("int", "float"))) for cls in _KINDS
 }
@@ -175,7 +175,9 @@ def sound(event: Event) -> bool:
             return isinstance(event.name, str)
         if isinstance(event, Thinned):
             return dropped_events.sound(event)
-        return not isinstance(event, Ended) or all(int(to) >= 0 and 0 <= n < LARGEST for to, n in event.sent_to.items())
+        return not isinstance(event, NodeEnded) or all(
+            int(to) >= 0 and 0 <= n < LARGEST for to, n in event.sent_to.items()
+        )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return False
 

@@ -34,7 +34,7 @@ _FEW = 1 << 20  # bytes of events before the first step: more are not looked thr
 
 
 @dataclass(frozen=True)
-class Word:
+class LockState:
     """What a folder says of its run."""
 
     alive: bool | None  # None: nothing is known
@@ -51,7 +51,7 @@ class Word:
         return "stopped" if self.kind in ("Interrupted", "KeyboardInterrupt") else "failed"
 
 
-class Hold:
+class RunLock:
     """The lock of a run folder, from now on until the run is over, broken off, or its process gone."""
 
     def __init__(self, run: Path) -> None:
@@ -76,7 +76,7 @@ class Hold:
 @contextlib.contextmanager
 def holding(run: Path) -> Iterator[None]:
     """Hold the lock of a run folder for as long as the run goes on."""
-    hold = Hold(run)
+    hold = RunLock(run)
     try:
         yield
     except BaseException as error:
@@ -96,21 +96,21 @@ def _written(path: Path) -> IO[str]:
     return os.fdopen(fd, "w", encoding="utf-8")
 
 
-def ask(run: Path) -> Word:
+def ask(run: Path) -> LockState:
     """Whether a run goes on; if it does not, what it left."""
     try:
         with open(run / NAME, encoding="utf-8", errors="replace", opener=_at_once) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left = file.read(2 * _LONGEST)
     except BlockingIOError:
-        return Word(alive=True)
+        return LockState(alive=True)
     except OSError:
-        return Word(alive=None)
+        return LockState(alive=None)
     try:
         found = json.loads(left)
-        return Word(alive=False, kind=str(found["kind"]), why=str(found["why"])[-_LONGEST:])
+        return LockState(alive=False, kind=str(found["kind"]), why=str(found["why"])[-_LONGEST:])
     except (ValueError, KeyError, TypeError, RecursionError):
-        return Word(alive=False)
+        return LockState(alive=False)
 
 
 def is_gone(run: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class Report(NamedTuple):
+class NodeStatus(NamedTuple):
     """What one node last told about itself; all but the loss are totals."""
 
     step: float
@@ -25,7 +25,7 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunStatus:
     """One moment of a run: what `train(progress=...)` is called with."""
 
     run: Path
@@ -35,7 +35,7 @@ class Progress:
     last_step: int | None  # of each worker, where the budget says
     begun: bool  # whether all nodes are ready and training has begun
     t: float  # seconds of training
-    nodes: tuple[Report, ...]  # workers, then servers
+    nodes: tuple[NodeStatus, ...]  # workers, then servers
     real: float | None = None  # real seconds so far, where those of training are virtual
 
     @property

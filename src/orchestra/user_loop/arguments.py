@@ -53,7 +53,7 @@ def problems_of_strategy(strategy: Strategy[Any], *, loader: bool, steps: bool) 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class LoopArguments:
     """The arguments of `prepare`."""
 
     model: nn.Module

@@ -23,7 +23,7 @@ from orchestra.worlds.sockets.control_messages import ENTRIES
 _EVERY = 10  # steps between two comparisons of the learning rates
 
 
-class Told:
+class WorkerReport:
     """What one worker tells worker 0."""
 
     def __init__(self, say: Callable[[dict[str, Any]], None]) -> None:
@@ -53,7 +53,7 @@ class Told:
         self._say({"kind": "rates", "step": step, "values": self._rates, "clip": self._clip})
 
 
-class Comparisons:
+class WorkerComparisons:
     """What worker 0 has heard."""
 
     def __init__(self, workers: int) -> None:

@@ -19,7 +19,7 @@ from orchestra.formatting import plural
 
 
 @dataclass
-class Earlier:
+class EarlierCalls:
     """What this process has prepared as a worker."""
 
     running: list[Strategy[Any]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Earlier:
             yield Problem("strategy", name, message)
 
 
-EARLIER = Earlier()
+EARLIER = EarlierCalls()
 
 
 def problems_of_group(strategy: Strategy[Any]) -> Iterator[Problem]:

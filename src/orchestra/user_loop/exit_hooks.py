@@ -16,7 +16,7 @@ from types import TracebackType
 
 from orchestra.engine.environment import is_member
 from orchestra.errors import Interrupted, OrchestraError, Stopped, WorkerLost
-from orchestra.user_loop.peers import Company
+from orchestra.user_loop.peers import Peers
 
 FORGOTTEN = "ended without optimizer.finish()"
 _NOT_THE_LOOPS = tuple(
@@ -26,7 +26,7 @@ _NOT_THE_LOOPS = tuple(
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-class _Teller:
+class _ErrorPrinter:
     """Tells our own errors in a few lines, from the first `prepare` on; others as they were told before."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class _Teller:
         raise SystemExit(error.exit_code)
 
 
-tell_in_short = _Teller()
+tell_in_short = _ErrorPrinter()
 
 
 def told(error: OrchestraError, trace: TracebackType | None) -> str:
@@ -88,7 +88,7 @@ class Exit:
 
     def __init__(
         self,
-        company: Company,
+        company: Peers,
         finish: Callable[[], None] | None = None,
         how_far: Callable[[], str] = lambda: "",
         leave: Callable[[BaseException], None] = lambda error: None,

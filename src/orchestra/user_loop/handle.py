@@ -24,25 +24,25 @@ from orchestra.runs import run_lock
 from orchestra.runs.events import EventLog
 from orchestra.runs.facts import facts_of
 from orchestra.user_loop import final_model
-from orchestra.user_loop.comparisons import Told
+from orchestra.user_loop.comparisons import WorkerReport
 from orchestra.user_loop.earlier_calls import EARLIER
 from orchestra.user_loop.exit_hooks import Exit
 from orchestra.user_loop.loader import Loader
-from orchestra.user_loop.peers import Company
-from orchestra.user_loop.run_folder import Folder
-from orchestra.user_loop.scores import Scores, figures
-from orchestra.user_loop.step_driver import Player
+from orchestra.user_loop.peers import Peers
+from orchestra.user_loop.run_folder import LoopRunFolder
+from orchestra.user_loop.scores import LoopScores, figures
+from orchestra.user_loop.step_driver import StepDriver
 
 FINAL = 0xFFFE  # the tag of a server's last message
 CLIP = "clip_grad_norm_"  # what servers are told of it: the largest norm of the mean, or False
 PIECE = 1 << 20  # bytes of what is never trained that are sent at a time
 
 
-class Seat:
+class LoopHandle:
     """This process among the others."""
 
     def __init__(
-        self, player: Player, company: Company, folder: Folder, module: nn.Module, loader: Loader | None
+        self, player: StepDriver, company: Peers, folder: LoopRunFolder, module: nn.Module, loader: Loader | None
     ) -> None:
         self._player, self._company, self._folder = player, company, folder
         self._module, self._loader = module, loader
@@ -52,13 +52,13 @@ class Seat:
             EARLIER.begin(self._life.job.strategy)
         self.hooks: list[RemovableHandle] = []  # on the model
         self.loaded = False  # whether the loop goes on from a state that it saved
-        self._told = Told(company.tell_home) if self.workers > 1 else None
-        self._scores = Scores(company, folder.path, self.rank)
+        self._told = WorkerReport(company.tell_home) if self.workers > 1 else None
+        self._scores = LoopScores(company, folder.path, self.rank)
         self._ended: float | None = None  # when this worker's training did
         self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
 
     @property
-    def company(self) -> Company:
+    def company(self) -> Peers:
         """What the other processes say."""
         return self._company
 

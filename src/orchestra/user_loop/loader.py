@@ -52,7 +52,7 @@ def problems_of(loader: Any, workers: int) -> Iterator[Problem]:
         yield Problem("loader", len(loader.sampler), message)  # type: ignore[arg-type]
 
 
-class Share:
+class WorkerShare:
     """One worker's batches of samples, epoch by epoch: a batch sampler."""
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, rank: int, size: int) -> None:
@@ -98,7 +98,7 @@ class Loader:
     """A worker's share of a DataLoader, reshuffled every epoch; otherwise as that is."""
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, rank: int, size: int) -> None:
-        self._share = Share(loader, seed=seed, rank=rank, size=size) if size > 1 else None
+        self._share = WorkerShare(loader, seed=seed, rank=rank, size=size) if size > 1 else None
         self._inner = loader if self._share is None else _again(loader, self._share)
         self.epoch = 0  # the one under way, or the next
         self.taken = 0  # batches of it
@@ -153,7 +153,7 @@ class Loader:
         self.epoch, self.taken, self._resumed = epoch, taken, taken
 
 
-def _again(loader: DataLoader[Any], share: Share) -> DataLoader[Any]:
+def _again(loader: DataLoader[Any], share: WorkerShare) -> DataLoader[Any]:
     """The same loader with other batches."""
     return DataLoader(
         loader.dataset,
@@ -188,4 +188,4 @@ def count(batch: Any) -> int:
     return 1
 
 
-__all__ = ["Loader", "Share", "count", "problems_of"]
+__all__ = ["Loader", "WorkerShare", "count", "problems_of"]

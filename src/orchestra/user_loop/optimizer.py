@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from orchestra.engine import checks, expression
 from orchestra.errors import ConfigError, OrchestraError, Problem
-from orchestra.user_loop.handle import CLIP, Seat
-from orchestra.user_loop.state_dict import Saving
-from orchestra.user_loop.step_driver import Player
+from orchestra.user_loop.handle import CLIP, LoopHandle
+from orchestra.user_loop.state_dict import StateDict
+from orchestra.user_loop.step_driver import StepDriver
 
 
-class Prepared(optim.Optimizer):
+class PreparedOptimizer(optim.Optimizer):
     """A torch optimizer whose `step` makes a step of a strategy, together with other processes.
 
     Groups and state are those of the optimizer that was given, so schedulers work on either. `orchestra` is this
@@ -29,11 +29,11 @@ class Prepared(optim.Optimizer):
     # A GradScaler then calls `step` also where it found infinities, so that the others need not wait for this worker.
     _step_supports_amp_scaling = True
 
-    def __init__(self, inner: optim.Optimizer, player: Player, seat: Seat, *, usual: int) -> None:
+    def __init__(self, inner: optim.Optimizer, player: StepDriver, seat: LoopHandle, *, usual: int) -> None:
         # Not as torch begins: groups, state and hooks are those of `inner`.
         self._inner, self._player = inner, player
         self.orchestra = seat
-        self._saving = Saving(inner, player, seat)
+        self._saving = StateDict(inner, player, seat)
         self._replica = player.replica
         ours = {*self._replica.parameters}
         self._others = [p for p in self._replica.module.parameters() if p not in ours]

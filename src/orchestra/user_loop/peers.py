@@ -17,15 +17,15 @@ from orchestra.core.ops import Sleep
 from orchestra.errors import ClusterError, OrchestraError, Stopped
 from orchestra.formatting import plural
 from orchestra.runs.status import name_of
-from orchestra.user_loop.comparisons import Comparisons
+from orchestra.user_loop.comparisons import WorkerComparisons
 from orchestra.worlds.sockets import control_messages
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.messenger import Messenger
 
 
-class Company:
+class Peers:
     """What the others say about the run as a whole."""
 
-    def __init__(self, exchange: Exchange, rank: int, workers: int, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, exchange: Messenger, rank: int, workers: int, *, host: str = "127.0.0.1") -> None:
         self.host = host  # by which the others reach this process
         self._exchange, self._rank, self._workers = exchange, rank, workers
         self._finished: dict[int, int] = {}  # after how many steps
@@ -43,14 +43,14 @@ class Company:
         self.written: set[int] = set()  # and have nothing more to put there
         self.hang_up: Callable[[], None] = lambda: None  # whatever else this process is connected by
         self.warnings: list[str] = []  # at worker 0
-        self._comparisons = Comparisons(workers)
+        self._comparisons = WorkerComparisons(workers)
         self._differing: str | None = None  # what must not differ between workers
         self.name = name_of(rank, workers)
         self._parted = False
         exchange.hear, exchange.when_waiting = self._hear, self._glance
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> Messenger:
         """The connections to the other processes."""
         return self._exchange
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from orchestra.clusters.attached import Place
+from orchestra.clusters.attached import ProcessRank
 from orchestra.core.strategy import Strategy
 from orchestra.engine import environment, expression, overrides
 from orchestra.errors import ConfigError, Problem
@@ -58,7 +58,7 @@ def _place() -> tuple[int, int]:
         raise ConfigError(problems)
     if not environment.launched():
         return 0, 1
-    place = Place.of(os.environ)
+    place = ProcessRank.of(os.environ)
     return place.rank, place.size
 
 

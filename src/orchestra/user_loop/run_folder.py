@@ -22,23 +22,23 @@ from pathlib import Path
 
 from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.runs import run_lock
-from orchestra.user_loop.peers import Company
-from orchestra.worlds.sockets.file_transfer import Courier, Reception, files_of
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.user_loop.peers import Peers
+from orchestra.worlds.sockets.file_transfer import FileReceiver, FileSender, files_of
+from orchestra.worlds.sockets.messenger import Messenger
 
 _HOME = 0
 _LARGEST = 1 << 30  # bytes of events that a process may bring at once
 
 
-class Folder:
+class LoopRunFolder:
     """Where this process writes to: nowhere, if worker 0 keeps nothing."""
 
-    def __init__(self, company: Company, exchange: Exchange, rank: int, size: int, out: Path | None) -> None:
+    def __init__(self, company: Peers, exchange: Messenger, rank: int, size: int, out: Path | None) -> None:
         self._company, self._exchange = company, exchange
         self._is_home, self._others = rank == _HOME, size - 1
-        self._courier: Courier | None = None
+        self._courier: FileSender | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._hold: run_lock.Hold | None = None
+        self._hold: run_lock.RunLock | None = None
         self.path = self._offer(out) if self._is_home else self._find()
 
     def _offer(self, out: Path | None) -> Path | None:
@@ -50,14 +50,14 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             run_lock.make_room(path)
-            self._hold = run_lock.Hold(path)
+            self._hold = run_lock.RunLock(path)
             if not self._others:
                 return path
             mark = path / f".mark-{secrets.token_hex(8)}"
             mark.write_text(mark.name, encoding="ascii")
         except OSError as error:
             raise ConfigError([Problem("out", str(out), f"cannot be written: {error}")]) from None
-        files = Reception(path, files_of, _LARGEST, _could_not_keep)
+        files = FileReceiver(path, files_of, _LARGEST, _could_not_keep)
         self._company.file, self._exchange.take_in = files.expect, files.take_in
         self._exchange.tell_all({"kind": "folder", "path": str(path), "mark": mark.name})
         self._await(lambda: len(self._company.looked) == self._others, "the others to look for the run folder")
@@ -78,7 +78,7 @@ class Folder:
         if seen:
             return path
         self._scratch = tempfile.TemporaryDirectory(prefix="orchestra-")
-        self._courier = Courier(self._exchange, Path(self._scratch.name), _HOME)
+        self._courier = FileSender(self._exchange, Path(self._scratch.name), _HOME)
         return self._courier.folder
 
     def deliver(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from orchestra.engine import checkpoint
 from orchestra.errors import ConfigError, Problem
 from orchestra.runs.events import Scored, encode
-from orchestra.user_loop.peers import Company
+from orchestra.user_loop.peers import Peers
 from orchestra.worlds.sockets.control_messages import FIGURES
 
 _NAME = "scores.jsonl"
@@ -45,10 +45,10 @@ def figures(given: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-class Scores:
+class LoopScores:
     """Those of one run: worker 0 keeps what all give."""
 
-    def __init__(self, company: Company, folder: Path | None, rank: int) -> None:
+    def __init__(self, company: Peers, folder: Path | None, rank: int) -> None:
         self._company, self._folder, self._rank = company, folder, rank
         self._given = 0  # by this worker
         self._by_number: dict[int, dict[int, Scored]] = {}  # and by worker

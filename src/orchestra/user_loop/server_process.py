@@ -14,20 +14,20 @@ from orchestra.core.node import Comm
 from orchestra.engine import node_loop
 from orchestra.engine.job import Job
 from orchestra.engine.middleware import Metered
-from orchestra.runs.events import Began, EventLog
+from orchestra.runs.events import EventLog, NodeStarted
 from orchestra.user_loop.exit_hooks import Exit
 from orchestra.user_loop.handle import CLIP, FINAL
-from orchestra.user_loop.peers import Company
-from orchestra.user_loop.run_folder import Folder
+from orchestra.user_loop.peers import Peers
+from orchestra.user_loop.run_folder import LoopRunFolder
 from orchestra.user_loop.server_state import OnServer
 
 
 @dataclass
-class _Giver:
+class ServerFinisher:
     """A server's keeper: nothing is saved; the workers get the model in the end."""
 
-    life: node_loop.Life
-    folder: Folder
+    life: node_loop.NodeRuntime
+    folder: LoopRunFolder
 
     def after_step(self, before: int) -> None:
         """Servers make none."""
@@ -59,7 +59,9 @@ class _Giver:
         return False
 
 
-def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, folder: Folder, x0: Tensor) -> NoReturn:
+def serve(
+    job: Job, comm: Comm, meter: Metered, log: Log, company: Peers, folder: LoopRunFolder, x0: Tensor
+) -> NoReturn:
     """Serve until every worker has finished, and end the script."""
     began = time.perf_counter()
     door = Exit(company, how_far=lambda: "while it served.")
@@ -74,12 +76,12 @@ def serve(job: Job, comm: Comm, meter: Metered, log: Log, company: Company, fold
             node.inner.follow(name, first, values)
 
     company.when_settings_change(follow)
-    life = node_loop.Life(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    life = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     states = OnServer(life, company)
     company.exchange.when_idle = node.comm.between_messages = states.settle
-    log.write(Began(node.now(), node.rank, "server", time.perf_counter() - began))
+    log.write(NodeStarted(node.now(), node.rank, "server", time.perf_counter() - began))
     company.exchange.begin()
-    node_loop.serve(life, _Giver(life, folder))
+    node_loop.serve(life, ServerFinisher(life, folder))
     door.close()
     company.part()
     raise SystemExit(0)

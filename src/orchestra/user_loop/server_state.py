@@ -34,11 +34,11 @@ from torch import Tensor
 
 from orchestra.engine import checkpoint
 from orchestra.engine.job import Job
-from orchestra.engine.node_loop import Life
+from orchestra.engine.node_loop import NodeRuntime
 from orchestra.errors import CheckpointError
 from orchestra.model import param_groups
-from orchestra.user_loop.peers import Company
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.user_loop.peers import Peers
+from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.wire import body_of
 
 SEND, LOAD, LOADED = "send-state", "load-state", "state-loaded"  # kinds of notes
@@ -92,7 +92,7 @@ def _pieces(job: Job, part: slice) -> Iterator[tuple[int, slice, bool]]:
 # Sent and received.
 
 
-def _give(exchange: Exchange, to: int, tree: Any) -> None:
+def _give(exchange: Messenger, to: int, tree: Any) -> None:
     """Send a tree of tensors and plain values, beside the messages of the strategy."""
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(checkpoint.outline(tree, tensors))
@@ -101,7 +101,7 @@ def _give(exchange: Exchange, to: int, tree: Any) -> None:
         exchange.give(to, piece, float(len(whole))).wait()
 
 
-def _take(exchange: Exchange, source: int) -> Any:
+def _take(exchange: Messenger, source: int) -> Any:
     """What `_give` sent."""
     first = exchange.take(source)
     found, missing = [first.x], int(first.weight) - len(first.x)
@@ -116,7 +116,7 @@ def _take(exchange: Exchange, source: int) -> Any:
         raise CheckpointError(f"the state that node {source} sent cannot be read: {error}.") from None
 
 
-def _begin_again(life: Life) -> None:
+def _begin_again(life: NodeRuntime) -> None:
     """Let the strategy begin again at the x there is: versions, clocks and gradients that were kept are forgotten."""
     job, node, state = life.job, life.node, life.state
     strategy, inner = job.strategy.in_force(state)
@@ -129,7 +129,7 @@ def _begin_again(life: Life) -> None:
 class OnServer:
     """A server's part: it does what the workers ask, between two messages of the strategy."""
 
-    def __init__(self, life: Life, company: Company) -> None:
+    def __init__(self, life: NodeRuntime, company: Peers) -> None:
         self._life, self._node, self._company, self._exchange = life, life.node, company, company.exchange
 
     def settle(self) -> None:
@@ -158,7 +158,7 @@ class OnServer:
 
 
 @dataclass(frozen=True)
-class Load:
+class StateToLoad:
     """What the servers are to load. `x` was theirs when it was saved, and `digest` is that of the worker's own then."""
 
     states: States | None
@@ -175,9 +175,9 @@ def digest(x: Tensor) -> str:
 class OnWorker:
     """A worker's part: it asks the servers for the state, and lets them load another."""
 
-    def __init__(self, life: Life, company: Company) -> None:
+    def __init__(self, life: NodeRuntime, company: Peers) -> None:
         self._life, self._node, self._company, self._exchange = life, life.node, company, company.exchange
-        self.loading: Load | None = None  # until the next step
+        self.loading: StateToLoad | None = None  # until the next step
         self._loads = 0
 
     def ask(self) -> tuple[States, Tensor]:

@@ -15,17 +15,17 @@ from torch import Tensor, nn, optim
 from orchestra.core.strategy import Strategy
 from orchestra.engine import checkpoint, expression
 from orchestra.errors import CheckpointError
-from orchestra.user_loop.handle import Seat
-from orchestra.user_loop.server_state import Load, OnWorker, States, digest
-from orchestra.user_loop.step_driver import Player
+from orchestra.user_loop.handle import LoopHandle
+from orchestra.user_loop.server_state import OnWorker, States, StateToLoad, digest
+from orchestra.user_loop.step_driver import StepDriver
 
 _OURS = "orchestra"  # in a state_dict
 
 
-class Saving:
+class StateDict:
     """Saves and loads the state of one worker's optimizer."""
 
-    def __init__(self, optimizer: optim.Optimizer, player: Player, seat: Seat) -> None:
+    def __init__(self, optimizer: optim.Optimizer, player: StepDriver, seat: LoopHandle) -> None:
         self._optimizer, self._player, self._seat = optimizer, player, seat
         self._servers = OnWorker(player.life, seat.company)
         player.before_step = self._servers.settle
@@ -107,7 +107,7 @@ class Saving:
             self._restore(saved)
         if life.where == "servers":
             found = saved or {}
-            self._servers.loading = Load(states, pace, found.get("x"), found.get("digest", ""))
+            self._servers.loading = StateToLoad(states, pace, found.get("x"), found.get("digest", ""))
 
     def _check(self, saved: dict[str, Any]) -> None:
         here = {"strategy": expression.show(self._resumes_as()[0]), "workers": self._player.life.job.workers}

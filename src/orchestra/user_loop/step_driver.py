@@ -29,7 +29,7 @@ from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.model.replica import Ready, Replica
 
 
-class Given:
+class LoopFeed:
     """What the loop computes, as a feed: who asks for the next mini-batch is set aside until its gradient is there."""
 
     draws = False
@@ -67,7 +67,7 @@ class Given:
         raise NotImplementedError("where a loop is in its data is the loop's business")
 
 
-class Taken(Replica):
+class AdoptedReplica(Replica):
     """The loop's own module: its gradients are there already."""
 
     def __init__(self, module: nn.Module, x: Tensor, g: Tensor, cuts: Sequence[int] = ()) -> None:
@@ -103,10 +103,10 @@ class Taken(Replica):
         return 0.0 if self.known_loss is None else self.known_loss
 
 
-class Player:
+class StepDriver:
     """A worker and its strategy, one step at a time."""
 
-    def __init__(self, life: node_loop.Life, feed: Given, replica: Taken) -> None:
+    def __init__(self, life: node_loop.NodeRuntime, feed: LoopFeed, replica: AdoptedReplica) -> None:
         self.life = life
         self.asking = False  # the strategy waits for a gradient; else it is at rest
         self.touched = False  # it has done something in this step that cannot be taken back

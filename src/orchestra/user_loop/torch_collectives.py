@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import Stalled
-from orchestra.user_loop.peers import Company
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.torch_collectives import TorchMeans, tcp_store
+from orchestra.user_loop.peers import Peers
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store
 
 
-class Means(TorchMeans):
+class LoopCollectives(TorchCollectives):
     """Those of all workers, by Gloo."""
 
     def __init__(
-        self, company: Company, exchange: Exchange, rank: int, workers: int, host: str, patience: float
+        self, company: Peers, exchange: Messenger, rank: int, workers: int, host: str, patience: float
     ) -> None:
         self._company = company
         store = tcp_store(exchange, rank, workers, host, patience)
-        TorchMeans.__init__(self, store, rank, workers, torch.device("cpu"), host=host, patience=patience)
+        TorchCollectives.__init__(self, store, rank, workers, torch.device("cpu"), host=host, patience=patience)
         self.when_waiting = company.listen
         company.hang_up = self.close
 
@@ -32,7 +32,7 @@ class Means(TorchMeans):
         """As ever, unless somebody is known not to take part."""
         self._company.listen()
         try:
-            return TorchMeans.mean(self, x, weight)
+            return TorchCollectives.mean(self, x, weight)
         except Stalled:
             self._company.listen(seconds=1.0)  # a connection that breaks tells who is lost, but not at once
             raise

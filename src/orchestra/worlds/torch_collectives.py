@@ -37,7 +37,7 @@ from orchestra.core.gradient_mask import ABSENT
 from orchestra.core.ops import All
 from orchestra.errors import Stalled
 from orchestra.worlds.sockets.addresses import listen
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.messenger import Messenger
 
 _BUCKET = 1 << 22  # bytes
 _THREADS = 2  # of Gloo: as many buckets are under way at once
@@ -65,7 +65,7 @@ def file_store(path: Path, workers: int) -> Store:
     return FileStore(str(path), workers)
 
 
-def tcp_store(exchange: Exchange, rank: int, workers: int, host: str, patience: float) -> Callable[[], Store]:
+def tcp_store(exchange: Messenger, rank: int, workers: int, host: str, patience: float) -> Callable[[], Store]:
     """A store on the first worker, which listens at `host` only; the others learn where through the run's messages.
 
     To connect to it may take as long as anything between machines, so that is left to whoever can wait.
@@ -176,7 +176,7 @@ class _Sum:
         return total, wrong > 0
 
 
-class TorchMeans:
+class TorchCollectives:
     """The means of all workers. `host`: this machine's address in the run's network, where Gloo listens."""
 
     def __init__(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from orchestra.core.gradient_mask import ABSENT
 from orchestra.core.node import Node
-from orchestra.core.ops import Message, Send, Stamp
+from orchestra.core.ops import Message, RangeStamp, Send
 from orchestra.core.vectors import split
 from orchestra.strategies.parameter_server.consistency.base import ServerState
 from orchestra.strategies.parameter_server.filters import sparse
@@ -29,7 +29,7 @@ from orchestra.strategies.parameter_server.range_clock import RangeClock
 
 
 @dataclass
-class Parcels:
+class PushCodec:
     """Packs and unpacks what one node sends and receives."""
 
     node: Node
@@ -52,14 +52,14 @@ class Parcels:
         clock, first = self.s.pushed[server], self.node.placement[server].start
         length = message.x.numel()
         if self.pieces == 1 and sieved is None:
-            message.stamp = Stamp(clock, first, first + length)
+            message.stamp = RangeStamp(clock, first, first + length)
             return [message]
         cuts = [part for part in split(length, self.pieces) if part.start < part.stop] or [slice(0, 0)]
         sent = []
         for cut in cuts:
             start, stop = first + cut.start, first + cut.stop
             x = message.x[cut] if sieved is None else self._bytes(message.to, start, *(part[cut] for part in sieved))
-            sent.append(replace(message, x=x, stamp=Stamp(clock, start, stop)))
+            sent.append(replace(message, x=x, stamp=RangeStamp(clock, start, stop)))
         return sent
 
     def _bytes(self, to: int, start: int, v: Tensor, keep: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ from orchestra.core.strategy import Clipped, Strategy, knob
 from orchestra.errors import Problem
 from orchestra.strategies.parameter_server.consistency import BSP, AsPushed, Consistency, Correction, ServerState
 from orchestra.strategies.parameter_server.filters import Everything, Filter
-from orchestra.strategies.parameter_server.push_codec import Parcels
+from orchestra.strategies.parameter_server.push_codec import PushCodec
 from orchestra.strategies.parameter_server.ranges import too_many
 
 
@@ -132,7 +132,7 @@ class ParameterServer(Strategy[ServerState]):
 
     def attach(self, node: Node, s: ServerState) -> None:
         """Pushes go in pieces, stamped, and as the filter lets them."""
-        parcels = Parcels(node, s, self.pieces, self.filter, self.cache_keys)
+        parcels = PushCodec(node, s, self.pieces, self.filter, self.cache_keys)
         node.comm.pack, node.comm.unpack = parcels.pack, parcels.unpack
 
     def unused(self, s: ServerState) -> int:

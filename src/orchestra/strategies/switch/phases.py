@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestra.core.strategy import Clipped, Placement, Strategy, Where
-from orchestra.strategies.switch.triggers import Trigger, Watch
+from orchestra.strategies.switch.triggers import LossHistory, Trigger
 
 
 @dataclass
@@ -15,7 +15,7 @@ class SwitchState:
     """Where the run is, and the states of both strategies."""
 
     switched: bool
-    watch: Watch
+    watch: LossHistory
     first: Any
     then: Any
 

@@ -47,7 +47,7 @@ from orchestra.strategies.parameter_server.consistency import ASP
 from orchestra.strategies.parameter_server.server import ParameterServer
 from orchestra.strategies.switch import transfer
 from orchestra.strategies.switch.phases import Phases, SwitchState
-from orchestra.strategies.switch.triggers import Plateau, Trigger, Watch
+from orchestra.strategies.switch.triggers import LossHistory, Plateau, Trigger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class StrategySwitch(Phases):
 
     def init(self, node: Node) -> SwitchState:
         """Both from the start; the second once more at the switch."""
-        return SwitchState(False, Watch(), self.first.init(node), self.then.init(node))
+        return SwitchState(False, LossHistory(), self.first.init(node), self.then.init(node))
 
     def attach(self, node: Node, s: SwitchState) -> None:
         """Of the strategy in force, with the workers that are left."""

@@ -30,7 +30,7 @@ _LEAST = 1e-12  # below which a loss is nothing to divide by
 
 
 @dataclass
-class Watch:
+class LossHistory:
     """What a trigger has seen so far."""
 
     round: int = 0
@@ -57,7 +57,7 @@ class Trigger(ABC):
         return False
 
     @abstractmethod
-    def fires(self, node: Node, w: Watch) -> bool:
+    def fires(self, node: Node, w: LossHistory) -> bool:
         """Whether to switch after the step that was just done."""
 
 
@@ -88,7 +88,7 @@ class Plateau(Trigger):
         """If it must fire in the end."""
         return self.latest is not None
 
-    def fires(self, node: Node, w: Watch) -> bool:
+    def fires(self, node: Node, w: LossHistory) -> bool:
         """Whether s ≤ θ at the end of a round."""
         if node.weight:
             w.seen[0] += node.weight * node.loss
@@ -108,7 +108,7 @@ class Plateau(Trigger):
                     return True
         return self.latest is not None and node.budget >= self.latest
 
-    def _agreed(self, node: Node, w: Watch) -> float:
+    def _agreed(self, node: Node, w: LossHistory) -> float:
         """The loss of a round, the same on every worker; NaN if nobody has one."""
         total, weight = node.validate() if self.loss == "validation" else w.seen
         mine = torch.tensor([total / weight if weight else math.nan], dtype=torch.float64)
@@ -129,7 +129,7 @@ class AtShare(Trigger):
         """By nothing else."""
         return True
 
-    def fires(self, node: Node, w: Watch) -> bool:
+    def fires(self, node: Node, w: LossHistory) -> bool:
         """Whether that share is spent: every worker counts its own steps."""
         return node.budget >= self.share
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from orchestra.data.batches import each, output_of
-from orchestra.data.feed import Samples
+from orchestra.data.feed import SampleStore
 from orchestra.data.random_state import left_alone, seed_everything
 from orchestra.engine.fingerprint import opening_sum, parts_of_data, shape_of
 from orchestra.errors import ClusterError
@@ -35,7 +35,7 @@ _ROUNDING = 0.01  # of the outputs' norm; processes may round differently, or co
 
 
 @dataclass(frozen=True)
-class Origin:
+class CallerModel:
     """What the caller has."""
 
     shapes: dict[str, str]  # of parameters and buffers
@@ -47,7 +47,7 @@ class Origin:
     hashed: int  # a text, by the caller's hash seed
 
     @classmethod
-    def of(cls, module: nn.Module, data: Any, seed: int) -> Origin:
+    def of(cls, module: nn.Module, data: Any, seed: int) -> CallerModel:
         """Describe the caller's model and data."""
         shapes, every = _shapes(module), _fixed(module)
         fixed = {name: every[name] for name in shapes if name in every}
@@ -146,7 +146,7 @@ def _samples(data: Any, seed: int) -> dict[str, str | int]:
     if isinstance(data, IterableDataset):
         return {}
     seed_everything(seed)  # samples may be drawn
-    return {"number of samples": len(Samples(data)), **parts_of_data(data)}
+    return {"number of samples": len(SampleStore(data)), **parts_of_data(data)}
 
 
 def _shape_alone(sample: str | int) -> str | int:
@@ -165,7 +165,7 @@ def _outputs(module: nn.Module, data: Any, seed: int) -> list[Tensor]:
     try:
         with left_alone(), torch.no_grad():
             seed_everything(seed)
-            samples = Samples(data)
+            samples = SampleStore(data)
             device = next(module.parameters()).device
             batch = each(lambda piece: piece.to(device), samples.take(range(min(_FEW, len(samples)))))
             found = output_of(copy.deepcopy(module).eval(), batch)

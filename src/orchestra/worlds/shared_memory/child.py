@@ -24,24 +24,24 @@ from orchestra.engine.node_process import Tell, live
 from orchestra.engine.torch_settings import TorchSettings
 from orchestra.errors import OrchestraError
 from orchestra.runs.events import EventLog
-from orchestra.worlds.shared_memory.caller_model import Origin
-from orchestra.worlds.shared_memory.layout import Arena, Plan
-from orchestra.worlds.shared_memory.transport import LocalTransport
+from orchestra.worlds.shared_memory.caller_model import CallerModel
+from orchestra.worlds.shared_memory.layout import Arena, ArenaLayout
+from orchestra.worlds.shared_memory.transport import SharedMemoryTransport
 from orchestra.worlds.shared_memory.waiting import Aborted
 
 _LONGEST = 10_000  # characters of a traceback; a datagram must hold them, at up to twelve bytes each as JSON
 
 
 @dataclass(frozen=True)
-class Handover:
+class ChildSetup:
     """What the coordinator gives to every process, as one pickle in memory they share."""
 
-    plan: Plan
+    plan: ArenaLayout
     job: bytes  # a pickle of its own: what it needs to be read is set up first
     path: list[str]
     folder: str
     environment: dict[str, str]
-    origin: Origin
+    origin: CallerModel
     torch_settings: TorchSettings
     asked: float  # when the processes were asked for
     patience: float  # seconds for all nodes to be ready
@@ -73,17 +73,17 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         return 1
 
 
-def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> None:
+def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: ChildSetup) -> None:
     """Set up, begin together with the others, train or serve."""
-    transport = LocalTransport(arena, rank, patience=handover.patience, near=job.near(rank))
+    transport = SharedMemoryTransport(arena, rank, patience=handover.patience, near=job.near(rank))
 
     def make_node(comm: Comm, log: EventLog) -> Node:
         node = _node(job, arena, rank, comm, log, handover.origin)
         if job.torch_means and node.feed is not None:
-            from orchestra.worlds.torch_collectives import TorchMeans, file_store  # not needed otherwise
+            from orchestra.worlds.torch_collectives import TorchCollectives, file_store  # not needed otherwise
 
             store = file_store(job.run / f"nccl-{job.launch}", job.workers)
-            transport.gpu_means = TorchMeans(store, rank, job.workers, node.x.device, patience=handover.patience)
+            transport.gpu_means = TorchCollectives(store, rank, job.workers, node.x.device, patience=handover.patience)
         return node
 
     show = partial(arena.report, rank)
@@ -95,7 +95,7 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: Handover) -> 
     tell({"kind": "done", "node": rank, "interrupted": interrupted})
 
 
-def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog, origin: Origin) -> Node:
+def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog, origin: CallerModel) -> Node:
     plan = arena.plan
     start = arena.tensor(plan.start, plan.numel, plan.dtype)
     if rank >= job.workers:
@@ -114,15 +114,15 @@ def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog, origin: 
     return node_loop.worker(job, rank, comm, log, x, g, look=origin)
 
 
-def _read(fd: int) -> Handover:
+def _read(fd: int) -> ChildSetup:
     """The hand-over comes from the process that forked this one, in memory nobody else can open."""
     # Mapped, not read: all nodes share one file position.
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
-        handover: Handover = pickle.loads(memory)
+        handover: ChildSetup = pickle.loads(memory)
     return handover
 
 
-def _move_in(handover: Handover) -> None:
+def _move_in(handover: ChildSetup) -> None:
     """Be where the user's program is: its folder, its import path, its environment."""
     os.environ.clear()
     os.environ.update(handover.environment)

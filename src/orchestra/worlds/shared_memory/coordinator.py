@@ -17,21 +17,21 @@ from dataclasses import dataclass, field
 import cloudpickle
 
 from orchestra.engine.cluster import Ending
-from orchestra.engine.supervisor import Overseer, counting
+from orchestra.engine.supervisor import RunSupervisor, counting
 from orchestra.engine.torch_settings import TorchSettings
 from orchestra.errors import ClusterError, Stalled, WorkerLost
-from orchestra.runs.status import Report
+from orchestra.runs.status import NodeStatus
 from orchestra.worlds.shared_memory import fork_server, layout
-from orchestra.worlds.shared_memory.caller_model import Origin
-from orchestra.worlds.shared_memory.child import Handover
+from orchestra.worlds.shared_memory.caller_model import CallerModel
+from orchestra.worlds.shared_memory.child import ChildSetup
 from orchestra.worlds.shared_memory.control import SharedControl
-from orchestra.worlds.shared_memory.hangs import Limits, Seen, Watch
+from orchestra.worlds.shared_memory.hangs import HangWatch, Limits, Seen
 from orchestra.worlds.shared_memory.layout import (
     ABORT,
     GO,
     STALLED,
     Arena,
-    Plan,
+    ArenaLayout,
 )
 
 _GRACE = 1.0  # seconds between asking nodes to go and killing them
@@ -42,7 +42,7 @@ _GLANCE = 0.1  # seconds between two looks at the board
 
 
 @dataclass
-class Coordinator(Overseer):
+class LocalCoordinator(RunSupervisor):
     """One run of one job, by processes of this machine."""
 
     patience: float = 300.0  # seconds for all nodes to be ready
@@ -53,8 +53,8 @@ class Coordinator(Overseer):
     def __post_init__(self) -> None:
         super().__post_init__()
         job, x0 = self.job, self.order.x0
-        self.plan = Plan(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
-        self.watch = Watch(Limits.of(self.patience), lambda node: _STARTER if node == _SERVER else self.name(node))
+        self.plan = ArenaLayout(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
+        self.watch = HangWatch(Limits.of(self.patience), lambda node: _STARTER if node == _SERVER else self.name(node))
         self.forked = math.inf  # when the processes were there
 
     def run(self) -> Ending:
@@ -87,13 +87,13 @@ class Coordinator(Overseer):
 
     def _handover(self) -> bytes:
         return pickle.dumps(
-            Handover(
+            ChildSetup(
                 plan=self.plan,
                 job=cloudpickle.dumps(self.job),
                 path=list(sys.path),
                 folder=os.getcwd(),
                 environment=dict(os.environ),
-                origin=Origin.of(self.order.module, self.order.data, self.job.seed),
+                origin=CallerModel.of(self.order.module, self.order.data, self.job.seed),
                 torch_settings=TorchSettings.current(),
                 asked=time.perf_counter(),
                 patience=self.patience,
@@ -140,7 +140,7 @@ class Coordinator(Overseer):
         """Of training so far."""
         return time.perf_counter() - self.arena.clock[0]
 
-    def rows(self) -> tuple[Report, ...]:
+    def rows(self) -> tuple[NodeStatus, ...]:
         """What every node last put on the board."""
         return tuple(self.arena.reported(node) for node in range(self.nodes))
 

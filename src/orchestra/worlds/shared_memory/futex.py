@@ -26,7 +26,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Words:
+class FutexWords:
     """`count` futex words at the start of a shared mapping."""
 
     def __init__(self, memory: mmap.mmap, count: int) -> None:

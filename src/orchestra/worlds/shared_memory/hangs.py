@@ -55,7 +55,7 @@ class Seen:
 
 
 @dataclass
-class _Watched:
+class _WatchedProcess:
     """One process so far."""
 
     state: str = ""
@@ -69,14 +69,14 @@ class _Watched:
 
 
 @dataclass
-class Watch:
+class HangWatch:
     """All processes of a run."""
 
     limits: Limits
     name: Callable[[int], str]
     clock: Callable[[], float] = time.monotonic
     _last: float | None = None
-    _nodes: dict[int, _Watched] = field(default_factory=dict)
+    _nodes: dict[int, _WatchedProcess] = field(default_factory=dict)
     _stuck: float = 0.0  # seconds in which all nodes waited
     _steps: tuple[tuple[float, ...], ...] = ()  # of all nodes, when they were last seen
 
@@ -93,13 +93,13 @@ class Watch:
         passed = 0.0 if self._last is None else min(now - self._last, 2 * self.limits.look)
         self._last = now
         for node, pid in pids.items():
-            watched = self._nodes.setdefault(node, _Watched())
+            watched = self._nodes.setdefault(node, _WatchedProcess())
             self._look_at(node, pid, watched, passed)
             if node in seen:
                 self._judge(node, pid, watched, seen[node], passed, asked=asked)
         return self._deadlocked(pids, seen, passed)
 
-    def _look_at(self, node: int, pid: int, watched: _Watched, passed: float) -> None:
+    def _look_at(self, node: int, pid: int, watched: _WatchedProcess, passed: float) -> None:
         watched.state, cpu = _stat(pid)
         watched.stopped = watched.stopped + passed if watched.state == "T" else 0.0
         if watched.stopped >= self.limits.stopped:
@@ -109,7 +109,7 @@ class Watch:
         if cpu - watched.cpu > 2 * _TICK + _IDLE * watched.silent:
             watched.cpu, watched.silent = cpu, 0.0
 
-    def _judge(self, node: int, pid: int, watched: _Watched, seen: Seen, passed: float, *, asked: bool) -> None:
+    def _judge(self, node: int, pid: int, watched: _WatchedProcess, seen: Seen, passed: float, *, asked: bool) -> None:
         watched.longest = max(watched.longest, seen.longest)
         if seen.steps != watched.steps:
             watched.longest = max(watched.longest, watched.same)
@@ -140,7 +140,7 @@ class Watch:
             cause += f" for {watched.same:.0f} s, though asked to stop"
             raise WorkerLost(self.name(node), cause, fate="hangs")
 
-    def _limit(self, watched: _Watched) -> float:
+    def _limit(self, watched: _WatchedProcess) -> float:
         return max(self.limits.silent, self.limits.steps * watched.longest)
 
     def _deadlocked(self, pids: Mapping[int, int], seen: Mapping[int, Seen], passed: float) -> bool:

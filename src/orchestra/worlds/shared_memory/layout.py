@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from orchestra.errors import EnvironmentProblem
-from orchestra.runs.status import Report
-from orchestra.worlds.shared_memory.futex import Words
+from orchestra.runs.status import NodeStatus
+from orchestra.worlds.shared_memory.futex import FutexWords
 
 _PAGE = 4096
 HEADER = 128  # bytes set aside for a message header: whole cache lines
@@ -50,7 +50,7 @@ FACTS = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class ArenaLayout:
     """Where everything lies. A pure function of the run's shape, so every process computes the same."""
 
     workers: int
@@ -90,7 +90,7 @@ class Plan:
     @property
     def facts(self) -> int:
         """Offset of the clock, and then of what nodes publish for a collective: a row each of `FACTS`."""
-        return self.board + _round(self.nodes * 8 * len(Report._fields))
+        return self.board + _round(self.nodes * 8 * len(NodeStatus._fields))
 
     def header(self, source: int, to: int, number: int) -> int:
         """Offset of a message header."""
@@ -136,7 +136,7 @@ def _round(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-def create(plan: Plan) -> int:
+def create(plan: ArenaLayout) -> int:
     """Make the anonymous file and give its descriptor."""
     fd = os.memfd_create("orchestra")
     os.ftruncate(fd, plan.nbytes)
@@ -146,14 +146,14 @@ def create(plan: Plan) -> int:
 class Arena:
     """The mapped file."""
 
-    def __init__(self, fd: int, plan: Plan) -> None:
+    def __init__(self, fd: int, plan: ArenaLayout) -> None:
         self.plan = plan
         self._nbytes = plan.nbytes
         self.memory = mmap.mmap(fd, self._nbytes)
-        self.words = Words(self.memory, plan.words)
+        self.words = FutexWords(self.memory, plan.words)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.base = self.bytes.data_ptr()
-        rows = plan.nodes * len(Report._fields)
+        rows = plan.nodes * len(NodeStatus._fields)
         self._board = memoryview(self.memory)[plan.board : plan.board + 8 * rows].cast("d")
         self.clock = memoryview(self.memory)[plan.facts : plan.facts + 8].cast("d")  # when training began
         facts = memoryview(self.memory)[plan.facts + 8 * FACTS : plan.facts + 8 * FACTS * (plan.nodes + 1)]
@@ -202,13 +202,13 @@ class Arena:
         """Give back the memory of the initial parameters: every node has its own by now."""
         self.memory.madvise(mmap.MADV_REMOVE, self.plan.start, self.plan.vector)
 
-    def report(self, node: int, row: Report) -> None:
+    def report(self, node: int, row: NodeStatus) -> None:
         """Put a node's row on the board."""
         at = node * len(row)
         for i, value in enumerate(row):
             self._board[at + i] = value
 
-    def reported(self, node: int) -> Report:
+    def reported(self, node: int) -> NodeStatus:
         """Read a node's row from the board."""
-        width = len(Report._fields)
-        return Report(*self._board[node * width : (node + 1) * width])
+        width = len(NodeStatus._fields)
+        return NodeStatus(*self._board[node * width : (node + 1) * width])

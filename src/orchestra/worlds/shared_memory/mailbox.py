@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from orchestra.core.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Stamp, Traffic
+from orchestra.core.ops import Departed, Done, Handle, Leave, Message, RangeStamp, Recv, Send, Sleep, Traffic
 from orchestra.worlds.shared_memory.layout import SLEEPING, UNDER_WAY, Arena
 from orchestra.worlds.shared_memory.waiting import Waiter
 
@@ -75,7 +75,7 @@ class Mailbox:
         self._post(to, _BODY, _DTYPES.index(x.dtype), *about, *op.stamp)
         if to not in self._near:
             self._traffic.count(to, nbytes)
-        return _Lent(self, to, number + 1) if lent else Done(None)
+        return _LentBody(self, to, number + 1) if lent else Done(None)
 
     def leave(self, op: Leave) -> Handle[None]:
         """Post a farewell to every member of a group."""
@@ -197,7 +197,7 @@ class Mailbox:
         x = self._arena.tensor(place, numel, _DTYPES[dtype])
         if source not in self._near:
             self._traffic.received += x.numel() * x.element_size()
-        return Message(source, x, version, weight, tag, Stamp(*stamp), progress)
+        return Message(source, x, version, weight, tag, RangeStamp(*stamp), progress)
 
     def _release(self, source: int) -> None:
         """Tell a sender that what came from it so far is no longer looked at."""
@@ -207,7 +207,7 @@ class Mailbox:
 
 
 @dataclass(slots=True)
-class _Lent:
+class _LentBody:
     """A message read in the sender's own memory."""
 
     mailbox: Mailbox

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from orchestra.core.ops import (
-    Ahead,
     Broadcast,
     Compute,
     Done,
@@ -32,6 +31,7 @@ from orchestra.core.ops import (
     Mean,
     MeanUpdate,
     Op,
+    PrepareMean,
     Recv,
     Send,
     Sleep,
@@ -55,19 +55,19 @@ from orchestra.worlds.shared_memory.mailbox import Mailbox
 from orchestra.worlds.shared_memory.waiting import Waiter
 
 if TYPE_CHECKING:
-    from orchestra.worlds.torch_collectives import TorchMeans
+    from orchestra.worlds.torch_collectives import TorchCollectives
 
 T = TypeVar("T")
 
 
-class LocalTransport:
+class SharedMemoryTransport:
     """One node's end of the shared memory."""
 
     def __init__(self, arena: Arena, rank: int, *, patience: float, near: Collection[int] = ()) -> None:
         self.rank = rank
         self.size = arena.plan.nodes
         self.traffic = Traffic()
-        self.gpu_means: TorchMeans | None = None  # where every worker has a GPU of its own
+        self.gpu_means: TorchCollectives | None = None  # where every worker has a GPU of its own
         self._arena = arena
         self._words = arena.words
         self.control = SharedControl(arena)
@@ -79,7 +79,7 @@ class LocalTransport:
         self._barriers = 0
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
             Compute: lambda op: compute(op, self.mailbox.sleep),
-            Ahead: lambda op: Done(None),
+            PrepareMean: lambda op: Done(None),
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from orchestra.core.ops import Traffic
 from orchestra.errors import Stalled
 from orchestra.runs.status import name_of
-from orchestra.worlds.shared_memory.futex import Words
+from orchestra.worlds.shared_memory.futex import FutexWords
 from orchestra.worlds.shared_memory.layout import ABORT, NOT_WAITING, STALLED, WAITING
 
 _SLICE = 0.2  # seconds between two looks at the deadline and at whether the run is being given up
@@ -23,7 +23,9 @@ class Aborted(BaseException):
 class Waiter:
     """One node's patience."""
 
-    def __init__(self, words: Words, rank: int, workers: int, patience: float, traffic: Traffic, *, waits: int) -> None:
+    def __init__(
+        self, words: FutexWords, rank: int, workers: int, patience: float, traffic: Traffic, *, waits: int
+    ) -> None:
         self._words = words
         self._rank = rank
         self._workers = workers

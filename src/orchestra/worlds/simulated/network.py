@@ -44,7 +44,7 @@ _Parcel = tuple[float, Arrived, Any, Promise[None] | None]  # bytes, who is told
 
 
 @dataclass(slots=True, eq=False)
-class Way:
+class Route:
     """From one node to another, as by a connection of their own: messages keep their order."""
 
     source: int  # machine
@@ -58,14 +58,14 @@ class Way:
 
 
 @dataclass(slots=True)
-class _Meeting:
+class _Collective:
     """Members of a group on their way to a collective."""
 
     ops: dict[int, Any] = field(default_factory=dict)
     promises: dict[int, Promise[Any]] = field(default_factory=dict)
 
 
-class World:
+class VirtualNetwork:
     """Everything the nodes share."""
 
     def __init__(
@@ -91,9 +91,9 @@ class World:
         self._up = [Link(f"up {m}", network.host(m).up / 8, UP) for m in every]
         self._down = [Link(f"down {m}", network.host(m).down / 8, DOWN) for m in every]
         self._racks = _racks(network, len(every))
-        self.ways: list[dict[int, Way]] = [{} for _ in range(nodes)]  # from each node to those that it wrote to
-        self._flying: dict[Way, deque[tuple[Arrived, Any]]] = {}
-        self._meetings: dict[Group, _Meeting] = {}
+        self.ways: list[dict[int, Route]] = [{} for _ in range(nodes)]  # from each node to those that it wrote to
+        self._flying: dict[Route, deque[tuple[Arrived, Any]]] = {}
+        self._meetings: dict[Group, _Collective] = {}
         self.under_way = 0  # messages and collectives in flight
 
     # From host to host.
@@ -102,23 +102,23 @@ class World:
         """The machine that a node lives on."""
         return self._hosts[self._machines[node]]
 
-    def way(self, source: int, to: int) -> Way:
+    def way(self, source: int, to: int) -> Route:
         """From node to node."""
         way = self.ways[source].get(to)
         if way is None:
             way = self.ways[source][to] = self._between(self._machines[source], self._machines[to])
         return way
 
-    def _between(self, source: int, to: int) -> Way:
+    def _between(self, source: int, to: int) -> Route:
         if source == to:
-            return Way(source)
+            return Route(source)
         links: tuple[Link, ...] = (self._up[source], self._down[to])
         if self._racks and (a := self._racks[source]) is not (b := self._racks[to]):
             links = (self._up[source], a[0], b[1], self._down[to])
         here, there = self._hosts[source], self._hosts[to]
-        return Way(source, links, here.latency + there.latency, here.message, keeps=here.keeps)
+        return Route(source, links, here.latency + there.latency, here.message, keeps=here.keeps)
 
-    def hand_over(self, way: Way, size: float, arrived: Arrived, about: Any) -> Promise[None] | None:
+    def hand_over(self, way: Route, size: float, arrived: Arrived, about: Any) -> Promise[None] | None:
         """Send as programs do: what is kept when the kernel has all of it, if that is not at once."""
         if way.keeps is None or not way.links or _backlog(way) + size <= way.keeps:
             self.carry(way, size, arrived, about)
@@ -127,7 +127,7 @@ class World:
         self.carry(way, size, arrived, about, taken)
         return taken
 
-    def carry(self, way: Way, size: float, arrived: Arrived, about: Any, taken: Promise[None] | None = None) -> None:
+    def carry(self, way: Route, size: float, arrived: Arrived, about: Any, taken: Promise[None] | None = None) -> None:
         """Send bytes from node to node; calls `arrived` when the last one is there, at once on one machine."""
         if not way.links:
             self._fly(way, arrived, about)
@@ -139,7 +139,7 @@ class World:
             way.busy = True
             self._depart(way, size, arrived, about, taken)
 
-    def _depart(self, way: Way, size: float, arrived: Arrived, about: Any, taken: Promise[None] | None) -> None:
+    def _depart(self, way: Route, size: float, arrived: Arrived, about: Any, taken: Promise[None] | None) -> None:
         way.leaving = size
         then: tuple[Any, ...] = (self._sent, way, arrived, about)
         if taken is not None:
@@ -152,20 +152,20 @@ class World:
         else:
             self.flows.start(way.links, size, *then)
 
-    def _taken(self, way: Way, arrived: Arrived, about: Any, taken: Promise[None]) -> None:
+    def _taken(self, way: Route, arrived: Arrived, about: Any, taken: Promise[None]) -> None:
         """The kernel holds the rest of a message."""
         way.leaving = min(way.leaving, way.keeps or 0.0)
         self.flows.start(way.links, way.leaving, self._sent, way, arrived, about)
         taken.keep(None)
 
-    def _sent(self, way: Way, arrived: Arrived, about: Any) -> None:
+    def _sent(self, way: Route, arrived: Arrived, about: Any) -> None:
         self._fly(way, arrived, about)
         if way.behind:
             self._depart(way, *way.behind.popleft())
         else:
             way.busy = False
 
-    def _fly(self, way: Way, arrived: Arrived, about: Any) -> None:
+    def _fly(self, way: Route, arrived: Arrived, about: Any) -> None:
         kernel = self.kernel
         if not kernel.shuffles:
             kernel.at(kernel.now + way.latency, arrived, about)
@@ -174,7 +174,7 @@ class World:
         self._flying.setdefault(way, deque()).append((arrived, about))
         kernel.at(kernel.now + way.latency, self._land, way)
 
-    def _land(self, way: Way) -> None:
+    def _land(self, way: Route) -> None:
         arrived, about = self._flying[way].popleft()
         arrived(about)
 
@@ -184,7 +184,7 @@ class World:
         """Come to a collective; it begins when every member has."""
         meeting = self._meetings.get(group)
         if meeting is None:
-            meeting = self._meetings[group] = _Meeting()
+            meeting = self._meetings[group] = _Collective()
         if rank in meeting.ops:
             raise RuntimeError(f"node {rank} comes to a collective twice before the others came once")
 
@@ -199,7 +199,7 @@ class World:
             self._collect(group, meeting)
         return promise
 
-    def _collect(self, group: Group, meeting: _Meeting) -> None:
+    def _collect(self, group: Group, meeting: _Collective) -> None:
         ops = [meeting.ops[m] for m in group.members]
         kinds = {type(op) for op in ops}
         if len(kinds) > 1:
@@ -298,7 +298,7 @@ class World:
                 self.carry(self.way(source, member), nbytes(op.x), arrived, member)
 
 
-def _backlog(way: Way) -> float:
+def _backlog(way: Route) -> float:
     """Bytes of the messages that have not left; those of one that is leaving all count until it has."""
     return way.leaving + sum(parcel[0] for parcel in way.behind or ()) if way.busy else 0.0
 
@@ -308,10 +308,10 @@ def _kernel_to_take() -> str:
 
 
 _FLOWS: dict[type[Any], Callable[..., None]] = {
-    Mean: World.ring,
-    MeanUpdate: World.ring,
-    Broadcast: World.spread,
-    Gather: World.exchange,
+    Mean: VirtualNetwork.ring,
+    MeanUpdate: VirtualNetwork.ring,
+    Broadcast: VirtualNetwork.spread,
+    Gather: VirtualNetwork.exchange,
 }
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from orchestra.errors import Problem
 from orchestra.runs import measurements
-from orchestra.runs.measurements import Exchange
+from orchestra.runs.measurements import LinkMeasurement
 
 _LARGEST = 1 << 20  # bytes of a file of hosts
 _FEW = 3  # kinds of hosts that are told one by one
@@ -166,7 +166,7 @@ def _probed(path: Path, loopback: bool) -> Host:
     return like(way, found.number)
 
 
-def like(way: Exchange, number: float) -> Host:
+def like(way: LinkMeasurement, number: float) -> Host:
     """A host that was measured."""
     return Host(up=8 * way.rate, down=8 * way.rate, latency=way.latency / 2, message=way.message, number=number)
 

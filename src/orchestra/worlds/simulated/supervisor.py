@@ -28,10 +28,10 @@ from orchestra.engine.middleware import Metered
 from orchestra.engine.tracing import Traced
 from orchestra.errors import Deadlock, Interrupted, OrchestraError, RunFolderGone, WorkerFailed
 from orchestra.runs import event_thinning, files, run_lock
-from orchestra.runs.events import Began, Event, EventLog
-from orchestra.runs.status import Progress, Report, name_of
+from orchestra.runs.events import Event, EventLog, NodeStarted
+from orchestra.runs.status import NodeStatus, RunStatus, name_of
 from orchestra.worlds.simulated.kernel import Kernel, Promise
-from orchestra.worlds.simulated.network import World
+from orchestra.worlds.simulated.network import VirtualNetwork
 from orchestra.worlds.simulated.networks import Network
 from orchestra.worlds.simulated.numerics import Batched
 from orchestra.worlds.simulated.timing import momenta_of, timed
@@ -42,7 +42,7 @@ _STILL = 20  # looks for each node at a clock that does not move; 256 events lie
 _MANY = 4096  # events that a node may keep in memory
 
 
-class Rehearsal:
+class Simulation:
     """One run in virtual time."""
 
     def __init__(
@@ -55,11 +55,13 @@ class Rehearsal:
         self.job = job = replace(order.job, snapshot_every=None) if self.timing_only else order.job
         self.nodes = job.workers + job.servers
         self.kernel = kernel
-        self.world = World(kernel, network, self.nodes, job.workers, machines=job.machines, closed_forms=closed_forms)
+        self.world = VirtualNetwork(
+            kernel, network, self.nodes, job.workers, machines=job.machines, closed_forms=closed_forms
+        )
         self.transports = connect(self.world, self.nodes)
         assert job.delay is not None
         self.delay = job.delay
-        self.rows = [Report(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
+        self.rows = [NodeStatus(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings = (
             ["the workers share one x in the memory of one machine: no network was used."]
             if job.strategy.model_at == "shared"
@@ -102,7 +104,7 @@ class Rehearsal:
             self._close([*(log for _, _, log in born), *self.traces])
         self._show()
         if self.timing_only:
-            x0 = snapshot.Part(self.kernel.now, 0, 0, 0, self.order.x0, {})
+            x0 = snapshot.SnapshotPart(self.kernel.now, 0, 0, 0, self.order.x0, {})
             snapshot.write(self.job.run / snapshot.FINAL, 0, x0)
         return Ending(self.stopped_by, self.warnings)
 
@@ -216,15 +218,15 @@ class Rehearsal:
     def _living(self, node: Node, meter: Metered, log: _Log) -> Callable[[], None]:
         name = name_of(node.rank, self.job.workers)
 
-        def show(row: Report) -> None:
+        def show(row: NodeStatus) -> None:
             self.rows[node.rank] = row
 
         def body() -> None:
-            log.write(Began(0.0, node.rank, "worker" if node.rank < self.job.workers else "server", 0.0))
+            log.write(NodeStarted(0.0, node.rank, "worker" if node.rank < self.job.workers else "server", 0.0))
             try:
                 self._take_dice(node.rank)
-                life = _Life(self.job, node, meter, log, self._hear, show)
-                keeper = _Keeper(self, life)
+                life = _SimulatedRuntime(self.job, node, meter, log, self._hear, show)
+                keeper = _ScoreWatch(self, life)
                 node_loop.serve(life, keeper) if life.is_server else node_loop.work(life, keeper)
             except (OrchestraError, KeyboardInterrupt):
                 raise
@@ -276,7 +278,7 @@ class Rehearsal:
     def _show(self) -> None:
         job = self.job
         what = (job.run, self.order.about["strategy"], job.workers, job.servers, job.last_step)
-        self.order.show(Progress(*what, True, self.kernel.now, tuple(self.rows), time.monotonic() - self.began))
+        self.order.show(RunStatus(*what, True, self.kernel.now, tuple(self.rows), time.monotonic() - self.began))
 
 
 def _shared(feed: Any, device: torch.device) -> Any:
@@ -321,16 +323,16 @@ class _Log:
 
 
 @dataclass
-class _Life(node_loop.Life):
+class _SimulatedRuntime(node_loop.NodeRuntime):
     log: _Log
 
 
 @dataclass
-class _Keeper:
+class _ScoreWatch:
     """Nothing is kept: but a score may end the run, at the very virtual moment of its snapshot."""
 
-    rehearsal: Rehearsal
-    life: _Life
+    rehearsal: Simulation
+    life: _SimulatedRuntime
     snapshots: int = 0
 
     def after_step(self, before: int) -> None:

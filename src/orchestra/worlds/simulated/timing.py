@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset
 from orchestra.core.log import Log
 from orchestra.core.node import Comm, Node
 from orchestra.core.ops import Compute, Message
-from orchestra.data.feed import IndexedFeed, Samples
-from orchestra.model.flat_optimizer import Inner
+from orchestra.data.feed import IndexedFeed, SampleStore
+from orchestra.model.flat_optimizer import FlatOptimizer
 from orchestra.model.replica import Ready, trainable
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ def timed(job: Job, rank: int, comm: Comm, log: Log, x0: Tensor, data: Any, mome
     """A worker or a server without numbers; `at_once`: averages and updates take no time."""
     if rank < job.workers:
         x = torch.empty_like(x0, device="meta")
-        return _TimedNode(comm, _Inner(x, momenta), x, at_once, log, job, feed=_feed(job, rank, data))
+        return _TimedNode(comm, _TimedOptimizer(x, momenta), x, at_once, log, job, feed=_feed(job, rank, data))
     part = job.range_of(rank)
     x = torch.empty(part.stop - part.start, dtype=x0.dtype, device="meta")
     outline, lengths = momenta
-    return _TimedNode(comm, _Inner(x, (outline, [x.numel() for _ in lengths])), x, at_once, log, job)
+    return _TimedNode(comm, _TimedOptimizer(x, (outline, [x.numel() for _ in lengths])), x, at_once, log, job)
 
 
 class _TimedNode(Node):
@@ -80,7 +80,7 @@ def _nothing() -> None:
     return None
 
 
-class _Inner:
+class _TimedOptimizer:
     """An optimizer with nothing to optimize, but with as many momenta as the real one."""
 
     lr = 1.0
@@ -137,14 +137,14 @@ class _Inner:
 def momenta_of(job: Job, x0: Tensor) -> Momenta:
     """What a worker's optimizer keeps, by a trial."""
     layers = list(trainable(job.model()).values()) if job.layerwise else None
-    inner = Inner(job.optimizer, x0.clone(), layers=layers)
+    inner = FlatOptimizer(job.optimizer, x0.clone(), layers=layers)
     inner.step(torch.zeros_like(x0))
     return inner.outline(), [vector.numel() for vector in inner.vectors()]
 
 
 def _feed(job: Job, rank: int, data: Any) -> Any:
     """Mini-batches of the true sizes; full ones of a stream, whose length nobody knows, and of too few samples."""
-    if isinstance(data, IterableDataset) or job.batch * job.workers > len(Samples(data)):
+    if isinstance(data, IterableDataset) or job.batch * job.workers > len(SampleStore(data)):
         return _Stream(job.batch, job.workers, job.steps_per_epoch)
     feed = IndexedFeed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition)
     feed.give_nothing()

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from orchestra.core.ops import (
-    Ahead,
     Broadcast,
     Compute,
     Departed,
@@ -29,6 +28,7 @@ from orchestra.core.ops import (
     MeanUpdate,
     Message,
     Op,
+    PrepareMean,
     Recv,
     Send,
     Sleep,
@@ -39,13 +39,13 @@ from orchestra.runs.status import name_of
 from orchestra.worlds.simulated import collectives
 from orchestra.worlds.simulated.collectives import bytes_of, vector_of
 from orchestra.worlds.simulated.kernel import Promise
-from orchestra.worlds.simulated.network import Way, World
+from orchestra.worlds.simulated.network import Route, VirtualNetwork
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Letter:
+class _Delivery:
     """A message, or a farewell, on its way."""
 
     message: Message | None
@@ -55,10 +55,10 @@ class _Letter:
     read: Promise[None] | None = None  # kept when the receiver is done with a lent vector
 
 
-class SimTransport:
+class SimulatedTransport:
     """One node's end of it."""
 
-    def __init__(self, world: World, rank: int, size: int, others: list[SimTransport]) -> None:
+    def __init__(self, world: VirtualNetwork, rank: int, size: int, others: list[SimulatedTransport]) -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
@@ -72,7 +72,7 @@ class SimTransport:
         self._others = others  # by rank, itself included
         self._kernel = world.kernel
         self._step = 0
-        self._boxes: dict[int, deque[_Letter]] = {}
+        self._boxes: dict[int, deque[_Delivery]] = {}
         self._arrivals: deque[int] = deque()  # sources of letters, in the order they came
         self._left: set[int] = set()
         self._lent: dict[int, Promise[None]] = {}  # vectors of others that this node may still be reading
@@ -81,7 +81,7 @@ class SimTransport:
         self._alarm: tuple[Group, Promise[bool]] | None = None  # whose letters disturb it
         self._rules: dict[type[Any], Callable[[Any], Any]] = {
             Compute: self._compute,
-            Ahead: lambda op: None,
+            PrepareMean: lambda op: None,
             Mean: self._collective,
             MeanUpdate: self._collective,
             Broadcast: self._collective,
@@ -157,14 +157,14 @@ class SimTransport:
         elif not x.is_meta:
             x = x.detach().clone()
         message = Message(self.rank, x, op.version, op.weight, op.tag, op.stamp, op.progress)
-        letter = _Letter(message, self.rank, size, self._kernel.now, read)
+        letter = _Delivery(message, self.rank, size, self._kernel.now, read)
         if way.keeps is None or read is not None:
             self._post(to, way, letter)
         else:
             self._hand_over(to, way, letter)
         return read or _NOTHING
 
-    def _hand_over(self, to: int, way: Way, letter: _Letter) -> None:
+    def _hand_over(self, to: int, way: Route, letter: _Delivery) -> None:
         """Wait until the kernel has the message, as sockets do."""
         self._world.under_way += 1
         taken = self._world.hand_over(way, letter.size, self._others[to].deliver, letter)
@@ -184,14 +184,14 @@ class SimTransport:
     def _leave(self, op: Leave) -> None:
         for to in op.group.members:
             self._release(to)
-            self._post(to, self._world.way(self.rank, to), _Letter(None, self.rank, 0, self._kernel.now))
+            self._post(to, self._world.way(self.rank, to), _Delivery(None, self.rank, 0, self._kernel.now))
 
-    def _post(self, to: int, way: Way, letter: _Letter) -> None:
+    def _post(self, to: int, way: Route, letter: _Delivery) -> None:
         world = self._world
         world.under_way += 1
         world.carry(way, letter.size, self._others[to].deliver, letter)
 
-    def deliver(self, letter: _Letter) -> None:
+    def deliver(self, letter: _Delivery) -> None:
         """A letter has come."""
         self._world.under_way -= 1
         source, awaited = letter.source, self._awaited
@@ -236,7 +236,7 @@ class SimTransport:
                     self.traffic.waited += letter.posted - asked
                 return letter.message
 
-    def _take(self, op: Recv) -> _Letter | None:
+    def _take(self, op: Recv) -> _Delivery | None:
         """The letter that came first, from one node or from any of several."""
         if op.source is not None:
             box = self._boxes.get(op.source)
@@ -287,8 +287,8 @@ def _time_to_pass() -> str:
     return "time to pass"
 
 
-def connect(world: World, nodes: int) -> list[SimTransport]:
+def connect(world: VirtualNetwork, nodes: int) -> list[SimulatedTransport]:
     """The ends of all nodes."""
-    transports: list[SimTransport] = []
-    transports += [SimTransport(world, rank, nodes, transports) for rank in range(nodes)]
+    transports: list[SimulatedTransport] = []
+    transports += [SimulatedTransport(world, rank, nodes, transports) for rank in range(nodes)]
     return transports

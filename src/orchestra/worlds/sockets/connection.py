@@ -22,7 +22,7 @@ from torch import Tensor
 from orchestra.core.ops import Departed, Message, Send
 from orchestra.errors import WorkerLost
 from orchestra.worlds.sockets import wire
-from orchestra.worlds.sockets.shm_ring import Outlet
+from orchestra.worlds.sockets.shm_ring import RingWriter
 
 # A connection over which nothing goes is looked at by the kernel, also while the process computes. How long nobody may
 # answer is what the last one says: it also counts while the other end has no room because it computes.
@@ -34,14 +34,14 @@ _OWED = 2, 256 << 10  # messages, bytes after which the other end is told that t
 
 
 @dataclass(eq=False)
-class Peer:
+class Connection:
     """A connection to another node."""
 
     rank: int
     sock: socket.socket
     apart: bool = False  # on another machine
     keeps: bool = False  # it may break, and be made anew
-    outlet: Outlet | None = None  # memory that both see, if there is any
+    outlet: RingWriter | None = None  # memory that both see, if there is any
     inlet: mmap.mmap | None = None
     pid: int | None = None  # of a process of this machine
     out: deque[memoryview] = field(default_factory=deque)  # bytes still to be sent

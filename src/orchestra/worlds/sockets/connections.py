@@ -21,9 +21,9 @@ from orchestra.core.ops import Send
 from orchestra.errors import WorkerLost
 from orchestra.runs.status import name_of
 from orchestra.worlds.sockets import wire
-from orchestra.worlds.sockets.connection import Peer
-from orchestra.worlds.sockets.pairing import Arrangement
-from orchestra.worlds.sockets.reconnect import Arrival, Reunion
+from orchestra.worlds.sockets.connection import Connection
+from orchestra.worlds.sockets.pairing import Pairing
+from orchestra.worlds.sockets.reconnect import Arrival, Reconnector
 
 AHEAD = 8  # messages of one sender that are taken in before they are asked for
 _BEAT = 0.5  # seconds between two signs of life of a node that waits
@@ -33,7 +33,7 @@ _DAMAGED = 3  # messages of a connection that may come otherwise than they were 
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class Lines:
+class Connections:
     """One node's connections. `accept` is called with every message that is whole."""
 
     def __init__(
@@ -42,12 +42,12 @@ class Lines:
         workers: int,
         run: int,
         connections: dict[int, socket.socket],
-        accept: Callable[[Peer, wire.Frame, Tensor], None],
+        accept: Callable[[Connection, wire.Frame, Tensor], None],
         *,
         largest: int,
         patience: float,
         summed: bool,
-        arranged: Arrangement,
+        arranged: Pairing,
     ) -> None:
         self.lost: dict[int, WorkerLost] = {}  # nodes whose connection broke, and what to say of it
         self.when_reunited: Callable[[int, float, str], None] = lambda node, seconds, why: None
@@ -60,7 +60,7 @@ class Lines:
         self._selector = selectors.DefaultSelector()
         keeps = arranged.reunion.nodes if arranged.reunion is not None else frozenset()
         self.peers = {
-            node: Peer(
+            node: Connection(
                 node,
                 sock,
                 node in arranged.apart,
@@ -79,7 +79,7 @@ class Lines:
 
     # Out and in.
 
-    def post(self, peer: Peer, kind: int, body: memoryview, x: Tensor, op: Send | None) -> None:
+    def post(self, peer: Connection, kind: int, body: memoryview, x: Tensor, op: Send | None) -> None:
         """Have a message sent."""
         if peer.lost is not None:
             raise peer.lost.with_traceback(None)  # which may have been raised before
@@ -94,7 +94,7 @@ class Lines:
         self._settle(peer)
         self.watch(peer)
 
-    def _write(self, peer: Peer) -> None:
+    def _write(self, peer: Connection) -> None:
         try:
             peer.write()
         except _BLOCKED:
@@ -103,12 +103,12 @@ class Lines:
             peer.out.clear()
             peer.failing = error
 
-    def read(self, peer: Peer) -> None:
+    def read(self, peer: Connection) -> None:
         """Take in what has come, as far as there is room for it."""
         self._take(peer)
         self._settle(peer)
 
-    def _take(self, peer: Peer) -> None:
+    def _take(self, peer: Connection) -> None:
         peer.reading = True
         try:
             for frame, body in peer.read(self._run, largest=self._largest, ahead=self.ahead, summed=self._summed):
@@ -123,7 +123,7 @@ class Lines:
         finally:
             peer.reading = False
 
-    def _settle(self, peer: Peer) -> None:
+    def _settle(self, peer: Connection) -> None:
         """A connection over which nothing can be sent is lost, once its last words are heard: they may say why."""
         if peer.failing is None or peer.reading:
             return
@@ -136,7 +136,7 @@ class Lines:
     def pump(self, seconds: float) -> None:
         """Read and write what can be, once there is something; or give up after some time."""
         for key, events in self._selector.select(seconds):
-            peer: Peer | None = key.data
+            peer: Connection | None = key.data
             if peer is None:
                 assert self._reunion is not None
                 self._reunion.open()
@@ -150,7 +150,7 @@ class Lines:
         if self._reunion is not None:
             self._reunite(self._reunion)
 
-    def watch(self, peer: Peer) -> None:
+    def watch(self, peer: Connection) -> None:
         """Have the selector look at what this node could do with a connection."""
         wanted = 0
         if peer.lost is None and peer.parted is None:
@@ -166,12 +166,12 @@ class Lines:
             self._selector.modify(peer.sock, wanted, peer)
         peer.watched = wanted
 
-    def _unwatch(self, peer: Peer) -> None:
+    def _unwatch(self, peer: Connection) -> None:
         if peer.watched:
             self._selector.unregister(peer.sock)
             peer.watched = 0
 
-    def require(self, peer: Peer) -> None:
+    def require(self, peer: Connection) -> None:
         """Raise if nothing more can come from a node, and nothing lies here."""
         if peer.lost is not None and not peer.kept:
             raise peer.lost.with_traceback(None)  # which may have been raised before
@@ -198,7 +198,7 @@ class Lines:
                 self._lose(peer, TimeoutError(f"nothing was heard from its machine for {_SILENT:g} s"))
             self.watch(peer)
 
-    def _lose(self, peer: Peer, error: Exception) -> None:
+    def _lose(self, peer: Connection, error: Exception) -> None:
         """Nothing more can come or go over this connection. Whoever left of its own accord is not sought."""
         if peer.lost is not None or peer.parted is not None:
             return
@@ -212,13 +212,13 @@ class Lines:
         else:
             self._part(peer, why)
 
-    def _part(self, peer: Peer, why: str) -> None:
+    def _part(self, peer: Connection, why: str) -> None:
         assert self._reunion is not None
         self._unwatch(peer)
         peer.part(time.perf_counter(), why)
         self._reunion.seek(peer.rank, peer.taken)
 
-    def _give_up(self, peer: Peer, error: WorkerLost) -> None:
+    def _give_up(self, peer: Connection, error: WorkerLost) -> None:
         """Of consequence only if somebody still needs it."""
         self._unwatch(peer)
         peer.lost, peer.parted = error, None
@@ -231,7 +231,7 @@ class Lines:
         """Whether anybody is out of reach."""
         return any(peer.parted is not None for peer in self.peers.values())
 
-    def _reunite(self, reunion: Reunion) -> None:
+    def _reunite(self, reunion: Reconnector) -> None:
         """Go on with those who were found, and without those who will not be."""
         for came in reunion.arrivals():
             self._take_up(reunion, self.peers[came.node], came)
@@ -248,7 +248,7 @@ class Lines:
                     f"its machine has not answered for {reunion.grace:g} s."
                 )
 
-    def _end_of_patience(self, reunion: Reunion, peer: Peer, sought: float) -> WorkerLost | None:
+    def _end_of_patience(self, reunion: Reconnector, peer: Connection, sought: float) -> WorkerLost | None:
         """What ends the search for a node, if anything does."""
         name, fate = self.names([peer.rank]), f"is out of reach since {_clock(sought)}"
         if reunion.is_gone(peer.rank):
@@ -267,7 +267,7 @@ class Lines:
             return WorkerLost(name, peer.why, fate=fate, advice=advice)
         return None
 
-    def _take_up(self, reunion: Reunion, peer: Peer, came: Arrival) -> None:
+    def _take_up(self, reunion: Reconnector, peer: Connection, came: Arrival) -> None:
         """Go on over a new connection, unless it is of an earlier search, or broken already."""
         late = came.told is None and came.call < peer.calls
         if peer.lost is not None or late or came.told not in (None, peer.taken):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestra.engine.control import FIELDS
-from orchestra.runs.status import Report
+from orchestra.runs.status import NodeStatus
 from orchestra.worlds.sockets.wire import BadFrame
 
 HOME = 0  # the process that keeps the run folder
@@ -98,7 +98,7 @@ _MEMBER: dict[str, dict[str, Fits]] = {
     "far-off": {},
     "ready": {},
     "begun": {"step": _whole},
-    "report": {"row": lambda row: _numbers(row) and len(row) == len(Report._fields)},
+    "report": {"row": lambda row: _numbers(row) and len(row) == len(NodeStatus._fields)},
     "snapped": {"number": _whole},
     "snapshot-failed": {"step": _whole, "error": _text},
     "saved": {"step": _whole},

@@ -24,18 +24,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from orchestra.engine import checkpoint, expression
-from orchestra.engine.cluster import Ending, Told
+from orchestra.engine.cluster import Ending, RunOutcome
 from orchestra.engine.control import NO_MORE_STEPS
 from orchestra.engine.job import Job
 from orchestra.engine.snapshot import FINAL, make_elsewhere
-from orchestra.engine.supervisor import Overseer, counting
+from orchestra.engine.supervisor import RunSupervisor, counting
 from orchestra.errors import EnvironmentProblem, Interrupted, OrchestraError, Stopped, WorkerFailed, WorkerLost
-from orchestra.runs.status import Progress, Report
+from orchestra.runs.status import NodeStatus, RunStatus
 from orchestra.worlds.sockets import control_messages, rank_order
 from orchestra.worlds.sockets.control_messages import HOME
-from orchestra.worlds.sockets.file_transfer import Courier, Reception, files_of, largest_file, part_of
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.sockets.session import Party
+from orchestra.worlds.sockets.file_transfer import FileReceiver, FileSender, files_of, largest_file, part_of
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.sockets.session import Session
 from orchestra.worlds.sockets.wire import BadFrame
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ _LONGEST = 10_000  # characters of a traceback
 
 
 @dataclass
-class Home(Overseer):
+class Coordinator(RunSupervisor):
     """Process 0: a worker as well."""
 
     cluster: Attached = field(kw_only=True)
     marker: Path | None = None  # a file by which others find out whether they see the run folder
-    reports: dict[int, Report] = field(default_factory=dict)
+    reports: dict[int, NodeStatus] = field(default_factory=dict)
     answers: dict[int, int] = field(default_factory=dict)  # the step that each worker was in when asked to stop
     is_full: bool = False  # and that was said
 
@@ -60,12 +60,12 @@ class Home(Overseer):
         """Train, together with the others. Raises what ended the run early."""
         asked, job = time.perf_counter(), self.job
         self.order.scorer.start(apart=True)  # before there are connections, which another process would hold open
-        self.party = party = Party(job, self.order.x0, self.cluster, self.order.fingerprint)
+        self.party = party = Session(job, self.order.x0, self.cluster, self.order.fingerprint)
         with counting(self, echo=_ECHO):
             self.exchange, self.transport = party.exchange, party.transport
             largest = largest_file(self.order.x0)
             rescue = partial(make_elsewhere, job.launch)
-            self.files = Reception(job.run, files_of, largest, self._could_not_keep, rescue)
+            self.files = FileReceiver(job.run, files_of, largest, self._could_not_keep, rescue)
             self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
             self.exchange.when_waiting = self._glance
             self.transport.control.learn("save_wanted", self.order.resumed_from)
@@ -111,7 +111,7 @@ class Home(Overseer):
             case "file":
                 self.files.expect(source, said)
             case "report":
-                self.reports[source] = Report(*said["row"])
+                self.reports[source] = NodeStatus(*said["row"])
             case "begun":
                 self.answers[source] = said["step"]
                 self._name_last_step()
@@ -175,9 +175,9 @@ class Home(Overseer):
         """Of training so far."""
         return self.transport.now()
 
-    def rows(self) -> tuple[Report, ...]:
+    def rows(self) -> tuple[NodeStatus, ...]:
         """What every node last reported."""
-        nothing = Report(*[0.0] * len(Report._fields))
+        nothing = NodeStatus(*[0.0] * len(NodeStatus._fields))
         return tuple(self.reports.get(node, nothing) for node in range(self.nodes))
 
     def ask_to_stop(self, code: int) -> None:
@@ -203,12 +203,12 @@ class Home(Overseer):
 
     _shown = 0.0
 
-    def _show(self, row: Report) -> None:
+    def _show(self, row: NodeStatus) -> None:
         self.reports[HOME] = row
 
     # The end.
 
-    def _tell(self, told: Callable[[], Told]) -> None:
+    def _tell(self, told: Callable[[], RunOutcome]) -> None:
         """Tell the others how it went."""
         _tell_all(self.exchange, self.nodes, told())
 
@@ -228,25 +228,25 @@ class Home(Overseer):
         return error
 
 
-class Member:
+class Participant:
     """Any other process."""
 
     def __init__(
-        self, job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, show: Callable[[Progress], None]
+        self, job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, show: Callable[[RunStatus], None]
     ) -> None:
         self.job, self.x0, self.about, self.cluster, self.show = job, x0, about, cluster, show
         self.signals, self.signal_name = 0, ""
         self.order: dict[str, Any] | None = None
         self.over: dict[str, Any] | None = None
         self.model = bytearray()
-        self.files: Reception | None = None
+        self.files: FileReceiver | None = None
         self._reported = 0.0
         self._told_of_signal = False
 
-    def run(self) -> Told:
+    def run(self) -> RunOutcome:
         """Take part to the end."""
         asked = time.perf_counter()
-        self.party = party = Party(self.job, self.x0, self.cluster, self.about)
+        self.party = party = Session(self.job, self.x0, self.cluster, self.about)
         with counting(self, echo=_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
             self.exchange, self.transport, self.rank = party.exchange, party.transport, party.rank
             self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
@@ -263,7 +263,7 @@ class Member:
                 raise self._end_for_all(error) from None
             party.close()
         assert self.over is not None
-        return Told(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
+        return RunOutcome(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
 
     def _receive_order(self, order: dict[str, Any], scratch: Path) -> tuple[Job, Callable[[dict[str, Any]], None]]:
         """What only home knows: the run folder, and what to go on from."""
@@ -274,8 +274,8 @@ class Member:
             saved = None if resume is None else folder / "checkpoints" / resume
             return replace(self.job, run=folder, launch=launch, resume=saved), self._tell
         mine, largest = part_of(self.rank), largest_file(self.x0)
-        self.files = Reception(scratch / "checkpoint", lambda source: mine, largest, _could_not_keep)
-        courier = Courier(self.exchange, scratch / "run", HOME)
+        self.files = FileReceiver(scratch / "checkpoint", lambda source: mine, largest, _could_not_keep)
+        courier = FileSender(self.exchange, scratch / "run", HOME)
         courier.folder.mkdir()
         self.exchange.note(HOME, {"kind": "far-off", "node": self.rank})
         part = None if resume is None else self.files.folder / resume / checkpoint.part_name(self.rank)
@@ -287,10 +287,10 @@ class Member:
 
         return replace(self.job, run=courier.folder, launch=launch, resume=part and part.parent), tell
 
-    def _progress(self, folder: Path) -> Progress:
+    def _progress(self, folder: Path) -> RunStatus:
         """All that this process can show of the run."""
         job = self.job
-        return Progress(folder, expression.show(job.strategy), job.workers, job.servers, job.last_step, False, 0.0, ())
+        return RunStatus(folder, expression.show(job.strategy), job.workers, job.servers, job.last_step, False, 0.0, ())
 
     def _tell(self, said: dict[str, Any]) -> None:
         self.exchange.note(HOME, said)
@@ -336,7 +336,7 @@ class Member:
             self._told_of_signal = True
             self._tell({"kind": "signal", "name": self.signal_name})
 
-    def _show(self, row: Report) -> None:
+    def _show(self, row: NodeStatus) -> None:
         if time.perf_counter() - self._reported > _GLANCE:
             self._reported = time.perf_counter()
             self._tell({"kind": "report", "row": list(row)})
@@ -365,13 +365,13 @@ class Member:
         return error
 
 
-def pass_on(job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, told: Told) -> None:
+def pass_on(job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, told: RunOutcome) -> None:
     """As home of a run that is over already: tell the others."""
-    with contextlib.closing(Party(job, x0, cluster, about)) as party:
+    with contextlib.closing(Session(job, x0, cluster, about)) as party:
         _tell_all(party.exchange, job.workers + job.servers, told)
 
 
-def _tell_all(exchange: Exchange, nodes: int, told: Told) -> None:
+def _tell_all(exchange: Messenger, nodes: int, told: RunOutcome) -> None:
     said = asdict(told)
     model = said.pop("model")
     for node in range(1, nodes):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from orchestra.engine import checkpoint
 from orchestra.engine.snapshot import FINAL, is_full
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.wire import BadFrame
 
 THINNED = "thinned"  # the folder in the name of a file of events that takes the place of what was sent before
@@ -34,10 +34,10 @@ _TIMES, _BESIDE = 64, 1 << 28  # what a node keeps is at most so many times the 
 
 
 @dataclass
-class Courier:
+class FileSender:
     """Brings the files of one folder to another node."""
 
-    exchange: Exchange
+    exchange: Messenger
     folder: Path
     to: int
     sent: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # of files that grow: bytes, and the last of them
@@ -90,7 +90,7 @@ def part_of(node: int) -> re.Pattern[str]:
 
 
 @dataclass
-class Reception:
+class FileReceiver:
     """Puts files that others send into a folder. What cannot be written, `complain` is told: no peer is to blame."""
 
     folder: Path

@@ -24,19 +24,19 @@ from torch import Tensor
 
 from orchestra.core.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.errors import Stalled, WorkerLost
-from orchestra.worlds.shared_memory.hangs import Limits, Seen, Watch
+from orchestra.worlds.shared_memory.hangs import HangWatch, Limits, Seen
 from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
 from orchestra.worlds.sockets import wire
-from orchestra.worlds.sockets.connection import Peer
-from orchestra.worlds.sockets.connections import AHEAD, Lines
-from orchestra.worlds.sockets.pairing import Arrangement
+from orchestra.worlds.sockets.connection import Connection
+from orchestra.worlds.sockets.connections import AHEAD, Connections
+from orchestra.worlds.sockets.pairing import Pairing
 from orchestra.worlds.sockets.shm_ring import longest_of, mark_of
 
 _BYE = {"kind": "bye"}  # a node's last word: that its connection ends is nothing to worry about
 _SLICE = 0.2  # seconds between two looks at the deadline
 
 
-class Exchange:
+class Messenger:
     """One node's messages, to and from everybody."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Exchange:
         traffic: Traffic,
         summed: bool,
         near: Collection[int] = (),
-        arranged: Arrangement | None = None,
+        arranged: Pairing | None = None,
     ) -> None:
         self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
         self.when_at_rest: Callable[[], None] = lambda: None  # likewise, if it is as it was after its last step
@@ -62,14 +62,14 @@ class Exchange:
         self.take_in: Callable[[int, bytes], None] = lambda source, piece: None  # of a file that was announced
         self.largest = largest  # bytes of a message
         self._rank, self._traffic, self._near = rank, traffic, near
-        self._lines = Lines(
+        self._lines = Connections(
             rank, workers, run, connections, self._accept,
-            largest=largest, patience=patience, summed=summed, arranged=arranged or Arrangement(),
+            largest=largest, patience=patience, summed=summed, arranged=arranged or Pairing(),
         )  # fmt: skip
         self._lines.when_reunited = lambda *told: self.when_reunited(*told)
         self._peers = self._lines.peers
         self._turn = 0
-        self._watch = Watch(Limits.of(patience), lambda node: self._lines.names([node]))
+        self._watch = HangWatch(Limits.of(patience), lambda node: self._lines.names([node]))
         self._mark = NOT_WAITING
         self._begun = False  # before, other nodes may be busy for long, and only a stopped one is known to hang
         self._worked, self._longest = math.inf, 0.0  # since when this node does not wait; seconds of its longest work
@@ -90,7 +90,7 @@ class Exchange:
         if op.to not in self._near:
             self._traffic.count(op.to, len(body))
         if op.lend and x.data_ptr() == op.x.data_ptr():
-            return _Lent(self, peer)
+            return _LentVector(self, peer)
         self._flush(peer)
         return Done(None)
 
@@ -102,7 +102,7 @@ class Exchange:
             self._flush(peer)
         return Done(None)
 
-    def _flush(self, peer: Peer) -> None:
+    def _flush(self, peer: Connection) -> None:
         """Wait until the kernel has everything: from there it goes on while this node computes."""
         if peer.out or peer.parted is not None:
             self._wait(
@@ -148,7 +148,7 @@ class Exchange:
         """Send a part of what a whole group does, in place."""
         peer = self._peers[to]
         self._lines.post(peer, wire.PIECE, wire.body_of(x), x, Send(to, x, weight=weight))
-        return _Lent(self, peer)
+        return _LentVector(self, peer)
 
     def take(self, source: int) -> Message:
         """The next such part of another node."""
@@ -171,7 +171,7 @@ class Exchange:
                 self._lines.pump(left)
         return False
 
-    def _first(self, peers: Sequence[Peer]) -> Peer | None:
+    def _first(self, peers: Sequence[Connection]) -> Connection | None:
         """Somebody whose message is here; the one served last comes last, so that nobody is passed over."""
         for i in range(len(peers)):
             peer = peers[(self._turn + i) % len(peers)]
@@ -179,12 +179,12 @@ class Exchange:
                 return peer
         return None
 
-    def _make_room(self, peer: Peer) -> None:
+    def _make_room(self, peer: Connection) -> None:
         """Something was taken away: take in what there was no room for."""
         self._lines.read(peer)
         self._lines.watch(peer)
 
-    def _accept(self, peer: Peer, frame: wire.Frame, body: Tensor) -> None:
+    def _accept(self, peer: Connection, frame: wire.Frame, body: Tensor) -> None:
         """A message is whole."""
         match frame.kind:
             case wire.NOTE:
@@ -268,8 +268,13 @@ class Exchange:
     # Waiting.
 
     def _wait(
-        self, ready: Callable[[], bool], whom: Callable[[], str], needed: Sequence[Peer], *, forever: bool = False,
-        watched: Sequence[Peer] = (),
+        self,
+        ready: Callable[[], bool],
+        whom: Callable[[], str],
+        needed: Sequence[Connection],
+        *,
+        forever: bool = False,
+        watched: Sequence[Connection] = (),
     ) -> None:  # fmt: skip
         began = time.perf_counter()
         while not ready():
@@ -318,7 +323,7 @@ class Exchange:
             if peer.outlet is not None:
                 peer.outlet.mark(what, self._longest)
 
-    def _look_for_hangs(self, needed: Sequence[Peer]) -> None:
+    def _look_for_hangs(self, needed: Sequence[Connection]) -> None:
         """Raise if a process of this machine that this node waits for hangs; of others, if it is stopped."""
         if not self._watch.due:
             return
@@ -345,17 +350,17 @@ class Exchange:
         self._lines.close(until)
 
 
-def _is_at_work(peer: Peer) -> bool:
+def _is_at_work(peer: Connection) -> bool:
     """Whether a process of this machine does not wait for others: it is watched, and patience is not needed."""
     return peer.pid is not None and peer.inlet is not None and mark_of(peer.inlet) == NOT_WAITING
 
 
 @dataclass(slots=True)
-class _Lent:
+class _LentVector:
     """A message that is sent from the sender's own memory."""
 
-    exchange: Exchange
-    peer: Peer
+    exchange: Messenger
+    peer: Connection
 
     def wait(self) -> None:
         """Block until the kernel has the last byte."""

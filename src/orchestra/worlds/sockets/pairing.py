@@ -13,27 +13,27 @@ from typing import Any
 from orchestra.errors import ClusterError
 from orchestra.worlds.sockets.addresses import EVERYWHERE, listen, plain
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.reconnect import Invitation, Reunion
+from orchestra.worlds.sockets.reconnect import Invitation, Reconnector
 from orchestra.worlds.sockets.rendezvous import hear, say
-from orchestra.worlds.sockets.shm_ring import Outlet, enter, machine
+from orchestra.worlds.sockets.shm_ring import RingWriter, enter, machine
 
 Connections = Mapping[int, socket.socket]
 
 
 @dataclass
-class Arrangement:
+class Pairing:
     """By what a node reaches the others beside its connections."""
 
-    reunion: Reunion | None = None  # how to find those of other machines again
+    reunion: Reconnector | None = None  # how to find those of other machines again
     apart: frozenset[int] = frozenset()  # nodes of other machines
-    outlets: dict[int, Outlet] = field(default_factory=dict)  # memory in which nodes of this machine find messages
+    outlets: dict[int, RingWriter] = field(default_factory=dict)  # memory in which nodes of this machine find messages
     inlets: dict[int, mmap.mmap] = field(default_factory=dict)  # and in which theirs are found
     pids: dict[int, int] = field(default_factory=dict)  # of the latter
 
 
 def arrange(
     rank: int, connections: Connections, token: Token, *, longest: int, grace: float, patience: float
-) -> Arrangement:
+) -> Pairing:
     """Everybody tells everybody where it is, and what it offers; messages have at most `longest` bytes."""
     for sock in connections.values():
         sock.settimeout(patience)
@@ -42,7 +42,7 @@ def arrange(
     near = [node for node, said in machines.items() if said.get("machine") == home]
     apart = frozenset(connections) - frozenset(near)
     door = _open_door([connections[node] for node in apart]) if apart and grace > 0 else None
-    outlets = {node: outlet for node in near if (outlet := Outlet.make(longest)) is not None}
+    outlets = {node: outlet for node in near if (outlet := RingWriter.make(longest)) is not None}
     try:
         return _agree(rank, connections, token, grace, apart, door, outlets)
     except BaseException:
@@ -55,8 +55,8 @@ def arrange(
 
 def _agree(
     rank: int, connections: Connections, token: Token, grace: float, apart: frozenset[int],
-    door: socket.socket | None, outlets: dict[int, Outlet],
-) -> Arrangement:  # fmt: skip
+    door: socket.socket | None, outlets: dict[int, RingWriter],
+) -> Pairing:  # fmt: skip
     """Offer those of this machine memory, the others a door."""
     near = frozenset(connections) - apart
     words = {node: secrets.token_hex(16) for node in apart}
@@ -75,9 +75,9 @@ def _agree(
     reunion = None
     if door is not None:
         invitations = {node: found for node in apart if (found := _read(offers[node].get("door"))) is not None}
-        reunion = Reunion(rank, token, door, invitations, words, grace)
+        reunion = Reconnector(rank, token, door, invitations, words, grace)
     pids = {node: int(offers[node]["ring"]["process"]) for node in inlets}
-    return Arrangement(reunion, apart, outlets, inlets, pids)
+    return Pairing(reunion, apart, outlets, inlets, pids)
 
 
 def _read(door: Any) -> Invitation | None:

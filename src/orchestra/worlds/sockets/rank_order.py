@@ -19,7 +19,7 @@ Cost = Sequence[Sequence[float]]  # seconds from each process to each other
 
 
 @dataclass(frozen=True)
-class Links:
+class MeasuredLinks:
     """What was measured between processes."""
 
     latency: tuple[tuple[float, ...], ...]  # seconds, one way
@@ -86,7 +86,7 @@ def _untangled(cost: Cost, way: list[int]) -> list[int]:
     return way
 
 
-def describe(order: Sequence[int], workers: int, links: Links | None) -> str:
+def describe(order: Sequence[int], workers: int, links: MeasuredLinks | None) -> str:
     """In a line, for people."""
     way = " → ".join(map(str, order[:workers]))
     servers = f"; servers are {', '.join(map(str, order[workers:]))}" if len(order) > workers else ""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from orchestra.worlds.sockets.addresses import Address, connect
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.rendezvous import Unproven, hear, say
+from orchestra.worlds.sockets.rendezvous import Unauthenticated, hear, say
 
 _PROOF = 5.0  # seconds for a proof and an introduction
 _KNOCK = 1.0  # seconds until a knock counts as not heard, and between two
@@ -49,7 +49,7 @@ class Arrival(NamedTuple):
     call: int  # its number, if it called
 
 
-class Reunion:
+class Reconnector:
     """A node's open door, and its search for those that it lost. `words`: what it wants to hear from each."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Reunion:
         self._rank, self._token = rank, token
         self._invitations, self._words = invitations, words
         self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        self._unproven = Unproven(_STRANGERS)
+        self._unproven = Unauthenticated(_STRANGERS)
         self._searches: dict[int, int] = {}  # how often a node was sought
         self._called: dict[int, int] = {}  # how often it was called
         self._sought: set[int] = set()

@@ -55,7 +55,7 @@ _GLANCE = 0.5  # seconds between two looks at whether there is something to say
 Admit = Callable[[socket.socket, socket.socket], None]
 
 
-class Unproven:
+class Unauthenticated:
     """Callers of whom nobody knows who they are. There is room for some; then the oldest makes way."""
 
     def __init__(self, room: int) -> None:
@@ -101,7 +101,7 @@ class Unproven:
             oldest.shutdown(socket.SHUT_RDWR)  # wakes whoever listens to it
 
 
-class Meeting:
+class Rendezvous:
     """A node that waits for the others. `host`: where to listen; None: at the address from which it reaches node 0."""
 
     def __init__(
@@ -186,7 +186,7 @@ class Meeting:
         """A connection to every other node, beside those there are."""
         until = time.monotonic() + patience
         found = dict(known or {})
-        self._unproven = Unproven(_STRANGERS + len(addresses))
+        self._unproven = Unauthenticated(_STRANGERS + len(addresses))
         doorman = threading.Thread(target=self._attend, args=(self._door,), name="doorman", daemon=True)
         doorman.start()
         with closed_on_failure(found):

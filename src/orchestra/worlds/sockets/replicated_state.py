@@ -11,15 +11,15 @@ from typing import Any
 from orchestra.core.ops import Traffic
 from orchestra.engine.control import Control, OfNode, OfRun
 from orchestra.runs.status import name_of
-from orchestra.worlds.sockets.messenger import Exchange
-from orchestra.worlds.sockets.transport import AttachedTransport
+from orchestra.worlds.sockets.messenger import Messenger
+from orchestra.worlds.sockets.transport import SocketTransport
 from orchestra.worlds.sockets.wire import BadFrame
 
 
 class ReplicatedState(Control):
     """The control values of a run, of which every process has a copy: a change is sent to all others."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Messenger) -> None:
         self._exchange = exchange
         self._values: defaultdict[tuple[str, int], int] = defaultdict(int)
 
@@ -37,10 +37,10 @@ class ReplicatedState(Control):
         self._values[field, node] = value
 
 
-class JoinedTransport(AttachedTransport):
+class RunTransport(SocketTransport):
     """Carries out one node's ops, and agrees with the others on what concerns all of them."""
 
-    def __init__(self, rank: int, workers: int, nodes: int, exchange: Exchange, traffic: Traffic) -> None:
+    def __init__(self, rank: int, workers: int, nodes: int, exchange: Messenger, traffic: Traffic) -> None:
         super().__init__(rank, nodes, exchange, traffic)
         self.control = ReplicatedState(exchange)
         self.mailbox = exchange

@@ -24,28 +24,28 @@ from orchestra.engine import environment, node_loop
 from orchestra.engine.job import Job
 from orchestra.engine.node_process import Tell, live
 from orchestra.errors import ClusterError, OrchestraError, Stalled
-from orchestra.runs.events import EventLog, Reunited
-from orchestra.runs.status import Report, name_of
+from orchestra.runs.events import EventLog, Reconnected
+from orchestra.runs.status import NodeStatus, name_of
 from orchestra.worlds.sockets import rank_order
 from orchestra.worlds.sockets.addresses import door_of, is_loopback, plain, resolve, show, speak
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.control_messages import HOME, LONGEST
 from orchestra.worlds.sockets.link_probe import Found, agree, announce, measure
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.pairing import arrange
-from orchestra.worlds.sockets.rendezvous import Meeting, closed_on_failure
-from orchestra.worlds.sockets.replicated_state import JoinedTransport
+from orchestra.worlds.sockets.rendezvous import Rendezvous, closed_on_failure
+from orchestra.worlds.sockets.replicated_state import RunTransport
 
 if TYPE_CHECKING:
     from orchestra.clusters.attached import Attached
-    from orchestra.worlds.torch_collectives import TorchMeans
+    from orchestra.worlds.torch_collectives import TorchCollectives
 
 _RUNS = itertools.count()  # of this process: a script may train several times
 _GLANCE = 0.01  # seconds between two looks whether torch is ready
 _SLACK = 4096  # bytes by which a message may be longer than the model
 
 
-class Party:
+class Session:
     """This process's connections, and the node it is. `most`: bytes of what else is sent than the model."""
 
     def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
@@ -65,7 +65,7 @@ class Party:
             self.rank = self.order.index(cluster.place.rank)
             nodes = {self.order.index(process): sock for process, sock in connections.items()}
             arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
-        self.exchange = Exchange(
+        self.exchange = Messenger(
             self.rank,
             job.workers,
             token.run(),
@@ -78,7 +78,7 @@ class Party:
             arranged=arranged,
         )
         self.workers = job.workers
-        self.transport = JoinedTransport(self.rank, job.workers, job.workers + job.servers, self.exchange, traffic)
+        self.transport = RunTransport(self.rank, job.workers, job.workers + job.servers, self.exchange, traffic)
         self.name = name_of(self.rank, job.workers)
 
     def require_everybody(self) -> None:
@@ -86,7 +86,7 @@ class Party:
         for error in self.exchange.lost.values():
             raise error.with_traceback(None)
 
-    def live(self, job: Job, *, tell: Tell, show: Callable[[Report], None], asked: float) -> bool:
+    def live(self, job: Job, *, tell: Tell, show: Callable[[NodeStatus], None], asked: float) -> bool:
         """Train or serve as this node; gives whether the run was broken off."""
         make_node = partial(self._make_node, job)
         control = self.transport.control
@@ -95,7 +95,7 @@ class Party:
     def _make_node(self, job: Job, comm: Comm, log: EventLog) -> Node:
         """The worker or server that this process is."""
         self.exchange.when_reunited = lambda peer, seconds, why: log.write(
-            Reunited(comm.transport.now(), self.rank, peer, seconds, why)
+            Reconnected(comm.transport.now(), self.rank, peer, seconds, why)
         )
         if self.rank >= job.workers:
             return node_loop.server(job, self.rank, comm, log, self.x0[job.range_of(self.rank)].clone())
@@ -110,17 +110,17 @@ class Party:
 
     def _connect_torch(self, workers: int, device: torch.device) -> None:
         """Connect torch beside hearing what the others say: who fails meanwhile would be waited for in vain."""
-        from orchestra.worlds.torch_collectives import TorchMeans, tcp_store  # not needed otherwise
+        from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store  # not needed otherwise
 
         exchange, patience = self.exchange, self.cluster.patience
         store = tcp_store(exchange, self.rank, workers, self.host, patience)
-        made: Future[TorchMeans] = Future()
+        made: Future[TorchCollectives] = Future()
 
         def connect() -> None:
             try:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)  # each thread has one of its own
-                made.set_result(TorchMeans(store, self.rank, workers, device, host=self.host, patience=patience))
+                made.set_result(TorchCollectives(store, self.rank, workers, device, host=self.host, patience=patience))
             except BaseException as error:
                 made.set_exception(error)
 
@@ -166,7 +166,7 @@ def _trusting(job: Job) -> str:
 
 def _arrange(
     cluster: Attached, job: Job, connections: dict[int, socket.socket]
-) -> tuple[list[int], rank_order.Links | None]:
+) -> tuple[list[int], rank_order.MeasuredLinks | None]:
     """The process of every node; and what was measured to choose, where there is anything to choose."""
     rank, size = cluster.place.rank, len(connections) + 1
     if not isinstance(cluster.order, str):
@@ -178,13 +178,13 @@ def _arrange(
     choose = not kept and not cluster.place.loopback(cluster.patience) if rank == HOME else None
     if not announce(rank, connections, choose):
         return list(range(size)), None
-    links: rank_order.Links | None = None
+    links: rank_order.MeasuredLinks | None = None
 
     def decide(found: list[dict[int, Found]]) -> list[int]:
         nonlocal links
         nothing = (0.0, math.inf)
         table = [[row.get(node, nothing) for node in range(size)] for row in found]
-        links = rank_order.Links(
+        links = rank_order.MeasuredLinks(
             tuple(tuple(latency for latency, _ in row) for row in table),
             tuple(tuple(rate for _, rate in row) for row in table),
         )
@@ -203,7 +203,7 @@ def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> 
     """Connections to all the others."""
     place = cluster.place
     store = _store(cluster)
-    made = partial(Meeting, place.rank, token, about, one_machine=place.one_machine, tell=speak)
+    made = partial(Rendezvous, place.rank, token, about, one_machine=place.one_machine, tell=speak)
     if place.rank == HOME:
         found = resolve(place.host, place.port, patience=cluster.patience, tell=speak)
         meeting = made(host=door_of(found, one_machine=place.one_machine), port=0 if store else place.port)

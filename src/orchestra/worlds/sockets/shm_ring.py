@@ -25,7 +25,7 @@ _FIRST = 24  # where the first body goes; after the secret, what the sender does
 
 
 @dataclass
-class Outlet:
+class RingWriter:
     """The sender's end."""
 
     memory: mmap.mmap
@@ -35,7 +35,7 @@ class Outlet:
     _held: deque[tuple[int, int, int]] = field(default_factory=deque)  # messages not known to have been read: where
 
     @classmethod
-    def make(cls, longest: int) -> Outlet | None:
+    def make(cls, longest: int) -> RingWriter | None:
         """A new ring, for bodies up to so many bytes; None where there can be none."""
         size = _FIRST + min(_MOST, 4 * longest)
         try:

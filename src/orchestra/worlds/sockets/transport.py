@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from orchestra.core.ops import (
-    Ahead,
     All,
     Broadcast,
     Compute,
@@ -30,6 +29,7 @@ from orchestra.core.ops import (
     MeanUpdate,
     Message,
     Op,
+    PrepareMean,
     Recv,
     Send,
     Sleep,
@@ -38,25 +38,27 @@ from orchestra.core.ops import (
 from orchestra.core.vectors import ranges, share_of_mean, weighted_mean
 from orchestra.errors import ClusterError
 from orchestra.worlds.computing import compute
-from orchestra.worlds.sockets.messenger import Exchange
+from orchestra.worlds.sockets.messenger import Messenger
 
 if TYPE_CHECKING:
-    from orchestra.worlds.torch_collectives import TorchMeans
+    from orchestra.worlds.torch_collectives import TorchCollectives
 
 T = TypeVar("T")
 
 
-class AttachedTransport:
+class SocketTransport:
     """Carries out one node's ops."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange, traffic: Traffic) -> None:
+    def __init__(self, rank: int, size: int, exchange: Messenger, traffic: Traffic) -> None:
         self.rank, self.size, self.traffic = rank, size, traffic
         self.exchange = exchange
-        self.means: TorchMeans | None = None  # of all workers, if torch takes them; every worker then updates all of x
+        self.means: TorchCollectives | None = (
+            None  # of all workers, if torch takes them; every worker then updates all of x
+        )
         self.began = time.perf_counter()
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
             Compute: lambda op: compute(op, exchange.sleep),
-            Ahead: self._ahead,
+            PrepareMean: self._ahead,
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,
@@ -84,11 +86,11 @@ class AttachedTransport:
 
     # Together.
 
-    def _ahead(self, op: Ahead) -> Handle[Callable[[slice], None] | None]:
+    def _ahead(self, op: PrepareMean) -> Handle[Callable[[slice], None] | None]:
         means = self._means_of(op.group)
         return Done(None if means is None else means.ahead(op.g, op.weight, op.most))
 
-    def _means_of(self, group: Group) -> TorchMeans | None:
+    def _means_of(self, group: Group) -> TorchCollectives | None:
         return self.means if self.means is not None and 1 < len(group) == self.means.workers else None
 
     def _mean(self, op: Mean) -> Handle[float]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from orchestra.core.ops import Stamp
+from orchestra.core.ops import RangeStamp
 from orchestra.errors import ClusterError
 
 if sys.byteorder != "little":
@@ -57,7 +57,7 @@ class Frame(NamedTuple):
     tag: int = 0
     version: int = 0
     weight: float = 1.0
-    stamp: Stamp = Stamp()
+    stamp: RangeStamp = RangeStamp()
     progress: float = 0.0  # of the sender in the data, in epochs
     check: int = 0  # of the body
     heard: int = 0  # how many of the other's messages were here when this was sent
@@ -97,7 +97,7 @@ def decode(header: bytes | bytearray | memoryview, run: int, *, source: int, num
     for is_wrong, what in wrong:
         if is_wrong:
             raise BadFrame(f"node {source} sent {what}")
-    stamp = Stamp(clock, start, stop)
+    stamp = RangeStamp(clock, start, stop)
     frame = Frame(kind, source, count, _DTYPES[dtype], numel, tag, v, weight, stamp, progress, check, heard, place)
     largest = LONGEST.get(kind, largest)
     if frame.nbytes > largest:
