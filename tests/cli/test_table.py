@@ -85,7 +85,7 @@ def test_a_lead_within_a_snapshot_is_called_a_tie() -> None:
     words = " ".join(verdict(table(row("allreduce", 4.0), row("localsgd", 3.95, gap=0.1)), cores=8))
     assert "localsgd and allreduce are tied" in words
     assert "less than one snapshot" in words
-    assert "take localsgd: it is the simplest to write down" in words
+    assert "take allreduce: it is the simplest, at about as many bytes" in words
     assert "One seed only" in words
 
 
@@ -103,6 +103,9 @@ def test_of_a_tie_the_simplest_or_else_the_cheapest_is_advised() -> None:
     )
     assert "take slowmo: of those with 2 nodes it sends the fewest bytes" in advised(
         served, row("slowmo", 4.0, sent=1e5), row("allreduce", 3.98)
+    )
+    assert "take localsgd(tau=4): it is the simplest" in advised(
+        row("slowmo(tau=4)", 3.95), row("localsgd(tau=4)", 4.0)
     )
     assert not any("take" in text for text in verdict(table(row("allreduce", 4.0), row("slowmo", 2.0)), cores=8))
 

@@ -260,7 +260,9 @@ class Race:
         baseline = baseline_of([row.strategy for row in rows] or self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
-        return Table(*what, world=self._world(), stops=self.shared.target is not None, tuned=bool(self.settings))
+        found = {name: str(setting) for name, setting in self.settings.items()}
+        stops = self.shared.target is not None
+        return Table(*what, world=self._world(), stops=stops, tuned=bool(found), settings=found)
 
     def fairness(self, table: Table) -> list[str]:
         """What all had in common, as the folders of the runs say."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from orchestra.cli import ties
+from orchestra.cli import reasons, ties
 from orchestra.cli.table import Row, Table
 from orchestra.report.verdict import CHANCE, judge
 from orchestra.words import plural, size
@@ -21,8 +21,11 @@ def verdict(table: Table, cores: int | None) -> list[str]:
         said.append("Give more --epochs or a nearer --target.")
     elif winners[0].workers + winners[0].servers == 1 and table.workers > 1:
         said.append(f"{winners[0].strategy} is one process alone: here this model is too small for company to pay.")
-    said += ties.advice([row for row in winners if row.strategy in judged.tied])
-    said += _traffic(table, winners[0]) if winners else []
+    tied = [row for row in winners if row.strategy in judged.tied]
+    said += ties.advice(tied)
+    if winners:
+        first = ties.choose(tied)[0] if len(tied) > 1 else winners[0]
+        said += [*reasons.why(table, first), *_traffic(table, first)]
     said += [*judged.doubts, *_told_apart(table), *_stale(table)]
     crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
     if crowded and cores:

@@ -237,9 +237,9 @@ class Advice:
         if base is not None and base.strategy not in self.ladder.left:
             lead = _lead(self.all, first.strategy, base.strategy) if base.always else None
             said.append(f"allreduce took {lead}." if lead else f"allreduce {_missed(self.all, base)}.")
-        from orchestra.cli.reasons import where_the_time_went
+        from orchestra.cli.reasons import why
 
-        return [*said, *where_the_time_went(first, base), *self._doubt(first)]
+        return [*said, *why(self.all, first), *self._doubt(first)]
 
     def _doubt(self, first: Row) -> Iterator[str]:
         """How sure that is."""

@@ -3,12 +3,14 @@
 
 1. the fewest nodes: servers are machines as well
 2. the fewest bytes between all nodes, unless they differ by less than a twentieth
-3. the shortest expression: defaults before options
+3. the simplest: the fewest options given, then nothing to tune but the rate, then the fewest options in all
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from orchestra.cli.table import Row, Table
 from orchestra.report.verdict import tied
@@ -28,8 +30,15 @@ def choose(rows: Sequence[Row]) -> tuple[Row, str]:
     few = f"of those with {plural(fewest, 'node')} " if len(small) < len(rows) else ""
     if len(frugal) == 1 < len(small):
         return frugal[0], f"{few}it sends the fewest bytes between all nodes, {size(least)}"
-    first = min(frugal, key=lambda row: len(row.strategy))
-    return first, f"{few}it is the simplest to write down, at about as many bytes"
+    return min(frugal, key=_options), f"{few}it is the simplest, at about as many bytes"
+
+
+def _options(row: Row) -> tuple[int, bool, int, str]:
+    """How many options are given, whether there is one to tune, how many there are; last the name, for one order."""
+    from orchestra import expression
+
+    strategy: Any = expression.parse(row.strategy)
+    return row.strategy.count("="), strategy.main is not None, len(dataclasses.fields(strategy)), row.strategy
 
 
 def advice(rows: Sequence[Row]) -> list[str]:

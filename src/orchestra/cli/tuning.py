@@ -40,7 +40,8 @@ _TRIES = 12  # of a strategy
 _KEPT = 3  # one in so many tries goes on, three times as long
 _LONGEST = 0.25  # of the epochs, in the first rung
 _SNAPSHOTS = 10  # scores of a try
-_MEASURED = 8  # steps from which the time of an epoch is estimated
+_MEASURED = (8, 128)  # steps from which the time of an epoch is estimated: more where the first take too short a time
+_ENOUGH = 0.2  # seconds that can be told from the noise
 
 
 def read(text: str) -> tuple[float, ...]:
@@ -286,7 +287,7 @@ class Tuning:
         which = "1 strategy" if plan.strategies == 1 else f"{plan.strategies} strategies"
         return (
             f"tuning {which}, {plan.tries} tries each, {where}, seeds {race.seeds} and {race.seeds + 1}: {took} at "
-            "most, less than the race. --no-tune leaves it out."
+            "most, for fewer epochs than those of the race. --no-tune leaves it out."
         )
 
     def _save(self, chosen: Mapping[str, Setting]) -> None:
@@ -316,22 +317,29 @@ def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
 
 
 def _seconds_of_an_epoch(race: Race) -> float:
-    """Seconds of this machine that the gradients of one epoch take, one after the other: measured on a few steps."""
-    assert not isinstance(race.recipe, Loop)
-    took, samples = dict[int, float](), 0
+    """Seconds of this machine that one epoch takes in simulation: measured on a few steps of one worker."""
     with tempfile.TemporaryDirectory() as folder:
-        for steps in (1, 1 + _MEASURED):
-            out = Path(folder) / str(steps)
-            few = dataclasses.replace(
-                race.shared, strategy="solo", workers=1, steps=steps, epochs=None, target=None, sim=True, delay=None,
-                network=None, trace=None, out=str(out),
-            )  # fmt: skip
-            began = time.perf_counter()
-            sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)
-            took[steps] = time.perf_counter() - began
-            config = object_in(out / "config.json")
-            samples = int(str(config.get("data")).partition(" ")[0]) // int(config["batch"])
-    return samples * max(0.0, took[1 + _MEASURED] - took[1]) / _MEASURED
+        out = Path(folder)
+        _seconds_of(race, 1, out / "first")  # the first run of a process takes longer
+        one = _seconds_of(race, 1, out / "one")
+        for steps in _MEASURED:
+            took = _seconds_of(race, 1 + steps, out / str(steps)) - one
+            if took >= _ENOUGH:
+                break
+        config = object_in(out / "one" / "config.json")
+    batches = int(str(config.get("data")).partition(" ")[0]) / int(config["batch"])
+    return batches * max(0.0, took) / steps
+
+
+def _seconds_of(race: Race, steps: int, out: Path) -> float:
+    assert not isinstance(race.recipe, Loop)
+    few = dataclasses.replace(
+        race.shared, strategy="solo", workers=1, steps=steps, epochs=None, target=None, sim=True, delay=None,
+        network=None, trace=None, out=str(out),
+    )  # fmt: skip
+    began = time.perf_counter()
+    sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)
+    return time.perf_counter() - began
 
 
 def _read(out: Path) -> dict[str, dict[str, Any]]:

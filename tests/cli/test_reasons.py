@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a strategy was faster: from made-up figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.cli.test_table import row, table
+
+from orchestra.cli import reasons
+from orchestra.cli.lessons import verdict
+from orchestra.cli.table import Row
+from orchestra.report.until import Until
+
+BUSY, BLOCKED = (0.95, 0.03, 0.02, 0.0), (0.34, 0.01, 0.65, 0.0)
+
+
+def spent(found: Row, samples: float, shares: tuple[float, float, float, float]) -> Row:
+    """The same row, each run of which needed so many samples."""
+    done = (replace(o, until=Until(o.seconds or 9.0, samples, *shares)) for o in found.outcomes)
+    return replace(found, outcomes=tuple(done))
+
+
+def test_an_asynchronous_strategy_wins_because_its_workers_do_not_wait() -> None:
+    asp = spent(row("ps(consistency=asp)", 2.0, 2.0, stale=2.3), 1200, BUSY)
+    made = replace(
+        table(spent(row("allreduce", 8.0, 8.0), 1000, BLOCKED), asp),
+        settings={"ps(consistency=asp)": "lr 0.2, momentum 0"},
+    )
+    (said,) = reasons.why(made, asp)
+    assert said in verdict(made, cores=8)
+    assert said == (
+        "In these runs ps(consistency=asp) was faster than allreduce because it went through 4.8 times as many samples "
+        "a second, though it needed 1.2 times as many samples until the target. Of the time until then its workers "
+        "spent 95% computing (34% with allreduce) and 2% waiting for others (65%). Gradients of ps(consistency=asp) "
+        "were 2.3 updates old on average when they were used; tuning chose lr 0.2, momentum 0 for it."
+    )
+
+
+def test_an_asynchronous_strategy_that_lost_is_explained_beside_the_winner() -> None:
+    first = spent(row("slowmo", 2.0, sent=1e5), 1000, BUSY)
+    asp = spent(row("ps(consistency=asp)", 3.0, stale=2.3), 2000, (0.4, 0.4, 0.2, 0.0))
+    base, said = reasons.why(table(spent(row("allreduce", 2.5), 1250, BUSY), first, asp), first)
+    assert "faster than allreduce because it needed 0.8 times as many samples until the target; it went" in base
+    assert "about as many samples a second" in base
+    assert "faster than ps(consistency=asp) because it needed 0.5 times as many samples" in said
+    assert "though it went through 0.75 times as many samples a second" in said
+    assert "For each sample it sends and receives 10.0 times fewer bytes." in said
+    assert "Gradients of ps(consistency=asp) were 2.3 updates old" in said
+
+
+def test_only_seeds_with_which_both_reached_the_target_are_compared() -> None:
+    """The only run of the rival that reached the target was as fast: no reason is given for a lead it has not."""
+    first = spent(row("localsgd", 4.0, 8.0), 800, BUSY)
+    assert reasons.why(table(spent(row("allreduce", 4.0, None), 800, BUSY), first), first) == []
+    never = spent(row("allreduce", None, None), 2000, BLOCKED)
+    (said,) = reasons.why(table(never, first), first)
+    assert "and needed 40% of those with which allreduce did not reach the target." in said
+
+
+def test_without_figures_there_is_no_reason() -> None:
+    first = row("localsgd", 2.0)
+    assert reasons.why(table(row("allreduce", 4.0), first), first) == []
+    assert reasons.why(table(first), first) == []
