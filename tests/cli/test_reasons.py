@@ -10,6 +10,7 @@ from tests.cli.test_table import row, table
 from orchestra.cli import reasons
 from orchestra.cli.lessons import verdict
 from orchestra.cli.table import Row
+from orchestra.report import reading
 from orchestra.report.until import Until
 
 BUSY, BLOCKED = (0.95, 0.03, 0.02, 0.0), (0.34, 0.01, 0.65, 0.0)
@@ -27,25 +28,29 @@ def test_an_asynchronous_strategy_wins_because_its_workers_do_not_wait() -> None
         table(spent(row("allreduce", 8.0, 8.0), 1000, BLOCKED), asp),
         settings={"ps(consistency=asp)": "lr 0.2, momentum 0"},
     )
-    (said,) = reasons.why(made, asp)
-    assert said in verdict(made, cores=8)
-    assert said == (
-        "In these runs ps(consistency=asp) was faster than allreduce because it went through 4.8 times as many samples "
-        "a second, though it needed 1.2 times as many samples until the target. Of the time until then its workers "
-        "spent 95% computing (34% with allreduce) and 2% waiting for others (65%). Gradients of ps(consistency=asp) "
-        "were 2.3 updates old on average when they were used; tuning chose lr 0.2, momentum 0 for it."
-    )
+    said = reasons.why(made, asp)
+    assert said == [
+        "In these runs ps(consistency=asp) was faster than allreduce because until the target it went through 4.8 "
+        "times as many samples a second, though it needed 1.2 times as many samples. Of the time until then its "
+        "workers spent 95% computing (34% with allreduce) and 2% waiting for others (65%).",
+        "Gradients of ps(consistency=asp) were 2.3 updates old on average when they were used; tuning chose lr 0.2, "
+        "momentum 0 for it.",
+    ]
+    words = verdict(made, cores=8)
+    assert all(text in words for text in said)
+    assert [reading.harmless(text) for text in said] == said  # longer texts would be cut on the page
 
 
 def test_an_asynchronous_strategy_that_lost_is_explained_beside_the_winner() -> None:
     first = spent(row("slowmo", 2.0, sent=1e5), 1000, BUSY)
     asp = spent(row("ps(consistency=asp)", 3.0, stale=2.3), 2000, (0.4, 0.4, 0.2, 0.0))
-    base, said = reasons.why(table(spent(row("allreduce", 2.5), 1250, BUSY), first, asp), first)
-    assert "faster than allreduce because it needed 0.8 times as many samples until the target; it went" in base
-    assert "about as many samples a second" in base
+    base, *more = reasons.why(table(spent(row("allreduce", 2.5), 1250, BUSY), first, asp), first)
+    assert "faster than allreduce because it needed 0.8 times as many samples until the target, and" in base
+    assert "went through about as many samples a second." in base
+    said = " ".join(more)
     assert "faster than ps(consistency=asp) because it needed 0.5 times as many samples" in said
     assert "though it went through 0.75 times as many samples a second" in said
-    assert "For each sample it sends and receives 10.0 times fewer bytes." in said
+    assert "For each sample slowmo sends and receives 10.0 times fewer bytes than ps(consistency=asp)." in said
     assert "Gradients of ps(consistency=asp) were 2.3 updates old" in said
 
 
@@ -62,3 +67,11 @@ def test_without_figures_there_is_no_reason() -> None:
     first = row("localsgd", 2.0)
     assert reasons.why(table(row("allreduce", 4.0), first), first) == []
     assert reasons.why(table(first), first) == []
+
+
+def test_a_strategy_whose_samples_were_used_up_sooner_is_named() -> None:
+    """A run takes 9 s here."""
+    words = " ".join(verdict(table(row("allreduce", 12.0), row("localsgd", None), row("ps", 13.0)), cores=8))
+    assert "Before allreduce reached the target, localsgd (after 9 s) had used up all samples of the run." in words
+    words = " ".join(verdict(table(row("allreduce", 8.0), row("localsgd", None)), cores=8))
+    assert "used up" not in words

@@ -6,7 +6,7 @@ from __future__ import annotations
 from orchestra.cli import reasons, ties
 from orchestra.cli.table import Row, Table
 from orchestra.report.verdict import CHANCE, judge
-from orchestra.words import plural, size
+from orchestra.words import listed, plural, size
 
 
 def verdict(table: Table, cores: int | None) -> list[str]:
@@ -25,7 +25,7 @@ def verdict(table: Table, cores: int | None) -> list[str]:
     said += ties.advice(tied)
     if winners:
         first = ties.choose(tied)[0] if len(tied) > 1 else winners[0]
-        said += [*reasons.why(table, first), *_traffic(table, first)]
+        said += [*reasons.why(table, first), *_cut_short(table, first), *_traffic(table, first)]
     said += [*judged.doubts, *_told_apart(table), *_stale(table)]
     crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
     if crowded and cores:
@@ -35,6 +35,18 @@ def verdict(table: Table, cores: int | None) -> list[str]:
             "on machines of their own the order may differ."
         )
     return said
+
+
+def _cut_short(table: Table, first: Row) -> list[str]:
+    """Which strategies used up their samples before the first reached the target: they had less time than it took."""
+    rows = [row for row in table.rows if row.done and not row.times and row.unlearned is None]
+    found = [f"{row.strategy} (after {row.seconds:.3g} {table.unit})" for row in rows if row.seconds < first.time]
+    if not found or table.stops:
+        return []
+    return [
+        f"Before {first.strategy} reached the target, {listed(found)} had used up all samples of the run. With more "
+        "epochs the order may be another."
+    ]
 
 
 def _traffic(table: Table, first: Row) -> list[str]:

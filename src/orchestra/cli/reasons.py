@@ -26,15 +26,15 @@ _KINDS = {
 
 
 def why(table: Table, first: Row) -> list[str]:
-    """Why the first strategy was faster than the baseline, and than the best one of the other kind: a text for each."""
+    """Why the first strategy was faster than the baseline, and than the best one of the other kind."""
     others = [row for row in table.ranked if row.strategy != first.strategy and row.done]
     base = next((row for row in others if row.strategy == table.baseline), others[0] if others else None)
     kind = _is_synchronous(first)
     other = next((row for row in others if _is_synchronous(row) is not kind), None)
     if base is not None and _is_synchronous(base) is not kind:
         other = None  # the baseline is of the other kind
-    found = [" ".join(_beside(table, first, rival)) for rival in (base, other) if rival is not None]
-    return [text for text in dict.fromkeys(found) if text]
+    found = [text for rival in (base, other) if rival is not None for text in _beside(table, first, rival)]
+    return [*dict.fromkeys(found)]
 
 
 def _is_synchronous(row: Row) -> bool:
@@ -54,16 +54,17 @@ def _beside(table: Table, first: Row, rival: Row) -> Iterator[str]:
     reason = _reason(rate, need)
     if not rival.times:
         part = f", and needed {need:.0%} of those with which {name} did not reach the target" if need < 1 else ""
-        yield f"In these runs {first.strategy} went through {_as_many(rate)} samples a second as {name}{part}."
+        said = f"In these runs {first.strategy} went through {_as_many(rate)} samples a second as {name}{part}."
     elif reason is not None:
         which = "In these runs" if rival.always else "In runs that reached the target"
-        yield f"{which} {first.strategy} was faster than {name} because {reason}."
+        said = f"{which} {first.strategy} was faster than {name} because {reason}."
     else:
         return
-    yield _times(mine, name, theirs)
+    yield f"{said} {_times(mine, name, theirs)}"
     each = [row.traffic * row.workers / (row.mean("samples") or 1) for row in (first, rival)]
     if each[0] and each[1] > _FEWER * each[0] and _mean(theirs, "communicate") > _SHARE:
-        yield f"For each sample it sends and receives {each[1] / each[0]:.1f} times fewer bytes."
+        fewer = f"{each[1] / each[0]:.1f} times fewer bytes than {name}"
+        yield f"For each sample {first.strategy} sends and receives {fewer}."
     yield from (_staleness(table, row) for row in (first, rival) if row.mean("staleness_mean"))
 
 
@@ -86,15 +87,14 @@ def _reason(rate: float, need: float) -> str | None:
     """Which of the two made it faster; None if it was not, as the runs of one seed may say."""
     if need >= rate:
         return None
+    passed, needed = f"went through {_as_many(rate)} samples a second", f"needed {_as_many(need)} samples"
     quick, frugal = rate >= _ALIKE, need <= 1 / _ALIKE
-    passed = f"it went through {_as_many(rate)} samples a second"
-    needed = f"it needed {_as_many(need)} samples until the target"
-    if quick and frugal:
-        return f"{passed}, and {needed}"
     if quick:
-        return f"{passed}; {needed}" if need < _ALIKE else f"{passed}, though {needed}"
+        but = "and" if frugal else "though it" if need >= _ALIKE else "and"
+        return f"until the target it {passed}, {but} {needed}"
     if frugal:
-        return f"{needed}; {passed}" if rate > 1 / _ALIKE else f"{needed}, though {passed}"
+        but = "and" if rate > 1 / _ALIKE else "though it"
+        return f"it {needed} until the target, {but} {passed}"
     return None
 
 

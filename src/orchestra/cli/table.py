@@ -157,7 +157,7 @@ class Table:
     world: str = ""  # where it took place, if not on this machine
     stops: bool = False  # runs end at the target
     tuned: bool = False  # each strategy runs with the learning rate that was best for it
-    settings: Mapping[str, str] = field(default_factory=dict)  # what tuning found, in words
+    settings: Mapping[str, object] = field(default_factory=dict)  # what tuning found
 
     @property
     def ranked(self) -> list[Row]:
@@ -187,7 +187,8 @@ class Table:
     @property
     def aim(self) -> str:
         """The target, and of what it is a score."""
-        return self.goal if self.target.metric.startswith("training") else f"test {self.goal}"
+        named = self.target.metric.lower().startswith(("train", "val", "test", "eval"))
+        return self.goal if named else f"test {self.goal}"
 
     @cached_property
     def marks(self) -> list[Mark]:
