@@ -63,6 +63,15 @@ def test_only_seeds_with_which_both_reached_the_target_are_compared() -> None:
     assert "and needed 40% of those with which allreduce did not reach the target." in said
 
 
+def test_of_a_tie_none_is_called_faster() -> None:
+    first = spent(row("localsgd", 4.0, 4.0, sent=1e5), 800, BUSY)
+    made = table(spent(row("allreduce", 4.05, 4.05), 1000, BLOCKED), first)
+    assert verdict(made, cores=8)[0].startswith("localsgd and allreduce are tied")
+    (said,) = reasons.why(made, first)
+    assert "localsgd went through 0.81 times as many samples a second as allreduce, and needed 0.8 times" in said
+    assert "faster" not in said
+
+
 def test_without_figures_there_is_no_reason() -> None:
     first = row("localsgd", 2.0)
     assert reasons.why(table(row("allreduce", 4.0), first), first) == []

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from orchestra.budget import Target
-from orchestra.cli import concluding, sweep
+from orchestra.cli import concluding, sweep, ties
 from orchestra.cli.lessons import verdict
 from orchestra.cli.table import Outcome, Row, Table
 from orchestra.progress import NodeLine, Picture, drawing, plain_line
@@ -201,3 +201,10 @@ def test_a_sweep_marks_all_that_may_have_been_first() -> None:
     alone = sweep.Condition((("batch", "9"),), table(row("allreduce", 5.0), row("ps", 4.5)))
     assert [alone.cell("allreduce"), alone.cell("ps")] == ["5 s", "4.5 s ◂"]
     assert sweep._title([alone]).endswith("◂ first under that condition")
+
+
+def test_the_seconds_of_a_tie_are_those_of_the_runs() -> None:
+    """A loop runs for real: its seconds are not virtual."""
+    made = table(row("allreduce", 4.0), row("localsgd", 3.95))
+    said = ties.recommended([*made.rows], made.goal, made.unit)
+    assert said.endswith("They reached accuracy ≥ 0.9 after 4 and 3.95 s (one seed).")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from orchestra.cli.table import Row, Table
 from orchestra.report.until import Until
+from orchestra.report.verdict import tied
 from orchestra.words import listed
 
 _ALIKE = 1.05  # a ratio that counts as equal
@@ -33,7 +34,13 @@ def why(table: Table, first: Row) -> list[str]:
     other = next((row for row in others if _is_synchronous(row) is not kind), None)
     if base is not None and _is_synchronous(base) is not kind:
         other = None  # the baseline is of the other kind
-    found = [text for rival in (base, other) if rival is not None for text in _beside(table, first, rival)]
+    equal = tied(table.marks, table.target)
+    found = [
+        text
+        for rival in (base, other)
+        if rival is not None
+        for text in _beside(table, first, rival, tie={first.strategy, rival.strategy} <= {*equal})
+    ]
     return [*dict.fromkeys(found)]
 
 
@@ -44,7 +51,7 @@ def _is_synchronous(row: Row) -> bool:
     return expression.parse(row.strategy).synchronous
 
 
-def _beside(table: Table, first: Row, rival: Row) -> Iterator[str]:
+def _beside(table: Table, first: Row, rival: Row, *, tie: bool) -> Iterator[str]:
     name = rival.strategy
     mine, theirs = _pairs(first, rival)
     if not mine:
@@ -55,6 +62,9 @@ def _beside(table: Table, first: Row, rival: Row) -> Iterator[str]:
     if not rival.times:
         part = f", and needed {need:.0%} of those with which {name} did not reach the target" if need < 1 else ""
         said = f"In these runs {first.strategy} went through {_as_many(rate)} samples a second as {name}{part}."
+    elif tie:  # what is equally fast need not be alike
+        passed = f"until the target {first.strategy} went through {_as_many(rate)} samples a second as {name}"
+        said = f"In these runs, {passed}, and needed {_as_many(need)} samples."
     elif reason is not None:
         which = "In these runs" if rival.always else "In runs that reached the target"
         said = f"{which} {first.strategy} was faster than {name} because {reason}."

@@ -231,7 +231,7 @@ class Advice:
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None
         said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} {table.unit}{_spread(first)}."]
-        said = [ties.recommended(self.tied, table.goal)] if self.tied else said
+        said = [ties.recommended(self.tied, table.goal, table.unit)] if self.tied else said
         if first.strategy in self.ladder.race.settings:
             said.append(f"Run it with what tuning found: {self.ladder.race.settings[first.strategy]}.")
         if base is not None and base.strategy not in self.ladder.left:

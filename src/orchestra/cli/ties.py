@@ -60,12 +60,10 @@ def arranged(table: Table) -> tuple[list[Row], list[Row]]:
     return sorted(rows, key=lambda row: row is not first), sorted(equal, key=lambda row: row is not first)
 
 
-def recommended(rows: Sequence[Row], goal: str) -> str:
+def recommended(rows: Sequence[Row], goal: str, unit: str) -> str:
     """What `recommend` says of a tie: which strategy to take, by which rule, and how fast all of them were."""
     first, rule = choose(rows)
     others = listed([row.strategy for row in rows if row is not first])
     times = listed([f"{row.time:.3g}" for row in rows])
     of = f", medians of {len(first.times)} seeds" if len(first.times) > 1 else " (one seed)"
-    return (
-        f"Take {first.strategy}: it is tied with {others}, and {rule}. They reached {goal} after {times} virtual s{of}."
-    )
+    return f"Take {first.strategy}: it is tied with {others}, and {rule}. They reached {goal} after {times} {unit}{of}."
