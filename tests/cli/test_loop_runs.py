@@ -118,6 +118,9 @@ def test_a_loop_is_not_simulated(orchestra: Orchestra, tmp_path: Path) -> None:
     assert "  epochs = 3.0    is for the script itself to decide" in said.err
     assert "  lab = '10mbit,1ms'" in said.err
     assert orchestra("compare", path, "-s", "hogwild").code == 2
+    said = orchestra("compare", path, "--lrs", "0.1,0.2")
+    assert said.code == 2
+    assert "sets its learning rate itself: tuning tries factors on it" in said.err
 
 
 @pytest.mark.timeout(120)

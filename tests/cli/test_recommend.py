@@ -61,7 +61,7 @@ def test_with_a_slow_network_and_a_straggler(tmp_path: Path, monkeypatch: pytest
     assert min(runs.values()) == 1  # not all are worth another seed
     advice = " ".join(record["advice"])
     assert f"Take {record['recommended']}" in advice
-    assert "fewer bytes a step" in advice
+    assert "times fewer bytes than " in advice
     assert "With half the bandwidth, localsgd(tau=64)" in advice
     saved = json.loads((tmp_path / "out/table.json").read_text())
     assert saved == record
@@ -141,7 +141,7 @@ def test_who_left_with_one_good_seed_is_not_ranked_before_those_who_stayed(
         (
             (2.6, 1.8, 2.1, 2.1),
             "it is tied with slowmo, and it sends the fewest bytes between all nodes, 1.0 MB. They reached accuracy "
-            "≥ 0.9 after 2.01 and 2.1 virtual s, medians of 4 seeds.",
+            "≥ 0.9 after 2.01 and 2.1 s, medians of 4 seeds.",
         ),
         ((2.6, 1.8, None, 2.1), "slowmo did not reach the target in 1 of 4 runs, accuracy 0.8."),
     ],

@@ -165,6 +165,24 @@ def test_what_is_no_rate_or_momentum_is_refused(option: str, orchestra: Orchestr
 QUICK = ("--sim", "-n", "2", "--epochs", "2", "--target", "accuracy=0.6", "--seeds", "1", "--out", "out")
 
 
+def test_the_estimate_is_measured_until_it_can_be_told_from_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of `digits` takes a millisecond: eight of them are lost in the time that a run takes to start."""
+    steps: list[int] = []
+
+    def took(_race: Race, count: int, out: Path) -> float:
+        steps.append(count)
+        out.mkdir(exist_ok=True)
+        (out / "config.json").write_text('{"data": "1437 samples", "batch": 16}')
+        return 0.3 + 0.002 * count
+
+    monkeypatch.setattr(tuning, "_seconds_of", took)
+    seconds = tuning._seconds_of_an_epoch(made(best_at(0.1), ("allreduce",), tmp_path).race)
+    assert steps == [1, 1, 9, 129]
+    assert seconds == pytest.approx(0.002 * 1437 / 16)
+
+
 def test_compare_tunes_by_default(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
     said = orchestra("compare", "digits", "-s", "localsgd,ps(consistency=asp)", *QUICK)
     assert said.code == 0, said.err

@@ -60,6 +60,13 @@ def test_less_momentum_adam_and_one_worker_are_fine() -> None:
     assert said(ASYNC, workers=1) is None
 
 
+def test_a_setting_that_tuning_found_is_not_warned_of() -> None:
+    """Without momentum was tried as well: a warning on the report would advise what was worse."""
+    with warnings.silent():
+        assert said(ASYNC) is None
+    assert said(ASYNC) is not None
+
+
 def test_the_remedy_is_what_a_switch_would_do() -> None:
     """γ/(1 − μ)/N: what `StrategySwitch` goes on with."""
     assert "Use momentum=0 and lr=0.067 in the optimizer, or" in str(said(ASYNC))

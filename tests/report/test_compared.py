@@ -41,8 +41,8 @@ def test_a_run_that_left_nothing_counts_as_failed(tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE, rows=[failed("slowmo", 2), failed("ps", 1)])
     shutil.rmtree(race / "slowmo" / "seed2")
     told = model.tell([race])
-    assert told["verdict"]["sentence"].endswith("; nobody else did in every run.")
-    assert told["verdict"]["doubts"] == ["Not reached in every run, if in any: slowmo, ps."]
+    assert told["verdict"]["sentence"].endswith("; no other did in every run.")
+    assert told["verdict"]["doubts"] == ["Not reached in every run, if in any: ps, slowmo."]
     assert [lines(told)[name][4] for name in ("localsgd", "slowmo", "ps")] == ["3/3", "2/3", "0/1"]
     assert lines(told)["ps"][1] == "failed"
     assert len({len(line) for line in [told["table"]["head"], *told["table"]["lines"]]}) == 1

@@ -126,7 +126,7 @@ def compare(
         device=device, sim=sim or None, network=network, delay=delay, trace=trace or None,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
-    rates = () if lrs is None else tuning.read(lrs)
+    rates = () if lrs is None else tuning.read(lrs, source)
     for text in asserted or []:
         claims.parse(text, race.strategies)  # what cannot be understood is refused before anything runs
     repeat.keep(context.obj, race.out)
@@ -260,7 +260,7 @@ class Race:
         baseline = baseline_of([row.strategy for row in rows] or self.strategies)
         workers = self.shared.workers or 2
         what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
-        return Table(*what, world=self._world(), stops=self.shared.target is not None, tuned=bool(self.settings))
+        return Table(*what, self._world(), self.shared.target is not None, bool(self.settings), self.settings)
 
     def fairness(self, table: Table) -> list[str]:
         """What all had in common, as the folders of the runs say."""

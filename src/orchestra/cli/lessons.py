@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from orchestra.cli import ties
+from orchestra.cli import reasons, ties
 from orchestra.cli.table import StrategyRow, Table
-from orchestra.formatting import plural, size
+from orchestra.formatting import listed, plural, size
 from orchestra.report.verdict import CHANCE, judge
 
 
@@ -21,8 +21,11 @@ def verdict(table: Table, cores: int | None) -> list[str]:
         said.append("Give more --epochs or a nearer --target.")
     elif winners[0].workers + winners[0].servers == 1 and table.workers > 1:
         said.append(f"{winners[0].strategy} is one process alone: here this model is too small for company to pay.")
-    said += ties.advice([row for row in winners if row.strategy in judged.tied])
-    said += _traffic(table, winners[0]) if winners else []
+    tied = [row for row in winners if row.strategy in judged.tied]
+    said += ties.advice(tied)
+    if winners:
+        first = ties.choose(tied)[0] if len(tied) > 1 else winners[0]
+        said += [*reasons.why(table, first), *_cut_short(table, first), *_traffic(table, first)]
     said += [*judged.doubts, *_told_apart(table), *_stale(table)]
     crowded = [row for row in table.rows if row.done and cores and row.workers + row.servers > cores]
     if crowded and cores:
@@ -32,6 +35,18 @@ def verdict(table: Table, cores: int | None) -> list[str]:
             "on machines of their own the order may differ."
         )
     return said
+
+
+def _cut_short(table: Table, first: StrategyRow) -> list[str]:
+    """Which strategies used up their samples before the first reached the target: they had less time than it took."""
+    rows = [row for row in table.rows if row.done and not row.times and row.unlearned is None]
+    found = [f"{row.strategy} (after {row.seconds:.3g} {table.unit})" for row in rows if row.seconds < first.time]
+    if not found or table.stops:
+        return []
+    return [
+        f"Before {first.strategy} reached the target, {listed(found)} had used up all samples of the run. With more "
+        "epochs the order may be another."
+    ]
 
 
 def _traffic(table: Table, first: StrategyRow) -> list[str]:

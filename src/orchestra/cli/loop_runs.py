@@ -31,6 +31,7 @@ _REAL = (
     "runs in real time, on processes of this machine: a loop of one's own cannot be simulated. Leave it out, or call "
     "orchestra.train, or define a RECIPE"
 )
+OWN_RATE = "sets its learning rate itself: tuning tries factors on it. Leave it out, or change the rate in the script"
 _INTERRUPTED = (129, 130, 143)  # exit codes of a run that was asked to stop
 
 

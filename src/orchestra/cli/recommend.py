@@ -231,15 +231,15 @@ class Advice:
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None
         said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} {table.unit}{_spread(first)}."]
-        said = [ties.recommended(self.tied, table.goal)] if self.tied else said
+        said = [ties.recommended(self.tied, table.goal, table.unit)] if self.tied else said
         if first.strategy in self.ladder.race.settings:
             said.append(f"Run it with what tuning found: {self.ladder.race.settings[first.strategy]}.")
         if base is not None and base.strategy not in self.ladder.left:
             lead = _lead(self.all, first.strategy, base.strategy) if base.always else None
             said.append(f"allreduce took {lead}." if lead else f"allreduce {_missed(self.all, base)}.")
-        from orchestra.cli.reasons import where_the_time_went
+        from orchestra.cli.reasons import why
 
-        return [*said, *where_the_time_went(first, base), *self._doubt(first)]
+        return [*said, *why(self.all, first), *self._doubt(first)]
 
     def _doubt(self, first: StrategyRow) -> Iterator[str]:
         """How sure that is."""

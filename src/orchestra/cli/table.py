@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from orchestra.formatting import plural
 from orchestra.report import escaping
 from orchestra.report.results import RunResult, achieved, standing, unlearned_of
 from orchestra.report.statistics import Estimate, median_interval
+from orchestra.report.until import Until, until
 from orchestra.report.verdict import Against, against_baseline, goal, is_useless
 from orchestra.runs.budget import Target, lower_is_better
-from orchestra.runs.facts import Facts, facts_of, scores_of
+from orchestra.runs.facts import Facts, events_of, facts_of, scores_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,15 @@ class Outcome:
     final: float | None = None
     facts: Facts | None = None
     failed: str | None = None
+    until: Until | None = None  # what its workers did until the target, or until the end
 
 
 def judge(run: Path, seed: int, target: Target) -> Outcome:
     """Read a run that is over."""
-    return Outcome(seed, run, facts=facts_of(run), **asdict(achieved(scores_of(run), target)))
+    events, scores = events_of(run), scores_of(run)
+    facts, found = facts_of(run, events, scores), achieved(scores, target)
+    moment = facts.seconds if found.seconds is None else found.seconds
+    return Outcome(seed, run, facts=facts, **asdict(found), until=until(events, facts.workers, moment))
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class Table:
     world: str = ""  # where it took place, if not on this machine
     stops: bool = False  # runs end at the target
     tuned: bool = False  # each strategy runs with the learning rate that was best for it
+    settings: Mapping[str, object] = field(default_factory=dict)  # what tuning found
 
     @property
     def ranked(self) -> list[StrategyRow]:
@@ -180,7 +187,8 @@ class Table:
     @property
     def aim(self) -> str:
         """The target, and of what it is a score."""
-        return self.goal if self.target.metric.startswith("training") else f"test {self.goal}"
+        named = self.target.metric.lower().startswith(("train", "val", "test", "eval"))
+        return self.goal if named else f"test {self.goal}"
 
     @cached_property
     def marks(self) -> list[RunResult]:
@@ -340,5 +348,5 @@ def _outcome(o: Outcome) -> dict[str, Any]:
     figures = None if o.facts is None else o.facts.as_dict()
     return {
         "seed": o.seed, "run": str(o.run), "seconds_to_target": o.seconds, "best": o.best, "final": o.final,
-        "failed": o.failed, "summary": figures,
+        "failed": o.failed, "until": None if o.until is None else asdict(o.until), "summary": figures,
     }  # fmt: skip

@@ -3,12 +3,14 @@
 
 1. the fewest nodes: servers are machines as well
 2. the fewest bytes between all nodes, unless they differ by less than a twentieth
-3. the shortest expression: defaults before options
+3. the simplest: the fewest options given, then nothing to tune but the rate, then the fewest options in all
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from orchestra.cli.table import StrategyRow, Table
 from orchestra.formatting import listed, plural, size
@@ -28,8 +30,15 @@ def choose(rows: Sequence[StrategyRow]) -> tuple[StrategyRow, str]:
     few = f"of those with {plural(fewest, 'node')} " if len(small) < len(rows) else ""
     if len(frugal) == 1 < len(small):
         return frugal[0], f"{few}it sends the fewest bytes between all nodes, {size(least)}"
-    first = min(frugal, key=lambda row: len(row.strategy))
-    return first, f"{few}it is the simplest to write down, at about as many bytes"
+    return min(frugal, key=_options), f"{few}it is the simplest, at about as many bytes"
+
+
+def _options(row: StrategyRow) -> tuple[int, bool, int, str]:
+    """How many options are given, whether there is one to tune, how many there are; last the name, for one order."""
+    from orchestra.engine import expression
+
+    strategy: Any = expression.parse(row.strategy)
+    return row.strategy.count("="), strategy.main is not None, len(dataclasses.fields(strategy)), row.strategy
 
 
 def advice(rows: Sequence[StrategyRow]) -> list[str]:
@@ -51,12 +60,10 @@ def arranged(table: Table) -> tuple[list[StrategyRow], list[StrategyRow]]:
     return sorted(rows, key=lambda row: row is not first), sorted(equal, key=lambda row: row is not first)
 
 
-def recommended(rows: Sequence[StrategyRow], goal: str) -> str:
+def recommended(rows: Sequence[StrategyRow], goal: str, unit: str) -> str:
     """What `recommend` says of a tie: which strategy to take, by which rule, and how fast all of them were."""
     first, rule = choose(rows)
     others = listed([row.strategy for row in rows if row is not first])
     times = listed([f"{row.time:.3g}" for row in rows])
     of = f", medians of {len(first.times)} seeds" if len(first.times) > 1 else " (one seed)"
-    return (
-        f"Take {first.strategy}: it is tied with {others}, and {rule}. They reached {goal} after {times} virtual s{of}."
-    )
+    return f"Take {first.strategy}: it is tied with {others}, and {rule}. They reached {goal} after {times} {unit}{of}."

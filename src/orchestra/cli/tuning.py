@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestra.cli import candidates, sources, summary
 from orchestra.cli.candidates import Setting
-from orchestra.cli.loop_runs import Loop
+from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.errors import ConfigError, Problem
 from orchestra.runs.budget import lower_is_better
 from orchestra.runs.reading import object_in
@@ -40,11 +40,14 @@ _TRIES = 12  # of a strategy
 _KEPT = 3  # one in so many tries goes on, three times as long
 _LONGEST = 0.25  # of the epochs, in the first rung
 _SNAPSHOTS = 10  # scores of a try
-_MEASURED = 8  # steps from which the time of an epoch is estimated
+_MEASURED = (8, 128)  # steps from which the time of an epoch is estimated: more where the first take too short a time
+_ENOUGH = 1.0  # seconds that can be told from the noise
 
 
-def read(text: str) -> tuple[float, ...]:
+def read(text: str, source: sources.Source | None = None) -> tuple[float, ...]:
     """Rates between commas. Raises a `ConfigError`."""
+    if source is not None and source.holds_loop:
+        raise ConfigError([Problem("lrs", text, f"{source.label}.py {OWN_RATE}")])
     try:
         rates = tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
@@ -183,6 +186,9 @@ class Tuning:
             if not self.quiet:
                 summary.say("untuned: a try is a whole run of the script. --seeds 3 or more leaves time for tuning.")
             return race
+        if not self.quiet:
+            runs = f"{count} tries each, seed {race.seeds}: {count * len(race.strategies)} whole runs of the script"
+            summary.say(f"tuning {_strategies(len(race.strategies))}, {runs}. --no-tune leaves it out.")
         factors = [3.0**exponent for exponent in range(-(count // 2), count // 2 + 1)]
         tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
         for name in race.strategies:
@@ -197,7 +203,8 @@ class Tuning:
             chosen[setting.strategy] = setting
             if not self.quiet:
                 self._show("")
-                edge = ", at the edge of what was tried: --lrs tries others" if self._edge(tried[name]) else ""
+                others = "" if isinstance(race.recipe, Loop) else ": --lrs tries others"
+                edge = f", at the edge of what was tried{others}" if self._edge(tried[name]) else ""
                 summary.say(f"tuned {setting.strategy}: {setting}{edge}")
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
@@ -283,10 +290,9 @@ class Tuning:
         where = "as the race runs" if self.real else "in simulation"
         seconds = plan.most * _seconds_of_an_epoch(race)
         took = f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
-        which = "1 strategy" if plan.strategies == 1 else f"{plan.strategies} strategies"
         return (
-            f"tuning {which}, {plan.tries} tries each, {where}, seeds {race.seeds} and {race.seeds + 1}: {took} at "
-            "most, less than the race. --no-tune leaves it out."
+            f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {where}, seeds {race.seeds} and "
+            f"{race.seeds + 1}: {took} at most, for fewer epochs than those of the race. --no-tune leaves it out."
         )
 
     def _save(self, chosen: Mapping[str, Setting]) -> None:
@@ -300,6 +306,10 @@ class Tuning:
         }
         self.race.out.mkdir(parents=True, exist_ok=True)
         _write(self.race.out, record)
+
+
+def _strategies(count: int) -> str:
+    return "1 strategy" if count == 1 else f"{count} strategies"
 
 
 def _found(outcome: Outcome, metric: str) -> TuningResult:
@@ -316,22 +326,29 @@ def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
 
 
 def _seconds_of_an_epoch(race: Race) -> float:
-    """Seconds of this machine that the gradients of one epoch take, one after the other: measured on a few steps."""
-    assert not isinstance(race.recipe, Loop)
-    took, samples = dict[int, float](), 0
+    """Seconds of this machine that one epoch takes in simulation: measured on a few steps of one worker."""
     with tempfile.TemporaryDirectory() as folder:
-        for steps in (1, 1 + _MEASURED):
-            out = Path(folder) / str(steps)
-            few = dataclasses.replace(
-                race.shared, strategy="solo", workers=1, steps=steps, epochs=None, target=None, sim=True, delay=None,
-                network=None, trace=None, out=str(out),
-            )  # fmt: skip
-            began = time.perf_counter()
-            sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)
-            took[steps] = time.perf_counter() - began
-            config = object_in(out / "config.json")
-            samples = int(str(config.get("data")).partition(" ")[0]) // int(config["batch"])
-    return samples * max(0.0, took[1 + _MEASURED] - took[1]) / _MEASURED
+        out = Path(folder)
+        _seconds_of(race, 1, out / "first")  # the first run of a process takes longer
+        one = _seconds_of(race, 1, out / "one")
+        for steps in _MEASURED:
+            took = _seconds_of(race, 1 + steps, out / str(steps)) - one
+            if took >= _ENOUGH:
+                break
+        config = object_in(out / "one" / "config.json")
+    batches = int(str(config.get("data")).partition(" ")[0]) / int(config["batch"])
+    return batches * max(0.0, took) / steps
+
+
+def _seconds_of(race: Race, steps: int, out: Path) -> float:
+    assert not isinstance(race.recipe, Loop)
+    few = dataclasses.replace(
+        race.shared, strategy="solo", workers=1, steps=steps, epochs=None, target=None, sim=True, delay=None,
+        network=None, trace=None, out=str(out),
+    )  # fmt: skip
+    began = time.perf_counter()
+    sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)
+    return time.perf_counter() - began
 
 
 def _read(out: Path) -> dict[str, dict[str, Any]]:

@@ -38,7 +38,7 @@ def say(*warnings: str | None) -> list[str]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Print no warnings: settings that were found by trying are as good as they can be."""
+    """Print no warnings, and warn of no momentum: without momentum was tried as well, and was not better."""
     token = _silent.set(True)
     try:
         yield
@@ -73,7 +73,7 @@ def about_momentum(strategy: Strategy[Any], optimizer: optim.Optimizer, workers:
     The two together swing with hardly any damping, until noise throws the model out: see `StrategySwitch`. Without
     momentum and with γ/(1 − μ), divided by N where each gradient is an update, x moves as far and the swing is damped.
     """
-    for group in optimizer.param_groups if workers > 1 else ():
+    for group in optimizer.param_groups if workers > 1 and not _silent.get() else ():
         for part, momentum, given in _phases(strategy, group.get("momentum") or 0.0, workers):
             if part.stale and momentum >= _LARGE:
                 rate = group["lr"] / (1 - momentum) / part.updates(workers)

@@ -99,7 +99,8 @@ _RACE_LEGEND = (
     "of strategies (Holm). "
 )
 _LEGEND = (
-    "Nodes: workers and servers. Per worker: bytes sent and received. Waiting: share of the workers' time. Gradient "
+    "Nodes: workers and servers. In all, samples/s: of whole runs, past the target, to the last step of the slowest "
+    "worker. Per worker: bytes sent and received. Waiting: share of the workers' time. Gradient "
     "age: updates made between a worker's pull and its push."
 )
 

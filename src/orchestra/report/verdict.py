@@ -202,7 +202,7 @@ class _Race:
         if len(self.names) == 1:
             return f"{said}; there is nothing to compare it with."
         rival = _rival([name for _, name in order], self.baseline)
-        return f"{said}{'; nobody else did in every run' if rival is None else self._beside(first, rival)}."
+        return f"{said}{'; no other did in every run' if rival is None else self._beside(first, rival)}."
 
     def _tie(self, times: dict[str, float]) -> str:
         """That nothing is ahead of all others, and how far from a difference that is."""
@@ -281,7 +281,7 @@ class _Race:
 
     def caveats(self) -> list[str]:
         """What holds under one condition and under many."""
-        missed = [name for name in self.names if not always(self.of(name))]
+        missed = sorted(name for name in self.names if not always(self.of(name)))
         told = 0 < len(missed) < len(self.names)  # that nobody did is the sentence
         found = [f"Not reached in every run, if in any: {', '.join(missed)}."] if told else []
         if len({m.seed for m in self.marks}) == 1:

@@ -163,11 +163,12 @@ def _switching(config: dict[str, Any], said: Said) -> dict[str, Any]:
     }
 
 
-def facts_of(run: Path) -> Facts:
-    """Read a run folder."""
+def facts_of(run: Path, events: Sequence[Event] | None = None, scores: Sequence[Scored] | None = None) -> Facts:
+    """Read a run folder, but for what is read already."""
     config = files.read_json(run / "config.json")
     ending = files.read_json(p) if (p := run / "ending.json").exists() else {}
-    return facts_from(config, ending, events_of(run), scores_of(run))
+    events = events_of(run) if events is None else events
+    return facts_from(config, ending, events, scores_of(run) if scores is None else scores)
 
 
 def facts_from(
