@@ -152,7 +152,7 @@ def test_other_sources_are_named(whose: str, tmp_path: Path) -> None:
 def test_what_is_installed_is_known_by_its_version(tmp_path: Path) -> None:
     assert fingerprint._scripts([torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1), pytest.fail]) == {}
     assert [*fingerprint._scripts([make_large, partial(make_data)])] == ["tests.zoo"]
-    assert fingerprint._sources(fingerprint._PACKAGE)["fingerprint.py"]
+    assert fingerprint._sources(fingerprint._PACKAGE)["engine/fingerprint.py"]
 
 
 def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

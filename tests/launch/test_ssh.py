@@ -181,18 +181,19 @@ def test_all_problems_of_all_hosts_before_anything_starts(near: Ground) -> None:
 def test_other_versions_are_refused(near: Ground) -> None:
     other = near.folder / "other"
     package = other / "orchestra"
-    (package / "launch").mkdir(parents=True)
-    (package / "__init__.py").write_text('__version__ = "0.0.9"\n')
-    (package / "launch" / "__init__.py").write_text("")
-    source = Path(__file__).parents[2] / "src" / "orchestra" / "launch" / "remote.py"
-    (package / "launch" / "remote.py").write_text(source.read_text())
+    (package / "launchers").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "_version.py").write_text('__version__ = "0.0.9"\n')
+    (package / "launchers" / "__init__.py").write_text("")
+    source = Path(__file__).parents[2] / "src" / "orchestra" / "launchers" / "agent.py"
+    (package / "launchers" / "agent.py").write_text(source.read_text())
     stand_in = Path(near.ssh)
     stand_in.write_text(stand_in.read_text().replace("/nowhere", str(other)))
     near.hosts = ("one", "elsewhere")
     code, _, err = said(near.start(what="play"))
     assert code == 4
     assert "elsewhere has orchestra 0.0.9, one has" in err
-    (package / "__init__.py").write_text('from importlib.metadata import version\n__version__ = "0.1.0"\n')
+    (package / "_version.py").write_text('from importlib.metadata import version\n__version__ = "0.1.0"\n')
     assert "elsewhere has other sources of orchestra than one" in said(near.start(what="play"))[2]
 
 
