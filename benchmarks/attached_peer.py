@@ -62,12 +62,12 @@ class Host(Cluster):
             transport = self._transport(job.parameters)
             meter, x0 = Metered(transport), order.x0
             node = node_loop.worker(job, rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
-            life = node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None)
+            runtime = node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None)
 
             def step() -> None:
-                job.strategy.step(node, life.state)
-                node_loop.record(life)
-                node_loop.report(life)
+                job.strategy.step(node, runtime.state)
+                node_loop.record(runtime)
+                node_loop.report(runtime)
 
             peer.answer(step)
         raise AssertionError("it ends with the process")

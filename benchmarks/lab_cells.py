@@ -125,7 +125,7 @@ def _obey(orders: Path) -> None:
         began, busy = time.monotonic(), busy_seconds()
         train(cell.parameters, cell.strategy, cluster, run, cell.steps, trace=cell.hosts == CALIBRATED)
         share = (busy_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
-        if cluster.is_home:
+        if cluster.is_coordinator:
             (run / "share").write_text(str(share), encoding="utf-8")
 
 

@@ -29,7 +29,7 @@ def unmetered(workload: Workload) -> nn.Module:
 
     Metered.start = lambda self, op: self.inner.start(op)  # type: ignore[method-assign]
     EventLog.write = lambda self, event: None  # type: ignore[method-assign]
-    orchestra.engine.node_loop.record = orchestra.engine.node_loop.report = lambda life: None
+    orchestra.engine.node_loop.record = orchestra.engine.node_loop.report = lambda runtime: None
     return workload.module()
 
 

@@ -55,7 +55,7 @@ class Accelerator:
 
     @property
     def is_main_process(self) -> bool:
-        return self.optimizer.orchestra.is_home
+        return self.optimizer.orchestra.is_coordinator
 
     def print(self, *words: object) -> None:
         if self.is_main_process:

@@ -65,7 +65,7 @@ class OrchestraStrategy(SingleDeviceStrategy):
     @property
     def is_global_zero(self):
         """Worker 0 prints and saves."""
-        return self._prepared is None or self.seat.is_home
+        return self._prepared is None or self.seat.is_coordinator
 
     def reduce(self, tensor, *args, **kwargs):
         """The mean over the workers, for `self.log(..., sync_dist=True)`, in training and in validation during it.

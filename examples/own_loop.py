@@ -45,5 +45,5 @@ x, y = digits("test")
 with torch.no_grad():
     accuracy = (model(x).argmax(1) == y).float().mean().item()
 optimizer.orchestra.score(accuracy=accuracy)  # what orchestra compare goes by
-if optimizer.orchestra.is_home:
+if optimizer.orchestra.is_coordinator:
     print(f"accuracy {accuracy:.3f}, workers: {optimizer.orchestra.workers}")

@@ -55,5 +55,5 @@ optimizer.finish(also=[average])
 tests, answers = digits("test")
 with torch.no_grad():
     accuracy = (average(tests).argmax(1) == answers).float().mean().item()
-if optimizer.orchestra.is_home:
+if optimizer.orchestra.is_coordinator:
     print(f"accuracy {accuracy:.3f}, workers: {optimizer.orchestra.workers}")

@@ -193,42 +193,40 @@ class _NoLog:
 def _join_in(asked: LoopArguments, since: float) -> tuple[PreparedOptimizer, Loader | None]:
     """Join the others, who must not wait if this process cannot go on."""
     job, x0 = asked.job(), flatten(asked.model)
-    transport, company = _meet(asked, job, x0.cpu())
+    transport, peers = _meet(asked, job, x0.cpu())
     folder: LoopRunFolder | None = None
     try:
-        folder = LoopRunFolder(company, transport.exchange, asked.rank, asked.size, asked.out)
+        folder = LoopRunFolder(peers, transport.exchange, asked.rank, asked.size, asked.out)
         log = _open_log(asked, job, folder.path)
         job = replace(job, run=folder.path or Path())
-        made, shared = _take_part(asked, job, x0, transport, company, folder, log, since)
-        if made.orchestra.is_home:
-            company.warnings += warnings.say(warnings.about_momentum(asked.strategy, asked.optimizer, job.workers))
+        made, shared = _take_part(asked, job, x0, transport, peers, folder, log, since)
+        if made.orchestra.is_coordinator:
+            peers.warnings += warnings.say(warnings.about_momentum(asked.strategy, asked.optimizer, job.workers))
         return made, shared
     except (OrchestraError, KeyboardInterrupt) as error:
         told = interrupted(error, "before the loop began.") or error
         assert isinstance(told, OrchestraError)
         if not isinstance(error, Stopped):
-            company.give_up(f"{company.name}: {told}", told.exit_code)
+            peers.give_up(f"{peers.name}: {told}", told.exit_code)
         if folder is not None:
             folder.leave(told)
         raise told from None
 
 
 def _take_part(
-    asked: LoopArguments, job: Job, x0: Tensor, transport: SocketTransport, company: Peers,
+    asked: LoopArguments, job: Job, x0: Tensor, transport: SocketTransport, peers: Peers,
     folder: LoopRunFolder, log: Log, since: float,
 ) -> tuple[PreparedOptimizer, Loader | None]:  # fmt: skip
     """Become a worker; or, as a server, serve, and end the script."""
     meter = Metered(transport)
     comm = Comm(meter, *job.groups)
     if asked.rank >= asked.workers:
-        serve(job, comm, meter, log, company, folder, x0.cpu())
+        serve(job, comm, meter, log, peers, folder, x0.cpu())
     if job.torch_means:
         from orchestra.user_loop.torch_collectives import LoopCollectives  # not needed otherwise
 
         patience = asked.cluster.patience
-        transport.means = LoopCollectives(
-            company, transport.exchange, asked.rank, asked.workers, company.host, patience
-        )
+        transport.means = LoopCollectives(peers, transport.exchange, asked.rank, asked.workers, peers.host, patience)
     replica = AdoptedReplica(asked.model, x0, torch.zeros_like(x0), job.cuts)
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     spread_frozen_(comm, asked.frozen)
@@ -243,12 +241,12 @@ def _take_part(
         comm, inner, x0, log=log, seed=fold(job.seed, asked.rank, 1),
         replica=replica, feed=feed, placement=job.placement, tolerate=job.tolerate, last_step=job.last_step,
     )  # fmt: skip
-    life = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
-    player = StepDriver(life, feed, replica)
-    company.go_in_step(lambda: node.steps if life.in_step else None)
-    seat = LoopHandle(player, company, folder, asked.model, shared)
-    seat.hooks += [asked.model.register_forward_pre_hook(_StepHook(player)), refuse_later(asked.model, asked.workers)]
-    made = PreparedOptimizer(asked.optimizer, player, seat, usual=1 if shared is None else job.batch)
+    runtime = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    driver = StepDriver(runtime, feed, replica)
+    peers.go_in_step(lambda: node.steps if runtime.in_step else None)
+    handle = LoopHandle(driver, peers, folder, asked.model, shared)
+    handle.hooks += [asked.model.register_forward_pre_hook(_StepHook(driver)), refuse_later(asked.model, asked.workers)]
+    made = PreparedOptimizer(asked.optimizer, driver, handle, usual=1 if shared is None else job.batch)
     if shared is not None:
         shared.fetched = made.fetched
     transport.begin()
@@ -261,8 +259,8 @@ def _meet(asked: LoopArguments, job: Job, x0: Tensor) -> tuple[SocketTransport, 
     if job.workers + job.servers > 1:
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
         most = max(_DOUBLE * longest, PIECE if asked.frozen else 0)
-        party = Session(job, x0, asked.cluster, asked.in_common(job), most=most)
-        return party.transport, Peers(party.exchange, asked.rank, job.workers, host=party.host)
+        session = Session(job, x0, asked.cluster, asked.in_common(job), most=most)
+        return session.transport, Peers(session.exchange, asked.rank, job.workers, host=session.host)
     traffic = Traffic()
     nobody = Messenger(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
     return SocketTransport(0, 1, nobody, traffic), Peers(nobody, 0, 1)
@@ -305,14 +303,14 @@ def _warn_once() -> Callable[[OSError], None]:
 class _StepHook:
     """A hook: a forward pass in training begins a step; one under no_grad, or of a model in evaluation, does not."""
 
-    def __init__(self, player: StepDriver) -> None:
-        self._player = player
+    def __init__(self, driver: StepDriver) -> None:
+        self._driver = driver
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """The module is called."""
         refuse_caller()
         if module.training and torch.is_grad_enabled():
-            self._player.begin()
+            self._driver.begin()
 
     def __reduce__(self) -> Any:
         # In a copy of the model, and in a file that holds the whole model, the hook does nothing. A method of the

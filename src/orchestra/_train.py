@@ -34,7 +34,7 @@ from orchestra.engine import resume as resuming
 from orchestra.engine.cluster import Cluster, Order, RunOutcome
 from orchestra.engine.conclusion import Conclusion
 from orchestra.engine.job import Job
-from orchestra.engine.request import Request, first_look, placed, read_strategy, refuse, second_look
+from orchestra.engine.request import Request, check_arguments, check_model_and_data, placed, read_strategy, refuse
 from orchestra.engine.scoring import Evaluate, Scorer
 from orchestra.engine.snapshot import adopt
 from orchestra.errors import ConfigError, OrchestraError, Problem
@@ -150,7 +150,7 @@ def train(
     with left_alone():
         try:
             training = _Training(overrides.apply(given))
-            return training.run() if training.given.cluster.is_home else training.attend()
+            return training.run() if training.given.cluster.is_coordinator else training.participate()
         except OrchestraError as error:
             if environment.is_told_by_another(error):
                 environment.hush(error)
@@ -164,7 +164,7 @@ def problems_of(**arguments: Any) -> list[Problem]:
     asked.apply_defaults()
     given = _request(asked.arguments)
     strategy, problems = read_strategy(given)
-    return [*problems, *first_look(placed(given, strategy), strategy)]
+    return [*problems, *check_arguments(placed(given, strategy), strategy)]
 
 
 def _request(asked: Mapping[str, Any]) -> Request:
@@ -180,7 +180,7 @@ class _Training:
     def __init__(self, asked: Request) -> None:
         strategy, problems = read_strategy(asked)
         given = placed(asked, strategy)
-        refuse([*problems, *first_look(given, strategy)])
+        refuse([*problems, *check_arguments(given, strategy)])
         assert strategy is not None
         self.strategy = strategy
         together = given.batch * given.cluster.workers
@@ -189,8 +189,8 @@ class _Training:
         self.module = given.model()
         self.data = samples.read(given.data())
         self.doubts: list[str] = []
-        refuse(second_look(given, self.strategy, self.module, self.data, self.doubts.append))
-        self.given = replace(given, cluster=given.cluster.settled(given, self.strategy, self.module, self.data))
+        refuse(check_model_and_data(given, self.strategy, self.module, self.data, self.doubts.append))
+        self.given = replace(given, cluster=given.cluster.resolved(given, self.strategy, self.module, self.data))
         if not given.cluster.trains:
             self.given = replace(self.given, evaluate=None)
         self.targets = [p for p in budgets.parts(given.budget) if isinstance(p, Target)]
@@ -268,15 +268,15 @@ class _Training:
         if callable(show := self.given.progress):  # which remembers the folder
             show(RunStatus(job.run, facts.strategy, job.workers, job.servers, job.last_step, False, facts.seconds, ()))
         told = RunOutcome(str(self.folder), facts.metrics, facts.as_dict(), model)
-        self.given.cluster.pass_on(job, x0, about, told)
+        self.given.cluster.announce_finished(job, x0, about, told)
         self.module.eval()
         return Result(self.module, facts.metrics, facts, self.folder)
 
-    def attend(self) -> Result:
+    def participate(self) -> Result:
         """Take part in a run that another process keeps."""
         job = self._job()
         show = given if callable(given := self.given.progress) else lambda watch: None
-        told = self.given.cluster.attend(job, flatten(self.module), self._fingerprint(job), show)
+        told = self.given.cluster.participate(job, flatten(self.module), self._fingerprint(job), show)
         adopt(self.module, told.model)
         self.module.eval()
         return Result(self.module, told.metrics, Facts.of(told.summary), Path(told.run))

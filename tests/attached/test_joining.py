@@ -294,7 +294,7 @@ def test_it_is_the_default_where_a_launcher_started_this(monkeypatch: pytest.Mon
     for name, value in environ_of(1, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     assert environment.launched()
-    assert not Attached().is_home
+    assert not Attached().is_coordinator
 
 
 def test_who_waits_for_process_0_to_leave_a_token_says_so(

@@ -272,8 +272,8 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
                 self.exchange.ship(0, b"abc")
             return lived(self, job, **given)
 
-        lived = Session.live
-        Session.live = live  # type: ignore[method-assign]
+        lived = Session.run_node
+        Session.run_node = live  # type: ignore[method-assign]
         return train("allreduce", tmp_path / "run", cluster=Attached(patience=20))
 
     home, _, _ = together(3, call)

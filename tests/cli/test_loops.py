@@ -29,7 +29,7 @@ for (x,) in loader:
     optimizer.step()
     MORE
 optimizer.finish()
-if optimizer.orchestra.is_home:
+if optimizer.orchestra.is_coordinator:
     print(optimizer, sys.argv[1:])
     print(optimizer.orchestra.workers, "workers,", optimizer.orchestra.steps, "steps")
 """

@@ -260,15 +260,15 @@ def test_files_of_far_off_nodes_are_replaced_as_well(tmp_path: Path) -> None:
         def ship(self, to: int, data: bytes) -> None:
             files.take_in(2, data)
 
-    courier = FileSender(Wire(), away, 0)  # type: ignore[arg-type]
+    sender = FileSender(Wire(), away, 0)  # type: ignore[arg-type]
     path = away / "events-2.jsonl"
     with EventLog(path, limit=LIMIT) as log:
         for i, event in enumerate(a_long_run(8_000, 2)):
             log.write(event)
             if i % 700 == 0:
                 log.flush()
-                courier.bring()
-    courier.bring()
+                sender.bring()
+    sender.bring()
     assert any(isinstance(e, Thinned) for e in read(path))
     assert [*read(home / "events-2.jsonl")] == [*earlier, *read(path)]
 

@@ -144,7 +144,7 @@ def apart(victims: tuple[int, ...]) -> tuple[dict[str, Tensor], list[str]]:
         ((module.last(module.norm(module.first(seen))) - y) ** 2).mean().backward()
         optimizer.step()
     optimizer.finish()
-    return dict(module.state_dict()), optimizer.orchestra.company.warnings
+    return dict(module.state_dict()), optimizer.orchestra.peers.warnings
 
 
 @pytest.mark.parametrize("victims", [(0,), (1, 2)])

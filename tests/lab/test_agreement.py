@@ -39,7 +39,7 @@ live(sys.argv[2])
 def run(strategy: str, out: Path, cluster: Cluster) -> None:
     """Train, and leave what can be compared."""
     result = train(strategy, out, cluster=cluster, budget=Steps(7), progress=False)
-    if cluster.is_home:
+    if cluster.is_coordinator:
         torch.save((flat(result.model), result.summary.sent_total), out / "compared.pt")
 
 

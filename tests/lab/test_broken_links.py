@@ -33,7 +33,7 @@ def live(strategy: str, folder: str, grace: float) -> None:
     """As a host of the lab."""
     cluster = Attached(order="given", threads=1, patience=30, grace=grace, delay="constant:0.2")
     result = train(strategy, Path(folder), cluster=cluster, budget=Steps(STEPS), progress=False)
-    if cluster.is_home:
+    if cluster.is_coordinator:
         torch.save(flat(result.model), Path(folder) / "compared.pt")
 
 

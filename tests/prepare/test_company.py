@@ -117,10 +117,10 @@ def test_the_run_folder_is_that_of_train(tmp_path: Path) -> None:
         means = []
 
         def each(optimizer: Any) -> None:
-            seat = optimizer.orchestra
-            seat.log("mine", seat.rank)
-            means.append(seat.mean(seat.rank, weight=1 + seat.rank))
-            assert seat.is_home == (seat.rank == 0)
+            handle = optimizer.orchestra
+            handle.log("mine", handle.rank)
+            means.append(handle.mean(handle.rank, weight=1 + handle.rank))
+            assert handle.is_coordinator == (handle.rank == 0)
 
         loop("localsgd(tau=2)", out=tmp_path / "run", each=each, told=True)
         return means

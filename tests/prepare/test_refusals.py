@@ -229,7 +229,7 @@ def test_accelerate_saves_and_loads_with_servers(tmp_path: Path) -> None:
             wrapped.zero_grad()
             accelerator.backward(nn.functional.mse_loss(model(x), y))
             wrapped.step()
-        if optimizer.orchestra.is_home:
+        if optimizer.orchestra.is_coordinator:
             accelerator.save_state(str(tmp_path))
         optimizer.orchestra.mean(1.0)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

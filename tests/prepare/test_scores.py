@@ -64,8 +64,8 @@ def test_one_worker_may_score_alone_and_after_the_end(tmp_path: Path, strategy: 
 
         with contextlib.suppress(SystemExit):
             loop(strategy, each=score, out=tmp_path / "run", optimizer=sgd)
-        for seat in kept:
-            seat.score(accuracy=0.75 + rank())
+        for handle in kept:
+            handle.score(accuracy=0.75 + rank())
 
     assert not any(outcome.error for outcome in together(3, call))
     first, last = scores_of(tmp_path / "run")
@@ -89,14 +89,14 @@ def alone(call: Callable[[], Any]) -> Any:
 
 def test_what_is_no_score_is_refused() -> None:
     def call() -> None:
-        seat = prepared().orchestra
+        handle = prepared().orchestra
         with pytest.raises(ConfigError, match="name at least one figure"):
-            seat.score()
+            handle.score()
         with pytest.raises(ConfigError, match=r"score.accuracy = 'str'    must be one number"):
-            seat.score(accuracy="good", loss=1.0)
+            handle.score(accuracy="good", loss=1.0)
         with pytest.raises(ConfigError, match="must be one number"):
-            seat.score(accuracy=torch.zeros(2))
-        seat.score(accuracy=1)  # without a folder it goes nowhere
+            handle.score(accuracy=torch.zeros(2))
+        handle.score(accuracy=1)  # without a folder it goes nowhere
 
     alone(call)
 
@@ -134,7 +134,7 @@ def test_the_loop_sees_its_own_rates() -> None:
     seen: list[tuple[float, float]] = []
 
     def look(optimizer: Any) -> None:
-        seen.append((optimizer.param_groups[0]["lr"], optimizer._player.life.node.lr))
+        seen.append((optimizer.param_groups[0]["lr"], optimizer._driver.runtime.node.lr))
 
     own: list[float] = []
     loop("allreduce", each=lambda o: own.append(o.param_groups[0]["lr"]), decay=0.9)
@@ -149,7 +149,7 @@ def test_a_state_that_is_loaded_keeps_the_factor() -> None:
         optimizer = prepared()
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
-        return optimizer.param_groups[0]["lr"], optimizer._player.life.node.lr
+        return optimizer.param_groups[0]["lr"], optimizer._driver.runtime.node.lr
 
     own, used = alone(partial(at_half, call))
     assert used == own / 2

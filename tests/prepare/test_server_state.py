@@ -188,7 +188,7 @@ def goes_on(strategy: str, at: int, total: int, size: int, *, then: str | None =
         kept = []
 
         def each(model: nn.Module, optimizer: Any) -> None:
-            if optimizer.orchestra.is_home and optimizer.orchestra.steps == at:
+            if optimizer.orchestra.is_coordinator and optimizer.orchestra.steps == at:
                 kept.append(saved(model, optimizer))
 
         return script(strategy, each=each, steps=total, **given), b"".join(kept)

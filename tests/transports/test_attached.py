@@ -72,9 +72,9 @@ class Threads(Cluster):
         job = order.job
         size = job.workers + job.servers
 
-        def live(life: node_loop.NodeRuntime) -> None:
+        def live(runtime: node_loop.NodeRuntime) -> None:
             torch.set_num_threads(job.threads)
-            (node_loop.serve if life.is_server else node_loop.work)(life, Alone())
+            (node_loop.serve if runtime.is_server else node_loop.work)(runtime, Alone())
 
         with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
             lives = []
@@ -90,7 +90,7 @@ class Threads(Cluster):
                 else:
                     node = node_loop.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
                 lives.append(node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None))
-            for future in [pool.submit(live, life) for life in lives]:
+            for future in [pool.submit(live, runtime) for runtime in lives]:
                 future.result(timeout=40)
         return Ending("budget", [])
 

@@ -29,7 +29,7 @@ from orchestra.data.batches import Loss, Pieces, loss_of, target_of
 from orchestra.data.samples import SampleStore, collate, read
 from orchestra.engine import overrides
 from orchestra.engine.cluster import Cluster
-from orchestra.engine.request import Request, first_look, refuse
+from orchestra.engine.request import Request, check_arguments, refuse
 from orchestra.errors import ConfigError, Problem
 from orchestra.recipes.recipe import Recipe
 
@@ -65,7 +65,7 @@ def _capture(source: Source, _: int) -> Recipe:
 
 def as_recipe(name: str, asked: Request) -> Recipe:
     """A call of `train` as a recipe. Without `evaluate`, the score is the loss on some of the training samples."""
-    refuse(first_look(replace(asked, out=None, resume=False), None))
+    refuse(check_arguments(replace(asked, out=None, resume=False), None))
     targets = [part for part in budgets.parts(asked.budget) if isinstance(part, budgets.Target)]
     scored = asked.evaluate is not None and asked.evaluation_data is not None
     return Recipe(

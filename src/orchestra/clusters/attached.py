@@ -116,11 +116,11 @@ class Attached(Cluster):
         return ProcessRank.of(os.environ)
 
     @property
-    def is_home(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Process 0 is."""
         return not is_member()
 
-    def joined(self, strategy: Strategy[Any]) -> Attached:
+    def for_strategy(self, strategy: Strategy[Any]) -> Attached:
         """The same, with the processes that are not servers as workers."""
         with contextlib.suppress(ConfigError):  # told by `problems`
             return replace(self, workers=max(0, self.place.size - strategy.servers))
@@ -212,17 +212,17 @@ class Attached(Cluster):
 
         return Coordinator(order, cluster=self).run()
 
-    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[RunStatus], None]) -> RunOutcome:
+    def participate(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[RunStatus], None]) -> RunOutcome:
         """As any other process: do as process 0 says, until it tells how it went."""
         from orchestra.worlds.sockets.coordinator import Participant
 
         return Participant(job, x0, about, self, show).run()
 
-    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: RunOutcome) -> None:
+    def announce_finished(self, job: Job, x0: Tensor, about: dict[str, Any], told: RunOutcome) -> None:
         """As process 0 of a run that is over: tell the others, who wait to go on with it."""
-        from orchestra.worlds.sockets.coordinator import pass_on
+        from orchestra.worlds.sockets.coordinator import announce_finished
 
-        pass_on(job, x0, about, self, told)
+        announce_finished(job, x0, about, self, told)
 
     def token(self) -> Token:
         """Proof that a process belongs to the run. Without one, only processes of this machine may come together."""
@@ -238,7 +238,7 @@ class Attached(Cluster):
 
     def forget_token(self) -> None:
         """Everybody is there: what process 0 left for the others of this machine can go."""
-        if self.is_home:
+        if self.is_coordinator:
             _clear(_left_at(self.place))
 
 

@@ -91,14 +91,14 @@ class Simulated(Cluster):
         """Not without numbers."""
         return self.numerics != "off"
 
-    def misfits(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
+    def check_model(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
         """Whether gradients can be taken together, if they are to be; and what needs numbers where there are none."""
         if not self.trains and any(isinstance(part, Target) for part in parts(request.budget)):
             yield Problem("cluster.numerics", "off", "a target is never reached where nothing is trained")
         if self.numerics == "batched" and (reason := self._why_not(request, module, data)) is not None:
             yield Problem("cluster.numerics", "batched", f'{reason}: use "real"')
 
-    def settled(self, request: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Simulated:
+    def resolved(self, request: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Simulated:
         """How gradients are computed."""
         if self.numerics != "auto":
             return self

@@ -60,14 +60,14 @@ class CoordinatedTransport(Transport, Protocol):
 class NodeCheckpointer:
     """One node's share of it."""
 
-    def __init__(self, life: NodeRuntime, control: Control, transport: CoordinatedTransport, log: EventLog) -> None:
-        self._life = life
+    def __init__(self, runtime: NodeRuntime, control: Control, transport: CoordinatedTransport, log: EventLog) -> None:
+        self._runtime = runtime
         self._control = control
         self._transport = transport
         self._log = log
         self._saved_as = control.save_wanted  # label of this node's newest part of a checkpoint
-        self._one_x = life.job.strategy.model_at == "shared"
-        if life.is_server:
+        self._one_x = runtime.job.strategy.model_at == "shared"
+        if runtime.is_server:
             transport.mailbox.when_idle = self._while_idle
         else:
             transport.mailbox.when_at_rest = self._while_at_rest
@@ -76,39 +76,39 @@ class NodeCheckpointer:
 
     def after_step(self, before: int) -> None:
         """Save if it is time: the worker had done `before` steps a moment ago."""
-        control, life = self._control, self._life
-        due = crossed(before, life.node.steps, life.job.checkpoint_every) and not spent(life)
-        if self._life.in_step:
+        control, runtime = self._control, self._runtime
+        due = crossed(before, runtime.node.steps, runtime.job.checkpoint_every) and not spent(runtime)
+        if self._runtime.in_step:
             if due:
                 self._save_in_step()
             return
-        first = all(map(control.is_done, range(life.rank)))
+        first = all(map(control.is_done, range(runtime.rank)))
         if due and first and control.save_wanted == self._saved_as:
-            control.write("save_wanted", max(life.node.steps, self._saved_as + 1))
+            control.write("save_wanted", max(runtime.node.steps, self._saved_as + 1))
             self._transport.ring_everybody()
         if control.save_wanted > self._saved_as:
             self._save_with_servers(control.save_wanted)
 
     def after_steps(self) -> None:
         """Save the end as well, where all stand at the same step; of others, the newest there is has to do."""
-        life, steps = self._life, self._life.node.steps
-        if life.job.checkpoint_every is None or not life.in_step or steps <= self._saved_as:
+        runtime, steps = self._runtime, self._runtime.node.steps
+        if runtime.job.checkpoint_every is None or not runtime.in_step or steps <= self._saved_as:
             return
         # Who is to break off after this very step would be taken to have done so: all see alike whether that is asked.
         if self._transport.proceed(steps, in_step=True) or not self.interrupted():
             self._save_in_step()
 
     def _save_in_step(self) -> None:
-        self._control.write("save_wanted", self._life.node.steps)  # for those that have retired
+        self._control.write("save_wanted", self._runtime.node.steps)  # for those that have retired
         self._transport.ring_everybody()
-        self._save_with_servers(self._life.node.steps)
+        self._save_with_servers(self._runtime.node.steps)
 
     def _while_at_rest(self) -> None:
         """Save if asked to while another lets this worker wait: it might do so until this one has saved."""
-        wanted, began = self._control.save_wanted, self._life.node.now()
-        if wanted > self._saved_as and not self._life.in_step:
+        wanted, began = self._control.save_wanted, self._runtime.node.now()
+        if wanted > self._saved_as and not self._runtime.in_step:
             self._save_with_servers(wanted)
-            self._transport.traffic.waited -= self._life.node.now() - began  # it will be taken for waiting
+            self._transport.traffic.waited -= self._runtime.node.now() - began  # it will be taken for waiting
 
     def interrupted(self) -> bool:
         """Whether the run is broken off, to go on another day."""
@@ -127,8 +127,8 @@ class NodeCheckpointer:
         False if the run is broken off before that: then this worker's part is saved, and there is no final model yet.
         Whether it is, everybody sees alike: some worker stopped with steps left to do.
         """
-        control, workers = self._control, range(self._life.job.workers)
-        control.write("begun", NO_MORE_STEPS, self._life.rank)
+        control, workers = self._control, range(self._runtime.job.workers)
+        control.write("begun", NO_MORE_STEPS, self._runtime.rank)
         self._transport.ring_everybody()
 
         def all_done() -> bool:
@@ -160,14 +160,14 @@ class NodeCheckpointer:
         return not self.interrupted() or self._saved_as != self._control.stop_at
 
     def _while_idle(self) -> None:
-        began = self._life.node.now()
+        began = self._runtime.node.now()
         if self._save_with_workers():
-            self._transport.traffic.waited -= self._life.node.now() - began  # it will be taken for waiting
-        report(self._life)
+            self._transport.traffic.waited -= self._runtime.node.now() - began  # it will be taken for waiting
+        report(self._runtime)
 
     def _save_with_workers(self) -> bool:
         """Save when every worker has saved under the same label, and so waits or has left."""
-        labels = {self._control.saved(w) for w in range(self._life.job.workers)}
+        labels = {self._control.saved(w) for w in range(self._runtime.job.workers)}
         label = min(labels)
         if len(labels) > 1 or label <= self._saved_as:
             return False
@@ -179,7 +179,7 @@ class NodeCheckpointer:
     def _await_lingerers(self) -> None:
         """Wait for workers that left long ago to save as well, unless all were done before the run was stopped."""
         self._transport.await_bell(self._settled)
-        workers = range(self._life.job.workers)
+        workers = range(self._runtime.job.workers)
         if any(not self._control.is_done(w) for w in workers):
             self._transport.await_bell(lambda: all(self._control.saved(w) == self._control.stop_at for w in workers))
 
@@ -187,33 +187,33 @@ class NodeCheckpointer:
 
     def _save(self, label: int) -> None:
         """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator is told."""
-        life = self._life
+        runtime = self._runtime
         self._saved_as = label
-        if self._one_x and life.rank == 0:
+        if self._one_x and runtime.rank == 0:
             self._await_writers(label)
         self._log.flush()  # what a resumed run remembers must not be less than what it has done
         try:
-            folder = checkpoint.open_draft(life.job.run / "checkpoints", label)
-            checkpoint.write_tree(folder / checkpoint.part_name(life.rank), everything(life))
+            folder = checkpoint.open_draft(runtime.job.run / "checkpoints", label)
+            checkpoint.write_tree(folder / checkpoint.part_name(runtime.rank), everything(runtime))
         except OSError as error:
-            life.tell({"kind": "save-failed", "node": life.rank, "step": label, "error": str(error)})
+            runtime.tell({"kind": "save-failed", "node": runtime.rank, "step": label, "error": str(error)})
         else:
-            self._log.write(Saved(life.node.now(), life.rank, label))
-            life.tell({"kind": "saved", "node": life.rank, "step": label})
-        self._control.write("saved", label, life.rank, wake=True)
+            self._log.write(Saved(runtime.node.now(), runtime.rank, label))
+            runtime.tell({"kind": "saved", "node": runtime.rank, "step": label})
+        self._control.write("saved", label, runtime.rank, wake=True)
 
     def _save_with_servers(self, label: int) -> None:
         """Save, and wait until whoever holds x has saved as well: with every worker here, nothing is in flight."""
         self._save(label)
-        life, waited = self._life, self._transport.traffic.waited
-        for holder in (0,) if self._one_x and life.rank else life.node.comm.servers.members:
+        runtime, waited = self._runtime, self._transport.traffic.waited
+        for holder in (0,) if self._one_x and runtime.rank else runtime.node.comm.servers.members:
             self._transport.mailbox.ring(holder)
-            self._transport.await_saved(holder, label, in_step=life.in_step)
+            self._transport.await_saved(holder, label, in_step=runtime.in_step)
         self._transport.traffic.waited = waited  # that was saving, no part of the strategy
 
     def _await_writers(self, label: int) -> None:
         """Wait until nobody else writes to x any more: then it holds the very updates that the others have saved."""
-        waited, others = self._transport.traffic.waited, range(1, self._life.job.workers)
+        waited, others = self._transport.traffic.waited, range(1, self._runtime.job.workers)
         self._transport.await_bell(
             lambda: all(self._control.is_done(w) or self._control.saved(w) >= label for w in others)
         )
@@ -223,5 +223,5 @@ class NodeCheckpointer:
         """Whether every worker has either done all its steps or saved because it must stop."""
         at = self._control.stop_at
         return at != 0 and all(
-            self._control.is_done(w) or self._control.saved(w) == at for w in range(self._life.job.workers)
+            self._control.is_done(w) or self._control.saved(w) == at for w in range(self._runtime.job.workers)
         )

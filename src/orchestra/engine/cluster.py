@@ -109,19 +109,19 @@ class Cluster(ABC):
         """Run the job to its end. Raises what ended it early; leaves nothing behind but the run folder."""
 
     @property
-    def is_home(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether this process keeps the run folder, and tells other processes what to do."""
         return True
 
-    def joined(self, strategy: Strategy[Any]) -> Cluster:
+    def for_strategy(self, strategy: Strategy[Any]) -> Cluster:
         """The same, knowing with what it is to be shared out."""
         return self
 
-    def attend(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[RunStatus], None]) -> RunOutcome:
+    def participate(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[RunStatus], None]) -> RunOutcome:
         """Take part in a run that another process keeps, to its end."""
         raise NotImplementedError
 
-    def pass_on(self, job: Job, x0: Tensor, about: dict[str, Any], told: RunOutcome) -> None:
+    def announce_finished(self, job: Job, x0: Tensor, about: dict[str, Any], told: RunOutcome) -> None:
         """Let other processes, which came to go on with a run, know that it is over. Here there are none."""
         return
 
@@ -141,7 +141,7 @@ class Cluster(ABC):
         """What to remember of it."""
         return {"kind": type(self).__name__.lower()}
 
-    def misfits(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
+    def check_model(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
         """What of a request cannot be done there, now that model and data exist."""
         return iter(())
 
@@ -150,7 +150,7 @@ class Cluster(ABC):
         """Whether anything is learned there: not where only time passes."""
         return True
 
-    def settled(self, request: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Cluster:
+    def resolved(self, request: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Cluster:
         """The same with every choice made, now that model and data exist."""
         return self
 

@@ -178,44 +178,44 @@ def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
 # Train, serve.
 
 
-def work(life: NodeRuntime, keeper: Checkpointer) -> None:
+def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
     """A worker's steps, then what its strategy still has to do."""
-    job, node = life.job, life.node
-    while not spent(life):
-        if not life.meter.proceed(node.steps, in_step=life.in_step):
-            life.interrupted = keeper.interrupted()
+    job, node = runtime.job, runtime.node
+    while not spent(runtime):
+        if not runtime.meter.proceed(node.steps, in_step=runtime.in_step):
+            runtime.interrupted = checkpointer.interrupted()
             break
-        before, far = node.steps, distance(life)
-        job.strategy.step(node, life.state)
-        record(life)
-        report(life)
-        if job.snapshot_every is not None and crossed(far, distance(life), job.snapshot_every):
-            take_snapshot(life, int(distance(life) // job.snapshot_every))
-        keeper.after_step(before)
-    if life.interrupted:
-        keeper.break_off()
+        before, far = node.steps, distance(runtime)
+        job.strategy.step(node, runtime.state)
+        record(runtime)
+        report(runtime)
+        if job.snapshot_every is not None and crossed(far, distance(runtime), job.snapshot_every):
+            take_snapshot(runtime, int(distance(runtime) // job.snapshot_every))
+        checkpointer.after_step(before)
+    if runtime.interrupted:
+        checkpointer.break_off()
         node.comm.leave()
-        end(life)
+        end(runtime)
         return
     if not node.retired:
-        keeper.after_steps()
-        job.strategy.finish(node, life.state)
+        checkpointer.after_steps()
+        job.strategy.finish(node, runtime.state)
         node.comm.leave()
-    end(life)
-    if keeper.stay():
-        set_aside_the_end(life)
+    end(runtime)
+    if checkpointer.stay():
+        set_aside_the_end(runtime)
 
 
-def serve(life: NodeRuntime, keeper: Checkpointer) -> None:
+def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
     """A server's life; what concerns the run as a whole happens between two messages."""
-    job, node = life.job, life.node
+    job, node = runtime.job, runtime.node
 
     def next_snapshot() -> float:
         # A server counts samples. The workers have used as many when they take the snapshot of the same number.
         every = job.snapshot_every
-        return math.inf if every is None else job.samples_by((life.snapshots + 1) * every)
+        return math.inf if every is None else job.samples_by((runtime.snapshots + 1) * every)
 
-    due, reported, holds = next_snapshot(), node.now(), life.where == "servers"
+    due, reported, holds = next_snapshot(), node.now(), runtime.where == "servers"
     already = node.comm.between_messages
 
     def between() -> None:
@@ -223,40 +223,40 @@ def serve(life: NodeRuntime, keeper: Checkpointer) -> None:
         already()
         while node.samples >= due:
             if holds or node.samples == due:
-                take_snapshot(life, life.snapshots + 1)
+                take_snapshot(runtime, runtime.snapshots + 1)
             else:  # it was due before this server held the model, and others took it
-                life.snapshots += 1
+                runtime.snapshots += 1
             due = next_snapshot()
-        holds = life.where == "servers"
+        holds = runtime.where == "servers"
         if node.now() - reported > _REPORT_EVERY:
-            report(life)
+            report(runtime)
             reported = node.now()
 
     node.comm.between_messages = between
-    job.strategy.serve(node, life.state)
-    end(life)
-    if keeper.after_service():
-        drop_the_rest(life)
-        set_aside_the_end(life)
+    job.strategy.serve(node, runtime.state)
+    end(runtime)
+    if checkpointer.after_service():
+        drop_the_rest(runtime)
+        set_aside_the_end(runtime)
 
 
-def drop_the_rest(life: NodeRuntime) -> None:
+def drop_the_rest(runtime: NodeRuntime) -> None:
     """Count what a server still holds: no update will use it."""
-    if unused := life.job.strategy.unused(life.state):
-        life.node.log("dropped", unused)
+    if unused := runtime.job.strategy.unused(runtime.state):
+        runtime.node.log("dropped", unused)
 
 
-def spent(life: NodeRuntime) -> bool:
+def spent(runtime: NodeRuntime) -> bool:
     """Whether a worker has done its steps, or its epochs of a stream, or has made way for a server."""
-    job, node = life.job, life.node
-    if node.retired or (job.last_step is not None and distance(life) >= job.last_step):
+    job, node = runtime.job, runtime.node
+    if node.retired or (job.last_step is not None and distance(runtime) >= job.last_step):
         return True
     return job.last_epoch is not None and node.feed is not None and node.feed.epoch >= job.last_epoch
 
 
-def distance(life: NodeRuntime) -> float:
+def distance(runtime: NodeRuntime) -> float:
     """A worker's steps, counted as if all that began were still there: budgets and snapshots go by these."""
-    job, node = life.job, life.node
+    job, node = runtime.job, runtime.node
     if node.feed is None or len(node.comm.workers) == job.workers or job.steps_per_epoch is None:
         return node.steps
     return node.feed.distance(job.steps_per_epoch)
@@ -270,101 +270,101 @@ def crossed(before: float, after: float, every: int | None) -> bool:
 # Tell.
 
 
-def record(life: NodeRuntime) -> None:
+def record(runtime: NodeRuntime) -> None:
     """Log a worker's step and what it cost."""
-    node, meter, traffic = life.node, life.meter, life.meter.traffic
+    node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
     loss = node.loss if node.weight else None
-    life.log.write(
+    runtime.log.write(
         Stepped(
-            node.now(), life.rank, node.steps, round(node.epochs, 4), node.samples, loss, node.lr,
+            node.now(), runtime.rank, node.steps, round(node.epochs, 4), node.samples, loss, node.lr,
             round(meter.compute, 6), round(meter.communicate, 6), round(meter.wait, 6), traffic.sent, traffic.received,
         )
     )  # fmt: skip
 
 
-def report(life: NodeRuntime) -> None:
+def report(runtime: NodeRuntime) -> None:
     """Show where this node is."""
-    node, meter, traffic = life.node, life.meter, life.meter.traffic
-    life.show(
+    node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
+    runtime.show(
         NodeStatus(
             node.steps, node.samples, node.loss, meter.compute, meter.communicate, meter.wait,
-            traffic.sent, traffic.received, node.now(), math.inf if node.retired else distance(life),
+            traffic.sent, traffic.received, node.now(), math.inf if node.retired else distance(runtime),
         )
     )  # fmt: skip
 
 
-def end(life: NodeRuntime) -> None:
+def end(runtime: NodeRuntime) -> None:
     """Write the totals: the node has done its work."""
-    report(life)
-    node, meter, traffic = life.node, life.meter, life.meter.traffic
+    report(runtime)
+    node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
     totals = (meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received)
     by_node = {str(node): nbytes for node, nbytes in sorted(traffic.sent_to.items())}
-    life.log.write(NodeEnded(node.now(), life.rank, node.steps, node.samples, *totals, by_node))
+    runtime.log.write(NodeEnded(node.now(), runtime.rank, node.steps, node.samples, *totals, by_node))
 
 
 # Set aside.
 
 
-def take_snapshot(life: NodeRuntime, number: int) -> None:
+def take_snapshot(runtime: NodeRuntime, number: int) -> None:
     """Set aside this node's part of a snapshot, if it holds anything. Number 0 is the initial model."""
-    life.snapshots = number
-    node = life.node
+    runtime.snapshots = number
+    node = runtime.node
     try:
-        if set_aside(life, life.job.run / "snapshots" / f"{number:05d}"):
-            life.log.write(SnapshotTaken(node.now(), life.rank, node.steps, node.samples, number))
-            life.tell({"kind": "snapped", "node": life.rank, "number": number})
+        if set_aside(runtime, runtime.job.run / "snapshots" / f"{number:05d}"):
+            runtime.log.write(SnapshotTaken(node.now(), runtime.rank, node.steps, node.samples, number))
+            runtime.tell({"kind": "snapped", "node": runtime.rank, "number": number})
     except OSError as error:
-        life.tell({"kind": "snapshot-failed", "node": life.rank, "step": node.steps, "error": str(error)})
+        runtime.tell({"kind": "snapshot-failed", "node": runtime.rank, "step": node.steps, "error": str(error)})
 
 
-def set_aside(life: NodeRuntime, folder: Path) -> bool:
+def set_aside(runtime: NodeRuntime, folder: Path) -> bool:
     """Write this node's part of the model; False if it holds none."""
-    job, node, where = life.job, life.node, life.where
+    job, node, where = runtime.job, runtime.node, runtime.where
     equal = where in ("everywhere", "copies", "shared")
-    holds = where == "servers" if life.is_server else where == "apart" or (equal and life.rank == 0)
+    holds = where == "servers" if runtime.is_server else where == "apart" or (equal and runtime.rank == 0)
     buffers = node.replica.buffers() if node.replica is not None else {}
     if node.retired or not (holds or buffers):
         return False
-    start = job.range_of(life.rank).start if life.is_server else 0
+    start = job.range_of(runtime.rank).start if runtime.is_server else 0
     x: Tensor | None = node.x if holds else None
     samples = job.samples_by(node.steps) if equal else node.samples
     seen = node.samples if buffers else 0
     snapshot.write(
-        folder, life.rank, snapshot.SnapshotPart(node.now(), node.steps, samples, start, x, buffers, where, seen)
+        folder, runtime.rank, snapshot.SnapshotPart(node.now(), node.steps, samples, start, x, buffers, where, seen)
     )
     return True
 
 
-def set_aside_the_end(life: NodeRuntime) -> None:
+def set_aside_the_end(runtime: NodeRuntime) -> None:
     """Write this node's part of the final model: without room in the run folder, where `conclusion` looks as well."""
-    job, folder = life.job, life.job.run / snapshot.FINAL
+    job, folder = runtime.job, runtime.job.run / snapshot.FINAL
     try:
-        snapshot.trying_again(lambda: set_aside(life, folder))
+        snapshot.trying_again(lambda: set_aside(runtime, folder))
     except OSError as error:
         if not snapshot.is_full(error):
             raise
-        if not job.one_memory and life.rank:  # another machine does not see it
+        if not job.one_memory and runtime.rank:  # another machine does not see it
             raise EnvironmentProblem(
-                f"node {life.rank} could not write its part of the final model to {folder}: {error}. "
+                f"node {runtime.rank} could not write its part of the final model to {folder}: {error}. "
                 "Make room, and resume."
             ) from None
-        set_aside(life, snapshot.make_elsewhere(job.launch) / snapshot.FINAL)
+        set_aside(runtime, snapshot.make_elsewhere(job.launch) / snapshot.FINAL)
 
 
 # All that changes.
 
 
-def everything(life: NodeRuntime) -> dict[str, Any]:
+def everything(runtime: NodeRuntime) -> dict[str, Any]:
     """All that changes during a run, on this node."""
-    node, meter, traffic = life.node, life.meter, life.meter.traffic
-    elsewhere = life.job.shares_x and life.rank != 0
+    node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
+    elsewhere = runtime.job.shares_x and runtime.rank != 0
     return {
         "x": None if elsewhere else node.x,
         "buffers": node.replica.buffers() if node.replica is not None else {},
         "inner": node.inner.state(),
-        "strategy": life.state,
+        "strategy": runtime.state,
         "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
-        "counts": [node.steps, node.samples, node.skipped, life.snapshots],
+        "counts": [node.steps, node.samples, node.skipped, runtime.snapshots],
         "progress": [node.comm.progress, node.comm.known],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
         "sent_to": {str(node): nbytes for node, nbytes in traffic.sent_to.items()},
@@ -373,9 +373,9 @@ def everything(life: NodeRuntime) -> dict[str, Any]:
     }
 
 
-def restore(life: NodeRuntime, saved: dict[str, Any]) -> None:
+def restore(runtime: NodeRuntime, saved: dict[str, Any]) -> None:
     """Go back to what `everything` gave."""
-    node, meter, traffic = life.node, life.meter, life.meter.traffic
+    node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
     if saved["x"] is not None:
         node.x.copy_(saved["x"])
     if node.replica is not None:
@@ -388,10 +388,10 @@ def restore(life: NodeRuntime, saved: dict[str, Any]) -> None:
             node.feed.seek(*shared_anew[:2])
             node.feed.reshare(shared_anew[2])
         node.feed.seek(epoch, step)
-    if life.state is not None:
-        checkpoint.restore_into(life.state, saved["strategy"])
-        life.job.strategy.attach(node, life.state)
-    node.steps, node.samples, node.skipped, life.snapshots = saved["counts"]
+    if runtime.state is not None:
+        checkpoint.restore_into(runtime.state, saved["strategy"])
+        runtime.job.strategy.attach(node, runtime.state)
+    node.steps, node.samples, node.skipped, runtime.snapshots = saved["counts"]
     node.comm.progress, node.comm.known = saved["progress"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]
     traffic.sent_to.update({int(node): nbytes for node, nbytes in saved["sent_to"].items()})

@@ -29,7 +29,7 @@ Tell = Callable[[dict[str, Any]], None]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
-def live(
+def run_node(
     job: Job,
     transport: CoordinatedTransport,
     control: Control,
@@ -52,21 +52,21 @@ def live(
         paced = transport if job.delay is None else Delayed(transport, compute_times.sampler(job.delay, job.seed, rank))
         meter = Metered(paced if not job.trace else _traced(paced, job, log, files, complain))
         node = make_node(Comm(meter, *job.groups), log)
-        life = node_loop.NodeRuntime(job, node, meter, log, tell, show)
+        runtime = node_loop.NodeRuntime(job, node, meter, log, tell, show)
         if job.resume is not None:
-            node_loop.restore(life, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
+            node_loop.restore(runtime, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
             if isinstance(paced, Delayed):
                 paced.step = node.steps  # the delays go on where they were
-        keeper = NodeCheckpointer(life, control, transport, log)
+        checkpointer = NodeCheckpointer(runtime, control, transport, log)
         _settle_memory()
         tell({"kind": "ready", "node": rank})
         waited = transport.traffic.waited
         transport.await_go()
         transport.traffic.waited = waited  # the clock starts now
-        role, spend = ("server", node_loop.serve) if life.is_server else ("worker", node_loop.work)
+        role, spend = ("server", node_loop.serve) if runtime.is_server else ("worker", node_loop.work)
         log.write(NodeStarted(node.now(), rank, role, time.perf_counter() - asked))
-        spend(life, keeper)
-    return life.interrupted
+        spend(runtime, checkpointer)
+    return runtime.interrupted
 
 
 def _traced(

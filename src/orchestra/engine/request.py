@@ -81,10 +81,10 @@ def placed(given: Request, strategy: Strategy[Any] | None) -> Request:
     """The same, with a cluster that knows how many of its processes will be servers."""
     if strategy is None or not isinstance(given.cluster, Cluster):
         return given
-    return replace(given, cluster=given.cluster.joined(strategy))
+    return replace(given, cluster=given.cluster.for_strategy(strategy))
 
 
-def first_look(given: Request, strategy: Strategy[Any] | None) -> Iterator[Problem]:
+def check_arguments(given: Request, strategy: Strategy[Any] | None) -> Iterator[Problem]:
     """What can be judged without calling anything of the user's."""
     yield from _look_at_functions(given)
     strategy = yield from _look_at_place(given, strategy)
@@ -177,7 +177,7 @@ def _look_at_checkpoints(given: Request) -> Iterator[Problem]:
 
 def _look_at_folder(given: Request) -> Iterator[Problem]:
     out = given.out
-    if isinstance(given.cluster, Cluster) and not given.cluster.is_home:
+    if isinstance(given.cluster, Cluster) and not given.cluster.is_coordinator:
         return  # another process keeps it
     if out is not None and not isinstance(out, str | Path):
         yield Problem("out", out, "must be a path")
@@ -203,7 +203,7 @@ def _look_at_folder(given: Request) -> Iterator[Problem]:
             yield Problem("out", str(out), message)
 
 
-def second_look(
+def check_model_and_data(
     given: Request, strategy: Strategy[Any], module: nn.Module, data: Any, warn: Callable[[str], object]
 ) -> Iterator[Problem]:
     """What shows only once model and data exist; `warn` hears of what works, but is probably not meant."""
@@ -231,7 +231,7 @@ def second_look(
     yield from found
     if not found and not unfit:
         found = [*try_gradient(module, data, given.loss, given.batch, warn)]
-        yield from found or given.cluster.misfits(given, module, data)
+        yield from found or given.cluster.check_model(given, module, data)
 
 
 def refuse(problems: Iterable[Problem]) -> None:

@@ -101,7 +101,7 @@ class LoopArguments:
     @property
     def torch_means(self) -> bool:
         """Whether torch takes the means: on a trusted network, of models that are not on GPUs."""
-        return self.together and self.device == "cpu" and self.cluster.joined(self.strategy).means_by_torch()
+        return self.together and self.device == "cpu" and self.cluster.for_strategy(self.strategy).means_by_torch()
 
     # Whether it can be.
 
@@ -146,7 +146,7 @@ class LoopArguments:
         if (problem := ranks.other_answer(self.strategy, self.workers)) is not None:
             yield problem
         if self.together:
-            yield from self.cluster.joined(self.strategy).problems()
+            yield from self.cluster.for_strategy(self.strategy).problems()
 
     def _problems_of_model(self) -> Iterator[Problem]:
         own = {*self.model.parameters()}

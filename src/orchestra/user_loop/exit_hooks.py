@@ -88,12 +88,12 @@ class Exit:
 
     def __init__(
         self,
-        company: Peers,
+        peers: Peers,
         finish: Callable[[], None] | None = None,
         how_far: Callable[[], str] = lambda: "",
         leave: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        self._company, self._finish, self._how_far, self._leave = company, finish, how_far, leave
+        self._peers, self._finish, self._how_far, self._leave = peers, finish, how_far, leave
         self._before: Hook = sys.excepthook
         self._owner, self._over = os.getpid(), False
         sys.excepthook = self._failed
@@ -121,19 +121,19 @@ class Exit:
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.close()
-        name = self._company.name
+        name = self._peers.name
         if isinstance(error, Stopped):
-            self._company.part()
+            self._peers.part()
         elif isinstance(error, WorkerLost):
-            self._company.give_up(str(error), error.exit_code)
+            self._peers.give_up(str(error), error.exit_code)
         elif isinstance(error, OrchestraError):
-            self._company.give_up(f"{name}: {error}", error.exit_code)
+            self._peers.give_up(f"{name}: {error}", error.exit_code)
         elif isinstance(error, KeyboardInterrupt):
             term = isinstance(error, Terminated)
-            self._company.give_up(f"{name} was stopped by {'SIGTERM' if term else 'SIGINT'}", 143 if term else 130)
+            self._peers.give_up(f"{name} was stopped by {'SIGTERM' if term else 'SIGINT'}", 143 if term else 130)
         else:
             last = "".join(traceback.format_exception_only(error)).strip()
-            self._company.give_up(f"{name} failed: {last}", 1)
+            self._peers.give_up(f"{name} failed: {last}", 1)
         told = interrupted(error, self._how_far())
         self._leave(error if told is None else told)
         if told is not None:  # where it was just then is of no use to anybody
@@ -145,15 +145,15 @@ class Exit:
         if os.getpid() != self._owner or self._finish is None:
             return  # a fork of this process is nobody's worker
         self.close()
-        self._company.how = FORGOTTEN
+        self._peers.how = FORGOTTEN
         sys.stderr.write(
-            f"orchestra: {self._company.name} {FORGOTTEN}: it is done now, but what was evaluated or saved before "
+            f"orchestra: {self._peers.name} {FORGOTTEN}: it is done now, but what was evaluated or saved before "
             "lacks the strategy's last step. Call it after the loop.\n"
         )
         try:
             self._finish()
         except OrchestraError as error:
             if not isinstance(error, Stopped):
-                self._company.give_up(f"{self._company.name}: {error}", error.exit_code)
+                self._peers.give_up(f"{self._peers.name}: {error}", error.exit_code)
             self._leave(error)
             sys.stderr.write(told(error, None))

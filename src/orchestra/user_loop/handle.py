@@ -42,25 +42,25 @@ class LoopHandle:
     """This process among the others."""
 
     def __init__(
-        self, player: StepDriver, company: Peers, folder: LoopRunFolder, module: nn.Module, loader: Loader | None
+        self, driver: StepDriver, peers: Peers, folder: LoopRunFolder, module: nn.Module, loader: Loader | None
     ) -> None:
-        self._player, self._company, self._folder = player, company, folder
+        self._driver, self._peers, self._folder = driver, peers, folder
         self._module, self._loader = module, loader
-        self._life, self._node = player.life, player.life.node
-        company.shares_loader = loader is not None
-        if self._life.job.workers + self._life.job.servers > 1:
-            EARLIER.begin(self._life.job.strategy)
+        self._runtime, self._node = driver.runtime, driver.runtime.node
+        peers.shares_loader = loader is not None
+        if self._runtime.job.workers + self._runtime.job.servers > 1:
+            EARLIER.begin(self._runtime.job.strategy)
         self.hooks: list[RemovableHandle] = []  # on the model
         self.loaded = False  # whether the loop goes on from a state that it saved
-        self._told = WorkerReport(company.tell_home) if self.workers > 1 else None
-        self._scores = LoopScores(company, folder.path, self.rank)
+        self._told = WorkerReport(peers.tell_home) if self.workers > 1 else None
+        self._scores = LoopScores(peers, folder.path, self.rank)
         self._ended: float | None = None  # when this worker's training did
-        self._exit = Exit(company, self.finish, self._how_far, self._broken_off)
+        self._exit = Exit(peers, self.finish, self._how_far, self._broken_off)
 
     @property
-    def company(self) -> Peers:
+    def peers(self) -> Peers:
         """What the other processes say."""
-        return self._company
+        return self._peers
 
     @property
     def rank(self) -> int:
@@ -70,10 +70,10 @@ class LoopHandle:
     @property
     def workers(self) -> int:
         """How many there are."""
-        return self._life.job.workers
+        return self._runtime.job.workers
 
     @property
-    def is_home(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether this is worker 0, who prints and saves for all."""
         return self.rank == 0
 
@@ -99,7 +99,7 @@ class LoopHandle:
         all with one model, worker 0 speaks for all.
         """
         metrics = figures(given)
-        if self._ended is not None and not self.is_home:
+        if self._ended is not None and not self.is_coordinator:
             return
         now = self._node.now() if self._ended is None else self._ended
         self._scores.give(now, self.steps, self.samples * self.workers, metrics)
@@ -109,12 +109,12 @@ class LoopHandle:
 
     def mean(self, value: Tensor | float, *, weight: float = 1.0) -> float:
         """The weighted mean of a number over the workers. All must ask, at the same place of the loop."""
-        if self._player.over:
+        if self._driver.over:
             raise OrchestraError(
                 "the workers have parted since optimizer.finish(), with one and the same model. Take means before it."
             )
         mean = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu().clone()
-        traffic = self._life.meter.traffic
+        traffic = self._runtime.meter.traffic
         sent, received = traffic.sent, traffic.received
         total = self._node.comm.mean_(mean, weight=weight)
         traffic.sent, traffic.received = sent, received  # what is asked out of curiosity is not the strategy's cost
@@ -123,16 +123,16 @@ class LoopHandle:
     @property
     def tells_servers(self) -> bool:
         """Whether there are servers, and this is who tells them what schedules say."""
-        return self.is_home and bool(self._node.comm.servers.members)
+        return self.is_coordinator and bool(self._node.comm.servers.members)
 
     def tell_settings(self, name: str, values: list[Any]) -> None:
         """A schedule says something new of every group, such as learning rates: let the servers know."""
-        self._company.tell_settings(self._node.comm.servers.members, name, values)
+        self._peers.tell_settings(self._node.comm.servers.members, name, values)
 
     def before_step(self, gradients: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """Let worker 0 compare this worker with the others."""
-        if self._told is not None and not self._player.over:
-            rates = [float(group["lr"]) for group in groups] if self._life.in_step else []
+        if self._told is not None and not self._driver.over:
+            rates = [float(group["lr"]) for group in groups] if self._runtime.in_step else []
             self._told.before_step(self.steps + 1, gradients, rates, self._node.clip or math.inf)
 
     def position(self) -> list[int] | None:
@@ -157,52 +157,52 @@ class LoopHandle:
     def _broken_off(self, error: BaseException) -> None:
         """Keep what happened, and why it went no farther."""
         with contextlib.suppress(OSError):
-            if isinstance(self._life.log, EventLog):
-                self._life.log.flush()
+            if isinstance(self._runtime.log, EventLog):
+                self._runtime.log.flush()
         self._folder.leave(error)
 
     def finish(self, also: Iterable[nn.Module | Tensor] = ()) -> None:
         """End together with the others, with one model and one of each of `also`; a second call does nothing."""
-        if self._player.over:
+        if self._driver.over:
             return
         also = list(also)
         extra, statistics = final_model.named(also), final_model.running(also)
-        self._player.rest()
-        life, node, left = self._life, self._node, None if self._loader is None else self._loader.left
-        if life.in_step:
+        self._driver.rest()
+        runtime, node, left = self._runtime, self._node, None if self._loader is None else self._loader.left
+        if runtime.in_step:
             if self._told is not None:
                 self._told.at_end(node.steps)
-            self._company.finish(node.steps, left)
+            self._peers.finish(node.steps, left)
             self._require_steps()
-            self._player.finish()
+            self._driver.finish()
         else:
-            self._player.finish()
-            self._company.finish(node.steps, left)
+            self._driver.finish()
+            self._peers.finish(node.steps, left)
             self._require_steps()
-        node_loop.end(life)
+        node_loop.end(runtime)
         self._ended = node.now()
-        if isinstance(life.log, EventLog):
-            life.log.flush()
+        if isinstance(runtime.log, EventLog):
+            runtime.log.flush()
         self._folder.deliver()
         self._receive_model()
-        if life.where == "apart":
+        if runtime.where == "apart":
             average_(node.comm, [node.x])
         self._average_buffers(persistent_buffers(self._module).values())
         self._average_also(extra, statistics)
         self._require_one_model()
-        if self.is_home and isinstance(life.log, EventLog):
+        if self.is_coordinator and isinstance(runtime.log, EventLog):
             self._conclude()
         self._folder.close()
         self._part_from_script()
-        self._company.part()
-        EARLIER.finish(life.job.strategy)
+        self._peers.part()
+        EARLIER.finish(runtime.job.strategy)
 
     def _require_steps(self) -> None:
         """Refuse a loop in which no worker made a step: whatever changed its parameters, the strategy did not.
 
         A loop that loaded a state may have nothing left to do.
         """
-        if not (self.loaded or self._company.any_steps):
+        if not (self.loaded or self._peers.any_steps):
             message = (
                 "optimizer.finish() was called after 0 steps, so nothing was trained together with the other workers. "
                 "Call optimizer.step() after every backward pass: it is what changes the parameters."
@@ -211,8 +211,8 @@ class LoopHandle:
 
     def _average_buffers(self, buffers: Iterable[Tensor], most: int | None = None) -> None:
         left_out = average_buffers_(self._node.comm, buffers, self._node.samples, most=most)
-        if left_out and self.is_home:
-            self._company.warn(final_model.about_left_out(left_out))
+        if left_out and self.is_coordinator:
+            self._peers.warn(final_model.about_left_out(left_out))
 
     def _average_also(self, extra: Mapping[str, Tensor], statistics: Sequence[Tensor]) -> None:
         """What else the user keeps: means, weighted as the model's; of whole numbers those of worker 0."""
@@ -238,8 +238,8 @@ class LoopHandle:
 
     def _fail(self, error: OrchestraError) -> NoReturn:
         """End the run for all with an error that every worker finds."""
-        self._player.over = True
-        self._company.give_up(str(error), error.exit_code)
+        self._driver.over = True
+        self._peers.give_up(str(error), error.exit_code)
         self._broken_off(error)
         self._part_from_script()
         raise error
@@ -260,24 +260,24 @@ class LoopHandle:
                     raise ClusterError(f"node {server} ended without giving its part of the model")
                 if came.tag == FINAL:
                     break
-            if self._life.where == "servers":
+            if self._runtime.where == "servers":
                 node.x[part].copy_(came.x)
 
     def _conclude(self) -> None:
         """What `train` leaves in a run folder."""
         self._folder.collect()
-        folder = self._life.job.run
+        folder = self._runtime.job.run
         if run_lock.is_gone(folder):
             raise RunFolderGone(folder)
-        snapshot.export_or_rescue(self._module, folder, self._life.job.launch)
+        snapshot.export_or_rescue(self._module, folder, self._runtime.job.launch)
 
         def write() -> None:
-            ending = {"stopped_by": "loop", "warnings": self._company.warnings}
+            ending = {"stopped_by": "loop", "warnings": self._peers.warnings}
             checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
             self._scores.write()
             facts = facts_of(folder)
-            if facts.warning is not None and facts.warning not in self._company.warnings:
-                self._company.warn(facts.warning)
+            if facts.warning is not None and facts.warning not in self._peers.warnings:
+                self._peers.warn(facts.warning)
                 checkpoint.write_text(folder / "ending.json", json.dumps(ending, indent=1))
             self._sum_up()
 
@@ -290,7 +290,7 @@ class LoopHandle:
             raise EnvironmentProblem(f"the disk of {folder} is full: {error.strerror}. {whole}") from None
 
     def _sum_up(self) -> None:
-        folder = self._life.job.run
+        folder = self._runtime.job.run
         checkpoint.write_text(folder / "summary.json", json.dumps(facts_of(folder).as_dict(), indent=1))
 
 

@@ -29,17 +29,17 @@ class PreparedOptimizer(optim.Optimizer):
     # A GradScaler then calls `step` also where it found infinities, so that the others need not wait for this worker.
     _step_supports_amp_scaling = True
 
-    def __init__(self, inner: optim.Optimizer, player: StepDriver, seat: LoopHandle, *, usual: int) -> None:
+    def __init__(self, inner: optim.Optimizer, driver: StepDriver, handle: LoopHandle, *, usual: int) -> None:
         # Not as torch begins: groups, state and hooks are those of `inner`.
-        self._inner, self._player = inner, player
-        self.orchestra = seat
-        self._saving = StateDict(inner, player, seat)
-        self._replica = player.replica
+        self._inner, self._driver = inner, driver
+        self.orchestra = handle
+        self._saving = StateDict(inner, driver, handle)
+        self._replica = driver.replica
         ours = {*self._replica.parameters}
         self._others = [p for p in self._replica.module.parameters() if p not in ours]
         self._usual = usual  # samples of a step, where nobody says
         self._fetched = 0  # samples since the last step
-        self._told = self._settings() if seat.tells_servers else {}  # what servers know: they begin with the same
+        self._told = self._settings() if handle.tells_servers else {}  # what servers know: they begin with the same
         self._guard: RemovableHandle | None = None
         with contextlib.suppress(AttributeError):  # some that only look like torch's have no hooks
             self._guard = inner.register_step_pre_hook(self._not_alone)
@@ -65,7 +65,7 @@ class PreparedOptimizer(optim.Optimizer):
         return getattr(self._inner, name)  # hooks
 
     def __repr__(self) -> str:
-        return f"Prepared({expression.show(self._player.life.job.strategy)}, {self._inner!r})"
+        return f"Prepared({expression.show(self._driver.runtime.job.strategy)}, {self._inner!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ever."""
@@ -80,7 +80,7 @@ class PreparedOptimizer(optim.Optimizer):
 
     def _not_alone(self, *_: Any) -> None:
         """A hook of the optimizer that was given: only the strategy may step it."""
-        if not self._player.playing:
+        if not self._driver.playing:
             raise OrchestraError(
                 "the optimizer that was given to orchestra.prepare was stepped, which the others know nothing of: the "
                 "models would differ. Step the one that it returned: model, optimizer, loader = orchestra.prepare(...)."
@@ -92,7 +92,7 @@ class PreparedOptimizer(optim.Optimizer):
 
     def begin(self) -> None:
         """Have the parameters at which the strategy wants the next gradient. Calling the model in training does it."""
-        self._player.begin()
+        self._driver.begin()
 
     def step(
         self,
@@ -129,8 +129,8 @@ class PreparedOptimizer(optim.Optimizer):
         size = size if self._usable() else 0
         grads = [] if shared or not size else [p.grad for p in self._replica.parameters if p.grad is not None]
         self.orchestra.before_step(grads, self.param_groups)
-        self._player.step(size, None if loss is None else float(loss))
-        self._player.life.node.clip = None
+        self._driver.step(size, None if loss is None else float(loss))
+        self._driver.runtime.node.clip = None
         return value
 
     @torch.no_grad()
@@ -143,14 +143,14 @@ class PreparedOptimizer(optim.Optimizer):
         `backward` in every step, on every worker and with the same value: workers in lockstep compare it every 10
         steps, and servers of other strategies use that of worker 0.
         """
-        life = self._player.life
+        runtime = self._driver.runtime
         problems = [
             *checks.check_norm("max_norm", max_norm),
-            *checks.check_whole(life.job.strategy, "max_norm", max_norm),
+            *checks.check_whole(runtime.job.strategy, "max_norm", max_norm),
         ]
         if problems and max_norm != math.inf:  # which bounds nothing: a way to ask for the norm
             raise ConfigError(problems)
-        life.node.clip = None if max_norm == math.inf else float(max_norm)
+        runtime.node.clip = None if max_norm == math.inf else float(max_norm)
         norms = [torch.linalg.vector_norm(p.grad) for p in self._replica.parameters if p.grad is not None]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
@@ -161,7 +161,7 @@ class PreparedOptimizer(optim.Optimizer):
         if not grads:
             return False
         if found_inf is not None and float(found_inf):
-            self._player.spare_buffers()
+            self._driver.spare_buffers()
             return False
         if scale is not None:
             torch._foreach_mul_(grads, float(scale.double().reciprocal().float()))
@@ -178,7 +178,7 @@ class PreparedOptimizer(optim.Optimizer):
     def _settings(self) -> dict[str, list[Any]]:
         """What is a number, or some of them, by group: the learning rates, the momenta; not what schedulers keep."""
         found = {name: [_number(group.get(name)) for group in self.param_groups] for name in self.defaults}
-        node = self._player.life.node
+        node = self._driver.runtime.node
         clip = {CLIP: [node.clip or False]}
         if None not in found.get("lr", [None]):
             found["lr"] = [rate * node.inner.factor for rate in found["lr"]]

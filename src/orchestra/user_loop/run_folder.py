@@ -33,10 +33,10 @@ _LARGEST = 1 << 30  # bytes of events that a process may bring at once
 class LoopRunFolder:
     """Where this process writes to: nowhere, if worker 0 keeps nothing."""
 
-    def __init__(self, company: Peers, exchange: Messenger, rank: int, size: int, out: Path | None) -> None:
-        self._company, self._exchange = company, exchange
+    def __init__(self, peers: Peers, exchange: Messenger, rank: int, size: int, out: Path | None) -> None:
+        self._peers, self._exchange = peers, exchange
         self._is_home, self._others = rank == _HOME, size - 1
-        self._courier: FileSender | None = None
+        self._sender: FileSender | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._hold: run_lock.RunLock | None = None
         self.path = self._offer(out) if self._is_home else self._find()
@@ -58,17 +58,17 @@ class LoopRunFolder:
         except OSError as error:
             raise ConfigError([Problem("out", str(out), f"cannot be written: {error}")]) from None
         files = FileReceiver(path, files_of, _LARGEST, _could_not_keep)
-        self._company.file, self._exchange.take_in = files.expect, files.take_in
+        self._peers.file, self._exchange.take_in = files.expect, files.take_in
         self._exchange.tell_all({"kind": "folder", "path": str(path), "mark": mark.name})
-        self._await(lambda: len(self._company.looked) == self._others, "the others to look for the run folder")
+        self._await(lambda: len(self._peers.looked) == self._others, "the others to look for the run folder")
         mark.unlink()
         return path
 
     def _find(self) -> Path | None:
         """As anybody else: look whether what worker 0 made is there."""
-        self._await(lambda: self._company.folder is not None, "worker 0 to say where the run folder is")
-        assert self._company.folder is not None
-        path, mark = self._company.folder
+        self._await(lambda: self._peers.folder is not None, "worker 0 to say where the run folder is")
+        assert self._peers.folder is not None
+        path, mark = self._peers.folder
         if path is None:
             return None
         seen = False
@@ -78,13 +78,13 @@ class LoopRunFolder:
         if seen:
             return path
         self._scratch = tempfile.TemporaryDirectory(prefix="orchestra-")
-        self._courier = FileSender(self._exchange, Path(self._scratch.name), _HOME)
-        return self._courier.folder
+        self._sender = FileSender(self._exchange, Path(self._scratch.name), _HOME)
+        return self._sender.folder
 
     def deliver(self) -> None:
         """All that this process writes is written."""
-        if self._courier is not None:
-            self._courier.bring()
+        if self._sender is not None:
+            self._sender.bring()
         if self._scratch is not None:
             self._scratch.cleanup()
         if self.path is not None and not self._is_home:
@@ -92,7 +92,7 @@ class LoopRunFolder:
 
     def collect(self) -> None:
         """As worker 0: wait until everybody has delivered."""
-        self._await(lambda: len(self._company.written) == self._others, "the others to write their files")
+        self._await(lambda: len(self._peers.written) == self._others, "the others to write their files")
 
     def close(self) -> None:
         """The loop came to its end, and all is written."""

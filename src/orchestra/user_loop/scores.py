@@ -48,12 +48,12 @@ def figures(given: Mapping[str, Any]) -> dict[str, float]:
 class LoopScores:
     """Those of one run: worker 0 keeps what all give."""
 
-    def __init__(self, company: Peers, folder: Path | None, rank: int) -> None:
-        self._company, self._folder, self._rank = company, folder, rank
+    def __init__(self, peers: Peers, folder: Path | None, rank: int) -> None:
+        self._peers, self._folder, self._rank = peers, folder, rank
         self._given = 0  # by this worker
         self._by_number: dict[int, dict[int, Scored]] = {}  # and by worker
         self._warned = False
-        company.scored = self._hear
+        peers.scored = self._hear
 
     def give(self, t: float, step: int, samples: int, metrics: dict[str, float]) -> None:
         """One more score of this worker."""
@@ -63,7 +63,7 @@ class LoopScores:
             return
         if self._rank != _HOME:
             about = {"number": scored.number, "t": t, "step": step, "samples": samples, "figures": metrics}
-            self._company.exchange.note(_HOME, {"kind": "score", **about})
+            self._peers.exchange.note(_HOME, {"kind": "score", **about})
             return
         self._keep(_HOME, scored)
         try:

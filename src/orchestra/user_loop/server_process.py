@@ -26,7 +26,7 @@ from orchestra.user_loop.server_state import OnServer
 class ServerFinisher:
     """A server's keeper: nothing is saved; the workers get the model in the end."""
 
-    life: node_loop.NodeRuntime
+    runtime: node_loop.NodeRuntime
     folder: LoopRunFolder
 
     def after_step(self, before: int) -> None:
@@ -48,23 +48,21 @@ class ServerFinisher:
 
     def after_service(self) -> bool:
         """Every worker has left: give each the range."""
-        node_loop.drop_the_rest(self.life)
-        if isinstance(self.life.log, EventLog):
-            self.life.log.flush()
+        node_loop.drop_the_rest(self.runtime)
+        if isinstance(self.runtime.log, EventLog):
+            self.runtime.log.flush()
         self.folder.deliver()
-        comm = self.life.node.comm
+        comm = self.runtime.node.comm
         comm.send_as_given()
-        for worker in range(self.life.job.workers):
-            comm.send(worker, self.life.node.x, tag=FINAL)
+        for worker in range(self.runtime.job.workers):
+            comm.send(worker, self.runtime.node.x, tag=FINAL)
         return False
 
 
-def serve(
-    job: Job, comm: Comm, meter: Metered, log: Log, company: Peers, folder: LoopRunFolder, x0: Tensor
-) -> NoReturn:
+def serve(job: Job, comm: Comm, meter: Metered, log: Log, peers: Peers, folder: LoopRunFolder, x0: Tensor) -> NoReturn:
     """Serve until every worker has finished, and end the script."""
     began = time.perf_counter()
-    door = Exit(company, how_far=lambda: "while it served.")
+    door = Exit(peers, how_far=lambda: "while it served.")
     x = x0[job.range_of(comm.rank)].clone()
     x.copy_(comm.recv(0).x)
     node = node_loop.server(job, comm.rank, comm, log, x)
@@ -75,13 +73,13 @@ def serve(
         else:
             node.inner.follow(name, first, values)
 
-    company.when_settings_change(follow)
-    life = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
-    states = OnServer(life, company)
-    company.exchange.when_idle = node.comm.between_messages = states.settle
+    peers.when_settings_change(follow)
+    runtime = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    states = OnServer(runtime, peers)
+    peers.exchange.when_idle = node.comm.between_messages = states.settle
     log.write(NodeStarted(node.now(), node.rank, "server", time.perf_counter() - began))
-    company.exchange.begin()
-    node_loop.serve(life, ServerFinisher(life, folder))
+    peers.exchange.begin()
+    node_loop.serve(runtime, ServerFinisher(runtime, folder))
     door.close()
-    company.part()
+    peers.part()
     raise SystemExit(0)

@@ -116,9 +116,9 @@ def _take(exchange: Messenger, source: int) -> Any:
         raise CheckpointError(f"the state that node {source} sent cannot be read: {error}.") from None
 
 
-def _begin_again(life: NodeRuntime) -> None:
+def _begin_again(runtime: NodeRuntime) -> None:
     """Let the strategy begin again at the x there is: versions, clocks and gradients that were kept are forgotten."""
-    job, node, state = life.job, life.node, life.state
+    job, node, state = runtime.job, runtime.node, runtime.state
     strategy, inner = job.strategy.in_force(state)
     tensors: dict[str, Tensor] = {}
     structure = checkpoint.outline(strategy.init(node), tensors)
@@ -129,12 +129,12 @@ def _begin_again(life: NodeRuntime) -> None:
 class OnServer:
     """A server's part: it does what the workers ask, between two messages of the strategy."""
 
-    def __init__(self, life: NodeRuntime, company: Peers) -> None:
-        self._life, self._node, self._company, self._exchange = life, life.node, company, company.exchange
+    def __init__(self, runtime: NodeRuntime, peers: Peers) -> None:
+        self._runtime, self._node, self._peers, self._exchange = runtime, runtime.node, peers, peers.exchange
 
     def settle(self) -> None:
         """Answer requests, and load if every worker wants to."""
-        asked = self._company.about_state
+        asked = self._peers.about_state
         if not asked:
             return
         for worker, kind in [*asked]:
@@ -152,7 +152,7 @@ class OnServer:
         node.x.copy_(tree["x"])
         if tree["states"] is not None:
             node.inner.restore_by_layer(tree["states"], tree["pace"])
-        _begin_again(self._life)
+        _begin_again(self._runtime)
         for worker in workers:
             self._exchange.note(worker, {"kind": LOADED})
 
@@ -175,8 +175,8 @@ def digest(x: Tensor) -> str:
 class OnWorker:
     """A worker's part: it asks the servers for the state, and lets them load another."""
 
-    def __init__(self, life: NodeRuntime, company: Peers) -> None:
-        self._life, self._node, self._company, self._exchange = life, life.node, company, company.exchange
+    def __init__(self, runtime: NodeRuntime, peers: Peers) -> None:
+        self._runtime, self._node, self._peers, self._exchange = runtime, runtime.node, peers, peers.exchange
         self.loading: StateToLoad | None = None  # until the next step
         self._loads = 0
 
@@ -186,7 +186,10 @@ class OnWorker:
         for server in servers:
             self._exchange.note(server, {"kind": SEND})
         found = [_take(self._exchange, server) for server in servers]
-        states, x = joined(self._life.job, [each["states"] for each in found]), torch.cat([each["x"] for each in found])
+        states, x = (
+            joined(self._runtime.job, [each["states"] for each in found]),
+            torch.cat([each["x"] for each in found]),
+        )
         if self.loading is None:
             return states, x
         return self.loading.states or states, x if self.loading.x is None else self.loading.x
@@ -200,18 +203,18 @@ class OnWorker:
         x = node.x
         if to.x is not None and digest(x) == to.digest:
             x = to.x
-            if self._life.job.strategy.optimizer_at(self._life.state) == "servers":
+            if self._runtime.job.strategy.optimizer_at(self._runtime.state) == "servers":
                 node.x.copy_(x)
         for server in servers:
             self._exchange.note(server, {"kind": LOAD})
         if node.rank == node.comm.workers.members[0]:
-            parts = [None] * len(servers) if to.states is None else cut(self._life.job, to.states)
+            parts = [None] * len(servers) if to.states is None else cut(self._runtime.job, to.states)
             for server, part, piece in zip(servers, parts, node.parts(x), strict=True):
                 _give(self._exchange, server, {"x": piece.clone(), "states": part, "pace": to.pace})
         self._loads += 1
         expected = [(server, LOADED) for server in servers for _ in range(self._loads)]
         self._exchange.attend(
-            lambda: sorted(self._company.about_state) == expected,
+            lambda: sorted(self._peers.about_state) == expected,
             lambda: "the servers to load a state, which they do when every worker has called optimizer.load_state_dict",
         )
-        _begin_again(self._life)
+        _begin_again(self._runtime)

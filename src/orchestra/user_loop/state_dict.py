@@ -25,36 +25,36 @@ _OURS = "orchestra"  # in a state_dict
 class StateDict:
     """Saves and loads the state of one worker's optimizer."""
 
-    def __init__(self, optimizer: optim.Optimizer, player: StepDriver, seat: LoopHandle) -> None:
-        self._optimizer, self._player, self._seat = optimizer, player, seat
-        self._servers = OnWorker(player.life, seat.company)
-        player.before_step = self._servers.settle
+    def __init__(self, optimizer: optim.Optimizer, driver: StepDriver, handle: LoopHandle) -> None:
+        self._optimizer, self._driver, self._handle = optimizer, driver, handle
+        self._servers = OnWorker(driver.runtime, handle.peers)
+        driver.before_step = self._servers.settle
 
     def _resumes_as(self) -> tuple[Strategy[Any], Any]:
         """The strategy that goes on with what is saved now, and its state."""
-        return self._player.life.job.strategy.resumes_as(self._player.life.state)
+        return self._driver.runtime.job.strategy.resumes_as(self._driver.runtime.state)
 
     @property
     def _on_servers(self) -> bool:
         """Whether servers hold the optimizer's state now."""
-        life = self._player.life
-        return life.job.strategy.optimizer_at(life.state) == "servers"
+        runtime = self._driver.runtime
+        return runtime.job.strategy.optimizer_at(runtime.state) == "servers"
 
     def _layers(self) -> list[tuple[int, nn.Parameter]]:
         """The parameters that make up x, each with its number in a state_dict; those in no group are left out."""
         numbers = {p: number for number, p in enumerate(_members(self._optimizer.param_groups))}
-        return [(numbers[p], p) for p in self._player.replica.parameters if p in numbers]
+        return [(numbers[p], p) for p in self._driver.replica.parameters if p in numbers]
 
     def save(self) -> dict[str, Any]:
         """All that changes on this worker but the model's own state_dict, and the state that servers hold."""
-        if self._player.asking and self._player.touched:
+        if self._driver.asking and self._driver.touched:
             raise CheckpointError(
                 "the strategy is in the middle of a step: the model was called in training since the last "
                 "optimizer.step(). Save after a step, or call model.eval() for what is no step."
             )
-        plain, ours, x = self._optimizer.state_dict(), self._ours(), self._player.life.node.x
-        if self._player.life.where == "servers":
-            if self._player.over:
+        plain, ours, x = self._optimizer.state_dict(), self._ours(), self._driver.runtime.node.x
+        if self._driver.runtime.where == "servers":
+            if self._driver.over:
                 raise CheckpointError(
                     "the servers had a part of the state, and ended with optimizer.finish(). Call "
                     "optimizer.state_dict() before optimizer.finish()."
@@ -66,7 +66,7 @@ class StateDict:
         return plain | {_OURS: ours}
 
     def _as_torch(self, states: States) -> dict[int, dict[str, Any]]:
-        by_parameter = dict(zip(self._player.replica.parameters, states, strict=True))
+        by_parameter = dict(zip(self._driver.replica.parameters, states, strict=True))
         found = {number: by_parameter[p] for number, p in self._layers() if by_parameter[p]}
         for number, p in self._layers():
             for name, value in found.get(number, {}).items():
@@ -75,18 +75,18 @@ class StateDict:
         return dict(sorted(found.items()))
 
     def _ours(self) -> dict[str, Any]:
-        life, node = self._player.life, self._player.life.node
+        runtime, node = self._driver.runtime, self._driver.runtime.node
         strategy, state = self._resumes_as()
         tensors: dict[str, Tensor] = {}
         structure = checkpoint.outline(state, tensors)
         return {
             "strategy": expression.show(strategy),
-            "workers": life.job.workers,
-            "rank": life.rank,
+            "workers": runtime.job.workers,
+            "rank": runtime.rank,
             "structure": structure,
             "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
             "counts": [node.steps, node.samples, node.skipped],
-            "position": self._seat.position(),
+            "position": self._handle.position(),
             "pace": node.inner.pace,
             "rng": node.rng.get_state(),
         }
@@ -97,20 +97,20 @@ class StateDict:
         plain = {name: value for name, value in state_dict.items() if name != _OURS}
         if saved is not None:
             self._check(saved)
-        life, node = self._player.life, self._player.life.node
+        runtime, node = self._driver.runtime, self._driver.runtime.node
         pace = node.inner.pace if saved is None else saved["pace"]
         states = self._by_layer(plain) if self._on_servers else None
-        self._player.drop()
-        self._seat.loaded = True
+        self._driver.drop()
+        self._handle.loaded = True
         node.inner.restore({"optimizer": plain if states is None else plain | {"state": {}}, **pace})
         if saved is not None:
             self._restore(saved)
-        if life.where == "servers":
+        if runtime.where == "servers":
             found = saved or {}
             self._servers.loading = StateToLoad(states, pace, found.get("x"), found.get("digest", ""))
 
     def _check(self, saved: dict[str, Any]) -> None:
-        here = {"strategy": expression.show(self._resumes_as()[0]), "workers": self._player.life.job.workers}
+        here = {"strategy": expression.show(self._resumes_as()[0]), "workers": self._driver.runtime.job.workers}
         for key, value in here.items():
             if saved[key] != value:
                 raise CheckpointError(
@@ -121,7 +121,7 @@ class StateDict:
 
     def _by_layer(self, plain: dict[str, Any]) -> States:
         """The state of every parameter that makes up x, in the order of x."""
-        whole = self._player.life.job.layerwise  # of whole layers an optimizer may keep anything
+        whole = self._driver.runtime.job.layerwise  # of whole layers an optimizer may keep anything
         # Torch goes by the order of the parameters, whatever their numbers are.
         by_parameter: dict[nn.Parameter, dict[str, Any]] = {}
         for p, number in zip(_members(self._optimizer.param_groups), _members(plain["param_groups"]), strict=False):
@@ -130,18 +130,18 @@ class StateDict:
                 if isinstance(value, Tensor) and value.dim() and value.shape != p.shape and not whole:
                     shapes = f"{tuple(value.shape)}, its parameter {tuple(p.shape)}"
                     raise CheckpointError(f"{name} of parameter {number} has shape {shapes}: this is of another model.")
-        return [by_parameter.get(p, {}) for p in self._player.replica.parameters]
+        return [by_parameter.get(p, {}) for p in self._driver.replica.parameters]
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        life, node = self._player.life, self._player.life.node
+        runtime, node = self._driver.runtime, self._driver.runtime.node
         node.steps, node.samples, node.skipped = saved["counts"]
-        if saved["rank"] == life.rank:
+        if saved["rank"] == runtime.rank:
             node.rng.set_state(saved["rng"].cpu())
-        self._seat.seek(saved["position"])
+        self._handle.seek(saved["position"])
         state = self._resumes_as()[1]
         if state is not None:
             checkpoint.restore_into(state, checkpoint.fill(saved["structure"], saved["tensors"]))
-            life.job.strategy.attach(node, life.state)
+            runtime.job.strategy.attach(node, runtime.state)
 
 
 def _members(groups: list[dict[str, Any]]) -> list[Any]:

@@ -106,8 +106,8 @@ class AdoptedReplica(Replica):
 class StepDriver:
     """A worker and its strategy, one step at a time."""
 
-    def __init__(self, life: node_loop.NodeRuntime, feed: LoopFeed, replica: AdoptedReplica) -> None:
-        self.life = life
+    def __init__(self, runtime: node_loop.NodeRuntime, feed: LoopFeed, replica: AdoptedReplica) -> None:
+        self.runtime = runtime
         self.asking = False  # the strategy waits for a gradient; else it is at rest
         self.touched = False  # it has done something in this step that cannot be taken back
         self.playing = False  # the strategy is at work, not the loop
@@ -118,12 +118,12 @@ class StepDriver:
         self._fiber = fibers.make("auto", self._play)
 
     def _play(self) -> None:
-        life = self.life
+        runtime = self.runtime
         while True:
-            life.job.strategy.step(life.node, life.state)
+            runtime.job.strategy.step(runtime.node, runtime.state)
             if self.replica.known_loss is None:
-                life.node.loss = math.nan
-            node_loop.record(life)
+                runtime.node.loss = math.nan
+            node_loop.record(runtime)
             self._fiber.park()
 
     def _ask(self) -> None:
@@ -138,8 +138,8 @@ class StepDriver:
             self.playing = False
 
     def _mark(self) -> tuple[int, int, int]:
-        traffic = self.life.meter.traffic
-        return self.life.node.x._version, traffic.sent, traffic.received
+        traffic = self.runtime.meter.traffic
+        return self.runtime.node.x._version, traffic.sent, traffic.received
 
     def begin(self) -> None:
         """Go on to where the strategy asks for a gradient, if it is at rest."""
@@ -159,11 +159,11 @@ class StepDriver:
         self.begin()
         if late and size and self.touched:
             raise OrchestraError(
-                f"{type(self.life.job.strategy).__name__} moves the parameters or speaks with others before every "
+                f"{type(self.runtime.job.strategy).__name__} moves the parameters or speaks with others before every "
                 "gradient, but the model was not called in training: call model(x) itself, not a part of it, after "
                 "model.train(), or optimizer.begin() before the forward pass."
             )
-        if loss is None and size and self.life.job.strategy.watches:
+        if loss is None and size and self.runtime.job.strategy.watches:
             message = "the strategy looks at the loss of every mini-batch: say optimizer.step(loss=loss)"
             raise ConfigError([Problem("loss", None, message)])
         self._feed.size, self.replica.known_loss = size, loss
@@ -196,9 +196,9 @@ class StepDriver:
     @torch.no_grad()
     def finish(self) -> None:
         """What the strategy still has to do after the last step."""
-        node = self.life.node
+        node = self.runtime.node
         self.over = self.playing = True
         self._fiber.kill()
-        self.life.job.strategy.finish(node, self.life.state)
+        self.runtime.job.strategy.finish(node, self.runtime.state)
         self.playing = False
         node.comm.leave()

@@ -19,20 +19,18 @@ from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store
 class LoopCollectives(TorchCollectives):
     """Those of all workers, by Gloo."""
 
-    def __init__(
-        self, company: Peers, exchange: Messenger, rank: int, workers: int, host: str, patience: float
-    ) -> None:
-        self._company = company
+    def __init__(self, peers: Peers, exchange: Messenger, rank: int, workers: int, host: str, patience: float) -> None:
+        self._peers = peers
         store = tcp_store(exchange, rank, workers, host, patience)
         TorchCollectives.__init__(self, store, rank, workers, torch.device("cpu"), host=host, patience=patience)
-        self.when_waiting = company.listen
-        company.hang_up = self.close
+        self.when_waiting = peers.listen
+        peers.hang_up = self.close
 
     def mean(self, x: Tensor, weight: float) -> tuple[Tensor, float]:
         """As ever, unless somebody is known not to take part."""
-        self._company.listen()
+        self._peers.listen()
         try:
             return TorchCollectives.mean(self, x, weight)
         except Stalled:
-            self._company.listen(seconds=1.0)  # a connection that breaks tells who is lost, but not at once
+            self._peers.listen(seconds=1.0)  # a connection that breaks tells who is lost, but not at once
             raise

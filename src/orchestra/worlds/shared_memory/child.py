@@ -20,7 +20,7 @@ import torch
 from orchestra.core.node import Comm, Node
 from orchestra.engine import node_loop
 from orchestra.engine.job import Job
-from orchestra.engine.node_process import Tell, live
+from orchestra.engine.node_process import Tell, run_node
 from orchestra.engine.torch_settings import TorchSettings
 from orchestra.errors import OrchestraError
 from orchestra.runs.events import EventLog
@@ -60,7 +60,7 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         _move_in(handover)
         job: Job = pickle.loads(handover.job)
         arena = Arena(arena_fd, handover.plan)
-        _live(job, arena, rank, tell, handover)
+        _run_node(job, arena, rank, tell, handover)
         return 0
     except Aborted:
         return 0
@@ -73,7 +73,7 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         return 1
 
 
-def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: ChildSetup) -> None:
+def _run_node(job: Job, arena: Arena, rank: int, tell: Tell, handover: ChildSetup) -> None:
     """Set up, begin together with the others, train or serve."""
     transport = SharedMemoryTransport(arena, rank, patience=handover.patience, near=job.near(rank))
 
@@ -87,7 +87,7 @@ def _live(job: Job, arena: Arena, rank: int, tell: Tell, handover: ChildSetup) -
         return node
 
     show = partial(arena.report, rank)
-    interrupted = live(
+    interrupted = run_node(
         job, transport, transport.control, make_node=make_node, tell=tell, show=show, asked=handover.asked
     )
     if transport.gpu_means is not None:

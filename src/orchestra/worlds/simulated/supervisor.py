@@ -225,9 +225,9 @@ class Simulation:
             log.write(NodeStarted(0.0, node.rank, "worker" if node.rank < self.job.workers else "server", 0.0))
             try:
                 self._take_dice(node.rank)
-                life = _SimulatedRuntime(self.job, node, meter, log, self._hear, show)
-                keeper = _ScoreWatch(self, life)
-                node_loop.serve(life, keeper) if life.is_server else node_loop.work(life, keeper)
+                runtime = _SimulatedRuntime(self.job, node, meter, log, self._hear, show)
+                keeper = _ScoreWatch(self, runtime)
+                node_loop.serve(runtime, keeper) if runtime.is_server else node_loop.work(runtime, keeper)
             except (OrchestraError, KeyboardInterrupt):
                 raise
             except Exception:
@@ -332,15 +332,15 @@ class _ScoreWatch:
     """Nothing is kept: but a score may end the run, at the very virtual moment of its snapshot."""
 
     rehearsal: Simulation
-    life: _SimulatedRuntime
+    runtime: _SimulatedRuntime
     snapshots: int = 0
 
     def after_step(self, before: int) -> None:
         """Score what was just set aside: at once if a score could end the run, else when the last worker has."""
         rehearsal, order = self.rehearsal, self.rehearsal.order
-        if self.life.snapshots <= self.snapshots:
+        if self.runtime.snapshots <= self.snapshots:
             return
-        self.snapshots = self.life.snapshots
+        self.snapshots = self.runtime.snapshots
         rehearsal.snapped[self.snapshots] += 1
         if not order.has_target and rehearsal.snapped[self.snapshots] < rehearsal.job.workers:
             return
@@ -361,7 +361,7 @@ class _ScoreWatch:
 
     def stay(self) -> bool:
         """Wait for those who still write to the same x. Without numbers there is no model to set aside."""
-        if self.life.job.strategy.model_at == "shared":
+        if self.runtime.job.strategy.model_at == "shared":
             self.rehearsal.await_others()
         return not self.rehearsal.timing_only
 

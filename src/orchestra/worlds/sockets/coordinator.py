@@ -60,9 +60,9 @@ class Coordinator(RunSupervisor):
         """Train, together with the others. Raises what ended the run early."""
         asked, job = time.perf_counter(), self.job
         self.order.scorer.start(apart=True)  # before there are connections, which another process would hold open
-        self.party = party = Session(job, self.order.x0, self.cluster, self.order.fingerprint)
+        self.session = session = Session(job, self.order.x0, self.cluster, self.order.fingerprint)
         with counting(self, echo=_ECHO):
-            self.exchange, self.transport = party.exchange, party.transport
+            self.exchange, self.transport = session.exchange, session.transport
             largest = largest_file(self.order.x0)
             rescue = partial(make_elsewhere, job.launch)
             self.files = FileReceiver(job.run, files_of, largest, self._could_not_keep, rescue)
@@ -71,7 +71,7 @@ class Coordinator(RunSupervisor):
             self.transport.control.learn("save_wanted", self.order.resumed_from)
             try:
                 self._share_order()
-                broken_off = party.live(job, tell=self.hear, show=self._show, asked=asked)
+                broken_off = session.run_node(job, tell=self.hear, show=self._show, asked=asked)
                 self.hear({"kind": "done", "node": HOME, "interrupted": broken_off})
                 self.exchange.attend(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
                 self.settle()
@@ -94,7 +94,7 @@ class Coordinator(RunSupervisor):
 
     def _note_order(self) -> None:
         """Keep which process is which node, and why, where they could have been others."""
-        order, links = self.party.order, self.party.links
+        order, links = self.session.order, self.session.links
         if links is None and order == sorted(order):
             return
         record = {"order": order, "words": rank_order.describe(order, self.job.workers, links)}
@@ -189,12 +189,12 @@ class Coordinator(RunSupervisor):
         """Once every worker has answered."""
         control = self.transport.control
         self.answers[HOME] = NO_MORE_STEPS if control.is_done(HOME) else self.transport.begun
-        if len(self.answers) == self.party.workers and not control.stop_at:
+        if len(self.answers) == self.session.workers and not control.stop_at:
             control.write("stop_at", control.last_step([*self.answers.values()]))
 
     def _glance(self) -> None:
         """Now and then, while this node waits: see whether everybody is there, and whether it is time to stop."""
-        self.party.require_everybody()
+        self.session.require_everybody()
         self.consider_stopping()
         now = time.perf_counter()
         if now - self._shown > _GLANCE:
@@ -213,18 +213,18 @@ class Coordinator(RunSupervisor):
         _tell_all(self.exchange, self.nodes, told())
 
     def _close(self) -> None:
-        self.party.close()
+        self.session.close()
 
     def _end_for_all(self, error: BaseException) -> BaseException:
         """The run ends here: what everybody is told, and what this process raises."""
-        error = self.party.cause_of(error)
+        error = self.session.cause_of(error)
         if not isinstance(error, OrchestraError | KeyboardInterrupt):
-            error = WorkerFailed(self.party.name, traceback.format_exc()[-_LONGEST:])
+            error = WorkerFailed(self.session.name, traceback.format_exc()[-_LONGEST:])
         if self.marker is not None:
             self.marker.unlink(missing_ok=True)
         code = error.exit_code if isinstance(error, OrchestraError) else 130
         message = f"{error.who} failed" if isinstance(error, WorkerFailed) else str(error) or "stopped by SIGINT"
-        self.party.give_up({"message": message, "code": code})
+        self.session.give_up({"message": message, "code": code})
         return error
 
 
@@ -246,9 +246,9 @@ class Participant:
     def run(self) -> RunOutcome:
         """Take part to the end."""
         asked = time.perf_counter()
-        self.party = party = Session(self.job, self.x0, self.cluster, self.about)
+        self.session = session = Session(self.job, self.x0, self.cluster, self.about)
         with counting(self, echo=_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
-            self.exchange, self.transport, self.rank = party.exchange, party.transport, party.rank
+            self.exchange, self.transport, self.rank = session.exchange, session.transport, session.rank
             self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
             self.exchange.when_waiting = self._glance
             try:
@@ -256,12 +256,12 @@ class Participant:
                 self._await(lambda: self.order is not None or self.over is not None, whom)
                 if self.order is not None:  # else all was done another day
                     job, tell = self._receive_order(self.order, Path(scratch))
-                    broken_off = party.live(job, tell=tell, show=self._show, asked=asked)
+                    broken_off = session.run_node(job, tell=tell, show=self._show, asked=asked)
                     tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
                 self._await(lambda: self.over is not None and len(self.model) == self.over["bytes"], "worker 0")
             except BaseException as error:
                 raise self._end_for_all(error) from None
-            party.close()
+            session.close()
         assert self.over is not None
         return RunOutcome(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
 
@@ -275,17 +275,17 @@ class Participant:
             return replace(self.job, run=folder, launch=launch, resume=saved), self._tell
         mine, largest = part_of(self.rank), largest_file(self.x0)
         self.files = FileReceiver(scratch / "checkpoint", lambda source: mine, largest, _could_not_keep)
-        courier = FileSender(self.exchange, scratch / "run", HOME)
-        courier.folder.mkdir()
+        sender = FileSender(self.exchange, scratch / "run", HOME)
+        sender.folder.mkdir()
         self.exchange.note(HOME, {"kind": "far-off", "node": self.rank})
         part = None if resume is None else self.files.folder / resume / checkpoint.part_name(self.rank)
         self._await(lambda: part is None or part.exists(), "worker 0 to send a checkpoint")
 
         def tell(said: dict[str, Any]) -> None:
-            courier.bring()
+            sender.bring()
             self._tell(said)
 
-        return replace(self.job, run=courier.folder, launch=launch, resume=part and part.parent), tell
+        return replace(self.job, run=sender.folder, launch=launch, resume=part and part.parent), tell
 
     def _progress(self, folder: Path) -> RunStatus:
         """All that this process can show of the run."""
@@ -309,7 +309,7 @@ class Participant:
             case _:
                 self.transport.hear(said)
                 asked = said["kind"] == "control" and said["field"] == "stop_asked"
-                if asked and self.rank < self.party.workers:
+                if asked and self.rank < self.session.workers:
                     self._tell({"kind": "begun", "step": self._begun()})
 
     def _begun(self) -> int:
@@ -329,7 +329,7 @@ class Participant:
 
     def _glance(self) -> None:
         if self.over is None:
-            self.party.require_everybody()
+            self.session.require_everybody()
             if self.exchange.is_gone(HOME):
                 raise Stopped("worker 0 left before it told how the run went: see what it said", 1)
         if self.signals and not self._told_of_signal:
@@ -347,28 +347,28 @@ class Participant:
 
     def _end_for_all(self, error: BaseException) -> BaseException:
         """This process cannot go on: home is told why, the others who it was."""
-        error = self.party.cause_of(error)
+        error = self.session.cause_of(error)
         if isinstance(error, Stopped):
-            self.party.close()
+            self.session.close()
             return error
         code = error.exit_code if isinstance(error, OrchestraError) else 1
         if isinstance(error, WorkerLost | Interrupted | Stopped):
             said = {"message": str(error), "code": code}
         elif isinstance(error, OrchestraError):
             self._tell({"kind": "refused", "node": self.rank, "error": type(error).__name__, "message": str(error)})
-            said = {"message": f"{self.party.name}: {error}", "code": code}
+            said = {"message": f"{self.session.name}: {error}", "code": code}
         else:
             trace = traceback.format_exc()[-_LONGEST:]
             self._tell({"kind": "failed", "node": self.rank, "traceback": trace})
-            error, said = WorkerFailed(self.party.name, trace), {"message": f"{self.party.name} failed", "code": 1}
-        self.party.give_up(said)
+            error, said = WorkerFailed(self.session.name, trace), {"message": f"{self.session.name} failed", "code": 1}
+        self.session.give_up(said)
         return error
 
 
-def pass_on(job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, told: RunOutcome) -> None:
+def announce_finished(job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, told: RunOutcome) -> None:
     """As home of a run that is over already: tell the others."""
-    with contextlib.closing(Session(job, x0, cluster, about)) as party:
-        _tell_all(party.exchange, job.workers + job.servers, told)
+    with contextlib.closing(Session(job, x0, cluster, about)) as session:
+        _tell_all(session.exchange, job.workers + job.servers, told)
 
 
 def _tell_all(exchange: Messenger, nodes: int, told: RunOutcome) -> None:

@@ -22,7 +22,7 @@ from orchestra.core.node import Comm, Node
 from orchestra.core.ops import Sleep, Traffic
 from orchestra.engine import environment, node_loop
 from orchestra.engine.job import Job
-from orchestra.engine.node_process import Tell, live
+from orchestra.engine.node_process import Tell, run_node
 from orchestra.errors import ClusterError, OrchestraError, Stalled
 from orchestra.runs.events import EventLog, Reconnected
 from orchestra.runs.status import NodeStatus, name_of
@@ -86,11 +86,11 @@ class Session:
         for error in self.exchange.lost.values():
             raise error.with_traceback(None)
 
-    def live(self, job: Job, *, tell: Tell, show: Callable[[NodeStatus], None], asked: float) -> bool:
+    def run_node(self, job: Job, *, tell: Tell, show: Callable[[NodeStatus], None], asked: float) -> bool:
         """Train or serve as this node; gives whether the run was broken off."""
         make_node = partial(self._make_node, job)
         control = self.transport.control
-        return live(job, self.transport, control, make_node=make_node, tell=tell, show=show, asked=asked)
+        return run_node(job, self.transport, control, make_node=make_node, tell=tell, show=show, asked=asked)
 
     def _make_node(self, job: Job, comm: Comm, log: EventLog) -> Node:
         """The worker or server that this process is."""
