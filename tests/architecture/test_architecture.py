@@ -338,3 +338,35 @@ def test_the_table_in_the_readme_is_the_catalogue() -> None:
 
 def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+# The page that describes the source.
+
+
+def test_every_path_in_the_architecture_page_exists() -> None:
+    """In the package or at the root of the repository; a file alone may be in any folder of the package."""
+    page = ROOT / "docs" / "architecture.md"
+    quoted = re.findall(r"`([\w./<>-]+\.py)(?::[^`]*)?`", page.read_text(encoding="utf-8"))
+    quoted += re.findall(r"`((?:tests|docs|examples|benchmarks|scripts|\w+)/[\w/]*)`", page.read_text(encoding="utf-8"))
+    assert len(quoted) > 40
+    known = {path.name for path in FILES}
+    missing = [
+        path
+        for path in sorted({*quoted})
+        if "<" not in path and path not in known and not any((folder / path).exists() for folder in (PACKAGE, ROOT))
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_function_in_the_architecture_page_exists() -> None:
+    """As in `engine/node_loop.py: record`: defined in that file."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w/]+\.py): (\w+)", page)
+    assert len(named) > 5
+    by_name = {path.name: path for path in FILES}
+    missing = []
+    for path, name in named:
+        file = PACKAGE / path if "/" in path else by_name[path]
+        if not re.search(rf"^ *(?:def|class) {name}\b", file.read_text(encoding="utf-8"), re.MULTILINE):
+            missing.append(f"{path}: {name}")
+    assert not missing, "\n".join(missing)

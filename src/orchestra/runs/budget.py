@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long to train. Budgets are joined with `|`: `Epochs(3) | Seconds(60)` ends with whichever comes first."""
+"""How long to train. Budgets are combined with `|`: `Epochs(3) | Seconds(60)` ends with whichever comes first."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ class _Part:
 
 @dataclass(frozen=True)
 class Steps(_Part):
-    """So many steps of each worker."""
+    """A number of steps of each worker."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Epochs(_Part):
-    """So many passes over the data, by all workers together."""
+    """A number of passes over the data, by all workers together."""
 
     count: float
 
 
 @dataclass(frozen=True)
 class Samples(_Part):
-    """So many samples, of all workers together."""
+    """A number of samples, of all workers together."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Seconds(_Part):
-    """So many seconds of training, by the run's own clock."""
+    """Seconds of training, by the run's own clock."""
 
     count: float
 
 
 @dataclass(frozen=True)
 class Target(_Part):
-    """Until an evaluated figure is reached: `Target("accuracy", 0.9)`. Of losses and errors, lower is better."""
+    """A score to reach: `Target("accuracy", 0.9)`. For losses and errors, lower is better."""
 
     metric: str
     value: float
 
     def reached(self, metrics: dict[str, float]) -> bool:
-        """Whether these figures are good enough."""
+        """Return whether these metrics reach the target."""
         got = metrics.get(self.metric)
         return got is not None and (got <= self.value if lower_is_better(self.metric) else got >= self.value)
 
 
 @dataclass(frozen=True)
 class FirstOf:
-    """The first of several budgets to run out."""
+    """Several budgets, of which the first to run out ends the run."""
 
     budgets: tuple[_Part, ...]
 
@@ -71,14 +71,14 @@ Budget = Steps | Epochs | Samples | Seconds | Target | FirstOf
 
 
 def parts(budget: object) -> tuple[_Part, ...]:
-    """The budgets that a budget is made of."""
+    """Return the single budgets that a budget consists of."""
     if isinstance(budget, FirstOf):
         return budget.budgets
     return (budget,) if isinstance(budget, _Part) else ()
 
 
 def problems_of(budget: object) -> Iterator[Problem]:
-    """What is wrong with a budget."""
+    """Yield what is wrong with a budget."""
     pieces = parts(budget)
     if not pieces:
         yield Problem("budget", budget, "must be Steps, Epochs, Samples, Seconds or Target, joined with |")
@@ -93,7 +93,7 @@ def problems_of(budget: object) -> Iterator[Problem]:
 
 
 def last_step(budget: Budget, steps_per_epoch: int | None, samples_per_step: int) -> int | None:
-    """The step of each worker at which the budget surely ends; None if only a clock, a score or a stream can tell."""
+    """Return the step of each worker at which the budget ends for certain; None if a clock, score or stream decides."""
     ends = []
     for part in parts(budget):
         match part:
@@ -107,7 +107,7 @@ def last_step(budget: Budget, steps_per_epoch: int | None, samples_per_step: int
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a figure improves downwards, by its name.
+    """Return whether lower values of a metric are better, judged by its name.
 
     >>> lower_is_better("mae"), lower_is_better("accuracy")
     (True, False)
@@ -116,5 +116,5 @@ def lower_is_better(metric: str) -> bool:
 
 
 def last_epoch(budget: Budget) -> float | None:
-    """The epoch after which a run ends, if the budget names one."""
+    """Return the epoch after which a run ends, if the budget has one."""
     return min((part.count for part in parts(budget) if isinstance(part, Epochs)), default=None)

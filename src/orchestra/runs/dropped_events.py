@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a long run says of the events that it dropped to save room: counts, sums and histograms, see `thinning`."""
+"""Counts, sums and histograms of the events that a long run dropped to save room (`event_thinning`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 1000  # bars of durations: 2 to the power of ±60 seconds
 
 @dataclass
 class DroppedFigures:
-    """Of one name that strategies logged."""
+    """Count, sum and histogram of one name that strategies logged."""
 
     count: int = 0
     sum: float = 0.0
@@ -24,27 +24,27 @@ class DroppedFigures:
 
 @dataclass
 class Dropped:
-    """What a run no longer has in detail."""
+    """Summary of all events that a run dropped."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     said: dict[str, DroppedFigures] = field(default_factory=lambda: defaultdict(DroppedFigures))
     times: dict[int, dict[float, int]] = field(default_factory=dict)  # by node: how many steps took so many seconds
 
     def count(self, name: str) -> int:
-        """How often something was logged."""
+        """Return how often a name was logged."""
         return self.said[name].count if name in self.said else 0
 
     def sum(self, name: str) -> float:
-        """The sum of all that was logged under a name."""
+        """Return the sum of all values logged under a name."""
         return self.said[name].sum if name in self.said else 0.0
 
     def values(self, name: str) -> Counter[int]:
-        """How often each whole number was logged under a name."""
+        """Return how often each whole number was logged under a name."""
         return self.said[name].values if name in self.said else Counter()
 
 
 def of(events: Iterable[Event]) -> Dropped:
-    """Add up what all nodes dropped."""
+    """Add up the dropped events of all nodes."""
     found = Dropped()
     for e in events:
         if isinstance(e, Thinned):
@@ -62,7 +62,7 @@ def of(events: Iterable[Event]) -> Dropped:
 
 
 def sound(event: Thinned) -> bool:
-    """Whether there are sensible numbers in it; may raise what figures without sense raise."""
+    """Return whether an event holds valid numbers; may raise the errors in `reading.NONSENSE`."""
     counts = [*event.dropped.values(), *event.times.values()]
     for figures in event.said.values():
         counts += [figures["count"], *figures["values"].values()]

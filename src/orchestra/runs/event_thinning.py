@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Event files that stay small in a long run: the first and the last events in full, samples in between, and sums.
 
-    a file that has grown past its limit is written again, at most half as long, and replaces the old one at once:
-        of each series (steps, each figure that a strategy logs) the first HEAD and the last TAIL events stay
-        of the events between them one stays in each of K equal spans of time
-        what is dropped is counted in a line `thinned`: how many, sums and histograms of figures, durations of steps
+    a file that has grown past its limit is rewritten, at most half as long, and replaces the old one atomically:
+        of each series (steps, each figure that a strategy logs) the first HEAD and last TAIL events are kept
+        the time between them is cut into K equal intervals, and one event of each interval stays
+        a line `thinned` sums up the dropped events: counts, sums and histograms of figures, durations of steps
 
-A step that stays while the one before it is dropped becomes `sampled`: its duration is in the histogram. So every
-duration is either the distance of two neighbours or in a histogram, never both.
+A step that is kept while the one before it is dropped becomes `sampled`: its duration is in the histogram. So every
+duration is either the difference of two neighbouring steps or in a histogram, never both.
 
-There is one line `thinned` for each of the last checkpoints: a run that is resumed drops what came after its own.
+There is one line `thinned` for each of the last checkpoints: a resumed run drops the events after its own.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-HEAD, TAIL = 1000, 2000  # events of a series that stay at both ends
-_MOST, _LEAST = 1 << 14, 16  # samples of a series between them
+HEAD, TAIL = 1000, 2000  # events of a series that are kept at both ends
+_MOST, _LEAST = 1 << 14, 16  # samples kept of a series between them
 _ALL, _ONE = 512 << 20, 16 << 20  # bytes of all nodes' files together, and of one of them
 _SMALLEST = 1 << 20  # bytes
-_NAMES = 200  # figures that have a series of their own; the others have one together
+_NAMES = 200  # figures that have a series of their own; all others share one
 _VALUES = 512  # bars of a histogram
 _OCTAVE = 16  # bars of the histogram of durations between one duration and twice that: 4.4 % wide
-_KEPT_APART = 4  # checkpoints: more than a run keeps
+_KEPT_APART = 4  # checkpoints with a line `thinned` of their own: more than a run keeps
 _TOGETHER = 1000  # lines that are read at once
 
 Record = dict[str, Any]
@@ -43,22 +43,22 @@ Key = tuple[str, str]  # kind of event; the name of what was logged
 
 
 def limit(nodes: int) -> int:
-    """Bytes that the events of one of so many nodes may take."""
+    """Return how many bytes the events of one node may take in a run of `nodes` nodes."""
     return max(_SMALLEST, min(_ONE, _ALL // max(1, nodes)))
 
 
 def bar_of(seconds: float) -> int:
-    """The bar of a histogram to which a duration belongs."""
+    """Return the bar of the histogram that holds a duration."""
     return round(_OCTAVE * math.log2(max(seconds, 1e-9)))
 
 
 def seconds_of(bar: int) -> float:
-    """The duration in the middle of a bar."""
+    """Return the duration in the middle of a bar."""
     return math.pow(2.0, bar / _OCTAVE)
 
 
 def records(lines: list[str]) -> list[Any]:
-    """Lines of JSON, all at once if they are whole, which is twice as fast; what is no JSON is left out."""
+    """Parse lines of JSON, all at once if none is damaged, which is twice as fast; skip lines that are not JSON."""
     try:
         together: list[Any] = json.loads(f"[{','.join(lines)}]")
         if len(together) == len(lines):
@@ -73,9 +73,9 @@ def records(lines: list[str]) -> list[Any]:
 
 
 def rewrite(path: Path, most: int) -> IO[bytes]:
-    """Write a file of events again in at most half of `most` bytes, in place of the old one; gives it, open at its end.
+    """Rewrite a file of events in at most half of `most` bytes, replace the old file, and return the new one open.
 
-    Raises an OSError, and leaves the old file as it is, if there is no room.
+    Raises OSError, and leaves the old file as it is, if the disk is full.
     """
     found = _Found(path)
     stay = found.choose(most // 2)
@@ -102,29 +102,29 @@ def _batches(lines: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _records(path: Path) -> Iterator[Record | None]:
-    """What each line of a file says; None if that is no event."""
+    """Yield the record of each line of a file; None for a line that is not an event."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for lines in _batches(iter(file)):
             found = records(lines)
-            if len(found) < len(lines):  # some are damaged
+            if len(found) < len(lines):  # some lines are damaged
                 found = [next(iter(records([line])), None) for line in lines]
             for record in found:
                 sensible = isinstance(record, dict) and isinstance(record.get("t"), int | float)
                 yield record if sensible else None
 
 
-# Which events stay.
+# Which events are kept.
 
 _NO_EVENT, _SUMS = -1, -2
 
 
 class _Found:
-    """The lines of a file: to which series each belongs, its time and its value."""
+    """The lines of a file: the series that each belongs to, its time and its value."""
 
     def __init__(self, path: Path) -> None:
         self.keys: dict[Key, int] = {}
         self.series, self.t, self.value = array("i"), array("d"), array("d")
-        self.sums: list[Record] = []  # what earlier lines `thinned` say, in order
+        self.sums: list[Record] = []  # earlier lines `thinned`, in order
         self.node: Any = None
         self.bytes = path.stat().st_size
         for record in _records(path):
@@ -144,7 +144,7 @@ class _Found:
         self.value.append(value if isinstance(value, int | float) else math.nan)
 
     def _key(self, record: Record) -> Key:
-        """Steps are one series, whether sampled before or not."""
+        """Return the series of a record. All steps are one series, whether sampled before or not."""
         kind = str(record.get("event"))
         if kind != "logged":
             return ("stepped" if kind == "sampled" else kind, "")
@@ -152,7 +152,7 @@ class _Found:
         return (kind, name) if (kind, name) in self.keys or len(self.keys) < _NAMES else (kind, "")
 
     def choose(self, most: int) -> npt.NDArray[np.bool_]:
-        """Which lines stay, in about so many bytes: every line counts as long as the mean."""
+        """Return which lines to keep in about `most` bytes, taking every line to be of mean length."""
         series, t, samples = np.array(self.series), np.array(self.t), _MOST
         rows = [np.flatnonzero(series == i) for i in range(len(self.keys))]
         room = most * len(series) / max(1, self.bytes)
@@ -165,14 +165,14 @@ class _Found:
             samples //= 2
 
     def barriers(self) -> set[int]:
-        """The lines of the last checkpoints."""
+        """Return the lines of the last checkpoints."""
         saved = self.keys.get(("saved", ""))
         lines = [i for i, kind in enumerate(self.series) if kind == saved] if saved is not None else []
         return {*lines[-_KEPT_APART:]}
 
 
 def _stay(t: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.bool_]:
-    """The first, the last, and the last event of each of so many spans of time between them."""
+    """Keep the first and the last events, and the last event of each of `samples` time intervals between them."""
     head, tail = min(HEAD, samples), min(TAIL, samples)
     stay = np.ones(len(t), dtype=np.bool_)
     middle = t[head : len(t) - tail]
@@ -181,7 +181,7 @@ def _stay(t: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.bool_]:
     whole = middle[-1] - middle[0]
     span = np.floor((middle - middle[0]) / whole * samples) if whole > 0 else np.zeros(len(middle))
     last = np.append(span[1:] != span[:-1], True)
-    if last.sum() > samples + 1:  # times that go to and fro
+    if last.sum() > samples + 1:  # times that jump back
         last = np.arange(len(middle)) % -(-len(middle) // samples) == 0
     stay[head : len(t) - tail] = last
     return stay
@@ -191,10 +191,10 @@ def _stay(t: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.bool_]:
 
 
 def _thinned(path: Path, found: _Found, stay: npt.NDArray[np.bool_]) -> Iterator[str]:
-    """The lines that stay, and the sums of those that do not."""
+    """Yield the lines that are kept, and the sums of those that are not."""
     sums, earlier, barriers, keys = _Sums(found.node), iter(found.sums), found.barriers(), [*found.keys]
     steps = found.keys.get(("stepped", ""), _NO_EVENT - 2)
-    before, there = 0.0, True  # when the step before was, and whether it stays
+    before, there = 0.0, True  # time of the previous step, and whether it is kept
     with path.open(encoding="utf-8", errors="replace") as file:
         for i, (line, series, stays) in enumerate(zip(file, found.series, stay.tolist(), strict=False)):
             if series < 0:
@@ -218,7 +218,7 @@ def _thinned(path: Path, found: _Found, stay: npt.NDArray[np.bool_]) -> Iterator
 
 
 class _Sums:
-    """What is left of events that were dropped."""
+    """Counts and sums of the events that were dropped."""
 
     def __init__(self, node: Any) -> None:
         self.t, self.node = 0.0, node
@@ -227,7 +227,7 @@ class _Sums:
         self.times: dict[str, int] = {}
 
     def told(self) -> Iterator[str]:
-        """As a line, if anything was dropped."""
+        """Yield the line `thinned`, if anything was dropped."""
         if self.dropped or self.times:
             what = {"event": "thinned", "t": self.t, "node": self.node, "dropped": self.dropped}
             yield json.dumps(what | {"said": self.said, "times": self.times}, separators=(",", ":")) + "\n"
@@ -237,7 +237,7 @@ class _Sums:
         _count(self.times, str(bar_of(seconds)), 1)
 
     def add(self, kind: str, name: str, t: float, value: float) -> None:
-        """Drop an event."""
+        """Count an event as dropped."""
         self.t = max(self.t, t)
         _count(self.dropped, kind, 1)
         if kind == "logged":
@@ -246,8 +246,8 @@ class _Sums:
             self._say(name, {"count": 1, "sum": number, "values": bars})
 
     def absorb(self, record: Record) -> None:
-        """Take in a line of before."""
-        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged one
+        """Add the counts of an earlier line `thinned`."""
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # a damaged line
             self.t = max(self.t, record["t"])
             for kind, count in record["dropped"].items():
                 _count(self.dropped, kind, int(count))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts, not log lines: what happened on a node, one JSON object a line, one schema for real and virtual runs.
+"""Events: what happened on a node, one JSON object a line, with one schema for real and simulated runs.
 
-Reports, `compare` and everything else that looks at a run are pure functions of these files.
+Reports, `compare` and all other tools that read a run are pure functions of these files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestra.runs import event_thinning, files
 
 @dataclass(frozen=True, slots=True)
 class NodeStarted:
-    """A node is ready. Seconds are those since its process was asked for."""
+    """A node is ready. `setup` counts from the request for its process."""
 
     t: float
     node: int
@@ -61,7 +61,7 @@ class Sampled(Stepped):
 
 @dataclass(frozen=True, slots=True)
 class Reconnected:
-    """A node's connection to another broke, and was made anew after so many seconds; nothing was lost."""
+    """A node's connection to another broke and was replaced after some seconds; no message was lost."""
 
     t: float
     node: int
@@ -72,7 +72,7 @@ class Reconnected:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """A node set aside its part of snapshot `number`."""
+    """A node copied its part of snapshot `number`."""
 
     t: float
     node: int
@@ -83,7 +83,7 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A snapshot was evaluated, off the clock; `t` is when it was taken."""
+    """A snapshot was evaluated, outside of training time; `t` is when it was taken."""
 
     t: float
     step: int
@@ -103,7 +103,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class NodeEnded:
-    """A node is done. Totals as in `Stepped`."""
+    """A node ended. Totals as in `Stepped`."""
 
     t: float
     node: int
@@ -114,7 +114,7 @@ class NodeEnded:
     wait: float
     sent: int
     received: int
-    sent_to: dict[str, int] = field(default_factory=dict)  # bytes of messages, by node; what all do together apart
+    sent_to: dict[str, int] = field(default_factory=dict)  # bytes of messages, by receiver; collectives excluded
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class OpTraced:
 
 @dataclass(frozen=True, slots=True)
 class Thinned:
-    """What is left of events that were dropped to save room, the last of them at `t`."""
+    """Summary of events that were dropped to save room, the last of them at `t`."""
 
     t: float
     node: int
@@ -171,7 +171,7 @@ _KINDS: dict[str, type[Any]] = {
         Thinned,
     )
 }
-# The names of a kind's values, and how to get them.
+# The text of each kind of event with gaps for its values, and a function that returns the values.
 _LAYOUT: dict[type[Any], tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
     cls: (
         f'{{{{"event":"{kind}",' + ",".join(f'"{f.name}":{{}}' for f in fields(cls)) + "}}\n",
@@ -186,9 +186,9 @@ _FLUSH = 0.5  # seconds an event may wait in memory
 
 
 class EventLog:
-    """Appends events to a file, a few hundred at a time. A file of more than `limit` bytes is thinned out.
+    """Append events to a file, a few hundred at a time. A file that exceeds `limit` bytes is thinned.
 
-    A disk that is full for a while costs nothing but memory: what could not be written is tried again with the next.
+    A full disk costs only memory for a while: events that could not be written are tried again with the next ones.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class EventLog:
         self._path = path
         self._limit, self._thin_at = limit, limit
         self._file: IO[bytes] = path.open("ab", buffering=0)
-        self._whole = self._file.seek(0, 2)  # bytes that are surely whole lines
+        self._whole = self._file.seek(0, 2)  # bytes known to be complete lines
         self._waiting: list[Event] = []
         self._flushed = time.monotonic()
         self._complain = complain
@@ -205,15 +205,15 @@ class EventLog:
     def write(self, event: Event) -> None:
         """Record an event."""
         self._waiting.append(event)
-        if time.monotonic() - self._flushed > _FLUSH:  # so that slow steps are seen from outside one by one
+        if time.monotonic() - self._flushed > _FLUSH:  # so that tools that read the file see slow steps one by one
             self.flush()
 
     def write_together(self, events: Sequence[Event]) -> None:
-        """Record events that reach the file in one piece, or not at all."""
+        """Record events that are written to the file all together or not at all."""
         self._waiting.extend(events)
 
     def flush(self) -> None:
-        """Bring everything so far to the file, in whole lines."""
+        """Write all events so far to the file, in complete lines."""
         self._flushed = time.monotonic()
         if not self._waiting:
             return
@@ -234,7 +234,7 @@ class EventLog:
             self._thin(self._limit)
 
     def _thin(self, limit: int) -> None:
-        """Make the file shorter. Where that fails, the file grows a little more before the next attempt."""
+        """Rewrite the file shorter. If that fails, let the file grow a little before the next attempt."""
         try:
             thinner = event_thinning.rewrite(self._path, limit)
         except OSError:  # no room for a second file
@@ -250,7 +250,7 @@ class EventLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.flush()
-        for pause in files.PAUSES if kind is None else ():  # what is not written now is lost
+        for pause in files.PAUSES if kind is None else ():  # events that are not written now are lost
             if self._waiting:
                 time.sleep(pause)
                 self.flush()
@@ -265,13 +265,13 @@ class EventLog:
 
 
 def encode(event: Event) -> str:
-    """One line of JSON. What is not finite becomes null, which every JSON reader takes."""
+    """Return an event as one line of JSON. Numbers that are not finite become null, which every JSON parser accepts."""
     line, values_of = _LAYOUT[type(event)]
     return line.format(*[_text(value) for value in values_of(event)])
 
 
 def _text(value: Any) -> Any:
-    """As `json.dumps` writes it; a run has millions of these, and nearly all are numbers."""
+    """Return a value as `json.dumps` writes it, but faster: a run has millions of values, nearly all numbers."""
     kind = type(value)
     if kind is int:
         return value
@@ -282,7 +282,7 @@ def _text(value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _quoted(text: str) -> str:
-    """The names that strategies give their figures are few."""
+    """Return a quoted string from a cache: strategies log few different names."""
     return json.dumps(text)
 
 
@@ -293,13 +293,13 @@ def _plain(value: Any) -> Any:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a file. Lines cut short or of an unknown kind are passed over: a run may be under way, or newer."""
+    """Yield the events of a file. Lines cut short or of an unknown kind are skipped: the run may go on, or be newer."""
     try:
         file = files.open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        if error.errno == errno.EINVAL:  # no file: nothing that a run wrote
+        if error.errno == errno.EINVAL:  # not a regular file, so no run wrote it
             return
         raise
     with file:
@@ -308,7 +308,7 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[list[str]]:
-    """Some lines at a time. What is too long for a line is passed over, and so is all after the most that is read."""
+    """Yield batches of lines. Lines that are too long are skipped, and so is everything after `_MOST` bytes."""
     rest, too_long = b"", False
     for _ in range(_MOST // _CHUNK):
         if not (chunk := file.read(_CHUNK)):
@@ -325,7 +325,7 @@ def _lines(file: IO[bytes]) -> Iterator[list[str]]:
 
 
 def decode(lines: list[str]) -> Iterator[Event]:
-    """The events of some lines, as `read` takes them."""
+    """Yield the events of some lines; skip lines that are not events."""
     for record in event_thinning.records(lines):
         try:
             yield _KINDS[record.pop("event")](**record)

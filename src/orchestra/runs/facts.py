@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of one run, from its event files alone."""
+"""Facts: the figures of one run, computed from its event files alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestra.runs.events import Event, Logged, NodeEnded, NodeStarted, Sampled
 
 @dataclass(frozen=True)
 class TimeShare:
-    """How a node spent its time: fractions of the run."""
+    """How a node spent its time, as fractions of the run."""
 
     node: int
     role: str
@@ -32,7 +32,7 @@ class TimeShare:
 
 @dataclass(frozen=True)
 class Facts:
-    """What happened in a run."""
+    """The figures of a run."""
 
     strategy: str
     workers: int
@@ -40,7 +40,7 @@ class Facts:
     seed: int
     steps: int  # of the slowest worker
     samples: int  # of all workers
-    seconds: float  # of training, setting up and evaluation excluded
+    seconds: float  # of training, without setup and evaluation
     setup: float  # seconds until the last node was ready
     samples_per_second: float
     loss: float | None  # mean over the last tenth of each worker's steps
@@ -55,27 +55,27 @@ class Facts:
     skipped: int
     stopped_by: str
     parameters: int
-    virtual: bool = False  # seconds are those of a rehearsal
-    trained: bool = True  # False: only time passed
+    virtual: bool = False  # seconds are those of a simulation
+    trained: bool = True  # False: the simulation computed no gradients
     most_steps: int | None = None  # of the fastest worker
-    defining: str | None = None  # what must happen for the strategy to have been itself
-    happened: tuple[int, float] | None = None  # the step and the second of that
-    afterwards: dict[str, float] = field(default_factory=dict)  # momentum and rate that the strategy then set
-    last_s: float | None = None  # how far from a plateau the loss was in the end
-    used: int | None = None  # samples that went into the model, where some did not
-    retired: tuple[int, ...] = ()  # workers that made way for servers
-    dropped: int = 0  # gradients for which too few workers were left to make an update
-    learned: bool | None = None  # None: nothing can be told, as of a run that is short or not over
-    unlearned: str | None = None  # that it did not learn, and what may be the reason
-    why_unlearned: str | None = None  # the figures that say so, and what to do
+    defining: str | None = None  # the figure that the strategy must log at least once
+    happened: tuple[int, float] | None = None  # step and second at which it was first logged
+    afterwards: dict[str, float] = field(default_factory=dict)  # momentum and rate that the strategy set then
+    last_s: float | None = None  # distance of the loss from a plateau at the end
+    used: int | None = None  # samples whose gradients were applied, if some were not
+    retired: tuple[int, ...] = ()  # workers that stopped because servers took over their machine
+    dropped: int = 0  # gradients that were dropped because too few workers were left for an update
+    learned: bool | None = None  # None: unknown, for example because the run is short or not over
+    unlearned: str | None = None  # a short statement that it did not learn, with the suspected reason
+    why_unlearned: str | None = None  # the figures behind it, and what to do
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> Self:
-        """As `as_dict` gave it, also by way of JSON."""
+        """Make facts from what `as_dict` returned, also after a round trip through JSON."""
         counts = {int(staleness): count for staleness, count in record["staleness_counts"].items()}
         again = {"shares": [TimeShare(**share) for share in record["shares"]], "staleness_counts": counts}
         happened = record["happened"] and tuple(record["happened"])
@@ -83,12 +83,12 @@ class Facts:
 
     @property
     def made(self) -> str:
-        """What was done, in a word."""
+        """Steps and seconds, in words."""
         return f"{plural(self.steps, 'step')} in {self.seconds:.2f} s"
 
     @property
     def missing(self) -> str | None:
-        """What should have happened and did not, so that the run does not show what its strategy is about."""
+        """The event that defines the strategy, if it never happened: the run then does not show what it is about."""
         if self.defining is None or self.happened is not None:
             return None
         so_far = "" if self.last_s is None else f" (s was {self.last_s:.3g} at last)"
@@ -99,18 +99,18 @@ class Facts:
 
     @property
     def warning(self) -> str | None:
-        """That the run did not learn, with figures and what to do."""
+        """A warning that the run did not learn, with figures and what to do."""
         return None if self.unlearned is None else f"{self.strategy} {self.unlearned}: {self.why_unlearned}"
 
     def share(self, kind: str) -> float:
-        """The workers' mean share of time in `compute`, `communicate` or `wait`."""
+        """Return the workers' mean share of time for `compute`, `communicate` or `wait`."""
         shares: list[float] = [getattr(s, kind) for s in self.shares if s.role == "worker"]
         return sum(shares) / len(shares) if shares else 0.0
 
 
 def events_of(run: Path) -> list[Event]:
-    """All events of a run, by node."""
-    # None of them is garbage, and looking for some among so many takes as long as reading them.
+    """Return all events of a run, grouped by node."""
+    # None of the events is garbage, and the collector would search them for as long as it takes to read them.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -121,16 +121,16 @@ def events_of(run: Path) -> list[Event]:
 
 
 def scores_of(run: Path) -> list[Scored]:
-    """The evaluated snapshots of a run, in order."""
+    """Return the evaluated snapshots of a run, in order."""
     scored = [event for event in read(run / "scores.jsonl") if isinstance(event, Scored)]
     return sorted(scored, key=lambda s: s.number)
 
 
-Said = dict[str | None, list[Logged]]  # what strategies had to say, by name
+Said = dict[str | None, list[Logged]]  # logged events, by name
 
 
 def _apart(events: Sequence[Event]) -> tuple[list[Event], Said, Dropped]:
-    """All else, what was logged and what was dropped: a long run has many events, nearly all of them logged."""
+    """Separate logged events from all others, and sum up the dropped ones: of many events nearly all are logged."""
     others: list[Event] = []
     said: Said = defaultdict(list)
     for event in events:
@@ -164,7 +164,7 @@ def _switching(config: dict[str, Any], said: Said) -> dict[str, Any]:
 
 
 def facts_of(run: Path, events: Sequence[Event] | None = None, scores: Sequence[Scored] | None = None) -> Facts:
-    """Read a run folder, but for what is read already."""
+    """Compute the facts of a run folder; events and scores that are given are not read again."""
     config = files.read_json(run / "config.json")
     ending = files.read_json(p) if (p := run / "ending.json").exists() else {}
     events = events_of(run) if events is None else events
@@ -174,7 +174,7 @@ def facts_of(run: Path, events: Sequence[Event] | None = None, scores: Sequence[
 def facts_from(
     config: dict[str, Any], ending: dict[str, Any], everything: Sequence[Event], scores: Sequence[Scored]
 ) -> Facts:
-    """The figures of a run whose files are already read; whether it learned is judged when it is over."""
+    """Compute the facts of a run whose files are already read; only a finished run is judged on whether it learned."""
     facts = _figures(config, ending, everything, scores)
     if not facts.trained or not ending:
         return facts
@@ -227,7 +227,7 @@ def _figures(
 
 
 def _latest(stepped: Sequence[Stepped], ended: dict[int, NodeEnded]) -> dict[int, Stepped | NodeEnded]:
-    """The totals of each node; of a worker that has not ended, its last step tells the same."""
+    """Return the totals of each node; for a worker that has not ended, those of its last step."""
     return {**{e.node: e for e in stepped}, **ended}
 
 
@@ -236,7 +236,7 @@ def _most(stepped: Sequence[Stepped]) -> int:
 
 
 def _losses(events: Sequence[Event], said: Said, lost: Dropped, servers: Sequence[NodeEnded]) -> dict[str, Any]:
-    """Gradients that were not finite, and how many samples servers know of if any came too late or were given up."""
+    """Count skipped and dropped gradients; `used` is set if some gradients came too late or were abandoned."""
     unused = any(said[name] or lost.count(name) for name in ("late", "abandoned", "dropped"))
     return {
         "skipped": sum(isinstance(e, Skipped) for e in events) + lost.kinds["skipped"],
@@ -246,7 +246,7 @@ def _losses(events: Sequence[Event], said: Said, lost: Dropped, servers: Sequenc
 
 
 def final_loss(stepped: Sequence[Stepped]) -> float | None:
-    """Mean training loss over the last tenth of each worker's steps, which one noisy batch does not sway."""
+    """Return the mean training loss over the last tenth of each worker's steps, so that no single batch dominates."""
     by_node: dict[int, list[Stepped]] = {}
     for e in stepped:
         by_node.setdefault(e.node, []).append(e)
@@ -257,7 +257,7 @@ def final_loss(stepped: Sequence[Stepped]) -> float | None:
 
 
 def _loss_of_samples(by_node: dict[int, list[Stepped]]) -> float | None:
-    """The same where steps were dropped: a sample speaks for all steps since the one before."""
+    """Return the same mean where steps were dropped: a sample stands for all steps since the previous sample."""
     found = [
         (e.loss, e.step - before.step)
         for es in by_node.values()

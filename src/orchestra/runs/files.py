@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that may come from anywhere: only regular ones are opened, and never more is read than was expected.
+"""Files from unknown sources: only regular files are opened, and never more bytes are read than expected.
 
-A run folder may be copied, shared or hostile. Opening a pipe waits for its other end, a device never ends, and some
-devices do something when they are opened. So each file is looked at before it is opened, and again afterwards.
+A run folder may be copied, shared or hostile. Opening a pipe blocks, reading a device never ends, and some devices act
+when they are opened. So each file is checked before it is opened, and again afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHOLE = re.compile("[0-9]{1,18}")
 def open_regular(path: Path, *, most: int | None = None) -> BufferedReader:
     """Open a regular file for reading; raises OSError for anything else, or if it has more than `most` bytes."""
     _require_regular(os.stat(path), path, most)
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)  # neither waits for a pipe that was put there since
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)  # never blocks, if a pipe replaced the file meanwhile
     try:
         _require_regular(os.fstat(fd), path, most)
         return os.fdopen(fd, "rb")
@@ -42,7 +42,7 @@ def _require_regular(found: os.stat_result, path: Path, most: int | None) -> Non
 
 
 def is_regular(path: Path) -> bool:
-    """Whether there is a regular file, or a link to one."""
+    """Return whether the path is a regular file, or a link to one."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):
@@ -50,7 +50,7 @@ def is_regular(path: Path) -> bool:
 
 
 def read_bytes(path: Path, *, most: int = SMALL) -> bytes:
-    """Read a regular file of at most so many bytes."""
+    """Read a regular file of at most `most` bytes."""
     with open_regular(path, most=most) as file:
         content = file.read(most + 1)
     if len(content) > most:  # it grew meanwhile
@@ -59,7 +59,7 @@ def read_bytes(path: Path, *, most: int = SMALL) -> bytes:
 
 
 def read_json(path: Path, *, most: int = SMALL, errors: str = "strict") -> Any:
-    """Read a JSON file; raises OSError if it cannot be read, ValueError if it holds something else."""
+    """Read a JSON file; raises OSError if it cannot be read, ValueError if it is not JSON."""
     try:
         return json.loads(read_bytes(path, most=most).decode("utf-8", errors))
     except RecursionError:
@@ -67,7 +67,7 @@ def read_json(path: Path, *, most: int = SMALL, errors: str = "strict") -> Any:
 
 
 def numbered(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
-    """The entries of a folder whose names hold a number as the pattern's only group, in the order of the numbers."""
+    """Yield the entries of a folder whose names hold a number as the pattern's only group, in order of the numbers."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = name.fullmatch(path.name)

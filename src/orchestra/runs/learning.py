@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run learned anything: from its training loss, and from its accuracy where chance is known.
+"""Whether a run learned anything: from its training loss, and from its accuracy where chance level is known.
 
     unknown   fewer than 50 steps of a worker, no losses, or losses too noisy to tell
-    no        a score of the initial model was a number and that of the final one is not
-    no        the accuracy is that of guessing
-    yes       the accuracy is more than half way from chance to 1
+    no        a score of the initial model was finite and that of the final one is not
+    no        the accuracy is at chance level
+    yes       the accuracy is more than half way from chance level to 1
     no        three quarters of the losses in the last tenth of the steps are not below the initial one
     yes       three quarters of them are below it
     unknown   else
 
-The first line that applies counts. The initial loss is the mean over the workers' first steps. Chance is the largest
-share of one label, plus two standard deviations of what guessing scores on so many samples. It is known only where the
-labels could be counted and are balanced: where one label is frequent, a model that always says that label may well have
-a falling loss.
+The first line that applies counts. The initial loss is the mean over the workers' first steps. Chance level is the
+share of the largest class, plus two standard deviations of what guessing scores on so many samples. It is known only
+where labels could be counted and are balanced: if one label is frequent, a model that always predicts that label may
+well have a falling loss.
 
-A loss that never rose above the initial one by more than a tenth points to a rate that is too small, or to too few
-steps. Else the rate is suspected to be too large.
+If the loss never rose above the initial one by more than a tenth, the suspected reason is a learning rate that is too
+small, or too few steps. Otherwise it is a learning rate that is too large.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Any
 
 from orchestra.runs.events import Scored, Stepped
 
-FEWEST = 50  # steps of a worker from which on anything is said
+FEWEST = 50  # steps of a worker; shorter runs are not judged
 _ROSE = 1.1  # times the initial loss
-_BALANCED = 1.25  # times an even share that the largest label may have
-_COUNTED = 1000  # samples at most by which the noise of guessing is judged: the test set may be that small
+_BALANCED = 1.25  # largest class, as a multiple of an equal share
+_COUNTED = 1000  # samples at most in the estimate of the noise of guessing: the test set may be that small
 _SIGMAS = 2
 
 
 @dataclass(frozen=True)
 class Learning:
-    """Whether a run learned; if it did not, that in a few words, and the figures with what to do."""
+    """Whether a run learned; if it did not, a short reason, and the figures with what to do."""
 
     learned: bool | None = None
     unlearned: str | None = None
@@ -44,7 +44,7 @@ class Learning:
 
 
 def chance(labels: Any) -> float | None:
-    """The accuracy up to which a model may only be guessing; None where labels are unknown or not balanced."""
+    """Return the accuracy that guessing may reach; None where labels are unknown or not balanced."""
     match labels:
         case {"classes": int(classes), "count": int(count), "largest": float(largest)} if classes > 1 and count > 0:
             noise = _SIGMAS * math.sqrt(1 / classes * (1 - 1 / classes) / min(count, _COUNTED))
@@ -54,7 +54,7 @@ def chance(labels: Any) -> float | None:
 
 
 def judge(stepped: Sequence[Stepped], scores: Sequence[Scored], labels: Any, *, steps: int, stale: bool) -> Learning:
-    """Look at a run that is over; `stale` if its gradients were applied to a newer model than theirs."""
+    """Judge a finished run; `stale`: whether gradients were applied to a newer model than they were computed at."""
     by_node: dict[int, list[float]] = {}
     for e in stepped:
         if e.loss is not None:
@@ -82,12 +82,12 @@ def _is_good(accuracy: float, guess: float) -> bool:
 
 
 def _is_number(score: Scored, name: str) -> bool:
-    value: Any = score.metrics.get(name)  # null in a file is what was not finite
+    value: Any = score.metrics.get(name)  # null in a file stands for a number that is not finite
     return value is not None and math.isfinite(value)
 
 
 def _by_score(scores: Sequence[Scored], guess: float | None) -> str | None:
-    """What says that the final model is of no use; None if its scores do not say so."""
+    """Return why the final model is useless according to its scores; None if they do not say so."""
     if not scores or not scores[-1].number:
         return None
     first, last = scores[0], scores[-1]
@@ -101,7 +101,7 @@ def _by_score(scores: Sequence[Scored], guess: float | None) -> str | None:
 
 
 def _by_loss(last: Sequence[float], initial: float) -> bool | None:
-    """Whether most of the last losses, in order of size, are below the initial one; None if nothing can be told."""
+    """Return whether most of the last losses, sorted by size, are below the initial one; None if that is unclear."""
     low, high = last[len(last) // 4], last[(3 * len(last)) // 4]
     return False if low >= initial else True if high < initial else None
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of a machine and a workload on it, in a file: `orchestra probe` writes it, rehearsals read it.
+"""What was measured of a machine and a workload on it, in a file: `orchestra probe` writes it, simulations read it.
 
 delay="probe.json"               computing times drawn from those measured, at the run's own batch
-network="probe.json"             hosts that exchange tensors like processes of this machine do
-network="probe.json loopback"    likewise, through the sockets of this machine
+network="probe.json"             hosts that exchange tensors as processes of this machine do
+network="probe.json loopback"    the same, through the sockets of this machine
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORMAT = "orchestra probe 1"
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """A way between two processes."""
+    """A link between two processes."""
 
     rate: float  # bytes per second
     latency: float  # seconds until the first byte of a message is there
@@ -49,7 +49,7 @@ class Probe:
 
 
 def read(path: Path) -> Probe:
-    """What `dump` wrote. Raises a ValueError that says what is wrong with the file."""
+    """Parse what `dump` wrote; raises a ValueError that says what is wrong with the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

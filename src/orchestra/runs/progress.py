@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run looks like while it goes on, on standard error.
+"""The display of a run while it goes on, on standard error.
 
-A `Display` is given to `train(progress=...)`. On a terminal it redraws a few lines; elsewhere it prints a plain line
-now and then; or it says nothing. It draws only when its time has come, so calling it often costs nothing.
+A `Display` is passed to `train(progress=...)`. On a terminal it redraws a few lines; elsewhere it prints a plain line
+now and then, or nothing. It draws only when a redraw is due, so calling it often costs nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TAIL = 4096  # bytes at the end of scores.jsonl that surely hold its last line
 _KINDS = (("compute", "█", "green"), ("communicate", "▓", "yellow"), ("wait", "░", "red"))
 
 
-# What is to be seen, apart from how.
+# What is displayed.
 
 
 @dataclass(frozen=True)
 class NodeLine:
-    """One node: its step, and the fractions of its time so far."""
+    """One node: its step, and its shares of time so far."""
 
     name: str
     step: int
@@ -46,7 +46,7 @@ class NodeLine:
 
     @property
     def busy(self) -> bool:
-        """Whether it has told anything about itself yet."""
+        """Whether it has reported anything yet."""
         return self.step > 0 or self.compute + self.communicate + self.wait > 0
 
 
@@ -56,33 +56,33 @@ class Picture:
 
     title: str
     t: float  # seconds of training
-    real: float | None  # real seconds, where those are virtual
+    real: float | None  # real seconds, if `t` is virtual
     step: int  # of the slowest worker
     last_step: int | None
-    fraction: float | None  # of the budget that is spent
-    left: float | None  # real seconds
+    fraction: float | None  # of the budget that is used up
+    left: float | None  # real seconds until the end
     loss: float | None
     rate: float  # samples per second of training
     metrics: dict[str, float]
     nodes: list[NodeLine]
 
     def share(self, kind: str) -> float:
-        """The workers' mean share of time."""
+        """Return the workers' mean share of time for `compute`, `communicate` or `wait`."""
         shares: list[float] = [getattr(node, kind) for node in self.nodes if node.name.startswith("worker")]
         return sum(shares) / max(1, len(shares))
 
 
 @dataclass
 class Observer:
-    """Makes pictures of one run after another."""
+    """Turn statuses into pictures, of one run after another."""
 
     title: str = ""
-    seconds: float | None = None  # budget by the clock, if there is one
+    seconds: float | None = None  # budget in seconds, if there is one
     _seen: deque[tuple[float, float]] = field(default_factory=deque)
     _run: Path | None = None
 
     def look(self, now: RunStatus) -> Picture:
-        """The run as it is now."""
+        """Return a picture of the run as it is now."""
         if now.run != self._run:
             self._run = now.run
             self._seen.clear()
@@ -119,7 +119,7 @@ class Observer:
 
 
 def latest_score(run: Path) -> dict[str, float]:
-    """The newest evaluation of a run under way; none before the first one after the start."""
+    """Return the newest scores of a run in progress; empty until the first evaluation after the initial one."""
     try:
         with files.open_regular(run / "scores.jsonl") as file:
             file.seek(0, 2)
@@ -136,18 +136,18 @@ def _title(now: RunStatus) -> str:
     return f"{now.strategy} · {plural(now.workers, 'worker')}{servers}"
 
 
-# How it is shown.
+# How it is displayed.
 
 
 class View(Protocol):
-    """A way to show pictures."""
+    """A way to display pictures."""
 
     delay: float  # seconds before the first picture
     every: float  # seconds between two pictures
-    finale: bool  # whether the last moment is shown in any case
+    finale: bool  # whether the last picture is always shown
 
     def show(self, picture: Picture) -> None:
-        """Show one."""
+        """Show a picture."""
 
     def tell(self, text: str) -> None:
         """Show a line in place of a picture."""
@@ -157,28 +157,28 @@ class View(Protocol):
 
 
 class PlainView:
-    """One line every few seconds, for files and pipes; `alone` if nobody else will tell how it went."""
+    """One line every few seconds, for files and pipes; `alone` if there will be no summary at the end."""
 
     every = 5.0
 
     def __init__(self, *, alone: bool = False) -> None:
-        self.delay = 0.0 if alone else 5.0  # a short run needs no word before its summary
+        self.delay = 0.0 if alone else 5.0  # a short run needs only its summary
         self.finale = alone
 
     def show(self, picture: Picture) -> None:
         """Print one line."""
-        self.tell(plain_line(picture))
+        """Print a picture as one line."""
 
     def tell(self, text: str) -> None:
-        """Print it."""
+        """Print a line."""
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: there is nothing to restore."""
 
 
 def plain_line(p: Picture) -> str:
-    """One moment as one line of text."""
+    """Return a picture as one line of text."""
     shares = "  ".join(f"{kind} {p.share(kind):.0%}" for kind, _, _ in _KINDS)
     return f"[{_clock(p):>9}] {p.title}  {'  '.join(_figures(p))}  {shares}"
 
@@ -200,7 +200,7 @@ def _figures(p: Picture) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """Return seconds in a readable form.
 
     >>> duration(7.4), duration(95), duration(7260)
     ('7 s', '1 min 35 s', '2 h 1 min')
@@ -212,7 +212,7 @@ def duration(seconds: float) -> str:
 
 
 class LiveView:
-    """A few lines on a terminal, redrawn in place and gone at the end."""
+    """A few lines on a terminal, redrawn in place and removed at the end."""
 
     delay = 0.0
     every = 0.125
@@ -221,18 +221,18 @@ class LiveView:
     def __init__(self, console: Console) -> None:
         from rich.live import Live
 
-        # No thread of its own and nothing redirected but standard error: data printed meanwhile stays data.
+        # No thread, and only standard error is redirected: output printed meanwhile stays output.
         self._live = Live(
             console=console, auto_refresh=False, transient=True, redirect_stdout=False, vertical_overflow="crop"
         )
         self._console = console
 
     def show(self, picture: Picture) -> None:
-        """Redraw."""
+        """Redraw the picture."""
         self._draw(drawing(picture, self._console.width, self._console.height))
 
     def tell(self, text: str) -> None:
-        """Redraw with this line alone."""
+        """Show this line alone."""
         from rich.text import Text
 
         self._draw(Text(text, no_wrap=True, overflow="ellipsis"))
@@ -243,13 +243,13 @@ class LiveView:
         self._live.update(text, refresh=True)
 
     def close(self) -> None:
-        """Take the lines away."""
+        """Remove the lines."""
         if self._live.is_started:
             self._live.stop()
 
 
 def drawing(p: Picture, width: int, height: int) -> Text:
-    """One moment as lines for a terminal of this size."""
+    """Return a picture as lines for a terminal of this size."""
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="ellipsis")
@@ -284,9 +284,9 @@ def _append_shares(text: Text, node: NodeLine, width: int) -> None:
 
 
 class Display:
-    """What `train(progress=...)` takes: called with a `Progress` as often as one likes, closed when the run is over.
+    """The object for `train(progress=...)`: called with every `RunStatus`, closed when the run is over.
 
-    It also remembers the folders of the runs it saw, which is how the command line finds what a script has trained.
+    It also keeps the folders of the runs it saw, so that the command line finds what a script has trained.
     """
 
     def __init__(self, view: View | None, *, title: str = "", seconds: float | None = None) -> None:
@@ -298,7 +298,7 @@ class Display:
         self._due = 0.0
 
     def __call__(self, now: RunStatus) -> None:
-        """Show the run if it is time to."""
+        """Show the run if a redraw is due."""
         if not self.runs or self.runs[-1] != now.run:
             self.runs.append(now.run)
         if self._view is None or not now.begun:
@@ -310,11 +310,11 @@ class Display:
         if clock >= self._next:
             self._unseen = None
             self._view.show(self._observer.look(now))
-            # From the end of the drawing: on a slow terminal the run goes before the picture.
+            # Counted from the end of the drawing, so that a slow terminal does not slow the run down.
             self._next = time.monotonic() + self._view.every
 
     def count(self, what: str, done: int, of: int) -> None:
-        """Show how many of something are done, once a second has passed: what is quick needs no words."""
+        """Show how many of something are done, but only after a second: a short task needs no display."""
         clock = time.monotonic()
         if done == 0:
             self._due = clock + _QUICK
@@ -341,19 +341,19 @@ class Display:
 
 
 def choose(*, quiet: bool = False, title: str = "", seconds: float | None = None) -> Display:
-    """The display that suits where standard error goes."""
+    """Return the display that suits the current standard error."""
     return Display(None if quiet else _live() or PlainView(), title=title, seconds=seconds)
 
 
 def auto(wish: bool | None, seconds: float | None = None) -> Display:
-    """A live display on a terminal; elsewhere lines if wished for; nothing if not wished."""
+    """Return a live display on a terminal; elsewhere plain lines if `wish` is True; nothing if it is False."""
     if wish is False:
         return Display(None)
     return Display(_live() or (PlainView(alone=True) if wish else None), seconds=seconds)
 
 
 def _live() -> View | None:
-    # Asked of the stream itself: FORCE_COLOR makes rich take a file for a terminal, and a file cannot be redrawn.
+    # Ask the stream itself: FORCE_COLOR makes rich take a file for a terminal, and a file cannot be redrawn.
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     from rich.console import Console

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders as they are found: still running, cut short, damaged, or not ours at all.
+"""Reading run folders in any state: still running, cut short, damaged, or not written by orchestra at all.
 
-What can be read is used; what cannot is named, with the reason. Nothing in a file is taken for what it should be.
+Valid parts are used; for invalid ones the reason is reported. No value in a file is trusted to have the right type.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from orchestra.runs.events import (
 from orchestra.runs.facts import Facts, events_of, facts_from
 from orchestra.runs.status import name_of
 
-LARGEST = 1e60  # of any number: beyond every loss, and what is reckoned with it, squares too, is a number still
-NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # what figures without sense raise
+LARGEST = 1e60  # of any number: larger than every loss, and small enough that its square is still finite
+NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # raised by invalid figures
 _MOST_NODES = 100_000
 _RANGES = {
     "workers": (1, _MOST_NODES),
@@ -47,12 +47,12 @@ _RANGES = {
     "parameters": (0, 2**64),
 }
 _LONGEST = 500  # characters of a text
-_MARK = re.compile(r"config\.json|events-.*\.jsonl", re.DOTALL)  # files by which a run is known
+_MARK = re.compile(r"config\.json|events-.*\.jsonl", re.DOTALL)  # files that mark a run folder
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run folder holds."""
+    """The content of a run folder."""
 
     path: Path
     name: str
@@ -60,13 +60,13 @@ class RunRecord:
     facts: Facts
     events: Sequence[Event]
     scores: Sequence[Scored]
-    over: bool  # it came to its end
-    fate: str  # what became of it if it will never come to its end
+    over: bool  # it ran to its end
+    fate: str  # how it ended, if it will never reach its end: stopped, failed or died
     warnings: tuple[str, ...]
 
     @property
     def note(self) -> dict[str, Any]:
-        """What the command line was told."""
+        """Arguments of the command line that started the run."""
         return _mapping(self.config.get("note"))
 
     @property
@@ -76,11 +76,11 @@ class RunRecord:
 
 
 class Unreadable(Exception):
-    """A folder is no run that anything can be said of."""
+    """The folder is not a run, or its files are too damaged to use."""
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """The run folders at and below these, in order, each once."""
+    """Return the run folders at and below these paths, in order, each once."""
     found: dict[Path, Path] = {}
     for path in paths:
         folders = (Path(folder) for folder, _, files in os.walk(path) if any(map(_MARK.fullmatch, files)))
@@ -90,7 +90,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 
 def load(path: Path, events: Sequence[Event] | None = None) -> RunRecord:
-    """Read a run folder, but for its events if they are given and sound; raises `Unreadable` with the reason."""
+    """Read a run folder; raises `Unreadable` with the reason. Events that are given must be valid, and are not read."""
     config = config_of(path)
     ending = object_in(path / "ending.json") if (path / "ending.json").exists() else {}
     if events is None:
@@ -116,7 +116,7 @@ def load(path: Path, events: Sequence[Event] | None = None) -> RunRecord:
 
 
 def _reunions(events: Iterable[Event], workers: int) -> Iterator[str]:
-    """Connections that broke and were made anew, as one of their two ends saw it."""
+    """Yield a sentence for each connection that broke and was replaced, as reported by one of its two ends."""
     breaks = defaultdict[tuple[int, int], list[float]](list)
     for e in events:
         if isinstance(e, Reconnected):
@@ -125,12 +125,12 @@ def _reunions(events: Iterable[Event], workers: int) -> Iterator[str]:
         if node < peer or (peer, node) not in breaks:
             yield (
                 f"the connection between {name_of(node, workers)} and {name_of(peer, workers)} broke "
-                f"{plural(len(seconds), 'time')} and was made anew within {max(seconds):.1f} s; nothing was lost."
+                f"{plural(len(seconds), 'time')} and was replaced within {max(seconds):.1f} s; no message was lost."
             )
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The configuration of a run; raises `Unreadable` with the reason."""
+    """Return the configuration of a run; raises `Unreadable` with the reason."""
     if not (path / "config.json").exists():
         raise Unreadable("it has no config.json")
     config = object_in(path / "config.json")
@@ -145,7 +145,7 @@ def config_of(path: Path) -> dict[str, Any]:
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """A JSON object, empty if the file holds none."""
+    """Read a JSON object; empty if the file does not hold one."""
     try:
         return _mapping(files.read_json(path, errors="replace"))
     except (OSError, ValueError):
@@ -156,7 +156,7 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-# Events may be of the right kind and hold anything.
+# An event of a known kind may still hold values of any type.
 
 _KINDS = (NodeStarted, Stepped, Sampled, Logged, Skipped, Reconnected, SnapshotTaken, Scored, Saved, NodeEnded, Thinned)
 _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
@@ -165,7 +165,7 @@ _NUMBERS: dict[type[Any], Callable[[Any], tuple[float, ...]]] = {
 
 
 def sound(event: Event) -> bool:
-    """Whether there are numbers within reason wherever numbers should be, and names where names."""
+    """Return whether all numbers of an event are numbers in a sensible range, and all names are text."""
     try:
         if not (event.t >= 0 and sum(map(abs, _NUMBERS[type(event)](event))) < LARGEST):
             return False
@@ -183,7 +183,7 @@ def sound(event: Event) -> bool:
 
 
 def sound_ones(events: Iterable[Event], config: dict[str, Any]) -> Iterator[Event]:
-    """Those that are sound and of a node of this run."""
+    """Keep the valid events of nodes of this run."""
     nodes = range(config["workers"] + config["servers"])
     return (e for e in events if sound(e) and _node(e) in nodes)
 
@@ -198,7 +198,7 @@ def _scores(path: Path) -> list[Scored]:
 
 
 def cleaned(score: Scored) -> Scored:
-    """With figures only."""
+    """Return a score without values that are not numbers."""
     return Scored(score.t, score.step, score.samples, score.number, _figures(score.metrics))
 
 
@@ -206,11 +206,11 @@ def _figures(metrics: Any) -> dict[str, float]:
     return {str(n): v for n, v in _mapping(metrics).items() if isinstance(v, int | float) and abs(v) < LARGEST}
 
 
-# Text may hold anything, too.
+# Text is not trusted either.
 
 
 def harmless(value: Any) -> Any:
-    r"""The same with text that cannot deceive the eye, and with null for what JSON cannot hold.
+    r"""Replace text that could mislead a reader, and replace by null what JSON cannot hold.
 
     >>> harmless({"a": "x\u202ey", "b": float("inf")})
     {'a': 'x\\u202ey', 'b': None}
@@ -228,7 +228,7 @@ def harmless(value: Any) -> Any:
 
 
 def visible(text: str) -> str:
-    """Marks of direction, control characters and halves of characters are written out; what is too long is cut."""
+    """Write out direction marks, control characters and lone surrogates; cut text that is too long."""
     cut = text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
     return cut if cut.isascii() and cut.isprintable() else "".join(map(_visible, cut))
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run goes on, for whoever looks at its folder from outside: while it does, its process holds a lock there.
+"""Whether a run is still going on, for other processes: while it does, its process holds a lock in the run folder.
 
-    the run:      hold `running`, shared;  in the end remove it, or leave in it why there was no end
-    who asks:     no `running`             nothing is known: the run is over, or its file system knows no locks
-                  exclusive lock refused   it goes on
-                  exclusive lock given     it died: without a word if the file is empty
+    the run:             holds a shared lock on `running`; at its end it removes the file, or writes there why it failed
+    another process:     no `running`             unknown: the run is over, or the file system has no locks
+                         exclusive lock refused   the run goes on
+                         exclusive lock granted   the run died; if the file is empty, without giving a reason
 
-The kernel lets go of a lock however a process ends. An id of a process would not tell: there are others of its number.
+The kernel releases a lock however a process ends. A pid is not enough: pids are reused.
 
-A start that failed leaves a folder as well. As long as nothing was trained there, the next start may have it.
+A start that failed leaves a folder as well. As long as nothing was trained there, the next start may use it.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from typing import IO, Any
 from orchestra.runs import files
 
 NAME = "running"
-_LONGEST = 10_000  # characters of what is left behind, or of what is believed
+_LONGEST = 10_000  # characters of an error that are written, and that are read
 _OF_A_START = ("config.json", NAME, "scores.jsonl", "topology.json", ".launch-*", ".mark-*", "nccl-*")
 _OF_EVENTS = ("events-*.jsonl", "trace-*.jsonl")
 _MOMENT = 0.5  # seconds
-_FEW = 1 << 20  # bytes of events before the first step: more are not looked through
+_FEW = 1 << 20  # bytes of events before the first step: longer files are not searched
 
 
 @dataclass(frozen=True)
 class LockState:
-    """What a folder says of its run."""
+    """What the lock of a run folder says about its run."""
 
-    alive: bool | None  # None: nothing is known
+    alive: bool | None  # None: unknown
     kind: str = ""  # of the error that ended it
     why: str = ""
 
     @property
     def fate(self) -> str:
-        """What became of a run that goes on no more and never came to its end: stopped, failed or died."""
+        """How a run that is not going on ended before its end: stopped, failed or died; empty if it did not."""
         if self.alive is not False:
             return ""
         if not self.kind:
@@ -52,22 +52,22 @@ class LockState:
 
 
 class RunLock:
-    """The lock of a run folder, from now on until the run is over, broken off, or its process gone."""
+    """The lock of a run folder, held until the run is over or aborted, or its process ends."""
 
     def __init__(self, run: Path) -> None:
         self._path, self._file = run / NAME, contextlib.ExitStack()
-        with contextlib.suppress(OSError):  # nobody will know from outside, and that is all
+        with contextlib.suppress(OSError):  # other processes then do not see that the run goes on; nothing else is lost
             file = self._file.enter_context(_written(self._path))
             fcntl.flock(file, fcntl.LOCK_SH)
 
     def let_go(self) -> None:
-        """The run came to its end."""
+        """Release the lock of a run that is complete."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         self._file.close()
 
     def leave(self, kind: str, why: str) -> None:
-        """It did not: leave the kind of error, and the end of what there is to say of it, where what to do comes."""
+        """Release the lock of a run that failed; write the error's kind and the end of its message, where the advice is."""
         with contextlib.suppress(OSError), _written(self._path) as file:
             file.write(json.dumps({"kind": kind, "why": why[-_LONGEST:]}))
         self._file.close()
@@ -86,18 +86,18 @@ def holding(run: Path) -> Iterator[None]:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Opens what is no file, too, without waiting for whoever should be at its other end."""
+    """Open a path, even a pipe or a device, without blocking."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _written(path: Path) -> IO[str]:
-    """Open a file for writing; not what a link leads to, and without waiting where it is a pipe."""
+    """Open a file for writing; do not follow a link, and do not block on a pipe."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
     return os.fdopen(fd, "w", encoding="utf-8")
 
 
 def ask(run: Path) -> LockState:
-    """Whether a run goes on; if it does not, what it left."""
+    """Return whether a run goes on; if it does not, the error that it left."""
     try:
         with open(run / NAME, encoding="utf-8", errors="replace", opener=_at_once) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +114,7 @@ def ask(run: Path) -> LockState:
 
 
 def is_gone(run: Path) -> bool:
-    """Whether a run folder was deleted, or emptied. A file system that does not answer is another matter."""
+    """Return whether a run folder was deleted or emptied; False if the file system does not answer."""
     try:
         os.stat(run / "config.json")
     except FileNotFoundError:
@@ -125,13 +125,13 @@ def is_gone(run: Path) -> bool:
 
 
 def never_began(run: Path) -> bool:
-    """Whether a folder holds nothing but what a start leaves that failed before the first step, and is nobody's now."""
+    """Return whether a folder holds only files of a start that failed before the first step, and no run uses it."""
     with _owned(run) as ours:
         return ours
 
 
 def make_room(run: Path) -> None:
-    """Take away what such a start has left, if it is that."""
+    """Delete the files of such a failed start, if the folder holds nothing else."""
     with _owned(run) as ours:
         for path in sorted(run.iterdir(), key=lambda path: path.name == NAME) if ours else ():  # the lock goes last
             path.rmdir() if path.is_dir() else path.unlink()
@@ -139,7 +139,7 @@ def make_room(run: Path) -> None:
 
 @contextlib.contextmanager
 def _owned(run: Path) -> Iterator[bool]:
-    """Hold the lock alone, so that nobody else begins there; gives whether there is nothing to be lost."""
+    """Hold the lock exclusively, so that no other run begins there; yield whether the folder may be cleared."""
     with contextlib.ExitStack() as files:
         try:
             file = files.enter_context(open(run / NAME, opener=_at_once))
@@ -153,7 +153,7 @@ def _owned(run: Path) -> Iterator[bool]:
 
 
 def _lock(file: IO[Any], within: float) -> None:
-    """Hold a lock alone. Who only asks holds it for a moment, too; a run holds it for as long as it goes on."""
+    """Lock exclusively. A process that calls `ask` holds the lock for a moment; a run holds it until it ends."""
     until = time.monotonic() + within
     while True:
         try:

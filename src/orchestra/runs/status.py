@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as it looks from outside while it goes on."""
+"""The state of a run while it goes on, as seen by tools and `train(progress=...)`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class NodeStatus(NamedTuple):
-    """What one node last told about itself; all but the loss are totals."""
+    """The latest figures that a node reported; all but the loss are totals."""
 
     step: float
     samples: float
@@ -21,18 +21,18 @@ class NodeStatus(NamedTuple):
     sent: float  # bytes
     received: float  # bytes
     t: float  # seconds
-    far: float  # steps as budgets count them; infinite if others do the rest
+    far: float  # steps as budgets count them; infinite if the other workers do the remaining ones
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One moment of a run: what `train(progress=...)` is called with."""
+    """One moment of a run: the argument of `train(progress=...)`."""
 
     run: Path
     strategy: str
     workers: int
     servers: int
-    last_step: int | None  # of each worker, where the budget says
+    last_step: int | None  # of each worker, if the budget fixes it
     begun: bool  # whether all nodes are ready and training has begun
     t: float  # seconds of training
     nodes: tuple[NodeStatus, ...]  # workers, then servers
@@ -50,13 +50,13 @@ class RunStatus:
 
     @property
     def loss(self) -> float | None:
-        """Mean over the workers of their last mini-batch's loss."""
+        """Mean over the workers of the loss of their latest mini-batch."""
         losses = [row.loss for row in self.nodes[: self.workers] if row.step and math.isfinite(row.loss)]
         return sum(losses) / len(losses) if losses else None
 
 
 def name_of(node: int, workers: int) -> str:
-    """How people are told of a node.
+    """Return the name of a node in messages.
 
     >>> name_of(5, workers=4)
     'server 1'
