@@ -46,8 +46,8 @@ def test_connections_made_anew_are_told_once_for_both_ends(tmp_path: Path) -> No
             what = {"event": "reconnected", "t": 1.0, "node": node, "peer": peer, "seconds": seconds, "why": "reset"}
             file.write(json.dumps(what) + "\n")
     assert reading.load(run).warnings == (
-        "the connection between worker 0 and worker 2 broke 2 times and was replaced within 4.0 s; no message was lost.",
-        "the connection between worker 2 and worker 1 broke 1 time and was replaced within 0.5 s; no message was lost.",
+        "the connection between worker 0 and worker 2 broke 2 times and was replaced within 4.0 s; no message lost.",
+        "the connection between worker 2 and worker 1 broke 1 time and was replaced within 0.5 s; no message lost.",
     )
 
 

@@ -125,7 +125,7 @@ def _reunions(events: Iterable[Event], workers: int) -> Iterator[str]:
         if node < peer or (peer, node) not in breaks:
             yield (
                 f"the connection between {name_of(node, workers)} and {name_of(peer, workers)} broke "
-                f"{plural(len(seconds), 'time')} and was replaced within {max(seconds):.1f} s; no message was lost."
+                f"{plural(len(seconds), 'time')} and was replaced within {max(seconds):.1f} s; no message lost."
             )
 
 

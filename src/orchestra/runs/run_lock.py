@@ -67,7 +67,7 @@ class RunLock:
         self._file.close()
 
     def leave(self, kind: str, why: str) -> None:
-        """Release the lock of a run that failed; write the error's kind and the end of its message, where the advice is."""
+        """Release the lock of a run that failed; write the error's kind and the end of its message (the advice)."""
         with contextlib.suppress(OSError), _written(self._path) as file:
             file.write(json.dumps({"kind": kind, "why": why[-_LONGEST:]}))
         self._file.close()
