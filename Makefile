@@ -1,9 +1,16 @@
-# make demo · make test · make check: each sets up its own environment from nothing.
+# Each sets up its own environment from nothing:
+#   make demo       five strategies race
+#   make test       what runs for every change: style, types, and the tests in two lanes (tests/conftest.py)
+#   make check      the first half of it: style, types, and the rules of the architecture
+#   make nightly    the tests that take longer, or need more, in parts: make nightly PART=laws runs one of them
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+ABREAST := -n 2 --dist worksteal
+PART ?= laws paths docs launch lab browser soak
 
-.PHONY: setup demo test check exhaustive bench docs clean
+.PHONY: setup demo test check nightly bench docs clean $(addprefix nightly-,laws paths docs launch lab browser soak)
 
 setup: $(VENV)/.ready
 
@@ -20,13 +27,49 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/architecture
+	$(PYTEST) tests/architecture
 
+# Both lanes run, also when the first fails: one run names all that is wrong.
 test: check
-	$(BIN)/python -m pytest src tests
+	failed=0; \
+	$(PYTEST) src tests --ignore tests/architecture -m "not alone and not nightly" $(ABREAST) || failed=1; \
+	$(PYTEST) tests -m "alone and not nightly" || failed=1; \
+	exit $$failed
 
-exhaustive: setup
-	$(BIN)/python -m pytest tests -m exhaustive --timeout 1200
+# All parts run, also when one fails.
+nightly: setup
+	@failed=; for part in $(PART); do $(MAKE) --no-print-directory nightly-$$part || failed="$$failed $$part"; done; \
+	if test -n "$$failed"; then echo "nightly: failed:$$failed"; exit 1; fi; echo "nightly: all of it passed: $(PART)"
+
+nightly-laws: setup
+	@echo "nightly laws: more examples of every strategy, and a thousand orders of events, in virtual time"
+	$(PYTEST) tests -m "nightly and not alone" --ignore tests/docs $(ABREAST) --timeout 1200
+
+nightly-paths: setup
+	@echo "nightly paths: more strategies in processes: deaths, Ctrl-C, checkpoints, hangs, sockets"
+	$(PYTEST) tests -m "nightly and alone" --ignore tests/browser --ignore tests/lab --ignore tests/launch --timeout 600
+
+nightly-docs: setup
+	@echo "nightly docs: the site is built, and every block of every page runs"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(PYTEST) tests/docs -m nightly --timeout 600
+
+nightly-launch: setup
+	@echo "nightly launch: hosts behind a private sshd (apt-get install openssh-server); runs on Ray"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(PYTEST) tests/launch -m nightly --timeout 600
+
+nightly-lab: setup
+	@echo "nightly lab: networks of this machine that are slow and break (as root, apt-get install iproute2)"
+	$(PYTEST) tests/lab -m nightly --timeout 600
+
+nightly-browser: setup
+	@echo "nightly browser: reports and the live page in Chromium (apt-get install chromium)"
+	$(PYTEST) tests/browser -m nightly --timeout 600
+
+nightly-soak: setup
+	@echo "nightly soak: three minutes of training, in which memory and descriptors must not grow"
+	$(BIN)/python -m benchmarks.soak --minutes 3 --steady
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'

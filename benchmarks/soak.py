@@ -186,6 +186,7 @@ def main() -> None:
     parser.add_argument("--out", help="the run folder; a temporary one by default")
     parser.add_argument("--json", metavar="FILE", help="where to write all looks and the trends")
     parser.add_argument("--verbose", action="store_true", help="print every look")
+    parser.add_argument("--steady", action="store_true", help="fail if memory or descriptors grow by more than a tenth")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.run:
@@ -204,6 +205,9 @@ def main() -> None:
     if asked.json:
         record = {"asked": vars(asked), "trends": found, "looks": [asdict(now) for now in looks]}
         Path(asked.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    grown = [name for name in ("uss", "descriptors") if found[name]["second half"] > 1.1 * found[name]["first half"]]
+    if asked.steady and grown:
+        raise SystemExit(f"grew by more than a tenth between the halves of the time: {', '.join(grown)}")
 
 
 if __name__ == "__main__":

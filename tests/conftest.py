@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: one thread for the reference computations, as in the workers; Ctrl-C is heard."""
+"""What all tests share: one thread for the reference computations, as in the workers; Ctrl-C is heard.
+
+Tests run in two lanes. What measures time, or ends what is late, is marked `alone`: it runs while nothing else
+does. All other tests run two at a time. `nightly` are those that take too long for every change, or need what few
+machines have.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,31 @@ import torch
 
 from orchestra.engine.environment import NEEDED
 from orchestra.worlds.shared_memory import fork_server
+
+# Folders and files of which every test is marked; single tests are marked where they stand.
+LANES = {
+    "alone": (
+        "attached", "browser", "core/test_hangs.py", "core/test_orphans.py", "core/test_scoring_meanwhile.py",
+        "core/test_stopping.py", "lab", "launch", "live/test_server.py", "transports",
+    ),
+    "nightly": ("browser", "docs/test_blocks.py", "lab", "launch/test_ray.py"),
+}  # fmt: skip
+_TESTS = Path(__file__).parent
+
+
+def lanes_of(path: Path) -> list[str]:
+    """The marks that a file gives to its tests."""
+    if not path.is_relative_to(_TESTS):
+        return []
+    file = path.relative_to(_TESTS)
+    return [mark for mark, places in LANES.items() if any(file.is_relative_to(place) for place in places)]
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in lanes_of(item.path):
+            item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True, scope="session")

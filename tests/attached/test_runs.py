@@ -102,9 +102,9 @@ SSP = "ps(consistency=ssp(staleness=1))"
         ("allreduce", 2, True),
         (SSP, 3, True),
         ("ps", 3, False),
-        pytest.param("allreduce", 2, False, marks=pytest.mark.exhaustive),
-        pytest.param(SSP, 3, False, marks=pytest.mark.exhaustive),
-        pytest.param("ps", 3, True, marks=pytest.mark.exhaustive),
+        pytest.param("allreduce", 2, False, marks=pytest.mark.nightly),
+        pytest.param(SSP, 3, False, marks=pytest.mark.nightly),
+        pytest.param("ps", 3, True, marks=pytest.mark.nightly),
     ],
 )
 def test_ctrl_c_and_resume(strategy: str, size: int, visible: bool, tmp_path: Path) -> None:

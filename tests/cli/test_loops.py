@@ -86,7 +86,7 @@ def test_what_is_not_said_stays_as_the_script_has_it(path: Path) -> None:
     assert orchestra_here("run", str(path), "-n", "1").out.endswith("1 workers, 12 steps\n")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_servers_that_only_the_script_knows_of_are_asked_for(path: Path) -> None:
     path.write_text(path.read_text().replace("localsgd(tau=2)", "ps"))
     said = orchestra_here("run", str(path), "-n", "2")

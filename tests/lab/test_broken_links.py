@@ -60,7 +60,7 @@ def cut_off(lab: Lab, host: int, folder: Path, seconds: float) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("strategy", ["localsgd(tau=2)", pytest.param("ps()", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("strategy", ["localsgd(tau=2)", pytest.param("ps()", marks=pytest.mark.nightly)])
 def test_a_host_that_is_cut_off_comes_back(
     strategy: str, name: str, tmp_path: Path, command: list[str], capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -81,7 +81,7 @@ def test_a_host_that_is_cut_off_comes_back(
     assert torch.equal(torch.load(out / "compared.pt"), flat(alike.model))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @pytest.mark.timeout(60)
 def test_a_host_that_does_not_come_back_is_named(
     name: str, tmp_path: Path, command: list[str], capfdbinary: pytest.CaptureFixture[bytes]

@@ -81,7 +81,7 @@ def kill_after(last: int, name: str) -> bool:
     return ended.stdout == "built\n"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_whenever_its_builder_is_killed_a_lab_can_be_taken_down(name: str) -> None:
     for last in range(1, 100):
         built = kill_after(last, name)

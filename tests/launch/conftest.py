@@ -166,7 +166,7 @@ def _ground(ground: Ground) -> Iterator[Ground]:
                     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture(params=["near", pytest.param("far", marks=pytest.mark.exhaustive)])
+@pytest.fixture(params=["near", pytest.param("far", marks=pytest.mark.nightly)])
 def ground(request: pytest.FixtureRequest) -> Ground:
     """Either."""
     found: Ground = request.getfixturevalue(request.param)

@@ -146,7 +146,7 @@ def test_a_process_that_is_killed_ends_the_run(ground: Ground) -> None:
     assert not ground.left()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_connection_that_breaks_ends_the_run(far: Ground) -> None:
     launcher = far.start(what="play")
     far.await_players(2)

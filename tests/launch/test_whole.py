@@ -43,7 +43,7 @@ def test_a_run_over_a_real_ssh(far: Ground) -> None:
     assert not far.left()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_an_interrupted_run_says_to_do_goes_on_with_it(ground: Ground) -> None:
     run, line = ground.folder / "run", launching(ground)
     launcher = start(ground, f"{line} run digits --epochs 100 --out run --quiet")
@@ -60,7 +60,7 @@ def test_what_an_interrupted_run_says_to_do_goes_on_with_it(ground: Ground) -> N
     assert (run / "ending.json").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_what_is_wrong_with_the_command_is_said_once_a_host(near: Ground) -> None:
     near.hosts = ("one slots=3",)
     launcher = start(near, f"{launching(near)} run digits --batch -1")

@@ -153,9 +153,9 @@ def seldom(strategy: Strategy[Any]) -> bool:
 
 
 def each_of(examples: Sequence[Strategy[Any]], *, slow: bool = False) -> pytest.MarkDecorator:
-    """One test for each; some only in `make exhaustive`, and of a slow test more of them: none of `MORE`."""
+    """One test for each; some only in `make nightly`, and of a slow test more of them: none of `MORE`."""
     left_out = {s for s in examples if seldom(s) or (slow and s in MORE)}
-    marked = [pytest.param(s, marks=pytest.mark.exhaustive) if s in left_out else s for s in examples]
+    marked = [pytest.param(s, marks=pytest.mark.nightly) if s in left_out else s for s in examples]
     return pytest.mark.parametrize("strategy", marked, ids=[show(s) for s in examples])
 
 

@@ -73,7 +73,7 @@ EXAMPLES: list[S] = [
 every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
 every_other = pytest.mark.parametrize(  # the rest is slow, and not very different
     "strategy",
-    [s if i % 2 == 0 else pytest.param(s, marks=pytest.mark.exhaustive) for i, s in enumerate(EXAMPLES)],
+    [s if i % 2 == 0 else pytest.param(s, marks=pytest.mark.nightly) for i, s in enumerate(EXAMPLES)],
     ids=[show(s) for s in EXAMPLES],
 )
 synchronous = pytest.mark.parametrize("strategy", [s for s in EXAMPLES if s.synchronous], ids=show)
@@ -231,6 +231,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
         assert resumed.summary.sent_per_worker == never.summary.sent_per_worker
 
 
+@pytest.mark.alone
 @every_other
 def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -272,6 +273,7 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, tmp_path: Pat
     assert [ended(tmp_path, node).received for node in nodes] == by_worker + by_server
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("strategy", EXAMPLES[::3], ids=show)
 def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: Path) -> None:
     victim = EXAMPLES.index(strategy) % 2

@@ -192,6 +192,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
         assert resumed.summary.samples == never.summary.samples
 
 
+@pytest.mark.alone
 @stopped
 def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     workers, out = workers_for(strategy), tmp_path / "run"
@@ -214,6 +215,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
         assert_same(resumed.model, train(strategy, tmp_path / "never", model=trapped(model=Dicey), **given).model)
 
 
+@pytest.mark.alone
 @stopped
 def test_ctrl_c_in_the_last_step_loses_nothing(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
@@ -287,6 +289,7 @@ def processes() -> list[psutil.Process]:
     return [grandchild for child in psutil.Process().children() for grandchild in child.children(recursive=True)]
 
 
+@pytest.mark.alone
 @stopped
 def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: Path) -> None:
     # After a promotion the deadly sample would be another's.
@@ -302,6 +305,7 @@ def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: 
     assert {n for n in set(os.listdir("/dev/shm")) - shared if "orchestra" in n or "psm" in n} == set()
 
 
+@pytest.mark.alone
 @stopped
 def test_a_worker_that_raises_ends_the_run_with_its_traceback_first(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
@@ -319,6 +323,7 @@ def test_a_worker_that_raises_ends_the_run_with_its_traceback_first(strategy: S,
     assert processes() == []
 
 
+@pytest.mark.alone
 @each_of([s for s in EXAMPLES if s.servers], slow=True)
 def test_a_killed_server_ends_the_run(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)

@@ -76,7 +76,7 @@ def _seen_from_the_other_side(told: str) -> str:
     return re.sub(r"is (.*) here and (.*) there", r"is \2 here and \1 there", told).replace("here only", "there only")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_large_model_can_be_introduced() -> None:
     def many(last: int) -> nn.Module:
         return nn.Sequential(*(nn.Linear(1, 1) for _ in range(2000)), nn.Linear(1, last))

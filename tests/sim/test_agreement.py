@@ -121,7 +121,7 @@ def test_timing_changes_nothing(strategy: S, tmp_path: Path) -> None:
         assert_same(first.model, rehearse(strategy, tmp_path / f"ties-{ties}", ties=ties).model)
 
 
-ORDERS = [pytest.param(20, id="20 orders"), pytest.param(1000, id="1000 orders", marks=pytest.mark.exhaustive)]
+ORDERS = [pytest.param(20, id="20 orders"), pytest.param(1000, id="1000 orders", marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize("orders", ORDERS)
@@ -135,7 +135,7 @@ def test_nobody_gets_stuck_in_any_order(strategy: S, orders: int, tmp_path: Path
         shutil.rmtree(out)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 @synchronous
 def test_a_hundred_orders_change_nothing(strategy: S, tmp_path: Path) -> None:
     first = rehearse(strategy, tmp_path / "first")

@@ -27,7 +27,7 @@ from orchestra.engine.expression import parse
 from orchestra.strategies import STRATEGIES
 from orchestra.strategies.parameter_server.consistency import CONSISTENCIES
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.nightly
 
 WORKERS, SEEDS, EPOCHS = 4, range(3), 20
 ALONE = 0.05

@@ -46,7 +46,7 @@ class Twice(ParameterServer):
 
 
 @worlds
-@pytest.mark.parametrize("model", [make_model, pytest.param(make_large, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("model", [make_model, pytest.param(make_large, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("consistency", BULK, ids=repr)
 def test_what_comes_twice_counts_once(

@@ -59,8 +59,8 @@ def test_between_large_layers_bsp_is_all_reduce_but_for_rounding(optimizer: Fact
     [
         (lars, {"servers": 2, "placement": "layers"}),
         (lamb, {"servers": 1}),
-        pytest.param(lars, {"servers": 1}, marks=pytest.mark.exhaustive),
-        pytest.param(lamb, {"servers": 2, "placement": "layers"}, marks=pytest.mark.exhaustive),
+        pytest.param(lars, {"servers": 1}, marks=pytest.mark.nightly),
+        pytest.param(lamb, {"servers": 2, "placement": "layers"}, marks=pytest.mark.nightly),
     ],
 )
 def test_servers_of_whole_layers_take_optimizers_that_look_at_them(

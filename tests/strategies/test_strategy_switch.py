@@ -196,7 +196,7 @@ def test_all_workers_switch_after_the_same_step(strategy: S, cluster: Any, tmp_p
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(sgd, marks=pytest.mark.exhaustive),
+        pytest.param(sgd, marks=pytest.mark.nightly),
         momentum,
         adam,
     ],  # the first has nothing to hand over

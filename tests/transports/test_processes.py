@@ -61,7 +61,7 @@ def text(steps: int = 6) -> str:
     return textwrap.dedent(SCRIPT) % steps
 
 
-@pytest.mark.parametrize("way", ["script", "stdin", pytest.param("command", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("way", ["script", "stdin", pytest.param("command", marks=pytest.mark.nightly)])
 def test_from_a_program_without_a_guard(way: str, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
     if way == "script":
