@@ -15,7 +15,7 @@ import torch
 from benchmarks.common import ROOT
 
 SCRIPTS = (
-    "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "rehearsal",
+    "sync_step", "lenet_step", "server_throughput", "memory", "overhead", "startup", "simulation",
     "simulated_means", "kernels", "prediction", "crossover", "carriers", "links", "attached", "race", "lab_flows",
     "lab_prediction", "lab_levels", "batched", "batched_gpu",
 )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much faster is a rehearsal whose gradients are taken together? Whole runs, on the CPU."""
+"""How much faster is a simulation whose gradients are taken together? Whole runs, on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORKLOADS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def seconds(model: Any, shape: tuple[int, ...], numerics: Any, *, workers: int, steps: int, device: Any) -> float:
-    """Of real time, for one asynchronous rehearsal."""
+    """Of real time, for one asynchronous simulation."""
     cluster = orchestra.Simulated(
         workers=workers, device=device, numerics=numerics, network="10gbit,50us", delay="lognormal:0.05,0.3"
     )
@@ -59,7 +59,7 @@ def compare(device: str, workers: int, steps: int, rounds: int) -> Outcome:
     """Whole runs in turn."""
     outcome = Outcome(
         f"Gradients taken together, {'CPU' if device == 'cpu' else 'one GPU'}",
-        f"Rehearsals of {workers} workers x {steps} steps, batch {BATCH}, an asynchronous server, log-normal delays; "
+        f"Simulations of {workers} workers x {steps} steps, batch {BATCH}, an asynchronous server, log-normal delays; "
         f"real time of whole runs, set-up included, by gradient, in ms; {rounds} rounds in turn.",
     )
     rows, goals = [], []

@@ -42,29 +42,29 @@ WARM = 1  # rounds that do not count
 
 
 def measure(rounds: int) -> Outcome:
-    """Rehearsals of every algorithm, then real processes that run them in turn."""
+    """Simulations of every algorithm, then real processes that run them in turn."""
     outcome = Outcome(
         "All-reduce: which algorithm when",
-        "Rehearsed: virtual seconds of one mean without numbers, the same on every machine. Real: seconds of one mean "
+        "Simulated: virtual seconds of one mean without numbers, the same on every machine. Real: seconds of one mean "
         f"among processes of this machine, {rounds} rounds in which every algorithm takes its turn, every other round "
         "backwards, as many means as make 30 MB in a turn (1 to 100). The cores that they may use: "
         f"{len(os.sched_getaffinity(0))}. Where there are more processes than cores, a message costs a change of "
         "processes and nothing overlaps.",
     )
     errors = [error for network in NETWORKS for error in _winners(outcome, network)]
-    _rehearsed_split(outcome)
+    _simulated_split(outcome)
     for workers in REAL_WORKERS:
         _real(outcome, workers, rounds)
     outcome.goal(
-        "rehearsed crossovers of the ring and the butterfly in one chunk within 1 % of the formula", max(errors) <= 0.01
+        "simulated crossovers of the ring and the butterfly in one chunk within 1 % of the formula", max(errors) <= 0.01
     )
     return outcome
 
 
-# Rehearsed.
+# Simulated.
 
 
-def rehearsed(add_up: Sum, workers: int, nbytes: int, network: Network) -> float:
+def simulated(add_up: Sum, workers: int, nbytes: int, network: Network) -> float:
     """Virtual seconds of one mean."""
     kernel = Kernel()
     ends, group = connect(VirtualNetwork(kernel, network, workers, workers), workers), Group(tuple(range(workers)))
@@ -79,12 +79,12 @@ def _winners(outcome: Outcome, text: str) -> list[float]:
     """Who wins, and how far the crossovers of ring and butterfly are from the formula."""
     network = networks.parse(text)
     times = {
-        (workers, size): {name: rehearsed(add_up, workers, size, network) for name, add_up in ALGORITHMS.items()}
+        (workers, size): {name: simulated(add_up, workers, size, network) for name, add_up in ALGORITHMS.items()}
         for workers in WORKERS
         for size in SIZES
     }
     outcome.say(
-        f"Rehearsed on {text}: the fastest to 0.1 %, its milliseconds, and how many times as long the slowest takes."
+        f"Simulated on {text}: the fastest to 0.1 %, its milliseconds, and how many times as long the slowest takes."
     )
     outcome.table(
         ["vector", *(f"{workers} workers" for workers in WORKERS)],
@@ -98,7 +98,7 @@ def _winners(outcome: Outcome, text: str) -> list[float]:
         errors.append(abs(whole / expected - 1))
         rows.append([str(workers), _bytes(expected), _bytes(whole), _bytes(chunked)])
     outcome.say(f"The ring overtakes the butterfly on {text} from:")
-    outcome.table(["workers", "by the formula", "rehearsed, one chunk", "rehearsed, as it is"], rows)
+    outcome.table(["workers", "by the formula", "simulated, one chunk", "simulated, as it is"], rows)
     return errors
 
 
@@ -122,12 +122,12 @@ def _crossover(other: Sum, workers: int, network: Network, near: float) -> float
     low, high = near / 4, near * 4
     while high / low > 1.002:
         middle = math.sqrt(low * high)
-        ring, others = (rehearsed(add_up, workers, round(middle), network) for add_up in (ALGORITHMS["ring"], other))
+        ring, others = (simulated(add_up, workers, round(middle), network) for add_up in (ALGORITHMS["ring"], other))
         low, high = (middle, high) if ring > others else (low, middle)
     return math.sqrt(low * high)
 
 
-def _rehearsed_split(outcome: Outcome) -> None:
+def _simulated_split(outcome: Outcome) -> None:
     outcome.say(f"The butterfly's speed-up over one device, as a product. {_SPLIT}")
     host = networks.parse(NETWORKS[0]).hosts[0]
     for what, number in ADDING.items():
@@ -135,10 +135,10 @@ def _rehearsed_split(outcome: Outcome) -> None:
         rows = []
         for size in SIZES[2::2]:
             ways = [
-                [rehearsed(REAL[w], workers, size, network) for w in (ONE, ONE_CHUNK, CHUNKS)] for workers in WORKERS
+                [simulated(REAL[w], workers, size, network) for w in (ONE, ONE_CHUNK, CHUNKS)] for workers in WORKERS
             ]
             rows.append([_bytes(size), *(_split(*seconds) for seconds in ways)])
-        outcome.say(f"One device's time over the butterfly's, rehearsed on {NETWORKS[0]}, adding a number in {what}.")
+        outcome.say(f"One device's time over the butterfly's, simulated on {NETWORKS[0]}, adding a number in {what}.")
         outcome.table(["vector", *(f"{workers} workers" for workers in WORKERS)], rows)
 
 

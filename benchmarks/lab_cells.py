@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of one condition after the other on the hosts of a laboratory, and the same runs rehearsed.
+"""Runs of one condition after the other on the hosts of a laboratory, and the same runs simulated.
 
     python -m benchmarks.lab_cells ORDERS.json      on every host of a lab: what `play` has each of them do
 
@@ -30,13 +30,13 @@ from orchestra.runs.events import Event, Logged, NodeEnded, OpTraced, Stepped, r
 from orchestra.worlds.simulated.networks import Host, Network
 
 LATENCY = 1e-3  # seconds from host to host
-CALIBRATED = 2  # hosts in a lab from which the others are foretold
+CALIBRATED = 2  # hosts in a lab from which the others are predicted
 _TRIES = 3  # of a lab, if a run in it fails
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to foretell."""
+    """One thing to predict."""
 
     hosts: int  # workers and servers
     megabits: int  # a second, up and down
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run or a rehearsal left."""
+    """What a run or a simulation left."""
 
     seconds: float  # of a step of worker 0
     sent: int  # bytes, by all nodes
@@ -129,7 +129,7 @@ def _obey(orders: Path) -> None:
             (run / "share").write_text(str(share), encoding="utf-8")
 
 
-# Rehearsed.
+# Simulated.
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Oversleeping(Delay):
         return self.base.mean() + self.by
 
 
-def rehearse(cell: Cell, model: Model | None) -> Seen:
+def simulate(cell: Cell, model: Model | None) -> Seen:
     """The same in virtual time; no model: nothing takes time but computing."""
     free = Network(hosts=(Host(up=1e18, down=1e18),))
     network, late = (free, 0.0) if model is None else (model.network(cell.megabits), model.late)

@@ -89,19 +89,19 @@ def measure(rounds: int) -> Outcome:
     outcome = Outcome(
         "Shared links",
         f"Flows of {BYTES:,} bytes between hosts of a laboratory with links of 20 Mbit/s and {LATENCY * 1e3:g} ms, all "
-        f"begun at once, through plain sockets; {rounds} rounds, the median of each flow. Foretold by max-min fair "
+        f"begun at once, through plain sockets; {rounds} rounds, the median of each flow. Predicted by max-min fair "
         f"shares of the rates less {HEADERS:.1%} of headers, which were not fitted.",
     )
     rows, errors = [], []
     for pattern in PATTERNS:
         runs = [real(pattern) for _ in range(rounds)]
-        foretold = rehearsed(pattern)
+        predicted = simulated(pattern)
         seen = {flow: statistics.median(run[flow] for run in runs) for flow in pattern.flows}
-        own = [abs(foretold[flow] / seen[flow] - 1) for flow in pattern.flows]
-        ends = [f"{max(each.values()):.2f}" for each in (foretold, seen)]
+        own = [abs(predicted[flow] / seen[flow] - 1) for flow in pattern.flows]
+        ends = [f"{max(each.values()):.2f}" for each in (predicted, seen)]
         rows.append([pattern.name, str(len(own)), *ends, f"{statistics.median(own):.1%}", f"{max(own):.1%}"])
         errors += own
-    head = ["pattern", "flows", "all there, foretold, s", "real, s", "error by flow, median", "most"]
+    head = ["pattern", "flows", "all there, predicted, s", "real, s", "error by flow, median", "most"]
     outcome.table(head, rows)
     outcome.goal(
         f"median error by flow of at most 10 % ({statistics.median(errors):.1%})", statistics.median(errors) <= 0.1
@@ -125,7 +125,7 @@ def real(pattern: Pattern) -> dict[Flow, float]:
 START = 1.5  # seconds for all hosts to be ready
 
 
-def rehearsed(pattern: Pattern) -> dict[Flow, float]:
+def simulated(pattern: Pattern) -> dict[Flow, float]:
     """The same in virtual time."""
     up, down = ([rate * 1e6 / (1 + HEADERS) for rate in rates] for rates in (pattern.up, pattern.up[:1] * 4))
     hosts = tuple(Host(up=u, down=d, latency=LATENCY / 2) for u, d in zip(up, down, strict=True))

@@ -2,12 +2,12 @@
 """What a prediction in the laboratory rests on, and what it is for: links, delays, and the time to a target.
 
     links      there and back with messages of eight sizes at four rates; what two numbers fitted to half of the sizes
-               foretell of the other half
+               predict of the other half
     delays     how long gradients took that were told to take a while
-    targets    strategies train to a target on three hosts, five seeds each, rehearsed with the costs that
+    targets    strategies train to a target on three hosts, five seeds each, simulated with the costs that
                `benchmarks.lab_prediction` calibrated on two
 
-    python -m benchmarks.lab_levels --only foretell      writes what runs to the target will take
+    python -m benchmarks.lab_levels --only predict      writes what runs to the target will take
     python -m benchmarks.lab_levels --only verify        measures all of it
     python -m benchmarks.lab_levels --only again         measures the rest, and tells of those runs once more
     python -m benchmarks.lab_levels ORDERS.json          on every host of a lab: what it is told to take part in
@@ -110,7 +110,7 @@ class Job:
 
 
 def carry_out(job: Job, cluster: Any, run: Path) -> None:
-    """On a host of a lab, or all of it rehearsed."""
+    """On a host of a lab, or all of it simulated."""
     if job.kind == "targets":
         recipe = digits.RECIPE
         orchestra.train(
@@ -191,7 +191,7 @@ def echoes(events: Sequence[Event]) -> dict[int, list[float]]:
 
 
 def links(outcome: Outcome, seen: Mapping[Job, list[Event]]) -> None:
-    """Two numbers from half of the sizes, and what they foretell of the other half."""
+    """Two numbers from half of the sizes, and what they predict of the other half."""
     real = {
         (job.megabits, numbers): statistics.median(seconds)
         for job, events in seen.items()
@@ -203,28 +203,28 @@ def links(outcome: Outcome, seen: Mapping[Job, list[Event]]) -> None:
     rest = [1 - (ideal[key] + 2 * LATENCY) / real[key] for key in known]
     fit = not_negative(torch.tensor(slopes, dtype=torch.float64), torch.tensor(rest, dtype=torch.float64))
     headers, more = float(fit[0]), float(fit[1])
-    foretold = {}
+    predicted = {}
     for rate in RATES:
         bits, latency = rate * 1e6 / (1 + headers), (LATENCY + more) / 2
         network = Network(hosts=(Host(up=bits, down=bits, latency=latency),))
         with scratch() as folder:
             carry_out(Job("links", rate), simulated(network, compute_times.parse("constant:0"), 2), folder / "run")
             for numbers, seconds in echoes(events_of(folder / "run")).items():
-                foretold[rate, numbers] = statistics.median(seconds)
-    errors = {key: abs(foretold[key] / real[key] - 1) for key in real}
+                predicted[rate, numbers] = statistics.median(seconds)
+    errors = {key: abs(predicted[key] / real[key] - 1) for key in real}
     outcome.say(
         f"Links. There and back, a message and an empty answer, through our encrypted connections: {headers:.1%} of "
         f"headers and {(LATENCY + more) * 1e3:.2f} ms from program to program were fitted to the sizes with a star; "
-        "foretold / real milliseconds."
+        "predicted / real milliseconds."
     )
     head = ["Mbit/s", *(f"{4 * n / 1000:g} kB{'*' if n in FITTED else ''}" for n in NUMBERS)]
     outcome.table(
         head,
-        [[str(r), *(f"{foretold[r, n] * 1e3:.1f} / {real[r, n] * 1e3:.1f}" for n in NUMBERS)] for r in RATES],
+        [[str(r), *(f"{predicted[r, n] * 1e3:.1f} / {real[r, n] * 1e3:.1f}" for n in NUMBERS)] for r in RATES],
     )
     held = [errors[key] for key in errors if key[1] not in FITTED]
     outcome.goal(
-        f"sizes that were not fitted foretold to 5 % in the mean (here {statistics.fmean(held):.1%}, at most "
+        f"sizes that were not fitted predicted to 5 % in the mean (here {statistics.fmean(held):.1%}, at most "
         f"{max(held):.1%})",
         statistics.fmean(held) <= 0.05,
     )
@@ -288,8 +288,8 @@ class Reached:
 JOBS = [Job("targets", rate, strategy, seed) for rate in SCENARIOS for strategy in STRATEGIES for seed in range(SEEDS)]
 
 
-def foretell() -> None:
-    """Rehearse every run to the target, with all that was calibrated on two hosts."""
+def predict() -> None:
+    """Simulate every run to the target, with all that was calibrated on two hosts."""
     model = Model.read(json.loads(lab_prediction.PREDICTIONS.read_text(encoding="utf-8"))["model"])
     lines = []
     for job in JOBS:
@@ -314,19 +314,19 @@ def kept(lines: Sequence[dict[str, Any]], name: str) -> dict[Job, Reached]:
 
 
 def targets(outcome: Outcome) -> None:
-    """What was foretold beside what came."""
+    """What was predicted beside what came."""
     written = PREDICTIONS.read_bytes()
-    foretold = kept(json.loads(written), "foretold")
+    predicted = kept(json.loads(written), "foretold")
     real = kept([json.loads(line) for line in SEEN.read_text(encoding="utf-8").splitlines()], "seen")
     outcome.say(
         f"Targets. The recipe digits to {TARGET.value:.0%} on {HOSTS} hosts (workers and servers), delays {DELAY} s, "
-        f"{SEEDS} seeds, models set aside every {EVERY} steps, {STEPS} steps; foretold / real seconds, means of the "
+        f"{SEEDS} seeds, models set aside every {EVERY} steps, {STEPS} steps; predicted / real seconds, means of the "
         "seeds, or how many of them got there if not all did. The predictions were written before (lab_targets.json, "
         f"sha256 {hashlib.sha256(written).hexdigest()[:16]}…)."
     )
-    cells = [[f"{show(foretold, (r, name))} / {show(real, (r, name))}" for name in STRATEGIES] for r in SCENARIOS]
+    cells = [[f"{show(predicted, (r, name))} / {show(real, (r, name))}" for name in STRATEGIES] for r in SCENARIOS]
     outcome.table(["Mbit/s", *STRATEGIES], [[str(rate), *row] for rate, row in zip(SCENARIOS, cells, strict=True)])
-    goals(outcome, foretold, real)
+    goals(outcome, predicted, real)
 
 
 def show(runs: Mapping[Job, Reached], key: tuple[int, str]) -> str:
@@ -344,19 +344,19 @@ def means(runs: Mapping[Job, Reached]) -> dict[tuple[int, str], float]:
     return {key: statistics.fmean(seconds) for key, seconds in found.items()}
 
 
-def goals(outcome: Outcome, foretold: Mapping[Job, Reached], real: Mapping[Job, Reached]) -> None:
-    """Errors, bytes, staleness, and whether the rehearsal would have chosen well."""
-    told, came = means(foretold), means(real)
+def goals(outcome: Outcome, predicted: Mapping[Job, Reached], real: Mapping[Job, Reached]) -> None:
+    """Errors, bytes, staleness, and whether the simulation would have chosen well."""
+    told, came = means(predicted), means(real)
     both = [key for key in told if math.isfinite(told[key]) and math.isfinite(came[key])]
     errors = [abs(told[key] / came[key] - 1) for key in both]
     outcome.goal(
-        f"time to the target foretold to 10 % in the mean (here {statistics.fmean(errors):.1%}, at most "
-        f"{max(errors):.1%}, of the {len(both)} of {len(told)} cells in which all runs and rehearsals got there)",
+        f"time to the target predicted to 10 % in the mean (here {statistics.fmean(errors):.1%}, at most "
+        f"{max(errors):.1%}, of the {len(both)} of {len(told)} cells in which all runs and simulations got there)",
         statistics.fmean(errors) <= 0.1,
     )
-    same = sum(foretold[job].sent == real[job].sent for job in real)
+    same = sum(predicted[job].sent == real[job].sent for job in real)
     outcome.goal(f"bytes to the byte ({same} of {len(real)} runs)", same == len(real))
-    apart = [total_variation(stale(foretold, key), stale(real, key)) for key in told if "asp" in key[1]]
+    apart = [total_variation(stale(predicted, key), stale(real, key)) for key in told if "asp" in key[1]]
     outcome.goal(f"staleness at most 0.1 apart in total variation (here {max(apart):.2f})", max(apart) <= 0.1)
     ranks = [statistics.fmean(orders(told, came, apart)) for apart in (0.0, DECIDED)]
     outcome.goal(
@@ -366,7 +366,9 @@ def goals(outcome: Outcome, foretold: Mapping[Job, Reached], real: Mapping[Job, 
     for rate in SCENARIOS:
         chosen = min(STRATEGIES, key=lambda name: told[rate, name])
         regrets.append(came[rate, chosen] / min(came[rate, name] for name in STRATEGIES) - 1)
-    outcome.goal(f"who takes what the rehearsal says loses at most 5 % (here {max(regrets):.1%})", max(regrets) <= 0.05)
+    outcome.goal(
+        f"who takes what the simulation says loses at most 5 % (here {max(regrets):.1%})", max(regrets) <= 0.05
+    )
 
 
 def orders(told: Mapping[tuple[int, str], float], came: Mapping[tuple[int, str], float], apart: float) -> list[float]:
@@ -404,7 +406,7 @@ def verify(*, again: bool = False) -> Outcome:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("orders", nargs="?", type=Path, help="on a host of a lab")
-    parser.add_argument("--only", choices=("foretell", "verify", "again"), help="one half of it")
+    parser.add_argument("--only", choices=("predict", "verify", "again"), help="one half of it")
     asked = parser.parse_args()
     quiet_parent()
     if asked.orders is not None:
@@ -412,7 +414,7 @@ if __name__ == "__main__":
     else:
         print(machine(), end="\n\n")
         with with_token():
-            if asked.only in (None, "foretell"):
-                foretell()
-            if asked.only != "foretell":
+            if asked.only in (None, "predict"):
+                predict()
+            if asked.only != "predict":
                 print(verify(again=asked.only == "again"))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well does a rehearsal foretell the duration of real steps on hosts with links of their own?
+"""How well does a simulation predict the duration of real steps on hosts with links of their own?
 
     calibrate    on 2 hosts: what headers, messages and numbers cost, and by how much a worker oversleeps
     predict      every strategy on 3 and 4 hosts; written to a file before anything else is measured
     measure      the same cells for real, in an order drawn by lot, each of them several times
 
 Needs root: the hosts are namespaces of this machine (`orchestra lab`). Workers take the gradient of a module with next
-to nothing to compute, then sleep until their delay is over, so two cores suffice; run and rehearsal draw the same
+to nothing to compute, then sleep until their delay is over, so two cores suffice; run and simulation draw the same
 delays. The files with the predictions and with all that was measured stay beside the results.
 
-    python -m benchmarks.lab_prediction --only foretell      so that the predictions can be committed before
+    python -m benchmarks.lab_prediction --only predict      so that the predictions can be committed before
     python -m benchmarks.lab_prediction --only verify        anything is measured
 """
 
@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import Outcome, busy_seconds, machine, quiet_parent
-from benchmarks.lab_cells import CALIBRATED, LATENCY, Cell, Model, Seen, play, rehearse
+from benchmarks.lab_cells import CALIBRATED, LATENCY, Cell, Model, Seen, play, simulate
 from benchmarks.lab_flows import HEADERS
 from benchmarks.prediction import DECIDED, HEAD, errors_of, not_negative, row, taus
 from orchestra.cli.in_lab import with_token
@@ -69,36 +69,38 @@ def cells_of(hosts: int, strategies: Sequence[str], kinds: Sequence[str]) -> Ite
                 yield Cell(hosts, megabits, parameters, delay, strategy, steps)
 
 
-CELLS = [cell for hosts in (3, 4) for cell in cells_of(hosts, STRATEGIES, (CONSTANT, VARYING))]  # to be foretold
+CELLS = [cell for hosts in (3, 4) for cell in cells_of(hosts, STRATEGIES, (CONSTANT, VARYING))]  # to be predicted
 
 
 def measure(rounds: int) -> Outcome:
     """Predictions first, then the truth."""
     with with_token():
-        foretell()
+        predict()
         return verify(rounds)
 
 
-def foretell() -> None:
+def predict() -> None:
     """Calibrate, and write down what every cell will take."""
     known = list(cells_of(CALIBRATED, CALIBRATION, (CONSTANT,)))
     begun = time.monotonic()
     model = fit(known, play_all(known, 1))
     say(f"calibrated after {time.monotonic() - begun:.0f} s: {model}")
-    write({cell: rehearse(cell, model) for cell in CELLS}, model)
+    write({cell: simulate(cell, model) for cell in CELLS}, model)
 
 
 def verify(rounds: int) -> Outcome:
-    """Measure what was foretold. Rehearsals are the same every time, so only the model needs to be read again."""
+    """Measure what was predicted. Simulations are the same every time, so only the model needs to be read again."""
     written = PREDICTIONS.read_bytes()
     model = Model.read(json.loads(written)["model"])
-    foretold = {name: {cell: rehearse(cell, each) for cell in CELLS} for name, each in ladder(model).items()}
-    if [seen.seconds for seen in foretold[REHEARSAL].values()] != [s["seconds"] for s in json.loads(written)["steps"]]:
-        raise SystemExit(f"{PREDICTIONS.name} was written by another simulator: foretell anew.")
+    predicted = {name: {cell: simulate(cell, each) for cell in CELLS} for name, each in ladder(model).items()}
+    if [seen.seconds for seen in predicted[SIMULATION].values()] != [
+        s["seconds"] for s in json.loads(written)["steps"]
+    ]:
+        raise SystemExit(f"{PREDICTIONS.name} was written by another simulator: predict again.")
     real = play_all(CELLS, rounds)
     lines = (json.dumps({**asdict(cell), "seen": [asdict(one) for one in seen]}) for cell, seen in real.items())
     SEEN.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return Report(model, foretold, real, hashlib.sha256(written).hexdigest()).told()
+    return Report(model, predicted, real, hashlib.sha256(written).hexdigest()).told()
 
 
 def say(text: str) -> None:
@@ -108,7 +110,7 @@ def say(text: str) -> None:
 
 # Before.
 
-REHEARSAL = "the rehearsal: and costs of messages and numbers, lateness, senders that wait for their kernels"
+SIMULATION = "the simulation: and costs of messages and numbers, lateness, senders that wait for their kernels"
 
 
 def ladder(model: Model) -> dict[str, Model | None]:
@@ -118,7 +120,7 @@ def ladder(model: Model) -> dict[str, Model | None]:
         "besides, links of the nominal rate and latency": Model(),
         "besides, headers": Model(headers=model.headers),
         "besides, costs of messages and numbers, lateness": replace(model, keeps={}),
-        REHEARSAL: model,
+        SIMULATION: model,
     }
 
 
@@ -126,7 +128,7 @@ UNITS = {"headers": 0.01, "latency": 1e-4, "message": 1e-4, "number": 1e-9}
 
 
 def fit(cells: Sequence[Cell], seen: Mapping[Cell, list[Seen]]) -> Model:
-    """What makes rehearsals come closest to runs, by relative least squares; how late workers are, they tell.
+    """What makes simulations come closest to runs, by relative least squares; how late workers are, they tell.
 
     A step is nearly linear in each of the unknowns, so the simulator itself gives the coefficients.
     """
@@ -135,9 +137,9 @@ def fit(cells: Sequence[Cell], seen: Mapping[Cell, list[Seen]]) -> Model:
     took = [each.compute for cell in truth if cell.strategy.startswith("ps") for each in seen[cell]]
     late = max(0.0, statistics.median(took) - compute_times.parse(CONSTANT).mean())
     known = Model(late=late, keeps=dict(kept(seen)))
-    free = {cell: rehearse(cell, known).seconds for cell in truth}
+    free = {cell: simulate(cell, known).seconds for cell in truth}
     columns = [replace(known, **{name: unit}) for name, unit in UNITS.items()]
-    slopes = [[(rehearse(cell, column).seconds - free[cell]) / truth[cell] for column in columns] for cell in truth]
+    slopes = [[(simulate(cell, column).seconds - free[cell]) / truth[cell] for column in columns] for cell in truth]
     wanted = [1 - free[cell] / truth[cell] for cell in truth]
     least = not_negative(torch.tensor(slopes, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64))
     return replace(known, **{name: float(x) * UNITS[name] for name, x in zip(UNITS, least, strict=True)})
@@ -162,13 +164,13 @@ def middle(seen: Sequence[Seen]) -> float:
     return statistics.median(each.seconds for each in seen)
 
 
-def write(foretold: Mapping[Cell, Seen], model: Model) -> None:
+def write(predicted: Mapping[Cell, Seen], model: Model) -> None:
     """Leave the predictions for everybody to see."""
     text = json.dumps(
         {
             "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "model": asdict(model),
-            "steps": [{**asdict(cell), "seconds": seen.seconds, "sent": seen.sent} for cell, seen in foretold.items()],
+            "steps": [{**asdict(cell), "seconds": seen.seconds, "sent": seen.sent} for cell, seen in predicted.items()],
         },
         indent=1,
     )
@@ -217,10 +219,10 @@ def await_quiet() -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """What was foretold beside what came."""
+    """What was predicted beside what came."""
 
     model: Model
-    foretold: Mapping[str, Mapping[Cell, Seen]]
+    predicted: Mapping[str, Mapping[Cell, Seen]]
     real: Mapping[Cell, list[Seen]]
     digest: str
 
@@ -229,13 +231,13 @@ class Report:
         m = self.model
         outcome = Outcome(
             "Prediction in the laboratory",
-            "Seconds of a step on hosts of a laboratory, foretold by rehearsals. How late workers wake up was measured "
-            "on 2 hosts, the rest calibrated there by least squares: "
+            "Seconds of a step on hosts of a laboratory, predicted by simulations. How late workers wake up was "
+            "measured on 2 hosts, the rest calibrated there by least squares: "
             f"{m.headers:.1%} of headers, {(LATENCY + m.latency) * 1e3:.2f} ms from program to program on links of "
             f"{LATENCY * 1e3:g} ms, {m.message * 1e6:.0f} µs for a message, {m.number * 1e9:.2f} ms for a million "
             f"numbers; workers wake up {m.late * 1e3:.2f} ms late in the mean; kernels hold "
             f"{', '.join(f'{size / 1e3:.0f} kB of a connection at {rate} Mbit/s' for rate, size in m.keeps.items())} "
-            f"(by when sends returned). {len(CELLS)} cells foretold: "
+            f"(by when sends returned). {len(CELLS)} cells predicted: "
             f"{len(STRATEGIES)} strategies, 3 and 4 hosts (workers and servers), 10 and 100 Mbit/s, {SMALL:,} and "
             f"{LARGE:,} parameters, computing "
             f"emulated by sleeping {CONSTANT} or {VARYING} s, 8 to 20 steps; messages encrypted. The predictions were "
@@ -254,11 +256,11 @@ class Report:
 
     @property
     def expected(self) -> dict[Cell, float]:
-        """Seconds of a rehearsed one."""
-        return {cell: seen.seconds for cell, seen in self.foretold[REHEARSAL].items()}
+        """Seconds of a simulated one."""
+        return {cell: seen.seconds for cell, seen in self.predicted[SIMULATION].items()}
 
     def _errors(self, outcome: Outcome) -> None:
-        rows = [row(name, {c: s.seconds for c, s in each.items()}, self.truth) for name, each in self.foretold.items()]
+        rows = [row(name, {c: s.seconds for c, s in each.items()}, self.truth) for name, each in self.predicted.items()]
         repeated = {cell: seen for cell, seen in self.real.items() if len(seen) > 1}
         if repeated:
             again = {cell: seen[0].seconds for cell, seen in repeated.items()}
@@ -287,10 +289,10 @@ class Report:
                     f"{min(ratios):.2f} to {max(ratios):.2f}",
                 ]
             )
-        outcome.table(["strategy", "median error", "most", "foretold by real"], rows)
+        outcome.table(["strategy", "median error", "most", "predicted by real"], rows)
 
     def _cells(self, outcome: Outcome) -> None:
-        outcome.say("Every cell: foretold / real milliseconds of a step.")
+        outcome.say("Every cell: predicted / real milliseconds of a step.")
         rows = []
         for condition in dict.fromkeys(cell.condition for cell in CELLS):
             hosts, megabits, parameters, delay = condition
@@ -305,18 +307,18 @@ class Report:
 
     def _traffic(self, outcome: Outcome) -> None:
         same = [
-            cell for cell in self.truth if all(s.sent == self.foretold[REHEARSAL][cell].sent for s in self.real[cell])
+            cell for cell in self.truth if all(s.sent == self.predicted[SIMULATION][cell].sent for s in self.real[cell])
         ]
         apart = [
-            total_variation(self.foretold[REHEARSAL][cell].staleness, seen.staleness)
+            total_variation(self.predicted[SIMULATION][cell].staleness, seen.staleness)
             for cell in self.truth
             if "asp" in cell.strategy
             for seen in self.real[cell]
         ]
         shares = sorted(seen.share for seen in itertools.chain(*self.real.values()))
         outcome.say(
-            f"Bytes sent are those foretold, to the byte, in {len(same)} of {len(self.truth)} cells. Staleness of "
-            f"asynchronous pushes: total variation between run and rehearsal {statistics.median(apart):.2f} in the "
+            f"Bytes sent are those predicted, to the byte, in {len(same)} of {len(self.truth)} cells. Staleness of "
+            f"asynchronous pushes: total variation between run and simulation {statistics.median(apart):.2f} in the "
             f"middle, {max(apart):.2f} at most. All programs together, strangers included, used "
             f"{statistics.median(shares):.0%} of the cores in the middle of the runs, {shares[-1]:.0%} at most. Not "
             "looked at: the time to a target."
@@ -341,13 +343,13 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     parser = argparse.ArgumentParser(description=measure.__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="how often everyone takes a turn")
-    parser.add_argument("--only", choices=("foretell", "verify"), help="one half of it")
+    parser.add_argument("--only", choices=("predict", "verify"), help="one half of it")
     asked = parser.parse_args()
     quiet_parent()
     print(machine(), end="\n\n")
-    if asked.only == "foretell":
+    if asked.only == "predict":
         with with_token():
-            foretell()
+            predict()
     elif asked.only == "verify":
         with with_token():
             print(verify(asked.rounds))

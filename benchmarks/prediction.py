@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well does a rehearsal foretell the duration of real steps?
+"""How well does a simulation predict the duration of real steps?
 
     calibrate    on 2 processes: what a message costs, and by how much a worker oversleeps
     predict      every strategy with 2, 3 and 4 workers; written to a file before anything else is measured
     measure      the same cells for real, in an order drawn by lot, each of them several times
 
 Workers take the gradient of a module with next to nothing to compute, then sleep until their delay is over, so two
-cores suffice; run and rehearsal draw the same delays. The file with the predictions stays beside the results.
+cores suffice; run and simulation draw the same delays. The file with the predictions stays beside the results.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DECIDED = 0.02  # by how much two steps must differ to be put in order: repeated
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to foretell."""
+    """One thing to predict."""
 
     parameters: int
     workers: int
@@ -66,7 +66,7 @@ class Cell:
 
 ALL = [Cell(*each) for each in itertools.product(SIZES, (2, 3, 4), DELAYS, STRATEGIES)]
 CALIBRATION = [cell for cell in ALL if cell.workers == 2 and cell.delay == DELAYS[0]]
-CELLS = [cell for cell in ALL if cell not in CALIBRATION]  # to be foretold
+CELLS = [cell for cell in ALL if cell not in CALIBRATION]  # to be predicted
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ class Late(Delay):
 def measure(rounds: int) -> Outcome:
     """Predictions first, then the truth."""
     network, late = calibrate()
-    foretold = rehearse_all(CELLS, network, late)
-    naive = rehearse_all(CELLS, _network([0.0, 0.0, 0.0]), 0.0)
-    digest = _write(foretold, network, late)
+    predicted = simulate_all(CELLS, network, late)
+    naive = simulate_all(CELLS, _network([0.0, 0.0, 0.0]), 0.0)
+    digest = _write(predicted, network, late)
     real: dict[Cell, list[float]] = {cell: [] for cell in CELLS}
     busy: dict[Cell, float] = {}
     for number in range(rounds):
         for cell in random.Random(number).sample(CELLS, len(CELLS)):
             seconds, busy[cell] = run(cell)
             real[cell].append(seconds)
-    return _report(foretold, naive, real, busy, network, late, digest)
+    return _report(predicted, naive, real, busy, network, late, digest)
 
 
 # Before.
@@ -107,8 +107,8 @@ def calibrate() -> tuple[Network, float]:
     A step is linear in the four of them, so the simulator itself gives the coefficients, and least squares the rest.
     """
     cells = CALIBRATION
-    free = rehearse_all(cells, _network([0.0, 0.0, 0.0]), 0.0)
-    columns = [rehearse_all(cells, _network(unit), 0.0) for unit in torch.diag(torch.tensor(UNITS)).tolist()]
+    free = simulate_all(cells, _network([0.0, 0.0, 0.0]), 0.0)
+    columns = [simulate_all(cells, _network(unit), 0.0) for unit in torch.diag(torch.tensor(UNITS)).tolist()]
     slopes = [[column[cell] - free[cell] for column in columns] + [UNITS[0]] for cell in cells]
     truth = [statistics.median(run(cell)[0] for _ in range(3)) - free[cell] for cell in cells]
     least = not_negative(torch.tensor(slopes, dtype=torch.float64), torch.tensor(truth, dtype=torch.float64))
@@ -137,12 +137,12 @@ def not_negative(a: Tensor, b: Tensor) -> Tensor:
         del kept[int(found.argmin())]
 
 
-def rehearse_all(cells: Sequence[Cell], network: Network, late: float) -> dict[Cell, float]:
+def simulate_all(cells: Sequence[Cell], network: Network, late: float) -> dict[Cell, float]:
     """The seconds of a step of each."""
-    return {cell: rehearse(cell, network, late) for cell in cells}
+    return {cell: simulate(cell, network, late) for cell in cells}
 
 
-def rehearse(cell: Cell, network: Network, late: float) -> float:
+def simulate(cell: Cell, network: Network, late: float) -> float:
     """The seconds of a step, in virtual time."""
     cluster = orchestra.Simulated(
         workers=cell.workers, network=network, delay=Late(compute_times.parse(cell.delay), late), numerics="off"
@@ -151,13 +151,13 @@ def rehearse(cell: Cell, network: Network, late: float) -> float:
         return per_step(train(cell.parameters, cell.strategy, cluster, folder / "run").run)
 
 
-def _write(foretold: dict[Cell, float], network: Network, late: float) -> str:
+def _write(predicted: dict[Cell, float], network: Network, late: float) -> str:
     text = json.dumps(
         {
             "written": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "host": asdict(network.hosts[0]),
             "late": late,
-            "seconds of a step": [{**asdict(cell), "seconds": seconds} for cell, seconds in foretold.items()],
+            "seconds of a step": [{**asdict(cell), "seconds": seconds} for cell, seconds in predicted.items()],
         },
         indent=1,
     )
@@ -221,14 +221,14 @@ def per_step(folder: Path) -> float:
 
 
 def _report(
-    foretold: dict[Cell, float], naive: dict[Cell, float], real: dict[Cell, list[float]], busy: dict[Cell, float],
+    predicted: dict[Cell, float], naive: dict[Cell, float], real: dict[Cell, list[float]], busy: dict[Cell, float],
     network: Network, late: float, digest: str,
 ) -> Outcome:  # fmt: skip
     host = network.hosts[0]
     byte = f"{host.up / 8e9:.1f} GB/s" if host.up < 1e18 else "bytes cost nothing"
     outcome = Outcome(
         "Prediction",
-        "Seconds of a step on real processes, foretold by rehearsals. Calibrated by least squares on runs of 2 "
+        "Seconds of a step on real processes, predicted by simulations. Calibrated by least squares on runs of 2 "
         f"processes with constant delays: a message takes {host.message * 1e6:.0f} µs ({byte}), a million numbers "
         f"averaged or updated {host.number * 1e9:.2f} ms, and a worker is {late * 1e3:.2f} ms late. {len(CELLS)} other "
         f"cells: {len(STRATEGIES)} strategies, 2 to 4 workers, {SIZES[0]:,} and {SIZES[1]:,} parameters, {len(DELAYS)} "
@@ -238,11 +238,11 @@ def _report(
     truth = {cell: statistics.median(values) for cell, values in real.items()}
     again = {cell: values[0] for cell, values in real.items()}
     others = {cell: statistics.median(values[1:]) for cell, values in real.items()}
-    errors, ranks = errors_of(foretold, truth), taus(foretold, truth)
+    errors, ranks = errors_of(predicted, truth), taus(predicted, truth)
     outcome.table(
         HEAD,
         [
-            row("the rehearsal", foretold, truth),
+            row("the simulation", predicted, truth),
             row("the delays alone, nothing else takes time", naive, truth),
             row("a real run, of the others of its kind", again, others),
         ],
@@ -256,23 +256,23 @@ def _report(
     for strategy in STRATEGIES:
         mine = [cell for cell in CELLS if cell.strategy == strategy]
         own = [errors[cell] for cell in mine]
-        ratios = [foretold[cell] / truth[cell] for cell in mine]
+        ratios = [predicted[cell] / truth[cell] for cell in mine]
         rows.append(
             [strategy, f"{statistics.median(own):.1%}", f"{max(own):.1%}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
         )
-    outcome.table(["strategy", "median error", "most", "foretold by real"], rows)
+    outcome.table(["strategy", "median error", "most", "predicted by real"], rows)
     used = sorted(busy.values())
     outcome.say(f"The runs used {statistics.median(used):.0%} of the cores in the middle, {used[-1]:.0%} at most.")
     outcome.goal("median error of at most 10 %", statistics.median(errors.values()) <= 0.1)
     outcome.goal("Kendall's τ of at least 0.8, all pairs", statistics.fmean(ranks) >= 0.8)
-    outcome.goal("Kendall's τ of at least 0.8, decided pairs", statistics.fmean(taus(foretold, truth, DECIDED)) >= 0.8)
+    outcome.goal("Kendall's τ of at least 0.8, decided pairs", statistics.fmean(taus(predicted, truth, DECIDED)) >= 0.8)
     return outcome
 
 
-HEAD = ["step time foretold by", "median error", "90 % below", "bias", "Kendall's τ", "τ, decided pairs"]
+HEAD = ["step time predicted by", "median error", "90 % below", "bias", "Kendall's τ", "τ, decided pairs"]
 
 
-class Foretold(Protocol):
+class Predicted(Protocol):
     """A cell of any kind."""
 
     @property
@@ -283,30 +283,30 @@ class Foretold(Protocol):
         """All that strategies to be put in order have in common."""
 
 
-C = TypeVar("C", bound=Foretold)
+C = TypeVar("C", bound=Predicted)
 
 
-def row(name: str, foretold: dict[C, float], truth: dict[C, float]) -> list[str]:
-    """Of a table with this head: how far from the truth one way to foretell was."""
-    errors, ranks = sorted(errors_of(foretold, truth).values()), taus(foretold, truth)
-    bias = statistics.fmean(foretold[cell] / truth[cell] - 1 for cell in truth)
+def row(name: str, predicted: dict[C, float], truth: dict[C, float]) -> list[str]:
+    """Of a table with this head: how far from the truth one way to predict was."""
+    errors, ranks = sorted(errors_of(predicted, truth).values()), taus(predicted, truth)
+    bias = statistics.fmean(predicted[cell] / truth[cell] - 1 for cell in truth)
     return [
         name, f"{statistics.median(errors):.1%}", f"{errors[int(0.9 * len(errors))]:.1%}", f"{bias:+.1%}",
-        f"{statistics.fmean(ranks):.2f}", f"{statistics.fmean(taus(foretold, truth, DECIDED)):.2f}",
+        f"{statistics.fmean(ranks):.2f}", f"{statistics.fmean(taus(predicted, truth, DECIDED)):.2f}",
     ]  # fmt: skip
 
 
-def errors_of(foretold: dict[C, float], truth: dict[C, float]) -> dict[C, float]:
+def errors_of(predicted: dict[C, float], truth: dict[C, float]) -> dict[C, float]:
     """Relative to the truth."""
-    return {cell: abs(foretold[cell] - truth[cell]) / truth[cell] for cell in truth}
+    return {cell: abs(predicted[cell] - truth[cell]) / truth[cell] for cell in truth}
 
 
-def taus(foretold: dict[C, float], truth: dict[C, float], apart: float = 0.0) -> list[float]:
+def taus(predicted: dict[C, float], truth: dict[C, float], apart: float = 0.0) -> list[float]:
     """τ of every condition in which there is anything to put in order."""
     conditions: dict[tuple[Any, ...], list[C]] = {}
     for cell in truth:
         conditions.setdefault(cell.condition, []).append(cell)
-    found = [kendall([foretold[c] for c in cells], [truth[c] for c in cells], apart) for cells in conditions.values()]
+    found = [kendall([predicted[c] for c in cells], [truth[c] for c in cells], apart) for cells in conditions.values()]
     return [tau for tau in found if tau is not None]
 
 

@@ -97,13 +97,13 @@ def say(text: str) -> None:
 def tune(contestants: Sequence[Contestant]) -> None:
     """Write down the samples to the target by learning rate, on seed 0; null: not reached in `LONGEST` steps.
 
-    Ours is rehearsed, theirs is run on hosts with links as fast as can be.
+    Ours is simulated, theirs is run on hosts with links as fast as can be.
     """
     with Lab(name=f"tune{os.getpid()}", hosts=HOSTS) as lab:
         for who in contestants:
             tries = {}
             for rate in RATES:
-                scores = play(lab, who, rate, 0, LONGEST).scores if who.theirs else rehearse(who, rate)
+                scores = play(lab, who, rate, 0, LONGEST).scores if who.theirs else simulate(who, rate)
                 tries[str(rate)] = used if (used := reached(scores)[0]) < math.inf else None
                 say(f"tuning {who.name}, learning rate {rate}: {tries[str(rate)]} samples")
             TUNED.write_text(json.dumps(read_tuned() | {who.name: tries}, indent=1) + "\n", encoding="utf-8")
@@ -114,7 +114,7 @@ def read_tuned() -> dict[str, Tries]:
     return json.loads(TUNED.read_text(encoding="utf-8")) if TUNED.exists() else {}
 
 
-def rehearse(who: Contestant, rate: float) -> list[Score]:
+def simulate(who: Contestant, rate: float) -> list[Score]:
     """Until the target is reached; nobody looks at the seconds."""
     budget = orchestra.Target("accuracy", TARGET) | orchestra.Steps(LONGEST)
     with scratch() as folder:
@@ -286,7 +286,7 @@ class Report:
         )
         return (
             f"Tuned on another seed, {len(RATES)} tries for each, by the samples to the target, of {LONGEST} steps at "
-            "most, ours in rehearsal. DDP, also with fp16, makes the updates of allreduce, and post_localSGD those of "
+            "most, ours in simulation. DDP, also with fp16, makes the updates of allreduce, and post_localSGD those of "
             f"localsgd, so they share a learning rate. Samples by learning rate: {found}."
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast are rehearsals: a thousand workers without numbers, 64 with?"""
+"""How fast are simulations: a thousand workers without numbers, 64 with?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATIONS = {"allreduce": 3, ASYNCHRONOUS: 2 + 4 * 8}
 def measure(rounds: int) -> Outcome:
     """Real seconds, operations a second and memory, each run in a process of its own."""
     outcome = Outcome(
-        "Rehearsal",
+        "Simulation",
         f"Timing only: {STEPS} steps of each worker, {PARAMETERS:,} parameters, 1 Gbit/s and 50 µs, log-normal delays; "
         "set-up, event files and their evaluation included. Real seconds of the best round: everything but the program "
         "itself can only slow it down.",
@@ -61,7 +61,7 @@ def measure(rounds: int) -> Outcome:
 
 def _apart(strategy: str, workers: int, *options: str) -> dict[str, Any]:
     """One run in a new process, whose memory is its own."""
-    command = [sys.executable, "-m", "benchmarks.rehearsal", "--one", strategy, str(workers), *options]
+    command = [sys.executable, "-m", "benchmarks.simulation", "--one", strategy, str(workers), *options]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
     return found
@@ -76,7 +76,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def one(strategy: str, workers: int, *, numbers: bool = False) -> None:
-    """Rehearse once; print seconds and memory."""
+    """Simulate once; print seconds and memory."""
     import resource
 
     began = time.perf_counter()
