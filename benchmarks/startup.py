@@ -27,7 +27,7 @@ print("first step at", began + first["t"])
 """
 _SCRIPT = """
 import orchestra
-from orchestra.recipes.digits import RECIPE as r
+from orchestra.recipes.images import DIGITS as r
 orchestra.train(model=r.model, data=r.data, loss=r.loss, optimizer=r.optimizer, batch=r.batch, evaluate=r.evaluate,
     evaluation_data=r.evaluation_data, cluster=orchestra.Local(workers=4), budget=orchestra.Steps(20), out=sys.argv[1])
 """

@@ -103,11 +103,11 @@ ARROWS: dict[str, set[str]] = {
     "user_loop": _ENGINE | {"clusters", "worlds"},
     "_train": _ENGINE | {"clusters"},
     "_prepare": _ENGINE | {"clusters", "user_loop", "worlds"},
-    "lab": {"errors", "worlds"},
+    "lab": {"errors", "launchers", "runs", "worlds"},
     "report": _ENGINE,
     "live": _BELOW_ENGINE | {"report"},
     "probe": _ENGINE | {"_train", "clusters"},
-    "doctor": _BELOW_ENGINE | {"_train", "clusters", "worlds"},
+    "doctor": _BELOW_ENGINE | {"_train", "clusters", "launchers", "worlds"},
 }
 
 

@@ -111,12 +111,12 @@ def test_a_loop_is_asked_to_stop_not_to_save(path: Path, monkeypatch: pytest.Mon
     asked: list[str] = []
 
     class Silent(ProcessGroup):
-        def play(self, wires: Any) -> int:
+        def run(self, links: Any) -> int:
             asked.append(self.asking)
             return 0
 
-    monkeypatch.setattr(process_group, "Band", Silent)
-    monkeypatch.setattr(process_group, "Pipe", lambda *given: None)
+    monkeypatch.setattr(process_group, "ProcessGroup", Silent)
+    monkeypatch.setattr(process_group, "AgentProcess", lambda *given: None)
     assert local_processes.start(sources.find(str(path)), Options(workers=2), []) == 0
     assert asked == ["stop"]
 

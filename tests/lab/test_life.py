@@ -118,22 +118,22 @@ def test_what_runs_inside_is_ended_with_it(name: str) -> None:
         lab.command(1, ["setsid", "--fork", "env", "-i", "sleep", "1000"]), env=lab.environment(1), check=True
     )
     assert hidden.returncode == 0
-    assert soon(lambda: len(ip_commands.living_in([host_of(name, 1)])) == 1)
-    (pid,) = ip_commands.living_in([host_of(name, 1)])
+    assert soon(lambda: len(ip_commands.processes_in([host_of(name, 1)])) == 1)
+    (pid,) = ip_commands.processes_in([host_of(name, 1)])
     build.down(name)
     assert not os.path.exists(f"/proc/{pid}") or soon(lambda: not os.path.exists(f"/proc/{pid}"))
 
 
 def test_a_delay_line_ends_when_its_namespace_loses_its_name(name: str) -> None:
     build.up(make_plan(name=name, hosts=2, latency="1ms"))
-    (line,) = ip_commands.living_in([switch_of(name)])
+    (line,) = ip_commands.processes_in([switch_of(name)])
     subprocess.run(["ip", "netns", "delete", switch_of(name)], check=True)
     assert soon(lambda: not os.path.exists(f"/proc/{line}"))
 
 
 def test_a_lab_without_its_delay_line_is_not_used(name: str) -> None:
     with Lab(hosts=2, latency="1ms", name=name) as lab:
-        (line,) = ip_commands.living_in([switch_of(name)])
+        (line,) = ip_commands.processes_in([switch_of(name)])
         os.kill(line, signal.SIGKILL)
         assert soon(lambda: not os.path.exists(f"/proc/{line}"))
         assert lab.look().cut

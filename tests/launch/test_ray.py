@@ -54,12 +54,12 @@ def test_how_many_nodes_there_are() -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1"])
-def test_nobody_at_the_door(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "_KNOCK", 0.5)
+def test_an_address_where_nothing_listens_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "_CONNECT", 0.5)
     with pytest.raises(ConnectionRefusedError):
-        ray._knock(address)
-    ray._knock("auto")
-    ray._knock("ray://somewhere:10001")  # Ray's own client
+        ray._connect(address)
+    ray._connect("auto")
+    ray._connect("ray://somewhere:10001")  # Ray's own client
 
 
 @real
@@ -109,6 +109,6 @@ def test_however_it_ends_it_saves_and_leaves_nobody(number: signal.Signals, tmp_
 
 @real
 def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "_KNOCK", 0.5)
+    monkeypatch.setattr(ray, "_CONNECT", 0.5)
     with pytest.raises(ClusterError, match="ray start --head"):
         ray.launch(["run", "digits"], 2, TOKEN, address="127.0.0.1:1")

@@ -185,8 +185,9 @@ def test_other_versions_are_refused(near: Ground) -> None:
     (package / "__init__.py").write_text("")
     (package / "_version.py").write_text('__version__ = "0.0.9"\n')
     (package / "launchers" / "__init__.py").write_text("")
-    source = Path(__file__).parents[2] / "src" / "orchestra" / "launchers" / "agent.py"
-    (package / "launchers" / "agent.py").write_text(source.read_text())
+    sources = Path(__file__).parents[2] / "src" / "orchestra" / "launchers"
+    for name in ("agent.py", "processes.py"):
+        (package / "launchers" / name).write_text((sources / name).read_text())
     stand_in = Path(near.ssh)
     stand_in.write_text(stand_in.read_text().replace("/nowhere", str(other)))
     near.hosts = ("one", "elsewhere")

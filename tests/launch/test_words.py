@@ -212,9 +212,9 @@ def test_a_host_that_cannot_take_part(complaint: str, told: str) -> None:
 
 def test_a_host_without_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"cwd": "/", "master": "127.0.0.1", "port": 1, "any_port": False, "first": False}
-    whole = agent.look(asked)
+    whole = agent.check_machine(asked)
     monkeypatch.setattr(agent, "_version", lambda package: None)
     with pytest.raises(ClusterError) as raised:
-        agree([("one", whole), ("two", agent.look(asked))])
+        agree([("one", whole), ("two", agent.check_machine(asked))])
     (line,) = str(raised.value).splitlines()[1:]
     assert line.startswith(f"  two has no torch for {sys.executable}: install it, ")

@@ -24,7 +24,7 @@ from orchestra.engine.environment import WORKERS, half_set
 from orchestra.errors import Problem
 
 if TYPE_CHECKING:
-    from orchestra.launchers.process_group import AgentLink, News
+    from orchestra.launchers.process_group import Link, News
 
 _HOST = "localhost"
 _TAKES = ("strategy", "workers", "servers", "seed", "lr_factor", "out", "token_file", "trusted", "grace")
@@ -60,11 +60,11 @@ def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool)
     nodes, news = nodes_of(chosen), News()
     command = ["run", source.name, *flags(chosen), *(["--", *args] if args else [])]
     workers = {} if chosen.workers is None else {WORKERS: str(chosen.workers)}
-    band = ProcessGroup([_HOST] * nodes, news, asking="stop", silent=silent)
-    return band.play(_wires(command, nodes, workers, news)), band.last_words
+    group = ProcessGroup([_HOST] * nodes, news, asking="stop", silent=silent)
+    return group.run(_links(command, nodes, workers, news)), group.last_words
 
 
-def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, AgentLink]:
+def _links(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, Link]:
     """To one process for each node."""
     from orchestra.launchers.hosts import argv, place
     from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess
@@ -73,7 +73,7 @@ def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News)
     mark, port = secrets.token_hex(8), _free_port()
     threads = max(1, len(os.sched_getaffinity(0)) // nodes)  # all cores for each would be too many together
     ours = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "ORCHESTRA_TOKEN": auth.new()}
-    wires: dict[int, AgentLink] = {}
+    links: dict[int, Link] = {}
     for rank in range(nodes):
         orders = {
             "do": "run",
@@ -85,8 +85,8 @@ def _wires(command: Sequence[str], nodes: int, more: dict[str, str], news: News)
             "grace": GRACE,
         }
         far_end = [sys.executable, "-P", "-m", "orchestra.launchers.agent"]
-        wires[rank] = AgentProcess(rank, far_end, json.dumps(orders), news)
-    return wires
+        links[rank] = AgentProcess(rank, far_end, json.dumps(orders), news)
+    return links
 
 
 def _free_port() -> int:

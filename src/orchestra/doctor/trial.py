@@ -29,6 +29,7 @@ from pathlib import Path
 
 from orchestra.errors import WorkerFailed
 from orchestra.formatting import plural
+from orchestra.launchers.processes import kill_marked
 
 _MARK = "ORCHESTRA_DOCTOR"
 _ALTOGETHER = 18.0  # seconds for all checks
@@ -107,7 +108,7 @@ def examine(checks: Sequence[Check]) -> Iterator[tuple[Check, Finding]]:
             yield check, found[check.name].result()
     finally:
         lanes.shutdown(wait=False, cancel_futures=True)
-        _kill(mark)
+        kill_marked(f"{_MARK}={mark}", _GRACE)
         lanes.shutdown()
 
 
@@ -132,7 +133,7 @@ def _attempt(check: Check, mark: str, deadline: float, before: Future[Finding] |
         cut_short = seconds < check.seconds  # for the others' sake: it may only be slow
         out = _stop(child, mark)
         ending = f"no answer within {seconds:.0f} s, load {os.getloadavg()[0]:.1f} on {plural(cores(), 'core')}"
-    _kill(mark)
+    kill_marked(f"{_MARK}={mark}", _GRACE)
     try:
         said = json.loads(out)
         return Finding(State(said["state"]), said["found"], said["remedy"])
@@ -162,17 +163,8 @@ def _stop(child: subprocess.Popen[str], mark: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.communicate(timeout=_GRACE)[0]
         child.kill()
-        _kill(mark)
+        kill_marked(f"{_MARK}={mark}", _GRACE)
     return ""
-
-
-def _kill(mark: str) -> None:
-    """End every process that bears the mark; twice, for those that were being started."""
-    for _ in range(2):
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it is gone, or somebody else's
-                if f"{_MARK}={mark}".encode() in environment.read_bytes():
-                    os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def cores() -> int:

@@ -21,18 +21,17 @@ import contextlib
 import os
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.lab.cgroups import Cgroups, find_cgroups
-from orchestra.lab.ip_commands import NAMESPACES, IpCommands, alone, identity, living_in, namespaces, refuse_without
+from orchestra.lab.ip_commands import NAMESPACES, IpCommands, alone, identity, namespaces, processes_in, refuse_without
 from orchestra.lab.plan import LabPlan, Machine, host_of, owner_of, subnet_of, switch_of
+from orchestra.launchers.processes import kill_all
 
 DELAY_LINE = Path(__file__).resolve().with_name("delay_line.py")
 _NAMES = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc
@@ -216,15 +215,9 @@ def _take_down(k: IpCommands, lab: str) -> bool:
 
 
 def _kill_all(spaces: Collection[str], shares: Cgroups | None, groups: Collection[str]) -> None:
-    end = time.monotonic() + _PATIENCE
-    while True:
-        members = [pid for name in groups for pid in shares.members(name)] if shares else []
-        there = {*living_in(spaces), *members} - {os.getpid()}
-        if not there:
-            return
-        if time.monotonic() > end:
-            raise EnvironmentProblem(f"processes {sorted(there)} of the lab cannot be killed; try again.")
-        for pid in there:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
+    def members() -> set[int]:
+        grouped = [pid for name in groups for pid in shares.members(name)] if shares else []
+        return {*processes_in(spaces), *grouped} - {os.getpid()}
+
+    if left := kill_all(members, _PATIENCE):
+        raise EnvironmentProblem(f"processes {left} of the lab cannot be killed; try again.")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.lab.build import DELAY_LINE, address_in, names
 from orchestra.lab.cgroups import find_cgroups
-from orchestra.lab.ip_commands import IpCommands, arguments_of, living_in, namespaces, refuse_without
+from orchestra.lab.ip_commands import IpCommands, namespaces, processes_in, refuse_without
 from orchestra.lab.plan import Machine, host_of, owner_of, switch_of
+from orchestra.launchers.processes import arguments_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +66,13 @@ def look(name: str) -> LabState:
         addresses=tuple(addresses),
         machines=tuple(machines),
         cut=not _whole(k, name, addresses, latencies),
-        processes=len(living_in(spaces)),
+        processes=len(processes_in(spaces)),
     )
 
 
 def _latencies(name: str) -> dict[str, float]:
     """Of each TAP, from the command line of the delay line."""
-    for pid in living_in([switch_of(name)]):
+    for pid in processes_in([switch_of(name)]):
         words = arguments_of(pid)
         if any(word.endswith(DELAY_LINE.name) for word in words):
             ports = [word.split("=") for word in words if word.startswith("t") and "=" in word]

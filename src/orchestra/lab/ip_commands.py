@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra.errors import EnvironmentProblem
+from orchestra.runs.files import lock_file
 
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
 _LOCK = "/run"  # a folder that is always there: nothing is left behind
@@ -89,18 +88,13 @@ def alone() -> Iterator[IpCommands]:
     """The right to build and take down, which one process has at a time, and loses when it dies."""
     lock = os.open(_LOCK, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        end = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise EnvironmentProblem(
-                        f"another `orchestra lab` has been building for {_PATIENCE:.0f} s: it holds a lock on {_LOCK}. "
-                        "Wait for it, or end it."
-                    ) from None
-                time.sleep(0.05)
+        try:
+            lock_file(lock, within=_PATIENCE)
+        except BlockingIOError:
+            raise EnvironmentProblem(
+                f"another `orchestra lab` has been building for {_PATIENCE:.0f} s: it holds a lock on {_LOCK}. "
+                "Wait for it, or end it."
+            ) from None
         yield IpCommands(lock)
     finally:
         os.close(lock)
@@ -123,27 +117,10 @@ def identity(path: str | Path) -> Identity | None:
     return found.st_dev, found.st_ino
 
 
-def living_in(names: Collection[str]) -> list[int]:
+def processes_in(names: Collection[str]) -> list[int]:
     """Processes in any of these namespaces; none that shares this one's network, or the machine's own."""
     homes = {identity(NAMESPACES / name) for name in names}
     homes -= {None, identity("/proc/1/ns/net"), identity("/proc/self/ns/net")}
     if not homes:
         return []
     return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and identity(f"/proc/{pid}/ns/net") in homes]
-
-
-def arguments_of(pid: int) -> list[str]:
-    """The command line of a process; nothing if it is gone."""
-    return _words(f"/proc/{pid}/cmdline")
-
-
-def environment_of(pid: int) -> list[str]:
-    """The variables a process was started with."""
-    return _words(f"/proc/{pid}/environ")
-
-
-def _words(path: str) -> list[str]:
-    try:
-        return Path(path).read_bytes().decode(errors="replace").split("\0")[:-1]
-    except OSError:
-        return []

@@ -52,7 +52,7 @@ class ProcessSlot:
 def seats(hosts: Sequence[LaunchHost]) -> list[ProcessSlot]:
     """A place for every slot of every host, in rank order.
 
-    >>> two = Host("a", 2, "python", "/"), Host("b", 1, "python", "/")
+    >>> two = LaunchHost("a", 2, "python", "/"), LaunchHost("b", 1, "python", "/")
     >>> [(seat.rank, seat.host.name, seat.local_rank) for seat in seats(two)]
     [(0, 'a', 0), (1, 'a', 1), (2, 'b', 0)]
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestra.errors import ClusterError
 
-Answer = Mapping[str, Any]  # of `orchestra.launchers.agent.look`
+Answer = Mapping[str, Any]  # of `orchestra.launchers.agent.check_machine`
 
 
 def agree(answers: Sequence[tuple[str, Answer | str]]) -> list[Answer]:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The near end of a launcher: processes on many machines as if they were one program.
+"""Processes on one or many machines that run as one program.
 
-    rank 0 is heard as it is, line by line; the others on standard error, each line with its host in front
+    output              rank 0's as it is, line by line; that of the others on standard error, with the host in front
     Ctrl-C, SIGTERM     passed on: a run saves and stops, a script does as it likes; a second one kills
-    one fails           the others have a few seconds to notice, are asked to stop, are killed; the first cause is told
-    we die              so does the input of every far end, and with it what runs there
+    one fails           the others have a few seconds to notice, are asked to stop, are killed; the first cause is named
+    we die              the input of every agent closes, and the agent ends what it has started
 
-The far end is `orchestra.launchers.agent`, behind ssh or whatever else carries its input and output.
+A process is reached through a link: `LocalProcess` for one of this machine, `AgentProcess` for one behind
+`orchestra.launchers.agent`, whose input and output ssh or another program carries.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -24,134 +24,155 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, BinaryIO, Literal, Protocol
 
 from orchestra.errors import ClusterError, ConfigError, Stopped, WorkerLost
+from orchestra.launchers.processes import ending_with_parent, exit_status
 
-Heard = tuple[Literal["out", "err"], bytes]
+Output = tuple[Literal["out", "err"], bytes]
 Ended = tuple[Literal["end"], int]
-News = SimpleQueue[tuple[int | None, Heard | Ended | tuple[Literal["signal"], int]]]  # of a rank, or of ourselves
+News = SimpleQueue[tuple[int | None, Output | Ended | tuple[Literal["signal"], int]]]  # of a rank, or of this process
 
-SILENCE, GRACE = 60.0, 20.0  # seconds that a far end waits for a word; and for a process to save when there is none
-_PULSE = 5.0  # seconds between two words that say we are there
+SILENCE, GRACE = 60.0, 20.0  # seconds that an agent waits for a message; and for a process to save when there is none
+_PULSE = 5.0  # seconds between two messages that say the launcher is there
 _NOTICE = 3.0  # seconds to notice that another has failed
-_KILLED = 5.0  # seconds to be gone after being killed
-_LAST_WORDS = 1.0  # seconds for what was said and is not yet read
+_KILLED = 5.0  # seconds to end after being killed
+_LAST_OUTPUT = 1.0  # seconds for what was printed and is not yet read
 _TAIL = 12  # lines of standard error that are repeated
-_OPENINGS = 1 << 16  # bytes of a line that does not end
-_PR_SET_PDEATHSIG = 1  # of prctl.h
-_REFUSED = ConfigError.exit_code  # of those who find something wrong with the command
-# Exit codes of those who noticed that another was gone, the likeliest cause first: all say so if its host is gone.
+_LONGEST_LINE = 1 << 16  # bytes; a longer one is passed on in parts
+_REFUSED = ConfigError.exit_code  # of processes that find something wrong with the command
+# Exit codes of processes that only noticed the end of another, the likeliest cause first.
 _CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
 
 
-class AgentLink(Protocol):
-    """To the far end of one process. What comes back is put among the news."""
+class Link(Protocol):
+    """Connection to one process. What the process prints, and its end, is put into the queue of news."""
 
-    def say(self, word: str) -> None:
-        """One line."""
+    def send(self, message: str) -> None:
+        """Send one line: the name of a signal for the process, or an empty one that says the launcher is there."""
 
-    def cut(self) -> None:
-        """Hang up."""
-
-
-def ending_with_us() -> Callable[[], None]:
-    """For `preexec_fn`: SIGTERM for the new process when the thread that starts it ends, so also when we are killed.
-
-    An ssh that still connects does not read its input, so it would not notice that.
-    """
-    libc, us = ctypes.CDLL(None), os.getpid()
-
-    def tie() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != us:  # we died before the line above took effect
-            os._exit(1)
-
-    return tie
+    def close(self) -> None:
+        """End the connection, and the process with it."""
 
 
-class AgentProcess:
-    """A far end behind a command, such as ssh. `tied`: the command ends with the thread that starts it."""
+class LocalProcess:
+    """A process of this machine, in a session of its own: Ctrl-C on the terminal is for the launcher to pass on."""
 
-    def __init__(self, rank: int, command: Sequence[str], orders: str, news: News, *, tied: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        news: News,
+        *,
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+        preexec_fn: Callable[[], None] | None = None,
+    ) -> None:
         self._rank, self._news = rank, news
-        # A session of its own: Ctrl-C on our terminal is for us to pass on.
         self._process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,
+            env=environment,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             bufsize=0,
-            preexec_fn=ending_with_us() if tied else None,
+            preexec_fn=preexec_fn,
         )
-        self.say(orders)
+        self.stdin = self._process.stdin
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def say(self, word: str) -> None:
-        """One line; whether anybody is left to hear it, the news tell."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(word.encode() + b"\n")
+    def send(self, message: str) -> None:
+        """Send a signal, by its name, to the process and its group."""
+        if message and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.Signals[message])
 
-    def cut(self) -> None:
-        """Hang up."""
+    def close(self) -> None:
+        """Kill the process."""
         self._process.kill()
 
     def _listen(self) -> None:
         kinds: tuple[Literal["out", "err"], ...] = ("out", "err")
         pipes = zip(kinds, (self._process.stdout, self._process.stderr), strict=True)
-        ears = [threading.Thread(target=self._hear, args=pair, daemon=True) for pair in pipes]
-        for ear in ears:
-            ear.start()
+        readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in pipes]
+        for reader in readers:
+            reader.start()
         code = self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        for ear in ears:  # one that ssh left in the background may keep a pipe open for ever
-            ear.join(_LAST_WORDS)
-        self._news.put((self._rank, ("end", code if code >= 0 else 128 - code)))
+        if self.stdin is not None:
+            self.stdin.close()
+        for reader in readers:  # a process that was left in the background may keep a pipe open for ever
+            reader.join(_LAST_OUTPUT)
+        self._news.put((self._rank, ("end", exit_status(code))))
 
-    def _hear(self, kind: Literal["out", "err"], pipe: IO[bytes]) -> None:
+    def _read(self, kind: Literal["out", "err"], pipe: IO[bytes]) -> None:
         with pipe:
-            while said := os.read(pipe.fileno(), 1 << 16):
-                self._news.put((self._rank, (kind, said)))
+            while printed := os.read(pipe.fileno(), 1 << 16):
+                self._news.put((self._rank, (kind, printed)))
+
+
+class AgentProcess:
+    """A process behind an agent, which a command reaches, such as ssh. `tied`: the command ends with this process.
+
+    An ssh that still connects does not read its input, so it would not notice that the input closes.
+    """
+
+    def __init__(self, rank: int, command: Sequence[str], orders: str, news: News, *, tied: bool = False) -> None:
+        tie = ending_with_parent(signal.SIGTERM) if tied else None
+        self._agent = LocalProcess(rank, command, news, stdin=subprocess.PIPE, preexec_fn=tie)
+        self.send(orders)
+
+    def send(self, message: str) -> None:
+        """Send one line to the agent. If the agent has ended, the news say so."""
+        assert self._agent.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._agent.stdin.write(message.encode() + b"\n")
+
+    def close(self) -> None:
+        """Kill the command: the agent's input closes."""
+        self._agent.close()
 
 
 @dataclass
 class ProcessGroup:
-    """Processes that play together, from the first to the last of them."""
+    """The processes of one program, from the start of the first to the end of the last."""
 
     names: Sequence[str]  # of the host of each rank
     news: News
     grace: float = GRACE  # seconds between asking to stop and killing
-    asking: str = "stop, and waits for those that save first"  # whether a script does, nobody knows
+    asking: str = "stop, and waits for those that save first"  # whether a script saves is not known
     silent: bool = False  # nothing that the processes print is passed on
-    wires: dict[int, AgentLink] = field(default_factory=dict)
+    # Any signal passed on as itself, no end to the time for saving, and some for noticing a failure. Else all are asked
+    # to stop by SIGINT, or by the first failure at once, and killed after the grace.
+    patient: bool = True
+    out: BinaryIO | None = None  # where output goes, with the host in front of every line; None: as it says above
+    err: BinaryIO | None = None
+    links: dict[int, Link] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)  # in the order in which they ended
     tails: dict[int, deque[bytes]] = field(default_factory=dict)
+    asked: int | None = None  # the signal that this process was sent
     _open: dict[tuple[int, str], bytes] = field(default_factory=dict)  # lines that have not ended
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    _asked: int | None = None  # the signal that we were sent
-    _stopping: bool = False  # whoever fails now does because we asked
+    _stopping: bool = False  # a process that fails from now on fails because it was asked to stop
     _killed: bool = False
-    _failed: tuple[int, ...] = ()  # before anybody was asked to stop, in order
+    _failed: tuple[int, ...] = ()  # before the others were asked to stop, in order
 
-    def play(self, wires: Mapping[int, AgentLink]) -> int:
-        """Listen until all have ended; gives the exit code of the whole."""
-        self.wires = dict(wires)
-        self.tails = {rank: deque(maxlen=_TAIL) for rank in wires}
+    def run(self, links: Mapping[int, Link]) -> int:
+        """Pass on output and signals until all processes have ended; return the exit code of the whole."""
+        self.links = dict(links)
+        self.tails = {rank: deque(maxlen=_TAIL) for rank in links}
         self._due = [(time.monotonic() + _PULSE, self._pulse)]
         try:
             with _signals(self.news):
-                while len(self.statuses) < len(self.wires):
+                while len(self.statuses) < len(self.links):
                     self._turn()
         finally:
-            for wire in self.wires.values():
-                wire.cut()
+            for link in self.links.values():
+                link.close()
         return self._verdict()
 
     def _turn(self) -> None:
-        """Hear one piece of news, or do what is due."""
+        """Take one piece of news, or do what is due."""
         self._due.sort(key=lambda entry: entry[0])
         try:
             rank, news = self.news.get(timeout=max(0.0, self._due[0][0] - time.monotonic()))
@@ -166,104 +187,110 @@ class ProcessGroup:
                 assert rank is not None
                 self._flush(rank)
                 self._ended(rank, status)
-            case ("out" | "err") as kind, bytes(said):
+            case ("out" | "err") as kind, bytes(printed):
                 assert rank is not None
-                self._pass_on(rank, kind, said)
+                self._pass_on(rank, kind, printed)
 
     # Stopping.
 
-    def _say(self, word: str) -> None:
-        for rank, wire in self.wires.items():
+    def _send_all(self, message: str) -> None:
+        for rank, link in self.links.items():
             if rank not in self.statuses:
-                wire.say(word)
+                link.send(message)
 
     def _pulse(self) -> None:
-        self._say("")
+        self._send_all("")
         self._due.append((time.monotonic() + _PULSE, self._pulse))
 
     def _stop(self, number: int) -> None:
-        """As Ctrl-C asks: the first time when they like, which is when they have saved, the second time at once."""
-        if self._asked is not None:
+        """Ask all to stop; a second time, kill them."""
+        if self.asked is not None:
             self._kill()
             return
-        self._asked = number
-        self._say("SIGINT" if number == signal.SIGINT else "SIGTERM")
+        self.asked = number
+        self._send_all("SIGINT" if number == signal.SIGINT or not self.patient else "SIGTERM")
+        if not self.patient:
+            self._due.append((time.monotonic() + self.grace, self._kill))
         self._tell(f"asked all to {self.asking}; once more kills them")
 
     def _ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
-        if status == 0 or (self._asked is not None and status in (130, 143)):
+        if status == 0 or (self.asked is not None and (status in (130, 143) or not self.patient)):
             return
-        # Of those who were asked to stop, one may still be the cause that others only told of.
+        # Of the processes that were asked to stop, one may still be the cause that others only noticed.
         if self._stopping and (status >= 128 or not self._failed or self.statuses[self._cause()] not in _CONSEQUENCES):
             return
         if not self._failed:
-            now = time.monotonic()
-            self._due += [(now + _NOTICE, self._end), (now + _NOTICE + self.grace, self._kill)]
+            end = time.monotonic() + (_NOTICE if self.patient else 0.0)
+            self._due += [(end, self._end), (end + self.grace, self._kill)]
         self._failed += (rank,)
 
     def _end(self) -> None:
         self._stopping = True
-        self._say("SIGTERM")
+        self._send_all("SIGTERM")
 
     def _kill(self) -> None:
         self._stopping = self._killed = True
-        self._say("SIGKILL")
-        self._due.append((time.monotonic() + _KILLED, self._hang_up))
+        self._send_all("SIGKILL")
+        self._due.append((time.monotonic() + _KILLED, self._close))
 
-    def _hang_up(self) -> None:
-        for rank, wire in self.wires.items():
+    def _close(self) -> None:
+        for rank, link in self.links.items():
             if rank not in self.statuses:
-                wire.cut()
+                link.close()
 
     # What is printed.
 
-    def _pass_on(self, rank: int, kind: str, said: bytes) -> None:
-        *lines, rest = (self._open.get((rank, kind), b"") + said).split(b"\n")
-        if len(rest) > _OPENINGS:
+    def _pass_on(self, rank: int, kind: str, printed: bytes) -> None:
+        *lines, rest = (self._open.get((rank, kind), b"") + printed).split(b"\n")
+        if len(rest) > _LONGEST_LINE:
             lines, rest = [*lines, rest], b""
         self._open[rank, kind] = rest
-        self._note(rank, kind, lines)
+        self._print(rank, kind, lines)
 
     def _flush(self, rank: int) -> None:
-        """Lines that were never ended."""
+        """Print the lines that the process has begun and not ended."""
         for kind in ("out", "err"):
             if rest := self._open.pop((rank, kind), b""):
-                self._note(rank, kind, [rest], ended=False)
+                self._print(rank, kind, [rest], ended=False)
 
-    def _note(self, rank: int, kind: str, lines: Sequence[bytes], *, ended: bool = True) -> None:
-        """Whole lines, one after the other: none of another process falls into one of them."""
-        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # what is left of a bar that was redrawn
+    def _print(self, rank: int, kind: str, lines: Sequence[bytes], *, ended: bool = True) -> None:
+        """Print whole lines, so that those of two processes do not mix."""
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]  # the last state of a progress bar
         if kind == "err":
             self.tails[rank].extend(shown)
-        if self.silent:
+        if self.silent or not lines:
             return
-        if rank and lines:
-            _write(2, b"".join(b"%s | %s\n" % (self.name_of(rank).encode(), line) for line in shown))
-        elif lines:
+        named = b"".join(b"%s | %s\n" % (self.name_of(rank).encode(), line) for line in shown)
+        if (to := self.out if kind == "out" else self.err) is not None:
+            to.write(named)
+            to.flush()
+        elif rank:
+            _write(2, named)
+        else:
             _write(1 if kind == "out" else 2, b"".join(line + b"\n" for line in lines)[: None if ended else -1])
 
     def name_of(self, rank: int) -> str:
-        """The host, and the rank where a host has several."""
+        """Name of the host, and the rank where a host has several."""
         name = self.names[rank]
         return name if self.names.count(name) == 1 else f"{name}[{rank}]"
 
-    # How it went.
+    # How it ended.
 
     def _verdict(self) -> int:
-        """The exit code: of the first that failed, else of rank 0."""
+        """Exit code: of the process that failed first, else of rank 0."""
         if not self._failed:
-            return 128 + self._asked if self._killed and self._asked else self.statuses[0]
+            return 128 + self.asked if self._killed and self.asked else self.statuses[0]
         rank = self._cause()
         status, tail = self.statuses[rank], list(self.tails[rank])
-        self._tell(f"rank {rank} on {self.names[rank]} failed first: {_words(status)}")
-        if tail and not self.silent:
+        self._tell(f"rank {rank} on {self.names[rank]} failed first: {_describe(status)}")
+        if tail and not self.silent and self.out is None:
             self._tell("the last lines of its standard error:")
             _write(2, b"".join(b"  %s\n" % line for line in tail))
         return status
 
     def _tell(self, message: str) -> None:
-        if not self.silent:
+        if not self.silent and self.out is None:
             print(f"orchestra: {message}", file=sys.stderr, flush=True)
 
     @property
@@ -272,11 +299,11 @@ class ProcessGroup:
         if not self._failed:
             return ""
         rank = self._cause()
-        said = [line.decode(errors="replace").strip() for line in self.tails[rank]]
-        return next((line for line in reversed(said) if line), _words(self.statuses[rank]))
+        printed = [line.decode(errors="replace").strip() for line in self.tails[rank]]
+        return next((line for line in reversed(printed) if line), _describe(self.statuses[rank]))
 
     def _cause(self) -> int:
-        """Who failed first; but whoever only says that another ended is not the cause, even if heard sooner."""
+        """Rank of the process that failed first, leaving out those that only report the end of another."""
         for known in range(len(_CONSEQUENCES) + 1):
             suspects = [rank for rank in self._failed if self.statuses[rank] not in _CONSEQUENCES[known:]]
             if suspects:
@@ -290,7 +317,7 @@ class ProcessGroup:
 
 @contextmanager
 def _signals(news: News) -> Iterator[None]:
-    """Signals as news. SimpleQueue is the one queue that may be put into while it is read from."""
+    """Put signals into the queue of news. A SimpleQueue may be put into while this thread reads from it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -305,7 +332,7 @@ def _signals(news: News) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _words(status: int) -> str:
+def _describe(status: int) -> str:
     if status == 255:
         return "exit status 255, as when a connection is lost"
     if status > 128:
@@ -315,7 +342,7 @@ def _words(status: int) -> str:
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Straight to the descriptor: what rank 0 prints is not ours to decode."""
+    """Write bytes as they are: what rank 0 prints need not be text."""
     (sys.stdout if fd == 1 else sys.stderr).flush()
     while data:
         data = data[os.write(fd, data) :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on a Ray cluster: an actor for each node, and behind it the far end that ssh would have reached.
+"""A run on a Ray cluster: an actor for each node, and behind it the agent that ssh would have reached.
 
     here ── actor ── orchestra.launchers.agent ── the process
 
@@ -23,46 +23,46 @@ from typing import Any
 
 from orchestra.engine.environment import STARTED_ON
 from orchestra.errors import ClusterError, EnvironmentProblem
-from orchestra.launchers.agent import look
+from orchestra.launchers.agent import check_machine
 from orchestra.launchers.hosts import PORT, argv, place
 from orchestra.launchers.preflight import agree
 from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess, News, ProcessGroup
 
-_KNOCK = 5.0  # seconds for a cluster to open its door
+_CONNECT = 5.0  # seconds to connect to the cluster
 _ROOM = 60.0  # seconds for Ray to find room
-_ANSWER = 120.0  # seconds for an actor's first word: it may have to start a process, which imports Ray
-_GLANCE = 1.0  # seconds that an actor waits for something to tell
+_ANSWER = 120.0  # seconds for an actor's first answer: it may have to start a process, which imports Ray
+_GLANCE = 1.0  # seconds that an actor waits for news
 
 
-class RayAgent:
-    """On a machine of the cluster: starts one process, says what it is told to, tells what it hears."""
+class NodeActor:
+    """An actor on a machine of the cluster: starts one process, passes on messages to it and news of it."""
 
     def __init__(self) -> None:
         self._news = News()
-        self._pipe: AgentProcess | None = None
+        self._agent: AgentProcess | None = None
 
-    def look(self, orders: Mapping[str, Any]) -> dict[str, Any]:
-        """This machine, and what it lacks."""
+    def check_machine(self, orders: Mapping[str, Any]) -> dict[str, Any]:
+        """Report this machine, and what it lacks."""
         import ray
 
         address = ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()
-        return {"node": node, "address": address, **look({"master": address, **orders})}
+        return {"node": node, "address": address, **check_machine({"master": address, **orders})}
 
     def start(self, rank: int, orders: Mapping[str, Any]) -> None:
         """Start the process, with this machine's own Python."""
         whole = {**orders, "argv": argv(orders["command"], sys.executable)}
         # An actor that ends kills its children at once. A grandchild only sees its input close, and lets the run save.
-        far = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-P", "-m", "orchestra.launchers.agent"]
-        self._pipe = AgentProcess(rank, far, json.dumps(whole), self._news)
+        agent = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-P", "-m", "orchestra.launchers.agent"]
+        self._agent = AgentProcess(rank, agent, json.dumps(whole), self._news)
 
-    def say(self, word: str) -> None:
-        """To the far end."""
-        assert self._pipe is not None
-        self._pipe.say(word)
+    def send(self, message: str) -> None:
+        """Send a line to the agent."""
+        assert self._agent is not None
+        self._agent.send(message)
 
-    def hear(self) -> list[Any]:
-        """All there is, or what comes next."""
+    def news(self) -> list[Any]:
+        """Return all news that there are, or what comes next."""
         found = []
         with contextlib.suppress(Empty):
             found.append(self._news.get(timeout=_GLANCE))
@@ -72,29 +72,29 @@ class RayAgent:
 
 
 class _ActorLink:
-    """To a desk."""
+    """Connection to one process through its actor."""
 
-    def __init__(self, rank: int, desk: Any, orders: Mapping[str, Any], news: News) -> None:
-        self._rank, self._desk, self._news = rank, desk, news
-        desk.start.remote(rank, orders)
+    def __init__(self, rank: int, actor: Any, orders: Mapping[str, Any], news: News) -> None:
+        self._rank, self._actor, self._news = rank, actor, news
+        actor.start.remote(rank, orders)
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def say(self, word: str) -> None:
-        """One line."""
-        self._desk.say.remote(word)
+    def send(self, message: str) -> None:
+        """Send a line to the agent."""
+        self._actor.send.remote(message)
 
-    def cut(self) -> None:
-        """The far end's input closes with its actor."""
+    def close(self) -> None:
+        """End the actor: the agent's input closes with it."""
         import ray
 
-        ray.kill(self._desk)
+        ray.kill(self._actor)
 
     def _listen(self) -> None:
         import ray
 
         try:
             while True:
-                for item in ray.get(self._desk.hear.remote()):
+                for item in ray.get(self._actor.news.remote()):
                     self._news.put(item)
                     if item[1][0] == "end":
                         return
@@ -104,13 +104,13 @@ class _ActorLink:
 
 
 def launch(command: Sequence[str], size: int, token: str, *, address: str = "auto", gpus: int = 0) -> int:
-    """Carry out a command as `size` nodes of one run; gives its exit code."""
+    """Carry out a command as `size` nodes of one run; return its exit code."""
     try:
         import ray
     except ImportError:
         raise EnvironmentProblem("ray is not installed: pip install 'neural-orchestra[ray]'") from None
     try:
-        _knock(address)
+        _connect(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (OSError, ray.exceptions.RayError) as error:
         why = str(error).strip().splitlines()[0]
@@ -120,7 +120,7 @@ def launch(command: Sequence[str], size: int, token: str, *, address: str = "aut
         ) from None
     try:
         again = shlex.join(["--on", "ray", *(["--ray-address", address] if address != "auto" else [])])
-        return _play(command, token, _desks(size, gpus), again)
+        return _run(command, token, _actors(size, gpus), again)
     except ray.exceptions.RayError as error:
         raise ClusterError(
             f"the Ray cluster cannot carry the run: {str(error).strip().splitlines()[-1]}. This package must be "
@@ -130,15 +130,15 @@ def launch(command: Sequence[str], size: int, token: str, *, address: str = "aut
         ray.shutdown()  # and with it the actors
 
 
-def _knock(address: str) -> None:
-    """Whether anybody is there: Ray itself would wait for minutes."""
+def _connect(address: str) -> None:
+    """Raise OSError if nothing listens at the address: Ray itself would wait for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
-        socket.create_connection((host, int(port)), _KNOCK).close()
+        socket.create_connection((host, int(port)), _CONNECT).close()
 
 
-def _desks(size: int, gpus: int) -> list[Any]:
-    """An actor for each node, on as many machines as there are; all or none."""
+def _actors(size: int, gpus: int) -> list[Any]:
+    """Start an actor for each node, on as many machines as there are; all or none."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -152,11 +152,11 @@ def _desks(size: int, gpus: int) -> list[Any]:
             "Ask for fewer --workers, or add machines."
         )
     return [
-        ray.remote(RayAgent)
+        ray.remote(NodeActor)
         .options(
             num_cpus=1,
             num_gpus=gpus,
-            max_concurrency=4,  # it is spoken to while it listens
+            max_concurrency=4,  # messages come while it waits for news
             scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=i),
         )
         .remote()
@@ -164,21 +164,21 @@ def _desks(size: int, gpus: int) -> list[Any]:
     ]
 
 
-def _play(command: Sequence[str], token: str, desks: Sequence[Any], again: str) -> int:
+def _run(command: Sequence[str], token: str, actors: Sequence[Any], again: str) -> int:
     import ray
 
     asked = {"cwd": os.getcwd(), "port": PORT, "any_port": True, "first": False}
-    answers = ray.get([desk.look.remote(asked) for desk in desks], timeout=_ANSWER)
+    answers = ray.get([actor.check_machine.remote(asked) for actor in actors], timeout=_ANSWER)
     machines = list(dict.fromkeys(answer["node"] for answer in answers))
     # Nodes of one machine have ranks in a row, as torchrun has it.
-    order = sorted(range(len(desks)), key=lambda i: machines.index(answers[i]["node"]))
-    desks, answers = [desks[i] for i in order], [answers[i] for i in order]
-    answers[0] = ray.get(desks[0].look.remote(asked | {"first": True}), timeout=_ANSWER)
+    order = sorted(range(len(actors)), key=lambda i: machines.index(answers[i]["node"]))
+    actors, answers = [actors[i] for i in order], [answers[i] for i in order]
+    answers[0] = ray.get(actors[0].check_machine.remote(asked | {"first": True}), timeout=_ANSWER)
     first = agree([(answer["address"], answer) for answer in answers])[0]
-    mark, news, wires = secrets.token_hex(8), News(), {}
-    for rank, (desk, answer) in enumerate(zip(desks, answers, strict=True)):
-        mates = [k for k in range(len(desks)) if answers[k]["node"] == answer["node"]]
-        found = place(rank, len(desks), mates.index(rank), len(mates), first["address"], first["port"])
+    mark, news, links = secrets.token_hex(8), News(), {}
+    for rank, (actor, answer) in enumerate(zip(actors, answers, strict=True)):
+        mates = [k for k in range(len(actors)) if answers[k]["node"] == answer["node"]]
+        found = place(rank, len(actors), mates.index(rank), len(mates), first["address"], first["port"])
         orders = {
             "do": "run",
             "command": list(command),
@@ -188,5 +188,5 @@ def _play(command: Sequence[str], token: str, desks: Sequence[Any], again: str) 
             "silence": SILENCE,
             "grace": GRACE,
         }
-        wires[rank] = _ActorLink(rank, desk, orders, news)
-    return ProcessGroup([answer["address"] for answer in answers], news).play(wires)
+        links[rank] = _ActorLink(rank, actor, orders, news)
+    return ProcessGroup([answer["address"] for answer in answers], news).run(links)

@@ -13,6 +13,7 @@ import contextlib
 import json
 import secrets
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,8 @@ from orchestra.engine.environment import STARTED_BY
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.launchers.hosts import PORT, LaunchHost, ProcessSlot, argv, place, seats
 from orchestra.launchers.preflight import Answer, agree
-from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess, News, ProcessGroup, ending_with_us
+from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess, News, ProcessGroup
+from orchestra.launchers.processes import ending_with_parent
 
 _CONNECT = 10  # seconds to connect to a host
 _ANSWER = 30.0  # seconds for a host to say its versions
@@ -107,17 +109,17 @@ def launch(run: SshLaunch, token: str) -> int:
     """Start a run, pass on what it prints, end with it; gives its exit code."""
     port = prepare(run)
     mark, news, places = secrets.token_hex(8), News(), seats(run.hosts)
-    band = ProcessGroup([seat.host.name for seat in places], news, run.grace)
+    group = ProcessGroup([seat.host.name for seat in places], news, run.grace)
     try:
-        code = band.play({seat.rank: _wire(run, seat, port, token, mark, news) for seat in places})
+        code = group.run({seat.rank: _link(run, seat, port, token, mark, news) for seat in places})
     finally:
         # Whoever ended by a signal or was cut off may have left somebody behind; so may all, if we do not know.
-        doubtful = [seat.host for seat in places if band.statuses.get(seat.rank, 255) >= 128]
+        doubtful = [seat.host for seat in places if group.statuses.get(seat.rank, 255) >= 128]
         _sweep(run, list(dict.fromkeys(doubtful)), mark)
     return code
 
 
-def _wire(run: SshLaunch, seat: ProcessSlot, port: int, token: str, mark: str, news: News) -> AgentProcess:
+def _link(run: SshLaunch, seat: ProcessSlot, port: int, token: str, mark: str, news: News) -> AgentProcess:
     orders = {
         "do": "run",
         "argv": argv(run.command, seat.host.python),
@@ -168,7 +170,7 @@ def _ask(line: Sequence[str], question: Mapping[str, Any]) -> subprocess.Popen[s
     try:
         process = subprocess.Popen(
             line, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True,
-            preexec_fn=ending_with_us(),
+            preexec_fn=ending_with_parent(signal.SIGTERM),
         )  # fmt: skip
     except OSError as error:
         raise EnvironmentProblem(

@@ -7,7 +7,7 @@
 >>> recipes.get("digits").target
 'accuracy=0.95'
 
-A recipe `some-name` is the constant `RECIPE` of the module `some_name` beside this one, imported when asked for.
+Each is a constant of a module beside this one, imported when the recipe is asked for.
 """
 
 from __future__ import annotations
@@ -23,18 +23,25 @@ if TYPE_CHECKING:
 __all__ = ["get", "names"]
 
 # From the quickest to the slowest, and none imported: listing them must not wait for torch.
-_NAMES = ("digits", "regression", "mnist-lenet", "fashion-lenet", "char-gpt")
+_PLACES = {
+    "digits": "images.DIGITS",
+    "regression": "regression.RECIPE",
+    "mnist-lenet": "images.MNIST",
+    "fashion-lenet": "images.FASHION_MNIST",
+    "char-gpt": "char_gpt.RECIPE",
+}
 
 
 def names() -> tuple[str, ...]:
-    """The names of all recipes."""
-    return _NAMES
+    """Return the names of all recipes."""
+    return tuple(_PLACES)
 
 
 def get(name: str) -> Recipe:
-    """The recipe of that name; a `ConfigError` with the nearest name when there is none."""
-    if name not in _NAMES:
-        message = f"there is no recipe of this name; {nearest(name, _NAMES)}"
+    """Return the recipe of that name; raise a `ConfigError` with the nearest name when there is none."""
+    if name not in _PLACES:
+        message = f"there is no recipe of this name; {nearest(name, _PLACES)}"
         raise ConfigError([Problem(where="recipe", value=name, message=message)])
-    recipe: Recipe = importlib.import_module(f"orchestra.recipes.{name.replace('-', '_')}").RECIPE
+    module, constant = _PLACES[name].split(".")
+    recipe: Recipe = getattr(importlib.import_module(f"orchestra.recipes.{module}"), constant)
     return recipe

@@ -19,12 +19,12 @@ WARM_UP = 0.1  # epochs until the learning rate is whole
 
 
 def loss(scores: Tensor, following: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per character: scores (N, T, kinds) against characters (N, T)."""
+    """Return the mean cross-entropy in nats per character: scores (N, T, kinds) against characters (N, T)."""
     return F.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
 def schedule(epochs: float) -> float:
-    """A linear warm-up, then constant: attention is easily upset by large first steps."""
+    """Return the factor on the learning rate: a linear warm-up, since large first steps upset attention, then 1."""
     return min(1.0, 0.05 + epochs / WARM_UP)
 
 

@@ -60,8 +60,8 @@ def times_of(marks: Sequence[RunResult]) -> list[float]:
 def unlearned_of(marks: Sequence[RunResult]) -> str | None:
     """That runs of one strategy did not learn, how many of them, and what may be the reason; None if all learned.
 
-    >>> lost = Mark("ps", "", 0, None, 0.0, 0.1, 0.1, unlearned="did not learn (rate too large?)")
-    >>> unlearned_of([lost, Mark("ps", "", 1, 3.0, 2.9, 0.9, 0.9)])
+    >>> lost = RunResult("ps", "", 0, None, 0.0, 0.1, 0.1, unlearned="did not learn (rate too large?)")
+    >>> unlearned_of([lost, RunResult("ps", "", 1, 3.0, 2.9, 0.9, 0.9)])
     'did not learn in 1 of 2 runs (rate too large?)'
     """
     found = [mark.unlearned for mark in marks if mark.unlearned is not None]

@@ -43,7 +43,7 @@ def looks(names: Sequence[str], catalogue: Sequence[str]) -> dict[str, Style]:
     """How each of these strategies looks beside the others.
 
     >>> looks(["slowmo", "allreduce"], ["allreduce", "slowmo"])["allreduce"]
-    Look(colour='blue', marker='circle')
+    Style(colour='blue', marker='circle')
     """
     places = {name: i for i, name in enumerate(catalogue)}
     found: dict[str, Style] = {}

@@ -8,14 +8,16 @@ when they are opened. So each file is checked before it is opened, and again aft
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import stat
+import time
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PAUSES = (0.5, 1.0, 2.0)  # seconds between two attempts to write to a full disk
 SMALL = 16 << 20  # bytes of a file of settings: configuration, ending, manifest
@@ -47,6 +49,19 @@ def is_regular(path: Path) -> bool:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):
         return False
+
+
+def lock_file(file: int | IO[Any], within: float) -> None:
+    """Lock a file for this process alone; raises BlockingIOError if others still hold it after so many seconds."""
+    end = time.monotonic() + within
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(min(0.05, within / 50))
 
 
 def read_bytes(path: Path, *, most: int = SMALL) -> bytes:

@@ -17,13 +17,13 @@ import contextlib
 import fcntl
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from orchestra.runs import files
+from orchestra.runs.files import lock_file
 
 NAME = "running"
 _LONGEST = 10_000  # characters of an error that are written, and that are read
@@ -143,26 +143,13 @@ def _owned(run: Path) -> Iterator[bool]:
     with contextlib.ExitStack() as files:
         try:
             file = files.enter_context(open(run / NAME, opener=_at_once))
-            _lock(file, _MOMENT)
+            lock_file(file, _MOMENT)  # a process that calls `ask` holds it for a moment
             there = [*run.iterdir()]
             told = [path.name for path in there] == [NAME] or isinstance(_config(run).get("strategy"), str)
             ours = told and all(map(_is_of_a_start, there))
         except OSError:
             ours = False
         yield ours
-
-
-def _lock(file: IO[Any], within: float) -> None:
-    """Lock exclusively. A process that calls `ask` holds the lock for a moment; a run holds it until it ends."""
-    until = time.monotonic() + within
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-        time.sleep(within / 50)
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.launch.conftest import wait_for
 
-from orchestra.launchers.agent import look
+from orchestra.launchers.agent import check_machine
 
 ORDERS: dict[str, Any] = {"do": "run", "cwd": "/", "environment": {"A": "b"}, "silence": 30.0, "grace": 30.0}
 
@@ -147,6 +147,6 @@ def test_without_orders_it_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "no.such.host.invalid"])
 def test_a_name_that_nobody_knows_is_told(master: str) -> None:
-    answer = look({"cwd": "/", "master": master, "port": 1, "any_port": False, "first": False})
+    answer = check_machine({"cwd": "/", "master": master, "port": 1, "any_port": False, "first": False})
     assert bool(answer["problems"]) == (master != "127.0.0.1")
     assert all("--master" in problem for problem in answer["problems"])

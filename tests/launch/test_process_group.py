@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestra.launchers import process_group as band
+from orchestra.launchers import process_group
 from orchestra.launchers.process_group import News, ProcessGroup
 
 
@@ -22,12 +22,12 @@ class Deaf:
         self.told: list[str] = []
         self.ended = False
 
-    def say(self, word: str) -> None:
+    def send(self, word: str) -> None:
         self.told.append(word)
         if word == self.at:
             self.end(self.status)
 
-    def cut(self) -> None:
+    def close(self) -> None:
         self.end(137)
 
     def end(self, status: int) -> None:
@@ -39,14 +39,14 @@ class Deaf:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("_PULSE", 0.05), ("_NOTICE", 0.2), ("_KILLED", 0.2)):
-        monkeypatch.setattr(band, name, seconds)
+        monkeypatch.setattr(process_group, name, seconds)
 
 
-def play(*wires: Deaf, at: float = 0.0, then: Callable[[], None] | None = None, names: str = "abcd") -> int:
+def run(*links: Deaf, at: float = 0.0, then: Callable[[], None] | None = None, names: str = "abcd") -> int:
     if then is not None:
         threading.Timer(at, then).start()
-    found = ProcessGroup(list(names[: len(wires)]), wires[0].news, grace=0.2)
-    return found.play({wire.rank: wire for wire in wires})
+    found = ProcessGroup(list(names[: len(links)]), links[0].news, grace=0.2)
+    return found.run({link.rank: link for link in links})
 
 
 def test_far_ends_are_told_that_we_are_there() -> None:
@@ -57,7 +57,7 @@ def test_far_ends_are_told_that_we_are_there() -> None:
         first.end(0)
         second.end(0)
 
-    assert play(first, second, at=0.5, then=end) == 0
+    assert run(first, second, at=0.5, then=end) == 0
     assert first.told.count("") >= 3
     assert set(first.told) == {""}
 
@@ -65,7 +65,7 @@ def test_far_ends_are_told_that_we_are_there() -> None:
 def test_who_does_not_hear_is_asked_then_killed_then_hung_up_on() -> None:
     news = News()
     stubborn = Deaf(0, news)
-    assert play(stubborn, Deaf(1, news), at=0.0, then=lambda: news.put((1, ("end", 9)))) == 9
+    assert run(stubborn, Deaf(1, news), at=0.0, then=lambda: news.put((1, ("end", 9)))) == 9
     assert [word for word in stubborn.told if word] == ["SIGTERM", "SIGKILL"]
     assert stubborn.ended
 
@@ -74,7 +74,7 @@ def test_who_does_not_hear_is_asked_then_killed_then_hung_up_on() -> None:
 def test_a_signal_is_passed_on_once(number: int, word: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     news = News()
     first, second = Deaf(0, news, at=word, status=code), Deaf(1, news, at=word, status=code)
-    assert play(first, second, at=0.1, then=lambda: os.kill(os.getpid(), number)) == code
+    assert run(first, second, at=0.1, then=lambda: os.kill(os.getpid(), number)) == code
     assert [w for w in second.told if w] == [word]
     told = "asked all to stop, and waits for those that save first"  # whether a script does, nobody knows
     assert capfd.readouterr().err.count(told) == 1
@@ -82,8 +82,8 @@ def test_a_signal_is_passed_on_once(number: int, word: str, code: int, capfd: py
 
 def test_what_all_are_asked_is_what_they_can_do(capfd: pytest.CaptureFixture[str]) -> None:
     for asking in ("stop, and waits for those that save first", "stop"):
-        band = ProcessGroup(["here"], News(), asking=asking)
-        band._stop(signal.SIGINT)
+        group = ProcessGroup(["here"], News(), asking=asking)
+        group._stop(signal.SIGINT)
         assert capfd.readouterr().err == f"orchestra: asked all to {asking}; once more kills them\n"
 
 
@@ -95,22 +95,22 @@ def test_a_second_signal_kills_and_a_deaf_host_does_not_keep_us() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    assert play(deaf, at=0.1, then=twice) == 130
+    assert run(deaf, at=0.1, then=twice) == 130
     assert [word for word in deaf.told if word] == ["SIGINT", "SIGKILL"]
 
 
 def test_signals_are_as_before_when_it_is_over() -> None:
     before = signal.getsignal(signal.SIGINT)
     news = News()
-    assert play(Deaf(0, news), then=lambda: news.put((0, ("end", 3)))) == 3
+    assert run(Deaf(0, news), then=lambda: news.put((0, ("end", 3)))) == 3
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_whoever_ends_because_we_asked_is_not_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
     news = News()
-    wires = Deaf(0, news), Deaf(1, news, at="SIGTERM", status=143)
+    links = Deaf(0, news), Deaf(1, news, at="SIGTERM", status=143)
     news.put((0, ("end", 6)))
-    assert play(*wires) == 6
+    assert run(*links) == 6
     assert "rank 0 on a failed first: exit status 6" in capfd.readouterr().err
 
 
@@ -120,7 +120,7 @@ def test_lines_are_whole_and_nobody_is_cut_short(capfd: pytest.CaptureFixture[st
         news.put((rank, (kind, said)))  # type: ignore[arg-type]
     for rank in (1, 0):
         news.put((rank, ("end", 0)))
-    assert ProcessGroup(["a", "b"], news).play({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
+    assert ProcessGroup(["a", "b"], news).run({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
     out, err = capfd.readouterr()
     assert out == "\ufffd0"  # rank 0 as it is
     assert err.splitlines() == ["b | x", "b | half", "b | rest", "b | y"]
@@ -132,7 +132,7 @@ def test_lines_of_rank_0_are_whole_as_well(capfd: pytest.CaptureFixture[str]) ->
         news.put((rank, ("err", said)))
     for rank in (1, 0):
         news.put((rank, ("end", 0)))
-    assert ProcessGroup(["a", "b"], news).play({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
+    assert ProcessGroup(["a", "b"], news).run({rank: Deaf(rank, news) for rank in (0, 1)}) == 0
     assert capfd.readouterr().err == "b | x\nb | 100%\nhalf a line\nb | yz\nnot ended"
 
 
@@ -152,7 +152,7 @@ def test_who_was_stopped_by_another_is_not_the_cause(
     news = News()
     for rank, status in ended:
         news.put((rank, ("end", status)))
-    assert play(*(Deaf(rank, news) for rank in range(3))) == dict(ended)[cause]
+    assert run(*(Deaf(rank, news) for rank in range(3))) == dict(ended)[cause]
     assert f"rank {cause} on {'abc'[cause]} failed first" in capfd.readouterr().err
 
 
@@ -165,7 +165,7 @@ def test_who_says_what_is_wrong_with_the_command_is_named(
     news.put((0, ("end", status)))
     news.put((1, ("err", b"batch = -1\n")))
     news.put((1, ("end", status)))
-    assert play(Deaf(0, news), Deaf(1, news)) == status
+    assert run(Deaf(0, news), Deaf(1, news)) == status
     err = capfd.readouterr().err
     assert f"rank {cause} on {'ab'[cause]} failed first: exit status {status}" in err
     assert err.count("batch = -1") == 1 + cause
@@ -175,5 +175,5 @@ def test_a_cause_that_takes_its_time_is_found(capfd: pytest.CaptureFixture[str])
     """It has more to do than those it stopped, and may have been asked to stop by then."""
     news = News()
     news.put((0, ("end", 10)))
-    assert play(Deaf(0, news), Deaf(1, news, at="SIGTERM", status=5), Deaf(2, news, at="SIGTERM", status=143)) == 5
+    assert run(Deaf(0, news), Deaf(1, news, at="SIGTERM", status=5), Deaf(2, news, at="SIGTERM", status=143)) == 5
     assert "rank 1 on b failed first: exit status 5" in capfd.readouterr().err
