@@ -201,7 +201,7 @@ def test_a_script_keeps_its_own_virtual_cluster(orchestra: Orchestra, tmp_path: 
     about = json.loads((tmp_path / "out" / "config.json").read_text())
     assert about["workers"] == 2
     assert about["cluster"]["ties"] == 4
-    assert about["cluster"]["delay"] == "Constant(time=3.0)"
+    assert about["cluster"]["delay"] == "ConstantTime(time=3.0)"
 
 
 def test_time_that_stands_still_is_noticed(orchestra: Orchestra) -> None:

@@ -164,7 +164,8 @@ def test_a_study_as_told(module: Any, spoil: Callable[[Rows], None]) -> None:
     study = Study("as saved", folder, rows=saved(module)["rows"])
     text = (folder / "README.md").read_text()
     assert [line for line in study.table().splitlines() if line not in text] == []
-    assert f"[{folder.name}](experiments/{folder.name}/README.md)" in (folder.parents[1] / "README.md").read_text()
+    studies = (folder.parents[1] / "docs" / "studies.md").read_text()
+    assert f"[{folder.name}](../experiments/{folder.name}/README.md)" in studies
 
 
 # What they are made of.

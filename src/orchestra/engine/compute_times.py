@@ -266,7 +266,7 @@ def parse(text: str) -> Delay:
     Between the words stand blanks or semicolons.
 
     >>> parse("constant:0.05 slow:1x5")
-    Slow(base=Constant(time=0.05), count=1, factor=5.0)
+    Slow(base=ConstantTime(time=0.05), count=1, factor=5.0)
     """
     first, *more = re.sub(r",\s+", ",", text.replace(";", " ")).split() or [""]
     delay = measured(Path(first)) if first.endswith(".json") else _kind(first)

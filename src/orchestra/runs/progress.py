@@ -166,8 +166,8 @@ class PlainView:
         self.finale = alone
 
     def show(self, picture: Picture) -> None:
-        """Print one line."""
         """Print a picture as one line."""
+        self.tell(plain_line(picture))
 
     def tell(self, text: str) -> None:
         """Print a line."""
