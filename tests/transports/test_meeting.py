@@ -95,7 +95,7 @@ def test_silent_strangers_keep_nobody_out(trusted: bool, monkeypatch: pytest.Mon
 def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is dropped at the door calls again, until it is let in."""
     room = rendezvous.Unauthenticated
-    monkeypatch.setattr(rendezvous, "Unproven", lambda _: room(2))
+    monkeypatch.setattr(rendezvous, "Unauthenticated", lambda _: room(2))
     size = 12
     home, *others = [some(rank, host="127.0.0.1" if rank == 0 else None) for rank in range(size)]
     found = at_once(
