@@ -26,7 +26,7 @@ import torch
 import orchestra
 from benchmarks import peer
 from benchmarks.workloads import WORKLOADS, Workload, loss, sgd
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.ops import Traffic
 from orchestra.engine import node_loop
 from orchestra.engine.cluster import Cluster, Device, Ending, Order

@@ -18,7 +18,7 @@ from benchmarks.common import DISTURBED, Outcome, Rounds, main, scratch, watched
 from orchestra import Node
 from orchestra.collectives import ALGORITHMS, Sum, mean_
 from orchestra.collectives.butterfly import butterfly
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.ops import Group
 from orchestra.core.strategy import Strategy
 from orchestra.runs.events import Logged, read

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestra import Node
-from orchestra.core.strategy import Placement, Strategy, Where
+from orchestra.core.strategy import Layout, Strategy
 
 _LOOK = 0.02  # seconds between two looks at the gate
 
@@ -33,24 +33,8 @@ class Around(Strategy[Any]):
     base: Strategy[Any]
 
     @property
-    def servers(self) -> int:  # type: ignore[override]
-        return self.base.servers
-
-    @property
-    def placement(self) -> Placement:  # type: ignore[override]
-        return self.base.placement
-
-    @property
-    def colocated(self) -> bool:  # type: ignore[override]
-        return self.base.colocated
-
-    @property
-    def model_at(self) -> Where:
-        return self.base.model_at
-
-    @property
-    def synchronous(self) -> bool:
-        return self.base.synchronous
+    def layout(self) -> Layout:
+        return self.base.layout
 
 
 @dataclass(frozen=True, kw_only=True)

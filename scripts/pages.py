@@ -23,7 +23,7 @@ from orchestra.cli import catalogue as known
 from orchestra.cli.app import orchestra as verbs
 from orchestra.collectives import ALGORITHMS
 from orchestra.model import optimizers, schedules
-from orchestra.strategies import PARTS, STRATEGIES
+from orchestra.strategies.catalogue import PARTS, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
 # Files beside docs/ that pages refer to, and where they are in the site.
@@ -33,10 +33,10 @@ _MARK = re.compile(r"^<!-- generate: ([\w-]+) -->$(?:\n\n(?:(?!<!-- ).*\n)*<!-- 
 
 
 def catalogue() -> str:
-    """Every strategy: what it does, its paper and pseudo-code, its bytes and knobs."""
+    """Every strategy: what it does, its paper and pseudo-code, its bytes and options."""
     rows = [
         (f"[`{known.short_of(cls) or known.name_of(cls)}`](#{known.name_of(cls)})", known.one_line(cls),
-         known.paper(cls), str(cls().servers or "-"), known.synchronous(cls))
+         known.paper(cls), str(cls().layout.servers or "-"), known.synchronous(cls))
         for cls in STRATEGIES
     ]  # fmt: skip
     head = table(("strategy", "what it does", "paper", "servers", "synchronous"), rows)
@@ -104,7 +104,7 @@ def table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _section(classes: list[type[Any]]) -> str:
-    """The page of one file: its text, and the knobs of what it defines."""
+    """The page of one file: its text, and the options of what it defines."""
     names = [known.name_of(cls) for cls in classes]
     title = ", ".join(cls.__name__ for cls in classes)
     short = [f"`{name}`" for cls in classes for name in (known.short_of(cls),) if name]
@@ -114,17 +114,17 @@ def _section(classes: list[type[Any]]) -> str:
         f"{anchors}{', '.join(f'`{name}`' for name in names)}{', for short ' + short[0] if short else ''}",
         _text(sys.modules[classes[0].__module__]),
         *(f"Another name is `{name}`. {differs}" for cls in classes for name, differs in known.aliases_of(cls).items()),
-        *(block for cls in classes for block in _knobs(cls, alone=len(classes) == 1)),
+        *(block for cls in classes for block in _options(cls, alone=len(classes) == 1)),
         "```bash\n" + "\n".join(_example(cls) for cls in classes) + "\n```",
     ]
     return "\n\n".join(blocks)
 
 
-def _knobs(cls: type[Any], *, alone: bool) -> Iterator[str]:
-    knobs = known.knobs(cls)
-    if knobs:
-        rows = ((f"`{k.name}`", f"`{k.default}`", k.range, k.about) for k in knobs)
-        yield table(("knob" if alone else f"knob of `{known.name_of(cls)}`", "default", "range", "meaning"), rows)
+def _options(cls: type[Any], *, alone: bool) -> Iterator[str]:
+    options = known.options(cls)
+    if options:
+        rows = ((f"`{k.name}`", f"`{k.default}`", k.range, k.about) for k in options)
+        yield table(("option" if alone else f"option of `{known.name_of(cls)}`", "default", "range", "meaning"), rows)
 
 
 def _example(cls: type[Any]) -> str:

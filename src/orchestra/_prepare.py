@@ -30,8 +30,9 @@ from torch.utils.data import DataLoader
 
 from orchestra._version import __version__
 from orchestra.clusters.attached import Attached
+from orchestra.core.comm import Comm
 from orchestra.core.log import Log
-from orchestra.core.node import Comm, Node
+from orchestra.core.node import Node
 from orchestra.core.ops import Traffic
 from orchestra.core.strategy import Strategy
 from orchestra.data.feed import fold
@@ -47,6 +48,7 @@ from orchestra.model.flat_optimizer import FlatOptimizer
 from orchestra.model.replica import flatten, persistent_buffers
 from orchestra.runs import event_thinning
 from orchestra.runs.events import Event, EventLog, NodeStarted
+from orchestra.strategies.catalogue import row_of
 from orchestra.user_loop.arguments import LoopArguments
 from orchestra.user_loop.exit_hooks import interrupted, tell_in_short
 from orchestra.user_loop.handle import PIECE, LoopHandle, spread_, spread_frozen_
@@ -243,7 +245,7 @@ def _take_part(
     )  # fmt: skip
     runtime = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
     driver = StepDriver(runtime, feed, replica)
-    peers.go_in_step(lambda: node.steps if runtime.in_step else None)
+    peers.go_in_step(lambda: node.steps if runtime.lockstep else None)
     handle = LoopHandle(driver, peers, folder, asked.model, shared)
     handle.hooks += [asked.model.register_forward_pre_hook(_StepHook(driver)), refuse_later(asked.model, asked.workers)]
     made = PreparedOptimizer(asked.optimizer, driver, handle, usual=1 if shared is None else job.batch)
@@ -272,8 +274,8 @@ def _open_log(asked: LoopArguments, job: Job, folder: Path | None) -> Log:
     if asked.rank == 0:
         config = asked.about(job) | {
             "loop": True,
-            "defining": asked.strategy.defining,
-            "stale": asked.strategy.stale or asked.strategy.model_at == "shared",
+            "defining": row_of(asked.strategy).must_log,
+            "stale": asked.strategy.layout.sees_stale_gradients,
             "labels": None if asked.loader is None else distribution(asked.loader.dataset),
             "parameters": job.parameters,
             "initial": fingerprint.initial(flatten(asked.model)),

@@ -45,6 +45,7 @@ from orchestra.runs import progress, run_lock
 from orchestra.runs.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.runs.facts import Facts
 from orchestra.runs.status import RunStatus
+from orchestra.strategies.catalogue import row_of
 
 
 @dataclass(frozen=True)
@@ -324,7 +325,7 @@ class _Training:
             layers=tuple(tuple(p.shape) for p in trainable(self.module).values()),
             layerwise=not elementwise(given.optimizer, list(trainable(self.module).values())),
             resume=None if self.saved is None else self.saved.path.absolute(),
-            threads=cluster.threads_for(cluster.workers + self.strategy.servers),
+            threads=cluster.threads_for(cluster.workers + self.strategy.layout.servers),
             delay=delay.at(given.batch) if (delay := cluster.get_delay()) is not None else None,
         )  # fmt: skip
 
@@ -351,8 +352,8 @@ class _Training:
     def _write_config(self, job: Job, scorer: Scorer) -> None:
         seed_everything(self.given.seed)  # samples may be drawn
         config = self._about(job) | {
-            "defining": self.strategy.defining,
-            "stale": self.strategy.stale or self.strategy.model_at == "shared",
+            "defining": row_of(self.strategy).must_log,
+            "stale": self.strategy.layout.sees_stale_gradients,
             "labels": distribution(scorer.data) or distribution(self.data),
             "parameters": job.parameters,
             "initial": fingerprint.initial(flatten(self.module)),

@@ -23,9 +23,9 @@ from orchestra.cli.tuning import Tuning, TuningPlan, TuningResult, rank
 from orchestra.errors import ConfigError
 from orchestra.model.adjusted_optimizer import Adjusted
 from orchestra.report import model
-from orchestra.strategies import STRATEGIES
+from orchestra.strategies.catalogue import ROWS
 
-EVERY = sorted({text for cls in STRATEGIES for text in (*cls.tries, cls.short or cls.__name__.lower())})
+EVERY = sorted({text for row in ROWS for text in (*row.tries, row.short or row.name)})
 
 
 # What is tried.

@@ -23,7 +23,7 @@ from orchestra.engine import expression
 from orchestra.errors import ConfigError
 from orchestra.formatting import percents
 from orchestra.runs.budget import Epochs, Seconds, Target
-from orchestra.strategies import STRATEGIES
+from orchestra.strategies.catalogue import STRATEGIES
 
 VERBS = ("demo", "run", "resume", "compare", "strategies", "explain", "doctor", "data", "lab", "launch")
 
@@ -101,7 +101,7 @@ def test_every_example_of_every_strategy_can_be_read(cls: type, orchestra: Orche
     assert all(isinstance(expression.parse(text), cls) for text in found["examples"])
 
 
-def test_explain_shows_pseudo_code_and_knobs(orchestra: Orchestra) -> None:
+def test_explain_shows_pseudo_code_and_options(orchestra: Orchestra) -> None:
     said = orchestra("explain", "slowmo")
     assert said.code == 0
     assert all(text in said.out for text in ("u  ← β u", "tau = 12", "at least 1", "Bytes sent", "slowmo(tau=24)"))

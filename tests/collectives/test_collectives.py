@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import pytest
 import torch
-from tests.laws.examples import numbers_sent
 from tests.transports.world import World as Processes
 from torch import Tensor
 
 from orchestra.collectives import ALGORITHMS, Sum, hierarchical, mean_
 from orchestra.collectives.butterfly import butterfly
 from orchestra.collectives.double_tree import trees
-from orchestra.core.node import Comm
+from orchestra.collectives.traffic import numbers_sent
+from orchestra.core.comm import Comm
 from orchestra.core.ops import Group, Handle, Op, Send
 from orchestra.engine.middleware import TransportWrapper
 from orchestra.worlds.simulated.kernel import Kernel

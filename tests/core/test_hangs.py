@@ -180,10 +180,6 @@ def test_steps_as_long_as_before_are_no_hang(tmp_path: Path) -> None:
 class Mute(Strategy[None]):
     """Every worker waits for a message that no other sends."""
 
-    @property
-    def synchronous(self) -> bool:
-        return True
-
     def init(self, node: Node) -> None:
         pass
 

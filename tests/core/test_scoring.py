@@ -214,7 +214,7 @@ def test_what_came_after_the_checkpoint_is_not_scored(strategy: Strategy[Any], t
     assert [s.number for s in scores] == [*range(saved.step + 3)]
     assert max(s.samples for s in scores) == scores[-1].samples
     assert [s.t for s in scores] == sorted(s.t for s in scores)
-    if strategy.synchronous:
+    if strategy.layout.updates.synchronous:
         assert [s.step for s in scores] == [*range(saved.step + 2), saved.step + 1]
 
 

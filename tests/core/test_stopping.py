@@ -88,7 +88,7 @@ def test_ctrl_c_after_the_clock_has_run_out_changes_nothing(strategy: Strategy[A
     )  # fmt: skip
     assert result.summary.stopped_by == "seconds"
     assert result.summary.seconds < 4
-    if strategy.synchronous:
+    if strategy.layout.updates.synchronous:
         assert ended(tmp_path, 0).step == ended(tmp_path, 1).step
 
 

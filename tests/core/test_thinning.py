@@ -295,7 +295,7 @@ def test_simulated_runs_are_thinned_out(strategy: Strategy[Any], tmp_path: Path,
     events = events_of(tmp_path)
     assert any(isinstance(e, Thinned) for e in events)
     assert sum(isinstance(e, Stepped) for e in events) + dropped_events.of(events).kinds["stepped"] == 800
-    if strategy.servers:
+    if strategy.layout.servers:
         assert sum(result.summary.staleness_counts.values()) == count(events, "staleness") == 800
     assert all(len(seconds) > 10 for seconds in recorded(tmp_path).times)
 
@@ -348,7 +348,7 @@ def test_a_resumed_run_counts_everything_once(strategy: Strategy[Any], tmp_path:
     events = events_of(tmp_path)
     assert max(path.stat().st_size for path in tmp_path.glob("events-*.jsonl")) < 20_000
     assert sum(isinstance(e, Stepped) for e in events) + dropped_events.of(events).kinds["stepped"] == 1200
-    if not strategy.synchronous:
+    if not strategy.layout.updates.synchronous:
         assert sum(result.summary.staleness_counts.values()) == count(events, "staleness") == 1200
 
 

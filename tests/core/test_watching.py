@@ -24,8 +24,8 @@ def test_a_function_is_told_how_it_goes(strategy: Strategy[Any], tmp_path: Path)
     assert begun
     assert [now.step for now in begun] == sorted(now.step for now in begun)
     last = begun[-1]
-    assert (last.run, last.workers, last.servers, last.last_step) == (tmp_path, 2, strategy.servers, 8)
-    assert len(last.nodes) == 2 + strategy.servers
+    assert (last.run, last.workers, last.servers, last.last_step) == (tmp_path, 2, strategy.layout.servers, 8)
+    assert len(last.nodes) == 2 + strategy.layout.servers
     middle = next(now for now in begun if now.step >= 2)
     assert 2 * middle.step * BATCH <= middle.samples <= 16 * BATCH
     assert middle.loss is not None

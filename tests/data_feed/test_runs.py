@@ -52,7 +52,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), ParameterServer(), LocalSGD(tau=2)]
-SERVERLESS = [s for s in STRATEGIES if not s.servers]
+SERVERLESS = [s for s in STRATEGIES if not s.layout.servers]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)

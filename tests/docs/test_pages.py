@@ -16,7 +16,7 @@ from tests.docs.blocks import DOCS, ROOT
 from orchestra import errors
 from orchestra.cli import catalogue as known
 from orchestra.collectives import ALGORITHMS
-from orchestra.strategies import PARTS, STRATEGIES
+from orchestra.strategies.catalogue import PARTS, STRATEGIES
 
 READ = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
@@ -27,8 +27,8 @@ def test_the_catalogue_has_every_strategy_and_part_whole(cls: type) -> None:
     assert known.name_of(cls) in _anchors(text)
     assert known.page(cls) in text.replace("<br>\n", "\n")
     assert all(f"`{name}`. {differs}" in text for name, differs in known.aliases_of(cls).items())
-    for knob in known.knobs(cls):
-        assert re.search(rf"^\| `{knob.name}` \| `{re.escape(knob.default)}` \|", text, re.MULTILINE), knob
+    for option in known.options(cls):
+        assert re.search(rf"^\| `{option.name}` \| `{re.escape(option.default)}` \|", text, re.MULTILINE), option
 
 
 def test_every_algorithm_is_a_section() -> None:

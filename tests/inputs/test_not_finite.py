@@ -28,7 +28,7 @@ from orchestra.errors import Diverged
 from orchestra.runs.events import Skipped, Stepped
 
 every = each_of(CERTAIN, slow=True)
-steady = each_of([s for s in CERTAIN if not s.promotes], slow=True)  # each keeps its samples to the end
+steady = each_of([s for s in CERTAIN if not s.layout.promotes], slow=True)  # each keeps its samples to the end
 
 
 class Sick(nn.Module):

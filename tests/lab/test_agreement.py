@@ -60,7 +60,7 @@ def test_lab_local_and_rehearsal_go_the_same_way(name: str, tmp_path: Path, monk
     with Lab(hosts=HOSTS, rate="50mbit", latency="1ms", name=name) as lab:
         assert lab.run([sys.executable, "-c", LIVE, root, str(tmp_path)]) == 0
     for i, strategy in enumerate(STRATEGIES):
-        workers = HOSTS - expression.parse(strategy).servers
+        workers = HOSTS - expression.parse(strategy).layout.servers
         run(strategy, tmp_path / f"local-{i}", Local(workers=workers, threads=1, patience=20))
         run(strategy, tmp_path / f"virtual-{i}", Simulated(workers=workers, network="50mbit,1ms"))
         found = [trajectory(tmp_path / f"{world}-{i}", workers) for world in ("lab", "local", "virtual")]

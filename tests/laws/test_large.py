@@ -76,7 +76,7 @@ every_other = pytest.mark.parametrize(  # the rest is slow, and not very differe
     [s if i % 2 == 0 else pytest.param(s, marks=pytest.mark.nightly) for i, s in enumerate(EXAMPLES)],
     ids=[show(s) for s in EXAMPLES],
 )
-synchronous = pytest.mark.parametrize("strategy", [s for s in EXAMPLES if s.synchronous], ids=show)
+synchronous = pytest.mark.parametrize("strategy", [s for s in EXAMPLES if s.layout.updates.synchronous], ids=show)
 
 # A large ε: else Adam takes a whole step in a direction that is nothing but rounding.
 OPTIMIZERS: dict[str, Factory] = {
@@ -219,13 +219,13 @@ restless = partial(Dicey, make_large)
 def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     out = tmp_path / "run"
     given: dict[str, Any] = {"budget": Steps(7), "checkpoint_every": Steps(3)}
-    rank = 1 if strategy.synchronous else 0  # as in the law for small models
+    rank = 1 if strategy.layout.updates.synchronous else 0  # as in the law for small models
     death = Trap.at(rank, 4, partial(die_after, out / "checkpoints" / "step-00000003"), size=2)
     with pytest.raises(WorkerLost):
         large(strategy, out, model=trapped(death, model=restless), **given)
     resumed = large(strategy, out, model=trapped(model=restless), resume=True, **given)
     assert resumed.summary.steps == 7
-    if strategy.synchronous:
+    if strategy.layout.updates.synchronous:
         never = large(strategy, tmp_path / "never", model=trapped(model=restless), **given)
         assert_same(resumed.model, never.model)
         assert resumed.summary.sent_per_worker == never.summary.sent_per_worker
@@ -241,10 +241,10 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
         large(strategy, out, model=trapped(pressed, waiting, model=restless), budget=Steps(8))
     saved, complaints = checkpoint.newest(out / "checkpoints")
     assert not complaints
-    assert len(saved.manifest["files"]) == 2 + strategy.servers
+    assert len(saved.manifest["files"]) == 2 + strategy.layout.servers
     resumed = large(strategy, out, model=trapped(model=restless), budget=Steps(8), resume=True)
     assert resumed.summary.steps == 8
-    if strategy.synchronous:
+    if strategy.layout.updates.synchronous:
         never = large(strategy, tmp_path / "never", model=trapped(model=restless), budget=Steps(8))
         assert_same(resumed.model, never.model)
 
@@ -267,7 +267,7 @@ def test_a_shared_x_comes_back_for_everybody(workers: int, tmp_path: Path) -> No
 def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, tmp_path: Path) -> None:
     workers = 2 + EXAMPLES.index(strategy) % 2
     large(strategy, tmp_path, workers=workers, budget=Steps(3))
-    nodes = range(workers + strategy.servers)
+    nodes = range(workers + strategy.layout.servers)
     by_worker, by_server = bytes_sent(strategy, workers, 3, LAYERS)
     assert [ended(tmp_path, node).sent for node in nodes] == by_worker + by_server
     assert [ended(tmp_path, node).received for node in nodes] == by_worker + by_server

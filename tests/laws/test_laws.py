@@ -25,7 +25,6 @@ from tests.laws.examples import (
     bytes_sent,
     each_of,
     ends_at,
-    held_by_servers,
     sieves,
     steps_of,
     workers_for,
@@ -62,13 +61,15 @@ from orchestra import (
     Steps,
     Strategy,
     StrategySwitch,
-    strategies,
 )
+from orchestra.core.traffic import RunSize
 from orchestra.engine import checkpoint
 from orchestra.engine.expression import parse, show
 from orchestra.errors import Interrupted, WorkerFailed, WorkerLost
 from orchestra.model.flat_optimizer import Factory
 from orchestra.runs.events import Logged
+from orchestra.strategies import catalogue
+from orchestra.strategies.catalogue import STRATEGIES
 from orchestra.strategies.parameter_server import consistency, filters
 from orchestra.strategies.parameter_server.consistency.base import OnRequest
 from orchestra.strategies.switch import triggers
@@ -83,7 +84,7 @@ synchronous = each_of(SYNCHRONOUS)
 
 
 def test_the_catalogue_is_covered() -> None:
-    assert {type(s) for s in EXAMPLES} == set(strategies.STRATEGIES)
+    assert {type(s) for s in EXAMPLES} == set(STRATEGIES)
 
 
 # Values.
@@ -91,7 +92,7 @@ def test_the_catalogue_is_covered() -> None:
 
 @every
 def test_frozen_hashable_and_read_back(strategy: S) -> None:
-    known = vars(strategies) | vars(consistency) | vars(filters) | vars(triggers)
+    known = vars(catalogue) | vars(consistency) | vars(filters) | vars(triggers)
     assert eval(repr(strategy), known) == strategy
     assert parse(show(strategy)) == strategy
     assert len({strategy, copy.deepcopy(strategy)}) == 1
@@ -145,7 +146,8 @@ def test_all_replicas_are_equal_at_the_end(strategy: S, tmp_path: Path, monkeypa
         for x in kept:
             assert torch.equal(x, kept[0])
     elif where == "servers":
-        assert [len(x) for x in kept] == held_by_servers(strategy, LAYERS)
+        size = RunSize(workers=1, steps=1, layers=tuple(LAYERS), item=1)
+        assert [len(x) for x in kept] == size.ranges(strategy.layout)
     else:
         assert len(kept) == 1
     x = kept[0] if where != "servers" else torch.cat(kept)
@@ -176,7 +178,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
     workers, out = workers_for(strategy), tmp_path / "run"
     given: dict[str, Any] = {"workers": workers, "budget": Steps(9), "checkpoint_every": Steps(3)}
     # At its own pace, only the one who asks for a checkpoint surely has not gone on before it is written.
-    rank = workers - 1 if strategy.synchronous else 0
+    rank = workers - 1 if strategy.layout.updates.synchronous else 0
     death = Trap.at(rank, 4, partial(die_after, out / "checkpoints" / "step-00000003"), size=workers)
     if getattr(strategy, "promote", False):  # samples are shared anew by then
         death = dataclasses.replace(death, first=None)
@@ -185,7 +187,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
     assert checkpoint.newest(out / "checkpoints")[0].step == 3
     resumed = train(strategy, out, model=trapped(model=Dicey), resume=True, **given)
     assert resumed.summary.steps == steps_of(strategy, workers, 9)
-    if strategy.synchronous:
+    if strategy.layout.updates.synchronous:
         never = train(strategy, tmp_path / "never", model=trapped(model=Dicey), **given)
         assert_same(resumed.model, never.model)
         assert resumed.summary.sent_per_worker == never.summary.sent_per_worker
@@ -208,10 +210,10 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
     saved, complaints = checkpoint.newest(out / "checkpoints")
     assert saved.step >= 4
     assert not complaints
-    assert len(saved.manifest["files"]) == workers + strategy.servers
+    assert len(saved.manifest["files"]) == workers + strategy.layout.servers
     resumed = train(strategy, out, model=trapped(model=Dicey), resume=True, **given)
     assert resumed.summary.steps == steps_of(strategy, workers, 8)
-    if strategy.synchronous:
+    if strategy.layout.updates.synchronous:
         assert_same(resumed.model, train(strategy, tmp_path / "never", model=trapped(model=Dicey), **given).model)
 
 
@@ -235,8 +237,8 @@ def test_ctrl_c_in_the_last_step_loses_nothing(strategy: S, tmp_path: Path) -> N
 def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, wanted: int, tmp_path: Path) -> None:
     workers, steps = workers_for(strategy, wanted), 5
     train(strategy, tmp_path, workers=workers, budget=Steps(steps))
-    sent = [ended(tmp_path, node).sent for node in range(workers + strategy.servers)]
-    received = [ended(tmp_path, node).received for node in range(workers + strategy.servers)]
+    sent = [ended(tmp_path, node).sent for node in range(workers + strategy.layout.servers)]
+    received = [ended(tmp_path, node).received for node in range(workers + strategy.layout.servers)]
     if isinstance(strategy, ParameterServer) and isinstance(strategy.consistency, OnRequest):
         check_what_was_needed(strategy, tmp_path, workers, steps)
         return
@@ -293,7 +295,7 @@ def processes() -> list[psutil.Process]:
 @stopped
 def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: Path) -> None:
     # After a promotion the deadly sample would be another's.
-    workers, step = workers_for(strategy), 0 if strategy.promotes else EXAMPLES.index(strategy) % 4
+    workers, step = workers_for(strategy), 0 if strategy.layout.promotes else EXAMPLES.index(strategy) % 4
     shared = set(os.listdir("/dev/shm"))
     victim = step % workers
     death = Trap.at(victim, step, partial(note_and_die, tmp_path / "death"), size=workers)
@@ -324,7 +326,7 @@ def test_a_worker_that_raises_ends_the_run_with_its_traceback_first(strategy: S,
 
 
 @pytest.mark.alone
-@each_of([s for s in EXAMPLES if s.servers], slow=True)
+@each_of([s for s in EXAMPLES if s.layout.servers], slow=True)
 def test_a_killed_server_ends_the_run(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
     when: list[float] = []

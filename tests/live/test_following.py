@@ -294,8 +294,10 @@ def test_a_story_told_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
     for i in range(pieces):
         for name in ("events-0.jsonl", "events-1.jsonl", "events-2.jsonl", "scores.jsonl"):
             data = (source / name).read_bytes()
-            with (run / name).open("ab") as file:  # cut anywhere
-                file.write(data[len(data) * i // pieces : len(data) * (i + 1) // pieces])
+            cuts = [len(data) * j // pieces for j in (i, i + 1)]  # anywhere, but not between a line and its end:
+            first, last = (cut + (data[cut : cut + 1] == b"\n") for cut in cuts)  # the report reads such a line
+            with (run / name).open("ab") as file:
+                file.write(data[first:last])
         assert teller.look(time.time() + i)
         teller.tell()
         assert teller.told == model.tell([tmp_path / "runs"])

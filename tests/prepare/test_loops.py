@@ -77,7 +77,7 @@ def test_among_others_it_is_train(size: int, tmp_path: Path) -> None:
 
     outcomes = values(together(size, call))
     for i, strategy in enumerate(STRATEGIES[size]):
-        servers = expression.parse(strategy).servers
+        servers = expression.parse(strategy).layout.servers
         assert [outcome[i] for outcome in outcomes[size - servers :]] == [0] * servers
         here = rehearsed(strategy, tmp_path / str(i), workers=size - servers, budget=Steps(STEPS))
         for outcome in outcomes[: size - servers]:

@@ -124,7 +124,7 @@ def test_a_factor_is_another_rate(strategy: str, size: int, optimizer: Factory) 
     """Bit for bit, also where servers step the optimizer, and under a schedule of the loop's own."""
     plain = partial(loop, strategy, optimizer=slower(optimizer), decay=0.8)
     scaled = partial(at_half, partial(loop, strategy, optimizer=optimizer, decay=0.8))
-    workers = size - orchestra.engine.expression.parse(strategy).servers
+    workers = size - orchestra.engine.expression.parse(strategy).layout.servers
     expected = values(together(size, plain)[:workers])
     for (_, mine), (_, theirs) in zip(values(together(size, scaled)[:workers]), expected, strict=True):
         assert equal(mine, theirs)

@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.laws.examples import EXAMPLES, bytes_sent, workers_for
+from tests.laws.examples import EXAMPLES, workers_for
 
 from orchestra.core.strategy import Strategy
+from orchestra.core.traffic import RunSize
 from orchestra.engine import expression
 from orchestra.report import formulas
-from orchestra.strategies import STRATEGIES
+from orchestra.strategies.catalogue import STRATEGIES, expected_traffic
 
 LAYERS = [37, 5, 12]
 
@@ -25,8 +26,9 @@ def test_bytes_are_those_of_the_laws(strategy: Strategy[Any], wanted: int) -> No
     workers, steps = workers_for(strategy, wanted), 7
     formula = formulas.sent(strategy, workers, steps, sum(LAYERS))
     assert formula is not None
-    by_worker, _ = bytes_sent(strategy, workers, steps, LAYERS)
-    assert formula.bytes == pytest.approx(sum(by_worker) / workers)
+    expected = expected_traffic(strategy, RunSize(workers=workers, steps=steps, layers=tuple(LAYERS)))
+    assert expected is not None
+    assert formula.bytes == pytest.approx(sum(expected.workers) / workers)
 
 
 def test_most_strategies_have_one() -> None:

@@ -28,7 +28,7 @@ from tests.zoo import (
     train,
 )
 
-from orchestra import AllReduce, Attached, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
+from orchestra import AllReduce, Attached, Layout, Local, LocalSGD, Seconds, Simulated, Steps, Strategy, Target
 from orchestra.core.node import Node
 from orchestra.engine.compute_times import RecordedTimes
 from orchestra.engine.expression import show
@@ -62,7 +62,7 @@ def test_bytes_are_the_same(strategy: S, tmp_path: Path) -> None:
     train(strategy, tmp_path / "real", workers=workers_for(strategy), budget=Steps(7))
     rehearse(strategy, tmp_path / "virtual")
     workers = workers_for(strategy)
-    for node in range(workers + strategy.servers):
+    for node in range(workers + strategy.layout.servers):
         real, virtual = (
             [e for e in events(tmp_path / w, node) if isinstance(e, NodeEnded)] for w in ("real", "virtual")
         )
@@ -71,7 +71,9 @@ def test_bytes_are_the_same(strategy: S, tmp_path: Path) -> None:
         assert [(e.sent + less, e.received + less) for e in real] == [
             (e.sent + fewer, e.received + fewer) for e in virtual
         ]
-        if (node < workers and less == fewer) or strategy.synchronous:  # nor how many updates a server makes of them
+        if (
+            node < workers and less == fewer
+        ) or strategy.layout.updates.synchronous:  # nor how many updates a server makes of them
             assert [(e.step, e.samples) for e in real] == [(e.step, e.samples) for e in virtual]
         elif node < workers:
             assert [e.step for e in real] == [e.step for e in virtual]
@@ -224,7 +226,7 @@ def test_asynchronous_staleness_is_what_timing_makes_it(tmp_path: Path) -> None:
     assert result.summary.staleness_mean == pytest.approx(2, abs=0.2)
 
 
-@each_of([s for s in EXAMPLES if not s.synchronous], slow=True)
+@each_of([s for s in EXAMPLES if not s.layout.updates.synchronous], slow=True)
 def test_asynchronous_runs_end_in_the_same_band(strategy: S, tmp_path: Path) -> None:
     """Which push comes first is chance in a real run; where it leads, over several seeds, is not."""
     delay, network = "exponential:0.004,0.004", "100gbit,50us"
@@ -366,11 +368,7 @@ def test_a_strategy_may_do_odd_things(tmp_path: Path) -> None:
 class Pushing(Strategy[None]):
     """Workers push and never ask for an answer."""
 
-    servers: int = 1
-
-    @property
-    def model_at(self) -> Any:
-        return "servers"
+    layout = Layout(model_location="servers", servers=1)
 
     def init(self, node: Node) -> None:
         return None

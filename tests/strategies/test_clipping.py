@@ -129,7 +129,7 @@ def test_what_is_clipped(strategy: Strategy[Any], what: str, tmp_path: Path) -> 
         assert found == pytest.approx([1.0, 0.0], abs=1e-4)
     else:
         assert found == pytest.approx(EACH[what], abs=1e-4)
-    assert strategy.clips == ("mean" if what == "the mean" else "own")
+    assert strategy.layout.updates.clip == ("mean" if what == "the mean" else "own")
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(), ps(SSP(staleness=0)), Downpour()], ids=show)

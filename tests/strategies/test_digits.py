@@ -24,7 +24,7 @@ import orchestra
 from orchestra import Epochs, Local, ParameterServer, Polynomial, Simulated, Solo, Strategy, recipes
 from orchestra.cli.sources import arguments
 from orchestra.engine.expression import parse
-from orchestra.strategies import STRATEGIES
+from orchestra.strategies.catalogue import STRATEGIES
 from orchestra.strategies.parameter_server.consistency import CONSISTENCIES
 
 pytestmark = pytest.mark.nightly
@@ -60,7 +60,7 @@ BEHIND = {"ps(consistency=boundeddelay())": 0.05, "ps(consistency=kbatchsync(k=4
 def accuracy(strategy: Strategy[Any], workers: int, rate: float, seed: int, falling: bool = False) -> float:
     """Percent, after `EPOCHS` epochs."""
     world = Simulated(workers=workers, delay="lognormal:0.05,0.3", network="1gbit,50us")
-    optimizer = partial(torch.optim.SGD, lr=rate / strategy.updates(workers), momentum=0.9)
+    optimizer = partial(torch.optim.SGD, lr=rate / strategy.layout.updates.per_round_of(workers), momentum=0.9)
     with tempfile.TemporaryDirectory() as folder:
         asked = arguments(recipes.get("digits")) | {
             "strategy": strategy, "seed": seed, "out": Path(folder) / "run", "progress": False,

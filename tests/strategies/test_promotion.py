@@ -176,7 +176,7 @@ def test_stopped_by_ctrl_c_after_it_and_resumed(consistency: Consistency, tmp_pa
     never = train(strategy, tmp_path / "never", model=trapped(model=Dicey), **given)
     assert resumed.summary.samples == never.summary.samples == 3 * COUNT
     assert resumed.summary.steps == never.summary.steps
-    if strategy.synchronous:
+    if strategy.layout.updates.synchronous:
         assert_same(resumed.model, never.model)
 
 
@@ -191,7 +191,7 @@ def test_stopped_by_a_death_after_it_and_resumed(consistency: Consistency, tmp_p
     resumed = train(strategy, out, model=trapped(model=Dicey), resume=True, **given)
     never = train(strategy, tmp_path / "never", model=trapped(model=Dicey), **given)
     assert resumed.summary.samples == never.summary.samples == 3 * COUNT
-    if strategy.synchronous:
+    if strategy.layout.updates.synchronous:
         assert_same(resumed.model, never.model)
 
 

@@ -30,7 +30,7 @@ from tests.zoo import (
 )
 from torch import Tensor, nn
 
-from orchestra import AllReduce, Epochs, Local, LocalSGD, SlowMo, Steps
+from orchestra import AllReduce, Epochs, Layout, Local, LocalSGD, SlowMo, Steps, Updates
 from orchestra.core.node import Node
 from orchestra.data.feed import IndexedFeed
 from orchestra.data.random_state import seed_everything
@@ -233,9 +233,7 @@ class Poisoned(nn.Module):
 class Restless(LocalSGD):
     """Depends on who comes first, or says so; tells when it is finished."""
 
-    @property
-    def synchronous(self) -> bool:
-        return False
+    layout = Layout(updates=Updates(synchronous=False))
 
     def finish(self, node: Node, s: LocalSGDState) -> None:
         node.log("finished at", node.steps)
@@ -252,7 +250,7 @@ def test_the_base_is_finished_too(steps: int, tmp_path: Path) -> None:
 
 
 def test_it_is_as_synchronous_as_its_base() -> None:
-    assert SlowMo().synchronous
-    assert SlowMo(base=LocalSGD(tau=2)).synchronous
-    assert not SlowMo(base=Restless()).synchronous
-    assert not SlowMo(base=SlowMo(base=Restless())).synchronous
+    assert SlowMo().layout.updates.synchronous
+    assert SlowMo(base=LocalSGD(tau=2)).layout.updates.synchronous
+    assert not SlowMo(base=Restless()).layout.updates.synchronous
+    assert not SlowMo(base=SlowMo(base=Restless())).layout.updates.synchronous

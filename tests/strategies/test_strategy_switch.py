@@ -208,7 +208,7 @@ def test_from_synchronous_to_synchronous_nothing_changes(
     first: S, then: S, optimizer: Factory, cluster: Any, tmp_path: Path
 ) -> None:
     """Parameters, momenta, counts of steps, schedule and samples all go on, bit for bit; whatever holds them."""
-    if first.servers and then.servers and first.servers != then.servers:
+    if first.layout.servers and then.layout.servers and first.layout.servers != then.layout.servers:
         pytest.skip("servers keep their ranges")
     given: dict[str, Any] = {"cluster": cluster, "budget": Epochs(3), "optimizer": optimizer, "schedule": falling}
     switching = StrategySwitch(first=first, then=then, when=HALF)

@@ -16,7 +16,7 @@ import torch
 from tests.zoo import train
 from torch import Tensor
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.ops import Group, Traffic
 from orchestra.engine import node_loop
 from orchestra.engine.cluster import Cluster, Device, Ending, Order

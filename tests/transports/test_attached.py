@@ -15,7 +15,7 @@ from tests.laws.examples import EXAMPLES, each_of, workers_for
 from tests.zoo import assert_same, ended, make_large, train
 
 from orchestra import Local, Steps, Strategy
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.ops import Broadcast, Gather, Group, Mean, Traffic
 from orchestra.engine import node_loop
 from orchestra.engine.cluster import Cluster, Ending, Order
@@ -95,15 +95,15 @@ class Threads(Cluster):
         return Ending("budget", [])
 
 
-@each_of([s for s in EXAMPLES if s.model_at != "shared"])
+@each_of([s for s in EXAMPLES if s.layout.model_location != "shared"])
 def test_every_strategy_is_as_on_one_machine(strategy: Strategy[Any], tmp_path: Path) -> None:
     workers = workers_for(strategy)
     here = train(strategy, tmp_path / "here", cluster=Local(workers=workers), budget=Steps(8))
     there = train(strategy, tmp_path / "there", cluster=Threads(workers=workers), budget=Steps(8))
-    assert there.summary.samples == here.summary.samples or not strategy.synchronous
-    if strategy.synchronous:
+    assert there.summary.samples == here.summary.samples or not strategy.layout.updates.synchronous
+    if strategy.layout.updates.synchronous:
         assert_same(there.model, here.model)
-        for node in range(workers + strategy.servers):
+        for node in range(workers + strategy.layout.servers):
             assert ended(tmp_path / "there", node).sent == ended(tmp_path / "here", node).sent
             assert ended(tmp_path / "there", node).received == ended(tmp_path / "here", node).received
 

@@ -14,7 +14,7 @@ from tests.transports.world import World, vectors
 from torch import Tensor
 
 from orchestra.core import vectors as cuts
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.ops import Handle, MeanUpdate
 from orchestra.core.vectors import is_small, weighted_mean
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.transports.world import DTYPES, World, vectors
 from torch import Tensor
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.ops import MeanUpdate, Sleep
 from orchestra.core.vectors import LARGE, ranges, split, weighted_mean
 from orchestra.engine.middleware import Metered

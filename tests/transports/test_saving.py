@@ -12,7 +12,7 @@ from tests.transports.world import World
 
 from orchestra.engine import checkpoint_protocol
 from orchestra.engine.checkpoint_protocol import NodeCheckpointer
-from orchestra.strategies import Downpour
+from orchestra.strategies.catalogue import Downpour
 
 
 def test_a_server_reads_what_was_pushed_before_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.ops import Group
 from orchestra.engine.middleware import Metered
 from orchestra.worlds.shared_memory import layout

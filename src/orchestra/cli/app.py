@@ -29,7 +29,7 @@ from orchestra.cli.top import top
 from orchestra.cli.trace import trace
 from orchestra.cli.unknown_options import explain as explain_option
 from orchestra.cli.watch import watch
-from orchestra.engine import environment
+from orchestra.engine import environment, script_names
 from orchestra.errors import Interrupted
 
 # Typer brings its own copy of click from some version on, and does not export this class of it.
@@ -46,7 +46,8 @@ class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Carry out a verb."""
         try:
-            return super().invoke(ctx)
+            with script_names.scope():
+                return super().invoke(ctx)
         except _NoSuchOption as error:
             explain_option(error)
             raise

@@ -68,13 +68,14 @@ def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Set
     ['lr 0.1', 'lr 1, momentum 0']
     """
     from orchestra.engine import expression
+    from orchestra.strategies.catalogue import row_of
 
     strategy: Any = expression.parse(text)
-    texts = [text]
-    if strategy.main is not None and not fixed:
-        option, values = strategy.main
+    texts, search = [text], row_of(strategy).search
+    if search is not None and not fixed:
+        option, values = search
         texts = [expression.show(dataclasses.replace(strategy, **{option: value})) for value in values]
-    if strategy.synchronous or not momentum:
+    if strategy.layout.updates.synchronous or not momentum:
         return [Setting(text, own=own) for text in texts[:3]]
     plain = [Setting(text, momentum=0.0, own=own, factor=1 / (1 - momentum)) for text in texts[:2]]
     return [Setting(texts[0], own=own), *plain]
@@ -83,9 +84,14 @@ def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Set
 def fixed(texts: Iterable[str]) -> frozenset[str]:
     """The strategies of which the main option is given."""
     from orchestra.engine import expression
+    from orchestra.strategies.catalogue import row_of
 
-    parsed = [(text, expression.parse(text)) for text in texts]
-    return frozenset(expression.show(s) for text, s in parsed if s.main and re.search(rf"\b{s.main[0]}\s*=", text))
+    found = []
+    for text in texts:
+        search = row_of(strategy := expression.parse(text)).search
+        if search is not None and re.search(rf"\b{search[0]}\s*=", text):
+            found.append(expression.show(strategy))
+    return frozenset(found)
 
 
 def factors(count: int, side: int = 0) -> list[float]:

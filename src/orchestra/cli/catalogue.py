@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from orchestra.core.strategy import Strategy
 from orchestra.engine import expression
 from orchestra.errors import ConfigError, Problem
-from orchestra.strategies import ALIASES, PARTS, STRATEGIES
+from orchestra.strategies.catalogue import PARTS, row_of, rows
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def find(name: str) -> type[Any]:
 def about_alias(name: str) -> str | None:
     """Whose other name this is, and how what goes by it differs; None if it is a strategy's own name."""
     word = name.split("(")[0].strip().lower()
-    alias = ALIASES.get(word)
-    return None if alias is None else f"{word} is another name for {name_of(alias.strategy)}. {alias.differs}"
+    found = next((row for row in rows() if word in row.other_names), None)
+    return None if found is None else f"{word} is another name for {found.name}. {found.other_names[word]}"
 
 
 def aliases_of(cls: type[Any]) -> dict[str, str]:
     """The other names of a strategy, with how what goes by them differs."""
-    return {name: alias.differs for name, alias in ALIASES.items() if alias.strategy is cls}
+    return dict(row_of(cls).other_names)
 
 
 def name_of(cls: type[Any]) -> str:
@@ -54,7 +54,7 @@ def name_of(cls: type[Any]) -> str:
 
 def short_of(cls: type[Any]) -> str | None:
     """The short name, if there is one."""
-    return getattr(cls, "short", None)
+    return row_of(cls).short
 
 
 def page(cls: type[Any]) -> str:
@@ -96,7 +96,7 @@ def bytes_formula(cls: type[Any]) -> str | None:
     return next((" ".join(p.split()) for p in page(cls).split("\n\n") if p.startswith("Bytes")), None)
 
 
-def knobs(cls: type[Any]) -> list[StrategyOption]:
+def options(cls: type[Any]) -> list[StrategyOption]:
     """The hyper-parameters, in order."""
     hints = get_type_hints(cls)
     return [
@@ -141,10 +141,14 @@ def alternatives(hint: Any) -> list[type[Any]]:
 def synchronous(cls: type[Any]) -> str:
     """`yes`, `no`, or with which parts."""
     for name, hint in get_type_hints(cls).items():
-        answers = {name_of(part): cls(**{name: part()}).synchronous for part in alternatives(hint)}
+        answers = {name_of(part): _is_synchronous(cls(**{name: part()})) for part in alternatives(hint)}
         if len(set(answers.values())) > 1:
             return "with " + ", ".join(part for part, yes in answers.items() if yes)
-    return "yes" if cls().synchronous else "no"
+    return "yes" if _is_synchronous(cls()) else "no"
+
+
+def _is_synchronous(strategy: Strategy[Any]) -> bool:
+    return strategy.layout.updates.synchronous
 
 
 def examples(cls: type[Any]) -> list[str]:
@@ -152,7 +156,7 @@ def examples(cls: type[Any]) -> list[str]:
     if cls in PARTS:
         return [
             f"{short_of(host) or name_of(host)}({_needs(host, name, cls)}{name}={name_of(cls)}())"
-            for host in STRATEGIES
+            for host in (row.strategy for row in rows())
             for name, hint in get_type_hints(host).items()
             if cls in alternatives(hint)
         ]
@@ -169,7 +173,7 @@ def examples(cls: type[Any]) -> list[str]:
 
 def _needs(host: type[Any], name: str, cls: type[Any]) -> str:
     """What must be said beside it: staleness is corrected where there is any."""
-    return "consistency=asp(), " if name == "correction" and [*host(**{name: cls()}).demands(4)] else ""
+    return "consistency=asp(), " if name == "correction" and [*host(**{name: cls()}).problems(4)] else ""
 
 
 def _another(field: dataclasses.Field[Any], hint: Any) -> str | None:

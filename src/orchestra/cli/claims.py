@@ -83,7 +83,7 @@ class Claim:
 def parse(text: str, strategies: tuple[str, ...]) -> Claim:
     """Read a claim about strategies that take part. Raises a `ConfigError`."""
     found = re.fullmatch(r"([^<>=]+)(<=|>=|==|<|>)([^<>=]+)", text.strip())
-    # Knobs are written with an equals sign: those inside parentheses are no sign of a comparison.
+    # Options are written with an equals sign: those inside parentheses are no sign of a comparison.
     if found is None:
         found = re.fullmatch(r"(.+?\.[a-z]+)\s*(<=|>=|==|<|>)\s*(.+)", text.strip())
     if found is None:

@@ -82,7 +82,7 @@ def _as_one_of_many(o: Options, given: dict[str, Any]) -> dict[str, Any]:
 def is_solo(text: str) -> bool:
     """Whether a strategy is the one that runs alone. Misspelt ones are not: they are refused elsewhere."""
     from orchestra.engine import expression
-    from orchestra.strategies import Solo
+    from orchestra.strategies.catalogue import Solo
 
     try:
         return isinstance(expression.parse(text), Solo)

@@ -113,7 +113,6 @@ def compare(
       orchestra compare digits --strategies allreduce,localsgd --seeds 3
       orchestra compare train.py --strategies allreduce,localsgd -- --your arguments
       orchestra compare digits -n 4 -s "ps, ps(consistency=asp()), slowmo(tau=8)"
-      orchestra compare mnist-lenet --epochs 2 --partition dirichlet:0.3
       orchestra compare digits --sim -n 16 --network 10mbit,1ms --delay "lognormal:0.02,0.3 slow:1x5"
       orchestra compare digits --lab 10mbit,1ms -n 3 -s allreduce,localsgd
       orchestra compare digits --sim -n 8 --seeds 5 --lrs 0.02,0.05,0.1 --assert "slowmo.time < allreduce.time"
@@ -193,7 +192,7 @@ class Race:
                 loop_runs.run(self.source, chosen, self.target)
                 return judge(folder, seed, self.target)
             if self.lab is not None:
-                nodes = (chosen.workers or 1) + expression.parse(strategy).servers
+                nodes = (chosen.workers or 1) + expression.parse(strategy).layout.servers
                 chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / self.snapshots, score_afterwards=True)
                 if not self.source.holds_recipe:  # a script may have other ends
                     chosen = dataclasses.replace(chosen, epochs=self.epochs)
@@ -252,8 +251,9 @@ class Race:
         from orchestra.engine import expression
         from orchestra.report.verdict import baseline_of
 
+        servers = {text: expression.parse(text).layout.servers for text in outcomes}
         rows = [
-            StrategyRow(text, options_for(text, self.shared).workers or 1, expression.parse(text).servers, tuple(found))
+            StrategyRow(text, options_for(text, self.shared).workers or 1, servers[text], tuple(found))
             for text, found in outcomes.items()
             if found
         ]
@@ -362,8 +362,8 @@ def _unfit_for_lab(texts: list[str], shared: Options, lab: str | None) -> Iterat
         yield Problem("lab", lab, "is real, --sim is not: choose one")
     for text in texts:
         with suppress(ConfigError):  # told elsewhere
-            strategy = expression.parse(text)
-            if strategy.model_at == "shared" or (strategy.servers and strategy.colocated):
+            layout = expression.parse(text).layout
+            if layout.model_location == "shared" or (layout.servers and layout.colocated):
                 yield Problem("strategies", text, "needs several nodes on one machine; a lab has a host for each")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra explain`: one strategy, as its paper has it, with its knobs."""
+"""`orchestra explain`: one strategy, as its paper has it, with its options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def explain(
     ],
     json_: Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for programs.")] = False,
 ) -> None:
-    """Explain a strategy: paper, pseudo-code, bytes on the wire, knobs with their ranges, expressions to try.
+    """Explain a strategy: paper, pseudo-code, bytes on the wire, options with their ranges, expressions to try.
 
     For example:
 
@@ -46,7 +46,7 @@ def explain(
       orchestra explain lars          an optimizer for large mini-batches; likewise lamb
     """
     from orchestra.cli import catalogue, summary
-    from orchestra.strategies import PARTS
+    from orchestra.strategies.catalogue import PARTS
 
     if name in _PAGES:
         print(inspect.cleandoc(importlib.import_module(_PAGES[name]).__doc__ or ""), flush=True)
@@ -67,22 +67,22 @@ def explain(
         hosts = list(dict.fromkeys(example.split("(")[0] for example in catalogue.examples(cls)))
         console.print(f"A part of {', '.join(hosts)}: see also `orchestra explain {hosts[0]}`.\n")
     console.print(catalogue.page(cls))
-    _print_knobs(console, catalogue.knobs(cls))
+    _print_options(console, catalogue.options(cls))
     console.print("\nExamples", style="bold")
     for example in catalogue.examples(cls):
         quoted = f'"{example}"' if "(" in example else example
         console.print(f"  orchestra run digits --workers {1 if example == 'solo' else 4} --strategy {quoted}")
 
 
-def _print_knobs(console: Console, knobs: list[StrategyOption]) -> None:
-    if not knobs:
-        console.print("\nNo knobs.")
+def _print_options(console: Console, options: list[StrategyOption]) -> None:
+    if not options:
+        console.print("\nNo options.")
         return
-    console.print("\nKnobs", style="bold")
-    left = max(len(f"{knob.name} = {knob.default}") for knob in knobs)
-    for knob in knobs:
-        given = f"{knob.name} = {knob.default}"
-        about = knob.about + (f"  [{knob.range}]" if knob.range else "")
+    console.print("\nOptions", style="bold")
+    left = max(len(f"{option.name} = {option.default}") for option in options)
+    for option in options:
+        given = f"{option.name} = {option.default}"
+        about = option.about + (f"  [{option.range}]" if option.range else "")
         lines = textwrap.wrap(about, max(30, 100 - left)) or [""]
         console.print(f"  {given:<{left}}   {lines[0]}")
         for line in lines[1:]:
@@ -92,14 +92,14 @@ def _print_knobs(console: Console, knobs: list[StrategyOption]) -> None:
 def _as_record(cls: type[Any]) -> dict[str, Any]:
     from orchestra.cli import catalogue
     from orchestra.cli.strategies import as_record
-    from orchestra.strategies import STRATEGIES
+    from orchestra.core.strategy import Strategy
 
     page = {"page": catalogue.page(cls)}
-    if cls in STRATEGIES:
+    if issubclass(cls, Strategy):
         return as_record(cls) | page
     return {
         "name": catalogue.name_of(cls),
         "about": catalogue.one_line(cls),
-        "knobs": [vars(knob) for knob in catalogue.knobs(cls)],
+        "options": [vars(option) for option in catalogue.options(cls)],
         "examples": catalogue.examples(cls),
     } | page

@@ -63,4 +63,4 @@ def nodes_of(chosen: Options) -> int:
         strategy = chosen.changes()["strategy"](None)
     except ConfigError:
         return workers + (chosen.servers or 0)
-    return workers + int(strategy.servers)
+    return workers + int(strategy.layout.servers)

@@ -48,7 +48,7 @@ def _is_synchronous(row: StrategyRow) -> bool:
     """Whether its workers wait for each other."""
     from orchestra.engine import expression
 
-    return expression.parse(row.strategy).synchronous
+    return expression.parse(row.strategy).layout.updates.synchronous
 
 
 def _beside(table: Table, first: StrategyRow, rival: StrategyRow, *, tie: bool) -> Iterator[str]:

@@ -64,7 +64,7 @@ def recommend(
 ) -> None:  # fmt: skip
     """Say which strategy to take on a cluster you describe, and why: all are rehearsed there, in virtual time.
 
-    Every strategy of the catalogue runs with several values of its main knob, each with the learning rate that was best
+    Every strategy of the catalogue runs with several values of its main option, each with the learning rate that was best
     for it in equally many tries, asynchronous ones also without momentum. The slower half is left out again and
     again, while those that stay are run with more seeds. Delays are those of one machine if you measured it:
     --delay FILE from `orchestra probe`.
@@ -115,9 +115,9 @@ def _text(target: Any) -> str:
 
 def _catalogue() -> list[str]:
     """What is worth a try, as the strategies say."""
-    from orchestra.strategies import STRATEGIES
+    from orchestra.strategies.catalogue import rows
 
-    return [text for cls in STRATEGIES for text in cls.tries]
+    return [text for row in rows() for text in row.tries]
 
 
 def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list[str], dict[str, str]]:

@@ -15,7 +15,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from orchestra import recipes
-from orchestra.engine import overrides
+from orchestra.engine import overrides, script_names
 from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem, nearest
 
@@ -224,6 +224,7 @@ def _import(path: Path) -> ModuleType:
     sys.modules[name] = module
     cloudpickle.register_pickle_by_value(module)
     spec.loader.exec_module(module)
+    script_names.add(vars(module))
     return module
 
 

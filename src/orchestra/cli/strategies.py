@@ -13,7 +13,7 @@ def strategies(
 ) -> None:
     """List the strategies: how the workers agree.
 
-    Any of them goes to `--strategy`, by its long or its short name, with its knobs in parentheses.
+    Any of them goes to `--strategy`, by its long or its short name, with its options in parentheses.
 
     For example:
 
@@ -22,10 +22,10 @@ def strategies(
       orchestra run digits --strategy "slowmo(tau=8, beta=0.6)"
     """
     from orchestra.cli import catalogue, summary
-    from orchestra.strategies import ALIASES, STRATEGIES
+    from orchestra.strategies.catalogue import rows
 
     if json_:
-        summary.print_json([as_record(cls) for cls in STRATEGIES])
+        summary.print_json([as_record(row.strategy) for row in rows()])
         return
     from rich.table import Table
 
@@ -36,13 +36,13 @@ def strategies(
     table.add_column("sync", no_wrap=True)
     table.add_column("paper", no_wrap=True)
     table.add_column("what it does", overflow="fold")
-    for cls in STRATEGIES:
+    for cls in (row.strategy for row in rows()):
         table.add_row(
-            catalogue.name_of(cls), catalogue.short_of(cls) or "", str(cls().servers or "-"),
+            catalogue.name_of(cls), catalogue.short_of(cls) or "", str(cls().layout.servers or "-"),
             catalogue.synchronous(cls), catalogue.paper(cls), catalogue.one_line(cls),
         )  # fmt: skip
     summary.console_for(90).print(table)
-    also = ", ".join(f"{name}: {catalogue.name_of(alias.strategy)}" for name, alias in ALIASES.items())
+    also = ", ".join(f"{name}: {row.name}" for row in rows() for name in row.other_names)
     summary.say(f"\nother names: {also}\nnext: orchestra explain slowmo")
 
 
@@ -56,9 +56,9 @@ def as_record(cls: type[Any]) -> dict[str, Any]:
         "aliases": catalogue.aliases_of(cls),
         "about": catalogue.one_line(cls),
         "paper": catalogue.citation(cls),
-        "servers": getattr(cls(), "servers", 0),
+        "servers": cls().layout.servers,
         "synchronous": catalogue.synchronous(cls),
         "bytes": catalogue.bytes_formula(cls),
-        "knobs": [vars(knob) for knob in catalogue.knobs(cls)],
+        "options": [vars(option) for option in catalogue.options(cls)],
         "examples": catalogue.examples(cls),
     }

@@ -36,9 +36,10 @@ def choose(rows: Sequence[StrategyRow]) -> tuple[StrategyRow, str]:
 def _options(row: StrategyRow) -> tuple[int, bool, int, str]:
     """How many options are given, whether there is one to tune, how many there are; last the name, for one order."""
     from orchestra.engine import expression
+    from orchestra.strategies.catalogue import row_of
 
     strategy: Any = expression.parse(row.strategy)
-    return row.strategy.count("="), strategy.main is not None, len(dataclasses.fields(strategy)), row.strategy
+    return row.strategy.count("="), row_of(strategy).search is not None, len(dataclasses.fields(strategy)), row.strategy
 
 
 def advice(rows: Sequence[StrategyRow]) -> list[str]:

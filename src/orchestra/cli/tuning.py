@@ -277,7 +277,9 @@ class Tuning:
         race = self.race
         if isinstance(race.recipe, Loop):
             return dataclasses.replace(race, settings={setting.strategy: setting}, out=race.out / "tuning")
-        simulated = not self.real and race.lab is None and expression.parse(setting.strategy).model_at != "shared"
+        simulated = (
+            not self.real and race.lab is None and expression.parse(setting.strategy).layout.model_location != "shared"
+        )
         target = f"{race.target.metric}={race.target.value:g}"
         shared = dataclasses.replace(race.shared, epochs=epochs, target=target, sim=simulated or race.shared.sim)
         return dataclasses.replace(

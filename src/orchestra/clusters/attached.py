@@ -123,7 +123,7 @@ class Attached(Cluster):
     def for_strategy(self, strategy: Strategy[Any]) -> Attached:
         """The same, with the processes that are not servers as workers."""
         with contextlib.suppress(ConfigError):  # told by `problems`
-            return replace(self, workers=max(0, self.place.size - strategy.servers))
+            return replace(self, workers=max(0, self.place.size - strategy.layout.servers))
         return self
 
     def problems(self) -> Iterator[Problem]:

@@ -103,7 +103,7 @@ class Simulated(Cluster):
         if self.numerics != "auto":
             return self
         device = self.resolve_device()
-        exact = device == "cpu" and strategy.synchronous  # could be compared with a real run bit for bit
+        exact = device == "cpu" and strategy.layout.updates.synchronous  # could be compared with a real run bit for bit
         if exact or not numerics.pays(module, device, self.workers) or self._why_not(request, module, data):
             return replace(self, numerics="real")
         return replace(self, numerics="batched")

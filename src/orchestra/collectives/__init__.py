@@ -33,8 +33,8 @@ from orchestra.collectives.hierarchical import hierarchical
 from orchestra.collectives.one_device import one_device
 from orchestra.collectives.ring import ring
 from orchestra.collectives.tree import tree
+from orchestra.core.comm import Comm
 from orchestra.core.gradient_mask import ABSENT
-from orchestra.core.node import Comm
 
 Sum = Callable[[Comm, Tensor, float], float]
 

@@ -22,7 +22,7 @@ from functools import partial
 from torch import Tensor
 
 from orchestra.collectives.folding import folded
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.vectors import split
 
 _CHUNKS, _LEAST = 8, 1 << 14  # chunks of a vector; numbers that are worth a message of their own

@@ -28,7 +28,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.vectors import split
 
 _CHUNKS, _LEAST = 64, 1 << 14  # chunks of each half; numbers that are worth a message of their own

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 
 
 def folded(comm: Comm, x: Tensor, weight: float, among: Callable[[list[int], float], float]) -> float:

@@ -19,7 +19,7 @@ from functools import partial
 from torch import Tensor
 
 from orchestra.collectives.folding import folded
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.vectors import split
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from orchestra.collectives.ring import all_gather, reduce_scatter, ring_among
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.vectors import split
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 
 
 def one_device(comm: Comm, x: Tensor, weight: float) -> float:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.vectors import split
 
 _PIECES, _LEAST = 2, 1 << 14  # of a chunk; numbers that are worth a message of their own

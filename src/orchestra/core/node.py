@@ -5,170 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from orchestra.core.comm import Comm
 from orchestra.core.log import Log, Logged, Skipped
-from orchestra.core.ops import (
-    All,
-    Broadcast,
-    Compute,
-    Departed,
-    Gather,
-    Group,
-    Handle,
-    Leave,
-    Mean,
-    MeanUpdate,
-    Message,
-    PrepareMean,
-    Recv,
-    Send,
-    Transport,
-)
+from orchestra.core.ops import Compute, Group, MeanUpdate, Message, PrepareMean
 from orchestra.core.vectors import clip_, weighted_mean
 from orchestra.errors import Diverged
 
 if TYPE_CHECKING:  # by their types only
+    from orchestra.core.strategy import Strategy
     from orchestra.data.feed import Feed
     from orchestra.model.flat_optimizer import FlatOptimizer
     from orchestra.model.replica import Ready, Replica
-
-_PAUSE = 0xFFFF  # a tag
-
-
-class Comm:
-    """The other nodes: workers in one group, servers in another."""
-
-    def __init__(self, transport: Transport, workers: Group, servers: Group) -> None:
-        self.transport = transport
-        self.rank = transport.rank  # id of this node; workers come first
-        self.workers = workers
-        self.servers = servers
-        self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
-        self._paused: set[int] = set()  # workers that send nothing more for now
-        self.progress = 0.0  # epochs dealt before the gradient that this worker takes; every message carries it
-        self.known: dict[int, float] = {}  # the same of each worker's latest gradient, as far as this server knows
-        self.pack: Callable[[Send], Sequence[Send]]  # what is sent for a message
-        self.unpack: Callable[[Message], Message | None]  # None: there is more to come
-        self.send_as_given()
-
-    def send_as_given(self) -> None:
-        """Let nothing be done to messages on their way."""
-        self.pack, self.unpack = lambda message: (message,), lambda message: message
-
-    def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
-        """The weighted mean of x over the workers, as a new tensor."""
-        mean = x.clone()
-        self.mean_(mean, weight=weight)
-        return mean
-
-    def mean_(self, x: Tensor, *, weight: float = 1.0) -> float:
-        """x ← the weighted mean of x over the workers, in place. Gives the sum of the weights; if 0, x stays."""
-        return self.transport.start(Mean(x, self.workers, weight)).wait()
-
-    def add_(self, x: Tensor, y: Tensor) -> None:
-        """x ← x + y, in place: what an algorithm made of messages computes, in a world where that may take time."""
-        self.transport.start(Compute(lambda: x.add_(y), numbers=x.numel())).wait()
-
-    def broadcast_(self, x: Tensor, *, root: int = 0) -> None:
-        """x ← x of worker `root`, in place."""
-        self.transport.start(Broadcast(x, root, self.workers)).wait()
-
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """The x of every worker, in rank order."""
-        return self.transport.start(Gather(x, self.workers)).wait()
-
-    def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
-        """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
-        self._require(to)
-        for message in self.pack(Send(to, x, version, weight, tag=tag, progress=self.progress)):
-            self.transport.start(message).wait()
-
-    def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
-        """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
-        self._require(to)
-        message = Send(to, x, version, weight, lend=True, progress=self.progress)
-        handles = [self.transport.start(m) for m in self.pack(message)]
-        return handles[0] if len(handles) == 1 else All(handles)
-
-    def _require(self, other: int) -> None:
-        """Refuse a node that is not there, or oneself."""
-        if not 0 <= other < self.transport.size or other == self.rank:
-            others = f"the others are among 0 to {self.transport.size - 1}"
-            raise ValueError(f"node {self.rank} has no node {other} to speak with: {others}")
-
-    def recv(self, source: int, *, at_rest: bool = False) -> Message:
-        """The next message from one node. `at_rest`: nothing happened since the last step, so the run may be saved."""
-        self._require(source)
-        message = self._next(source, at_rest=at_rest)
-        if not isinstance(message, Message):
-            raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
-        return message
-
-    def inbox(self) -> Iterator[Message]:
-        """Messages from the workers as they come, until every worker has left."""
-        while isinstance(message := self._next(None), Message):
-            yield message
-
-    def arrivals(self) -> Iterator[Message | Departed]:
-        """The same, and who leaves."""
-        while (came := self._next(None, departures=True)) is not None:
-            yield came
-
-    def rounds(self) -> Iterator[list[Message]]:
-        """One message from each worker that has not left, in rank order, again and again."""
-        while pushed := [m for w in self.workers.members if isinstance(m := self._next(w), Message)]:
-            yield pushed
-
-    def next_from(self, source: int) -> Message | None:
-        """The next message from one node; None if it has left."""
-        came = self._next(source)
-        return came if isinstance(came, Message) else None
-
-    def _next(
-        self, source: int | None, *, departures: bool = False, at_rest: bool = False
-    ) -> Message | Departed | None:
-        while not self._paused or (source not in self._paused and len(self._paused) < len(self.workers)):
-            self.between_messages()
-            came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
-            if not isinstance(came, Message):
-                return came
-            if came.tag == _PAUSE:
-                self._paused.add(came.source)
-                if departures:
-                    return Departed(came.source)
-            elif (whole := self.unpack(came)) is not None:
-                if not whole.tag:
-                    self.known[whole.source] = whole.progress
-                return whole
-        return None
-
-    def see_off(self) -> None:
-        """Wait until every worker has left."""
-        for _ in self.inbox():
-            pass
-
-    def pause(self) -> None:
-        """Tell the servers that this worker sends nothing more before they begin anew: to them it is as if it left."""
-        for server in self.servers.members:
-            self.send(server, torch.empty(0), tag=_PAUSE)
-
-    def resume(self) -> bool:
-        """Begin anew after all workers have paused; False if they have left instead."""
-        paused = len(self._paused) == len(self.workers)
-        self._paused.clear()
-        return paused
-
-    def dismiss(self, count: int) -> None:
-        """Go on without the last workers: so many of those that began."""
-        self.workers = Group(tuple(range(self.servers.members[0] - count)))
-
-    def leave(self) -> None:
-        """Tell the servers that this worker sends nothing more."""
-        self.transport.start(Leave(self.servers)).wait()
 
 
 class Node:
@@ -211,7 +63,7 @@ class Node:
         self._lengths = [part.stop - part.start for part in placement]
         self._fuses = fuses  # the world takes means and updates in one
         self.clip = clip  # the largest norm allowed
-        self.clips: Literal["own", "mean"] = "own"  # that of which gradient: as the strategy in force says
+        self._clips_mean = False  # whether `clip` bounds the mean, as the strategy in force says
         self._tolerate, self._in_a_row = tolerate, 0
         self._last_step, self._validation = last_step, validation
         # A sum in half precision may overflow although every element is finite.
@@ -226,6 +78,14 @@ class Node:
     def serves(self) -> bool:
         """Whether this node is a server."""
         return self.feed is None
+
+    def enter(self, strategy: Strategy[Any], s: Any) -> None:
+        """Take up a strategy, or its next phase, whose state is in place: its layout, clipping and codec."""
+        layout, (phase, state) = strategy.layout_at(s), strategy.phase(s)
+        self._clips_mean = layout.updates.clip == "mean"
+        if layout.promoted:
+            self.retire(layout.promoted)
+        self.comm.use(phase.codec(self, state))
 
     def retire(self, count: int) -> None:
         """Let the last workers make way for servers: so many of those that began. The others have all samples then."""
@@ -301,7 +161,7 @@ class Node:
             self.weight = float(size)
             self.samples += size
             self._in_a_row = 0
-            if self.clip is not None and self.clips == "own":
+            if self.clip is not None and not self._clips_mean:
                 clip_(self.g, self.clip)
         else:
             self._skip()
@@ -343,7 +203,7 @@ class Node:
 
     def _step(self, g: Tensor) -> None:
         """The inner optimizer's step; g is clipped first if it is the mean that `clip` bounds."""
-        if self.clip is not None and self.clips == "mean":
+        if self.clip is not None and self._clips_mean:
             clip_(g, self.clip)
         self.inner.step(g)
 

@@ -270,6 +270,6 @@ class Transport(Protocol):
         """Begin an op."""
         ...
 
-    def proceed(self, step: int, *, in_step: bool) -> bool:
+    def proceed(self, step: int, *, lockstep: bool) -> bool:
         """Whether this worker may begin `step`. To stop, workers that go in step agree on one; others stop at once."""
         ...

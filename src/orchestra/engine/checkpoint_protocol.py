@@ -47,7 +47,7 @@ class CoordinatedTransport(Transport, Protocol):
     def await_go(self) -> None:
         """Block until every node is ready."""
 
-    def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
+    def await_saved(self, node: int, label: int, *, lockstep: bool) -> None:
         """Block until a server has saved a checkpoint, which it does when every worker has."""
 
     def await_bell(self, ready: Callable[[], bool]) -> None:
@@ -66,7 +66,7 @@ class NodeCheckpointer:
         self._transport = transport
         self._log = log
         self._saved_as = control.save_wanted  # label of this node's newest part of a checkpoint
-        self._one_x = runtime.job.strategy.model_at == "shared"
+        self._one_x = runtime.job.strategy.layout.model_location == "shared"
         if runtime.is_server:
             transport.mailbox.when_idle = self._while_idle
         else:
@@ -78,9 +78,9 @@ class NodeCheckpointer:
         """Save if it is time: the worker had done `before` steps a moment ago."""
         control, runtime = self._control, self._runtime
         due = crossed(before, runtime.node.steps, runtime.job.checkpoint_every) and not spent(runtime)
-        if self._runtime.in_step:
+        if self._runtime.lockstep:
             if due:
-                self._save_in_step()
+                self._save_together()
             return
         first = all(map(control.is_done, range(runtime.rank)))
         if due and first and control.save_wanted == self._saved_as:
@@ -92,13 +92,13 @@ class NodeCheckpointer:
     def after_steps(self) -> None:
         """Save the end as well, where all stand at the same step; of others, the newest there is has to do."""
         runtime, steps = self._runtime, self._runtime.node.steps
-        if runtime.job.checkpoint_every is None or not runtime.in_step or steps <= self._saved_as:
+        if runtime.job.checkpoint_every is None or not runtime.lockstep or steps <= self._saved_as:
             return
         # Who is to break off after this very step would be taken to have done so: all see alike whether that is asked.
-        if self._transport.proceed(steps, in_step=True) or not self.interrupted():
-            self._save_in_step()
+        if self._transport.proceed(steps, lockstep=True) or not self.interrupted():
+            self._save_together()
 
-    def _save_in_step(self) -> None:
+    def _save_together(self) -> None:
         self._control.write("save_wanted", self._runtime.node.steps)  # for those that have retired
         self._transport.ring_everybody()
         self._save_with_servers(self._runtime.node.steps)
@@ -106,7 +106,7 @@ class NodeCheckpointer:
     def _while_at_rest(self) -> None:
         """Save if asked to while another lets this worker wait: it might do so until this one has saved."""
         wanted, began = self._control.save_wanted, self._runtime.node.now()
-        if wanted > self._saved_as and not self._runtime.in_step:
+        if wanted > self._saved_as and not self._runtime.lockstep:
             self._save_with_servers(wanted)
             self._transport.traffic.waited -= self._runtime.node.now() - began  # it will be taken for waiting
 
@@ -208,7 +208,7 @@ class NodeCheckpointer:
         runtime, waited = self._runtime, self._transport.traffic.waited
         for holder in (0,) if self._one_x and runtime.rank else runtime.node.comm.servers.members:
             self._transport.mailbox.ring(holder)
-            self._transport.await_saved(holder, label, in_step=runtime.in_step)
+            self._transport.await_saved(holder, label, lockstep=runtime.lockstep)
         self._transport.traffic.waited = waited  # that was saving, no part of the strategy
 
     def _await_writers(self, label: int) -> None:

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from orchestra.core.strategy import Strategy, check_fields
+from orchestra.core.strategy import Strategy
 from orchestra.data import samples
 from orchestra.data.batches import place_of_target, target_of
 from orchestra.data.feed import SampleStore
 from orchestra.data.partitions import IID, Dirichlet, LabelSorted
+from orchestra.engine.fields import check_fields
 from orchestra.errors import Problem
 from orchestra.model import param_groups
 from orchestra.model.flat_optimizer import ELEMENTWISE, elementwise
 from orchestra.model.replica import trainable
-from orchestra.strategies.switch.phases import Phases
 
 
 def check_numbers(
@@ -97,16 +97,17 @@ def _check_layerwise(made: torch.optim.Optimizer, module: nn.Module, strategy: S
             "optimizer", kind,
             f"looks at whole layers or has several groups, which goes with one dtype, not with {', '.join(dtypes)}",
         )  # fmt: skip
-    if strategy.hands_over:
+    if strategy.needs.momenta:
         message = "looks at whole layers or has several groups, and what it keeps of them cannot be handed over: use "
         yield Problem("optimizer", kind, f"{message}momenta=reset")
-    if strategy.servers > 1 and strategy.placement == "even" and type(made) not in ELEMENTWISE:
+    layout = strategy.layout
+    if layout.servers > 1 and layout.placement == "even" and type(made) not in ELEMENTWISE:
         yield Problem(
             "optimizer", kind,
             f"looks at whole layers, but a server of {type(strategy).__name__} holds a range: cut between layers "
             '(placement="layers"), or use SGD, Adam or another that treats every element alike',
         )  # fmt: skip
-    elif strategy.servers > 1 and not param_groups.is_one(made, layers):
+    elif layout.servers > 1 and not param_groups.is_one(made, layers):
         try:
             param_groups.like(made, param_groups.members(made, layers), layers)
         except Exception as error:  # user code may raise anything
@@ -116,9 +117,9 @@ def _check_layerwise(made: torch.optim.Optimizer, module: nn.Module, strategy: S
 
 def check_placement(strategy: Strategy[Any], module: nn.Module) -> Iterator[Problem]:
     """No server may be left without a layer."""
-    layers = sum(p.numel() > 0 for p in trainable(module).values())
-    if strategy.placement == "layers" and strategy.servers > layers:
-        yield Problem("strategy.servers", strategy.servers, f"is more than the {layers} layers, none of which is cut")
+    layers, layout = sum(p.numel() > 0 for p in trainable(module).values()), strategy.layout
+    if layout.placement == "layers" and layout.servers > layers:
+        yield Problem("strategy.servers", layout.servers, f"is more than the {layers} layers, none of which is cut")
 
 
 def check_layers(module: nn.Module, workers: int, name: str = "") -> Iterator[Problem]:
@@ -140,7 +141,7 @@ def check_strategy(strategy: Strategy[Any], workers: int, clip: float | None) ->
     if found:
         return
     if isinstance(workers, int) and workers >= 1:
-        yield from strategy.demands(workers)
+        yield from strategy.problems(workers)
     if clip is not None:
         yield from check_whole(strategy, "clip", clip)
 
@@ -153,8 +154,8 @@ def check_norm(name: str, most: object) -> Iterator[Problem]:
 
 def check_whole(strategy: Strategy[Any], name: str, most: float) -> Iterator[Problem]:
     """What is clipped must be whole on the node that clips it."""
-    phases = (strategy.first, strategy.then) if isinstance(strategy, Phases) else (strategy,)
-    if any(phase.servers > 1 and phase.clips == "mean" for phase in phases):
+    servers = [phase for phase in strategy.layout.phases() if phase.model_location == "servers"]
+    if any(phase.servers > 1 and phase.updates.clip == "mean" for phase in servers):
         message = "needs the norm of the whole mean, but each server sees only its range: use servers=1"
         yield Problem(name, most, message)
 

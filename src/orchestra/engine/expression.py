@@ -9,18 +9,21 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any, Literal, get_origin, get_type_hints
 
-from orchestra.core.strategy import Strategy, misfit
+from orchestra.core.strategy import Strategy
+from orchestra.engine import script_names
+from orchestra.engine.fields import check_fields, mismatch
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.model.flat_optimizer import ELEMENTWISE, Factory
 from orchestra.model.optimizers import LAMB, LARS
 from orchestra.model.schedules import CURVES, Curve
-from orchestra.strategies import ABSENT, ALIASES, PARTS, STRATEGIES
+from orchestra.strategies.catalogue import ABSENT, PARTS, row_of, rows
 
 _LONGEST = 1000  # characters of an expression
 
@@ -50,7 +53,7 @@ class _Vocabulary:
             return _demand_by_default(inspect.signature(entry).parameters[option].default)
         (field,) = (f for f in dataclasses.fields(entry) if f.name == option)
         hint, least, most = get_type_hints(entry)[option], field.metadata.get("least"), field.metadata.get("most")
-        message = misfit("a word", hint)
+        message = mismatch("a word", hint)
         if message is None or "number" not in message:
             return None if hint is not bool else "must be True or False"
         limits = {(True, True): f", {least} to {most}", (True, False): f", at least {least}"}
@@ -63,11 +66,15 @@ class _Vocabulary:
 
 
 def names() -> dict[str, type[Any]]:
-    """Every name that may stand in a strategy, short ones included; also of strategies defined elsewhere."""
-    classes: list[type[Any]] = [cls for cls in Strategy.__subclasses__() if dataclasses.is_dataclass(cls)]
-    classes += [*STRATEGIES, *PARTS]
-    other = {name: alias.strategy for name, alias in ALIASES.items()}
-    return other | _by_name(*classes) | {cls.short: cls for cls in STRATEGIES if cls.short}
+    """Return every name that may stand in a strategy, those of the script that runs included."""
+    found = {name: row.strategy for row in rows() for name in row.names}
+    return _in_script() | found | _by_name(*PARTS)
+
+
+def _in_script() -> dict[str, type[Any]]:
+    """Return the strategies of the program that runs, and of the files that were given on the command line."""
+    found = [value for names in (vars(sys.modules["__main__"]), *script_names.current()) for value in [*names.values()]]
+    return _by_name(*(v for v in found if isinstance(v, type) and issubclass(v, Strategy) and is_dataclass(v)))
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
@@ -84,7 +91,9 @@ def parse(text: str) -> Strategy[Any]:
     words = _Vocabulary("strategy", "slowmo(tau=12, beta=0.6)", {**names()})
     value = _read(text, words)
     if not isinstance(value, Strategy):
-        raise words.refuse(text, f"is not a strategy; {nearest(text, [c.__name__.lower() for c in STRATEGIES])}")
+        raise words.refuse(text, f"is not a strategy; {nearest(text, [row.name for row in rows()])}")
+    if unfit := [*check_fields(value, "strategy")]:
+        raise ConfigError(unfit)
     return value
 
 
@@ -125,7 +134,7 @@ def show(part: Any) -> str:
         value = getattr(part, field.name)
         if value != _default(field):
             given.append(f"{field.name}={show(value) if dataclasses.is_dataclass(value) else repr(value)}")
-    name = getattr(type(part), "short", None) or type(part).__name__.lower()
+    name = (row_of(part).short if isinstance(part, Strategy) else None) or type(part).__name__.lower()
     return f"{name}({', '.join(given)})" if given else name
 
 

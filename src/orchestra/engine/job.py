@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -63,7 +63,7 @@ class Job:
     @property
     def servers(self) -> int:
         """How many servers there are."""
-        return self.strategy.servers
+        return self.strategy.layout.servers
 
     @cached_property
     def parameters(self) -> int:
@@ -73,14 +73,14 @@ class Job:
     @cached_property
     def placement(self) -> list[slice]:
         """The range of x that each server holds: the one place where x is cut among them."""
-        if self.strategy.placement == "layers":
+        if self.strategy.layout.placement == "layers":
             return ranges_of_layers([size for shape in self.layers if (size := math.prod(shape))], self.servers)
         return ranges(self.parameters, self.servers)
 
     @cached_property
     def cuts(self) -> list[int]:
         """Where the ranges of x begin that servers hold, or that workers update for all."""
-        owned = ranges(self.parameters, self.workers) if self.owns_range else []
+        owned = ranges(self.parameters, self.workers) if self.updated == "own range" else []
         return [part.start for part in (*self.placement, *owned) if part.start < part.stop]
 
     def range_of(self, rank: int) -> slice:
@@ -90,7 +90,7 @@ class Job:
     @cached_property
     def machines(self) -> tuple[int, ...]:
         """The machine of every node. Each has its own, but for servers that live with the last workers."""
-        shared = self.strategy.colocated
+        shared = self.strategy.layout.colocated
         last = ((k - self.servers) % self.workers if shared else self.workers + k for k in range(self.servers))
         return (*range(self.workers), *last)
 
@@ -98,19 +98,24 @@ class Job:
         """The other nodes on a node's machine: what passes between them does not pass the network."""
         return frozenset(n for n, at in enumerate(self.machines) if at == self.machines[rank] and n != rank)
 
-    @property
-    def owns_range(self) -> bool:
-        """Whether each worker updates one range of x for all.
+    @cached_property
+    def updated(self) -> Literal["whole", "own range", "shared"]:
+        """What of x a worker updates: the one place where this is decided.
 
-        The replicas must always be equal and the optimizer treat every element alike; and it must pay.
+        `shared`: one x, together with the others. `own range`: one range, for all workers; then the replicas must
+        always be equal, the optimizer treat every element alike, and the model be so large that it pays. `whole`: all
+        of its own x.
         """
-        possible = self.strategy.model_at == "everywhere" and not self.layerwise and self.clip is None
-        return possible and not self.torch_means and not is_small(self.parameters, self.workers)
+        location = self.strategy.layout.model_location
+        if location == "shared":
+            return "shared"
+        possible = location == "everywhere" and not self.layerwise and self.clip is None and not self.torch_means
+        return "own range" if possible and not is_small(self.parameters, self.workers) else "whole"
 
     @property
     def shares_x(self) -> bool:
         """Whether one x in memory serves all workers of a machine."""
-        return self.one_memory and (self.strategy.model_at == "shared" or (self.owns_range and self.device == "cpu"))
+        return self.one_memory and (self.updated == "shared" or (self.updated == "own range" and self.device == "cpu"))
 
     @cached_property
     def groups(self) -> tuple[Group, Group]:

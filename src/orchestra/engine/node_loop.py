@@ -12,9 +12,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from orchestra.core import gradient_mask
+from orchestra.core.comm import Comm
 from orchestra.core.log import Log
-from orchestra.core.node import Comm, Node
-from orchestra.core.strategy import Where
+from orchestra.core.node import Node
+from orchestra.core.strategy import Layout
 from orchestra.core.vectors import LARGE, ranges
 from orchestra.data import samples
 from orchestra.data.feed import SampleStore, fold, make_feed
@@ -72,9 +73,8 @@ class NodeRuntime:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        self.node.clips = self.job.strategy.clips
         self.state = self.job.strategy.init(self.node)
-        self.job.strategy.attach(self.node, self.state)
+        self.node.enter(self.job.strategy, self.state)
 
     @property
     def rank(self) -> int:
@@ -82,14 +82,14 @@ class NodeRuntime:
         return self.node.rank
 
     @property
-    def where(self) -> Where:
-        """Where the model is now."""
-        return self.job.strategy.where(self.state)
+    def layout(self) -> Layout:
+        """Where the model is now, and which nodes update it."""
+        return self.job.strategy.layout_at(self.state)
 
     @property
-    def in_step(self) -> bool:
-        """Whether the workers go in step now."""
-        return self.job.strategy.in_step(self.state)
+    def lockstep(self) -> bool:
+        """Whether all workers finish a step before any begins the next one."""
+        return self.layout.lockstep
 
     @property
     def is_server(self) -> bool:
@@ -119,7 +119,7 @@ def worker(
     if look is not None and replica.is_whole and job.resume is None:  # else another worker may have resumed a shared x
         look.require_same_outputs(module, data, job.seed)
     layers = list(replica.parameters) if job.layerwise else None
-    mine = ranges(x.numel(), job.workers)[rank] if job.owns_range else slice(0, x.numel())
+    mine = ranges(x.numel(), job.workers)[rank] if job.updated == "own range" else slice(0, x.numel())
     return Node(
         comm,
         _inner(job, job.optimizer, x[mine], mine, layers),
@@ -129,7 +129,7 @@ def worker(
         replica=replica,
         feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
         placement=job.placement,
-        fuses=job.owns_range or job.torch_means,
+        fuses=job.updated == "own range" or job.torch_means,
         clip=job.clip,
         tolerate=job.tolerate,
         last_step=job.last_step,
@@ -182,7 +182,7 @@ def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
     """A worker's steps, then what its strategy still has to do."""
     job, node = runtime.job, runtime.node
     while not spent(runtime):
-        if not runtime.meter.proceed(node.steps, in_step=runtime.in_step):
+        if not runtime.meter.proceed(node.steps, lockstep=runtime.lockstep):
             runtime.interrupted = checkpointer.interrupted()
             break
         before, far = node.steps, distance(runtime)
@@ -215,7 +215,7 @@ def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
         every = job.snapshot_every
         return math.inf if every is None else job.samples_by((runtime.snapshots + 1) * every)
 
-    due, reported, holds = next_snapshot(), node.now(), runtime.where == "servers"
+    due, reported, holds = next_snapshot(), node.now(), runtime.layout.model_location == "servers"
     already = node.comm.between_messages
 
     def between() -> None:
@@ -227,7 +227,7 @@ def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
             else:  # it was due before this server held the model, and others took it
                 runtime.snapshots += 1
             due = next_snapshot()
-        holds = runtime.where == "servers"
+        holds = runtime.layout.model_location == "servers"
         if node.now() - reported > _REPORT_EVERY:
             report(runtime)
             reported = node.now()
@@ -236,14 +236,7 @@ def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
     job.strategy.serve(node, runtime.state)
     end(runtime)
     if checkpointer.after_service():
-        drop_the_rest(runtime)
         set_aside_the_end(runtime)
-
-
-def drop_the_rest(runtime: NodeRuntime) -> None:
-    """Count what a server still holds: no update will use it."""
-    if unused := runtime.job.strategy.unused(runtime.state):
-        runtime.node.log("dropped", unused)
 
 
 def spent(runtime: NodeRuntime) -> bool:
@@ -319,7 +312,7 @@ def take_snapshot(runtime: NodeRuntime, number: int) -> None:
 
 def set_aside(runtime: NodeRuntime, folder: Path) -> bool:
     """Write this node's part of the model; False if it holds none."""
-    job, node, where = runtime.job, runtime.node, runtime.where
+    job, node, where = runtime.job, runtime.node, runtime.layout.model_location
     equal = where in ("everywhere", "copies", "shared")
     holds = where == "servers" if runtime.is_server else where == "apart" or (equal and runtime.rank == 0)
     buffers = node.replica.buffers() if node.replica is not None else {}
@@ -390,7 +383,7 @@ def restore(runtime: NodeRuntime, saved: dict[str, Any]) -> None:
         node.feed.seek(epoch, step)
     if runtime.state is not None:
         checkpoint.restore_into(runtime.state, saved["strategy"])
-        runtime.job.strategy.attach(node, runtime.state)
+        node.enter(runtime.job.strategy, runtime.state)
     node.steps, node.samples, node.skipped, runtime.snapshots = saved["counts"]
     node.comm.progress, node.comm.known = saved["progress"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]

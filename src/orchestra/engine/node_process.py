@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from orchestra.core.node import Comm, Node
+from orchestra.core.comm import Comm
+from orchestra.core.node import Node
 from orchestra.core.ops import Transport
 from orchestra.engine import checkpoint, compute_times, node_loop
 from orchestra.engine.checkpoint_protocol import CoordinatedTransport, NodeCheckpointer
@@ -73,7 +74,7 @@ def _traced(
     transport: Transport, job: Job, log: EventLog, files: contextlib.ExitStack, complain: Callable[[OSError], None]
 ) -> Transport:
     trace = files.enter_context(EventLog(job.run / f"trace-{transport.rank}.jsonl", complain))
-    return Traced(transport, trace.write, log.write, apart=job.strategy.model_at == "apart")
+    return Traced(transport, trace.write, log.write, apart=job.strategy.layout.model_location == "apart")
 
 
 def _settle_memory() -> None:

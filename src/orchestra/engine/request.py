@@ -15,11 +15,12 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 import orchestra.runs.budget as budgets
-from orchestra.core.strategy import Strategy, check_fields
+from orchestra.core.strategy import Strategy
 from orchestra.data.batches import Loss
 from orchestra.data.partitions import Partition
 from orchestra.engine import checks, expression
 from orchestra.engine.cluster import Cluster
+from orchestra.engine.fields import check_fields
 from orchestra.engine.first_gradient import try_gradient
 from orchestra.engine.scoring import Evaluate
 from orchestra.errors import ConfigError, Problem
@@ -67,7 +68,8 @@ class Request:
 def read_strategy(given: Request) -> tuple[Strategy[Any] | None, list[Problem]]:
     """The strategy asked for, parsed if it was given as text, or why there is none."""
     if isinstance(given.strategy, Strategy):
-        return given.strategy, []
+        unfit = [*check_fields(given.strategy, "strategy")]
+        return (None if unfit else given.strategy), unfit  # with wrong fields it cannot say what it needs
     if not isinstance(given.strategy, str):
         message = 'must be a strategy such as AllReduce(), or its text "allreduce"'
         return None, [Problem("strategy", given.strategy, message)]
@@ -97,7 +99,7 @@ def check_arguments(given: Request, strategy: Strategy[Any] | None) -> Iterator[
         yield from check_fields(given.schedule, "schedule")
     if given.evaluate is not None and given.evaluation_data is None:
         yield Problem("evaluation_data", None, "must come with evaluate: a function that makes the data to score on")
-    if strategy is not None and strategy.validates and given.validation_data is None:
+    if strategy is not None and strategy.needs.validation_loss and given.validation_data is None:
         message = "the strategy looks at the loss of samples set apart: give a function that makes them"
         yield Problem("validation_data", None, message)
     if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
@@ -123,10 +125,11 @@ def _look_at_place(given: Request, strategy: Strategy[Any] | None) -> Generator[
     yield from unfit
     if unfit:
         return None  # it may not even be able to say what it is
-    if strategy.model_at == "shared" and not given.cluster.one_memory:
+    shared = strategy.layout.model_location == "shared"
+    if shared and not given.cluster.one_memory:
         message = "its workers share one x in the memory of one machine: use Local(...), without torchrun"
         yield Problem("strategy", type(strategy).__name__, message)
-    elif strategy.model_at == "shared" and given.cluster.resolve_device() != "cpu":
+    elif shared and given.cluster.resolve_device() != "cpu":
         message = f'workers of {type(strategy).__name__} share one x in the memory of the machine: use "cpu"'
         yield Problem("cluster.device", given.cluster.device, message)
     return strategy
@@ -215,14 +218,14 @@ def check_model_and_data(
         yield from checks.check_layers(module, given.cluster.workers)
     if given.schedule is not None and not 0 <= (factor := given.schedule(0.0)) < math.inf:
         yield Problem("schedule(0.0)", factor, "must be a factor on the learning rate: finite, at least 0")
-    if given.schedule is not None and strategy.servers and isinstance(data, IterableDataset):
+    if given.schedule is not None and strategy.layout.servers and isinstance(data, IterableDataset):
         message = "cannot be followed by servers, which do not see where a stream ends: use a map-style Dataset"
         yield Problem("schedule", given.schedule, message)
-    if strategy.promotes and isinstance(data, IterableDataset):
+    if strategy.layout.promotes and isinstance(data, IterableDataset):
         message = "cannot give the samples of a stream to other workers: use a map-style Dataset"
         yield Problem("strategy.promote", True, message)
     per_epoch = None if isinstance(data, IterableDataset) else 1
-    if strategy.counts_down and budgets.last_step(given.budget, per_epoch, 1) is None:
+    if strategy.needs.budget and budgets.last_step(given.budget, per_epoch, 1) is None:
         message = "has no share that could be spent, by which the strategy switches: add an end, such as | Steps(1000)"
         yield Problem("budget", given.budget, message)
     # Without numbers no sample is looked at, so there may be fewer than workers.

@@ -129,7 +129,7 @@ def look_at_budget(folder: Path, saved: Checkpoint, job: Job, budget: Budget, do
         step, done, what = ended.steps, ended.seconds, "the run"
     seconds = next((part.count for part in budgets.parts(budget) if isinstance(part, Seconds)), math.inf)
     # Where workers retire, the others do more steps than each was to do in the beginning.
-    comparable = (job.strategy.synchronous or ended is not None) and not job.strategy.promotes
+    comparable = (job.strategy.layout.updates.synchronous or ended is not None) and not job.strategy.layout.promotes
     if comparable and job.last_step is not None and step >= job.last_step:
         spent = step > job.last_step
         why = f"it ends at step {job.last_step:,}, and {what} is already at {step:,}"

@@ -186,10 +186,10 @@ class Scorer:
     def _whole(self, folder: Path) -> bool:
         found = snapshot.parts_present(folder)
         buffers = bool(persistent_buffers(self.module))
-        workers = set(range(self.workers))
-        servers = set(range(self.workers, self.workers + self.strategy.servers))
-        left = set(range(self.workers - len(servers))) if self.strategy.promotes else workers
-        for where in self.strategy.places:
+        layout, workers = self.strategy.layout, set(range(self.workers))
+        servers = set(range(self.workers, self.workers + layout.servers))
+        left = set(range(self.workers - len(servers))) if layout.promotes else workers
+        for where in (phase.model_location for phase in layout.phases()):
             wanted = {"servers": servers, "apart": workers}.get(where, {0})
             working = left if where == "servers" else workers
             if (wanted | (working if buffers else set())) <= found and snapshot.holds_x(folder, min(wanted)):

@@ -42,9 +42,9 @@ class Traced(TransportWrapper):
         self._step = 0
         self.proceed = self._proceed
 
-    def _proceed(self, step: int, *, in_step: bool) -> bool:
+    def _proceed(self, step: int, *, lockstep: bool) -> bool:
         self._step = step
-        return self.inner.proceed(step, in_step=in_step)
+        return self.inner.proceed(step, lockstep=lockstep)
 
     def start(self, op: Op[T]) -> Handle[T]:
         """Pass the op on, and tell of it."""

@@ -19,7 +19,7 @@ from orchestra.data.batches import Pieces, each, loss_of, pieces
 from orchestra.data.partitions import Dirichlet, Partition
 from orchestra.data.random_state import left_alone
 from orchestra.formatting import plural
-from orchestra.strategies.switch.phases import Phases
+from orchestra.strategies.catalogue import StrategySwitch
 
 _EXACT = 1e-3  # relative error up to which a loss counts as the sum of the losses of two parts
 _CLEAR = 1e-2  # relative error above which it is not their mean, and relative size above which a part matters
@@ -75,8 +75,8 @@ def about_momentum(strategy: Strategy[Any], optimizer: optim.Optimizer, workers:
     """
     for group in optimizer.param_groups if workers > 1 and not _silent.get() else ():
         for part, momentum, given in _phases(strategy, group.get("momentum") or 0.0, workers):
-            if part.stale and momentum >= _LARGE:
-                rate = group["lr"] / (1 - momentum) / part.updates(workers)
+            if part.layout.updates.stale and momentum >= _LARGE:
+                rate = group["lr"] / (1 - momentum) / part.layout.updates.per_round_of(workers)
                 remedy = "momentum=0 in the strategy" if given else f"momentum=0 and lr={rate:.2g} in the optimizer"
                 return (
                     f"{type(part).__name__} applies gradients that are several updates old, and momentum "
@@ -88,13 +88,17 @@ def about_momentum(strategy: Strategy[Any], optimizer: optim.Optimizer, workers:
 
 def _phases(strategy: Strategy[Any], own: float, workers: int) -> Iterator[tuple[Strategy[Any], float, bool]]:
     """Each strategy that will be in force, its momentum, and whether the strategy was given that."""
-    if not isinstance(strategy, Phases):
+
+    def updates(part: Strategy[Any]) -> float:
+        return part.layout.updates.per_round_of(workers)
+
+    if not isinstance(strategy, StrategySwitch):
         yield strategy, own, False
         return
     yield strategy.first, own, False
     if strategy.momentum is not None:
         yield strategy.then, strategy.momentum if own else 0.0, True
-    elif strategy.then.updates(workers) <= strategy.first.updates(workers):  # else there will be no momentum
+    elif updates(strategy.then) <= updates(strategy.first):  # else there will be no momentum
         yield strategy.then, own, False
 
 

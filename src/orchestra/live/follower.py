@@ -117,6 +117,11 @@ class Follower:
         """All events so far, by node, where they are kept."""
         return [event for _, node in sorted(self.nodes.items(), key=lambda n: str(n[0])) for event in node.events]
 
+    @property
+    def size(self) -> int:
+        """Bytes of the files of events and scores: two changes may have the same time."""
+        return self._scores.size + sum(node.file.size for node in self.nodes.values())
+
     def forget(self) -> None:
         """Keep no events from now on: the run is over, and told of."""
         self.keep = False

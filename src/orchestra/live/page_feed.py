@@ -32,7 +32,7 @@ _ALONE = 15.0  # seconds without a question after which nobody is there
 _MOST_NODES = 256  # in a table
 _SEARCH = 2.0  # seconds between two looks for new runs
 
-Ending = tuple[str, float]  # how, and when
+Ending = tuple[str, float, int]  # how, when, and after how many bytes of events
 
 
 class PageWriter:
@@ -112,10 +112,10 @@ class _Over:
 def _ended(run: Follower) -> Ending | None:
     """Which ending a run has, or which end it found: one that is resumed gets another."""
     try:
-        return "ended", (run.folder / "ending.json").stat().st_mtime_ns
+        return "ended", (run.folder / "ending.json").stat().st_mtime_ns, 0
     except OSError:
         fate = run_lock.ask(run.folder).fate
-    return (fate, run.changed) if fate else None
+    return (fate, run.changed, run.size) if fate else None
 
 
 def _brief(at: RunNow) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class TailedFile:
     def __init__(self, path: Path, *, tail: int | None = None) -> None:
         self.path = path
         self.changed = 0.0  # seconds since the epoch, of the file's last change
+        self.size = 0  # bytes, at the last look
         self._tail = tail
         self._offset = 0
         self._last = b""  # the last bytes that were given
@@ -49,7 +50,7 @@ class TailedFile:
             self._offset = max(0, found.st_size - self._tail) if self._tail is not None else 0
             self._last = b""
         self._grown = found.st_size > self._offset
-        self._identity, self.changed = identity, found.st_mtime
+        self._identity, self.changed, self.size = identity, found.st_mtime, found.st_size
         return anew
 
     def _goes_on(self, size: int) -> bool:

@@ -38,11 +38,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import option
 
 
 class Curve(ABC):
-    """A schedule with a name and knobs. Subclasses are frozen, keyword-only dataclasses."""
+    """A schedule with a name and options. Subclasses are frozen, keyword-only dataclasses."""
 
     @abstractmethod
     def __call__(self, epochs: float) -> float:
@@ -66,8 +66,8 @@ class Constant(Curve):
 class StepDecay(Curve):
     """Smaller by a factor at each of a few epochs."""
 
-    at: tuple[float, ...] = knob((30, 60, 80), "the epochs at which the rate falls")
-    by: float = knob(0.1, "the factor each time", least=0)
+    at: tuple[float, ...] = option((30, 60, 80), "the epochs at which the rate falls")
+    by: float = option(0.1, "the factor each time", least=0)
 
     def __call__(self, epochs: float) -> float:
         """`by`, as many times as one of `at` is past."""
@@ -78,8 +78,8 @@ class StepDecay(Curve):
 class Polynomial(Curve):
     """(1 − e/epochs)^power: to zero at the end. With power 2 that of LARS, with 1 that of LAMB."""
 
-    epochs: float = knob(90.0, "where it reaches zero: the length of the run", least=1e-9)
-    power: float = knob(2.0, "1 is a straight line", least=0)
+    epochs: float = option(90.0, "where it reaches zero: the length of the run", least=1e-9)
+    power: float = option(2.0, "1 is a straight line", least=0)
 
     def __call__(self, epochs: float) -> float:
         """The polynomial; zero after its end."""
@@ -90,11 +90,11 @@ class Polynomial(Curve):
 class Warmup(Curve):
     """From a small learning rate to k times the optimizer's, then on with another schedule, which it multiplies."""
 
-    epochs: float = knob(5.0, "E: epochs of warm-up; 0 is none", least=0)
-    factor: float = knob(1.0, "k: what the learning rate is multiplied with in the end", least=0)
-    reference: int | None = knob(None, "batch to which k is in proportion: k = factor · batch · workers / it", least=1)
-    start: float = knob(1.0, "the factor at the beginning", least=0)
-    how: Literal["gradual", "constant"] = knob("gradual", "in between: a straight line, or `start` until the end of it")
+    epochs: float = option(5.0, "E: epochs of warm-up; 0 is none", least=0)
+    factor: float = option(1.0, "k: what the learning rate is multiplied with in the end", least=0)
+    reference: int | None = option(None, "batch to which k is proportional: k = factor · batch · workers / it", least=1)
+    start: float = option(1.0, "the factor at the beginning", least=0)
+    how: Literal["gradual", "constant"] = option("gradual", "in between: a straight line, or `start` to its end")
     then: Callable[[float], float] = field(
         default_factory=Constant, metadata={"about": "another schedule, by epochs of the whole run"}
     )

@@ -7,22 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestra.core.strategy import Strategy
+from orchestra.core.traffic import RunSize
 from orchestra.engine import expression
 from orchestra.errors import ConfigError
-from orchestra.strategies import (
-    EASGD,
-    STRATEGIES,
-    AllReduce,
-    Downpour,
-    Hogwild,
-    LocalSGD,
-    ParameterServer,
-    SlowMo,
-    Solo,
-    SyncEASGD,
-)
+from orchestra.strategies.catalogue import ParameterServer, expected_traffic, row_of, rows
 from orchestra.strategies.parameter_server.consistency import SSP
-from orchestra.strategies.parameter_server.filters.base import Everything
 
 
 @dataclass(frozen=True)
@@ -35,7 +24,7 @@ class Formula:
 
 def catalogue() -> list[str]:
     """The strategies there are, as they are shown, sorted."""
-    return sorted(expression.show(cls()).partition("(")[0] for cls in STRATEGIES)
+    return sorted(row.short or row.name for row in rows())
 
 
 def parsed(text: str) -> Strategy[Any] | None:
@@ -50,30 +39,15 @@ def sent(
     strategy: Strategy[Any] | None, workers: int, steps: int, parameters: int, abandoned: float = 0.0
 ) -> Formula | None:
     """What each of so many workers sends in so many steps, some of them given up; None where nothing tells."""
-    size = 4 * parameters
-    mean = 2 * (workers - 1) * size / workers
-    match strategy:
-        case Solo() | Hogwild():
-            return Formula("0", 0.0)
-        case AllReduce(algorithm="native" | "ring"):
-            return Formula("2 (N−1)/N · S a step", steps * mean)
-        case LocalSGD(tau=tau):
-            return Formula("2 (N−1)/N · S every τ steps", -(-steps // tau) * mean)
-        case SyncEASGD(tau=tau):
-            return Formula("2 (N−1)/N · S every τ steps, once more at the end", (-(-steps // tau) + 1) * mean)
-        case Downpour(n_push=n_push):
-            return Formula("S every n_push steps", -(-steps // n_push) * size)
-        case EASGD(tau=tau):
-            return Formula("S every τ steps, once more at the end", (-(-steps // tau) + 1) * size)
-        case ParameterServer(colocated=False, filter=Everything()):
-            given_up = ", but for gradients given up" if abandoned else ""
-            return Formula(f"S a step{given_up}", (steps - abandoned) * size)
-        case SlowMo(tau=tau, base=base, buffers=buffers):
-            within = sent(base, workers, steps, parameters)
-            each = 2 * mean + 4 * (workers - 1) if buffers == "average" else mean
-            text = "2 (N−1)/N · S every τ steps, and what the base sends"
-            return within and Formula(text, within.bytes + -(-steps // tau) * each)
-    return None
+    formula = None if strategy is None else row_of(strategy).formula
+    if strategy is None or formula is None:
+        return None
+    expected = expected_traffic(strategy, RunSize(workers=workers, steps=steps, layers=(parameters,)))
+    if expected is None:
+        return None
+    given_up = 4 * parameters * abandoned if strategy.layout.servers else 0.0
+    more = ", but for gradients given up" if given_up else ""
+    return Formula(formula + more, sum(expected.workers) / workers - given_up)
 
 
 def bound(strategy: Strategy[Any] | None) -> tuple[str, int] | None:

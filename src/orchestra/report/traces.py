@@ -20,7 +20,16 @@ from orchestra.core.strategy import Strategy
 from orchestra.runs import events, files
 from orchestra.runs.events import NodeEnded, OpTraced
 from orchestra.runs.reading import LARGEST, RunRecord
-from orchestra.strategies import EASGD, AllReduce, Downpour, LocalSGD, ParameterServer, SlowMo, Solo, SyncEASGD
+from orchestra.strategies.catalogue import (
+    EASGD,
+    AllReduce,
+    Downpour,
+    LocalSGD,
+    ParameterServer,
+    SlowMo,
+    Solo,
+    SyncEASGD,
+)
 
 KINDS = ("compute", "send", "receive", "mean")
 _TOGETHER = {"broadcast": "mean", "gather": "mean"}  # all are what everybody does at once

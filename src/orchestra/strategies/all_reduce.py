@@ -22,12 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 from orchestra.collectives import ALGORITHMS, hierarchical, mean_
+from orchestra.collectives.traffic import numbers_sent
 from orchestra.core.node import Node
-from orchestra.core.strategy import Strategy, knob
+from orchestra.core.strategy import Layout, Strategy, Updates, option
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 from orchestra.errors import Problem
 
 
@@ -35,29 +37,23 @@ from orchestra.errors import Problem
 class AllReduce(Strategy[None]):
     """Every step uses the mean gradient of all workers."""
 
-    tries = ("allreduce",)
-
     algorithm: Literal[
         "native", "ring", "halving_doubling", "butterfly", "tree", "double_tree", "hierarchical", "one_device"
-    ] = knob("native", "how the mean is taken: native is the best there is, the others are messages between workers")
-    group: int | None = knob(None, "workers in a group of hierarchical, such as a rack; None: about a root", least=1)
+    ] = option("native", "how the mean is taken: native is the best there is, the others are messages between workers")
+    group: int | None = option(None, "workers in a group of hierarchical, such as a rack; None: about a root", least=1)
 
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def problems(self, workers: int) -> Iterator[Problem]:
         """Groups, for the only algorithm that has any."""
         if self.group is not None and self.algorithm != "hierarchical":
             yield Problem(
                 "strategy.group", self.group, f'needs algorithm="hierarchical": {self.algorithm} has no groups'
             )
 
-    @property
-    def model_at(self) -> Literal["everywhere", "copies"]:
-        """All replicas are equal after every step."""
-        return "everywhere" if self.algorithm == "native" else "copies"
-
-    @property
-    def clips(self) -> Literal["mean"]:
-        """The mean is what the optimizer sees."""
-        return "mean"
+    @cached_property
+    def layout(self) -> Layout:
+        """Replicas are equal after every step; the optimizer sees the mean."""
+        location: Literal["everywhere", "copies"] = "everywhere" if self.algorithm == "native" else "copies"
+        return Layout(model_location=location, updates=Updates(clip="mean"))
 
     def init(self, node: Node) -> None:
         """Nothing to remember."""
@@ -71,3 +67,11 @@ class AllReduce(Strategy[None]):
         add_up = ALGORITHMS[self.algorithm] if self.group is None else partial(hierarchical, group=self.group)
         if mean_(node.comm, g, node.weight, add_up, most=node.batch):
             node.update(g)
+
+
+def traffic(strategy: AllReduce, run: RunSize) -> ExpectedTraffic:
+    """Return one average in every step."""
+    if strategy.algorithm == "native":
+        return ExpectedTraffic(workers=[run.steps * sent for sent in run.average()])
+    sent = numbers_sent(strategy.algorithm, run.workers, run.numbers, strategy.group)
+    return ExpectedTraffic(workers=[run.steps * run.item * numbers for numbers in sent])

@@ -29,14 +29,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from orchestra.core.gradient_mask import ABSENT
 from orchestra.core.node import Node
-from orchestra.core.strategy import Strategy, knob
+from orchestra.core.strategy import Layout, Strategy, Updates, option
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 from orchestra.errors import Problem
 from orchestra.strategies.parameter_server.ranges import owners, too_many
 
@@ -55,32 +56,17 @@ class DownpourState:
 class Downpour(Strategy[DownpourState]):
     """Push sums of gradients and fetch parameters, each at its own interval."""
 
-    tries = ("downpour",)
+    n_push: int = option(1, "steps between two pushes of the gradients' sum; more means less traffic up", least=1)
+    n_fetch: int = option(1, "steps between two fetches; more means less traffic down and older parameters", least=1)
+    servers: int = option(1, "servers, each with an equal range of the model", least=1)
 
-    n_push: int = knob(1, "steps between two pushes of the gradients' sum; more means less traffic up", least=1)
-    n_fetch: int = knob(1, "steps between two fetches; more means less traffic down and older parameters", least=1)
-    servers: int = knob(1, "servers, each with an equal range of the model", least=1)
+    @cached_property
+    def layout(self) -> Layout:
+        """Other workers push between a fetch and the push that follows it. Each gradient is applied in the end."""
+        updates = Updates(synchronous=False, stale=True, gradients=1)
+        return Layout(model_location="servers", servers=self.servers, updates=updates)
 
-    @property
-    def synchronous(self) -> bool:
-        """Whoever comes first changes what the next one fetches."""
-        return False
-
-    @property
-    def stale(self) -> bool:
-        """Other workers push between a fetch and the push that follows it."""
-        return True
-
-    @property
-    def model_at(self) -> Literal["servers"]:
-        """The servers' ranges, put together."""
-        return "servers"
-
-    def updates(self, workers: int) -> float:
-        """Each gradient is applied by itself, sooner or later."""
-        return float(workers)
-
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def problems(self, workers: int) -> Iterator[Problem]:
         """Not more servers than can be of use."""
         return too_many(self.servers, workers)
 
@@ -129,3 +115,12 @@ class Downpour(Strategy[DownpourState]):
             if t % self.n_fetch == 0:
                 s.fetched[message.source] = s.version
                 node.comm.send(message.source, node.x)
+
+
+def traffic(strategy: Downpour, run: RunSize) -> ExpectedTraffic:
+    """Return a push and a fetch at their intervals."""
+    pushes, fetches = -(-run.steps // strategy.n_push), run.steps // strategy.n_fetch
+    # The last push may come as if its interval were over, and be answered as at its end.
+    fetches += pushes * strategy.n_push > run.steps and pushes * strategy.n_push % strategy.n_fetch == 0
+    served = [fetches * run.workers * part for part in run.ranges(strategy.layout)]
+    return ExpectedTraffic(workers=[pushes * run.model] * run.workers, servers=served)

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 from orchestra.core.node import Node
 from orchestra.core.ops import Handle
-from orchestra.core.strategy import Strategy, knob
+from orchestra.core.strategy import Layout, Strategy, Updates, option
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 from orchestra.errors import Problem
 from orchestra.strategies.parameter_server.ranges import owners, too_many
 
@@ -50,29 +51,18 @@ class EASGDState:
 class EASGD(Strategy[EASGDState]):
     """Workers and a centre on servers attract each other, now and then."""
 
-    tries = ("easgd",)
-    main = ("tau", (10, 40))
+    tau: int = option(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
+    beta: float = option(0.9, "β: the moving rates α of all workers together", least=0)
+    alpha: float | None = option(None, "α: moving rate of one worker; None is β divided by their number", least=0)
+    servers: int = option(1, "servers, each with an equal range of the centre", least=1)
 
-    tau: int = knob(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
-    beta: float = knob(0.9, "β: the moving rates α of all workers together", least=0)
-    alpha: float | None = knob(None, "α: moving rate of one worker; None is β divided by their number", least=0)
-    servers: int = knob(1, "servers, each with an equal range of the centre", least=1)
+    @cached_property
+    def layout(self) -> Layout:
+        """The servers hold the centre; momenta stay with their worker."""
+        updates = Updates(synchronous=False)
+        return Layout(model_location="servers", servers=self.servers, optimizer_on_servers=False, updates=updates)
 
-    @property
-    def synchronous(self) -> bool:
-        """Whoever comes first moves the centre first."""
-        return False
-
-    @property
-    def model_at(self) -> Literal["servers"]:
-        """The centre."""
-        return "servers"
-
-    def optimizer_at(self, s: EASGDState) -> Literal["workers"]:
-        """Momenta stay with their worker."""
-        return "workers"
-
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def problems(self, workers: int) -> Iterator[Problem]:
         """Not more servers than can be of use."""
         return too_many(self.servers, workers)
 
@@ -112,3 +102,10 @@ class EASGD(Strategy[EASGDState]):
             node.steps += 1
             node.samples += int(message.weight)
             node.comm.send(message.source, d)
+
+
+def traffic(strategy: EASGD, run: RunSize) -> ExpectedTraffic:
+    """Return one exchange for each round, and one at the end."""
+    exchanges = -(-run.steps // strategy.tau) + 1
+    served = [exchanges * run.workers * part for part in run.ranges(strategy.layout)]
+    return ExpectedTraffic(workers=[exchanges * run.model] * run.workers, servers=served)

@@ -26,25 +26,17 @@ Bytes per worker and step: 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import Strategy
+from orchestra.core.strategy import Layout, Strategy, Updates
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hogwild(Strategy[None]):
     """All workers update one x in shared memory, without locks."""
 
-    @property
-    def synchronous(self) -> bool:
-        """Nobody waits for anybody."""
-        return False
-
-    @property
-    def model_at(self) -> Literal["shared"]:
-        """There is only one."""
-        return "shared"
+    layout = Layout(model_location="shared", updates=Updates(synchronous=False))
 
     def init(self, node: Node) -> None:
         """Nothing to remember."""
@@ -52,3 +44,8 @@ class Hogwild(Strategy[None]):
     def step(self, node: Node, s: None) -> None:
         """One step of the inner optimizer, on everybody's x."""
         node.local_step()
+
+
+def traffic(strategy: Hogwild, run: RunSize) -> ExpectedTraffic:
+    """Return nothing: x is in the memory of the machine."""
+    return ExpectedTraffic(workers=[0] * run.workers)

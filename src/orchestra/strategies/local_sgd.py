@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import Strategy, knob
+from orchestra.core.strategy import Strategy, option
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 
 
 @dataclass
@@ -32,10 +33,7 @@ class LocalSGDState:
 class LocalSGD(Strategy[LocalSGDState]):
     """Average the models every `tau` steps."""
 
-    tries = ("localsgd(tau=4)", "localsgd(tau=16)", "localsgd(tau=64)")
-    main = ("tau", (16, 4, 64))
-
-    tau: int = knob(8, "τ: local steps between two means; more means less traffic and more drift", least=1)
+    tau: int = option(8, "τ: local steps between two means; more means less traffic and more drift", least=1)
 
     def init(self, node: Node) -> LocalSGDState:
         """A round begins."""
@@ -55,3 +53,9 @@ class LocalSGD(Strategy[LocalSGDState]):
     def _meet(self, node: Node, s: LocalSGDState) -> None:
         node.comm.mean_(node.x, weight=node.samples - s.samples)
         s.steps, s.samples = node.steps, node.samples
+
+
+def traffic(strategy: LocalSGD, run: RunSize) -> ExpectedTraffic:
+    """Return one average for each round, the last of which may be shorter."""
+    rounds = -(-run.steps // strategy.tau)
+    return ExpectedTraffic(workers=[rounds * sent for sent in run.average()])

@@ -23,13 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import Clipped, Strategy, knob
+from orchestra.core.strategy import Layout, Strategy, Updates, option
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 from orchestra.errors import Problem
 from orchestra.strategies.solo import Solo
 
@@ -50,30 +52,23 @@ class SlowMoState:
 class SlowMo(Strategy[SlowMoState]):
     """Momentum on the movement of the averaged model."""
 
-    tries = ("slowmo(tau=4)", "slowmo(tau=16)", "slowmo(tau=64)")
-    main = ("tau", (16, 4, 64))
-
-    tau: int = knob(12, "τ: steps of the base strategy in a round", least=1)
-    alpha: float = knob(1.0, "α: slow learning rate; 1 was best in the paper", least=0)
-    beta: float = knob(0.7, "β: slow momentum; 0.4-0.8, larger with more workers", least=0, most=0.999)
-    buffers: Literal["reset", "maintain", "average"] = knob(
+    tau: int = option(12, "τ: steps of the base strategy in a round", least=1)
+    alpha: float = option(1.0, "α: slow learning rate; 1 was best in the paper", least=0)
+    beta: float = option(0.7, "β: slow momentum; 0.4-0.8, larger with more workers", least=0, most=0.999)
+    buffers: Literal["reset", "maintain", "average"] = option(
         "reset", "the base optimizer's momenta at the start of a round: reset suits SGD, maintain Adam"
     )
     base: Strategy[Any] = field(default_factory=Solo, metadata={"about": "what happens within a round"})
 
-    @property
-    def synchronous(self) -> bool:
-        """As its base is."""
-        return self.base.synchronous
+    @cached_property
+    def layout(self) -> Layout:
+        """Each worker has its own x within a round."""
+        base = self.base.layout.updates
+        return Layout(updates=Updates(synchronous=base.synchronous, clip=base.clip))
 
-    @property
-    def clips(self) -> Clipped:
-        """As its base does."""
-        return self.base.clips
-
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def problems(self, workers: int) -> Iterator[Problem]:
         """A base that keeps the model on servers would undo the slow step at once."""
-        if self.base.servers:
+        if self.base.layout.servers:
             yield Problem("strategy.base", self.base, "keeps the model on servers: use a base without, such as solo()")
 
     def init(self, node: Node) -> SlowMoState:
@@ -120,3 +115,14 @@ class SlowMo(Strategy[SlowMoState]):
         if all(torch.equal(count, counts[0]) for count in counts):
             means = [node.comm.mean(buffer) for buffer in buffers]
             node.inner.put(means)
+
+
+def traffic(strategy: SlowMo, run: RunSize) -> ExpectedTraffic | None:
+    """Return what the base sends, and one average of x, and of a buffer if told so, for each round."""
+    within = run.of(strategy.base, run)  # a base that has something to finish does so before the last slow step
+    if within is None:
+        return None
+    rounds = -(-run.steps // strategy.tau)
+    means, agreed = (2, 4 * (run.workers - 1)) if strategy.buffers == "average" else (1, 0)
+    each = [means * sent + agreed for sent in run.average()]
+    return ExpectedTraffic(workers=[sent + rounds * more for sent, more in zip(within.workers, each, strict=True)])

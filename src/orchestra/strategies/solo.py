@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from orchestra.core.node import Node
 from orchestra.core.strategy import Strategy
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 from orchestra.errors import Problem
 
 
@@ -20,9 +21,7 @@ from orchestra.errors import Problem
 class Solo(Strategy[None]):
     """One process, no communication: plain PyTorch training."""
 
-    tries = ("solo",)
-
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def problems(self, workers: int) -> Iterator[Problem]:
         """Refuse to let several workers train apart without ever meeting."""
         if workers != 1:
             yield Problem("cluster.workers", workers, "Solo is one process: use workers=1, or a strategy that averages")
@@ -33,3 +32,8 @@ class Solo(Strategy[None]):
     def step(self, node: Node, s: None) -> None:
         """One step of the inner optimizer."""
         node.local_step()
+
+
+def traffic(strategy: Solo, run: RunSize) -> ExpectedTraffic:
+    """Return nothing."""
+    return ExpectedTraffic(workers=[0] * run.workers)

@@ -23,12 +23,12 @@ Bytes sent per worker every τ steps, and once more at the end: 2 (N−1)/N · S
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import Strategy, knob
+from orchestra.core.strategy import Layout, Strategy, option
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 
 
 @dataclass
@@ -42,17 +42,11 @@ class SyncEASGDState:
 class SyncEASGD(Strategy[SyncEASGDState]):
     """Workers and the mean of where they are attract each other, all at once."""
 
-    tries = ("synceasgd",)
-    main = ("tau", (10, 4, 40))
+    layout = Layout(model_location="copies")  # of the centre
 
-    tau: int = knob(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
-    beta: float = knob(0.9, "β: how far the centre moves to the mean of the workers", least=0)
-    alpha: float | None = knob(None, "α: how far a worker moves to the centre; None is β by their number", least=0)
-
-    @property
-    def model_at(self) -> Literal["copies"]:
-        """The centre, of which every worker has a copy."""
-        return "copies"
+    tau: int = option(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
+    beta: float = option(0.9, "β: how far the centre moves to the mean of the workers", least=0)
+    alpha: float | None = option(None, "α: how far a worker moves to the centre; None is β by their number", least=0)
 
     def init(self, node: Node) -> SyncEASGDState:
         """All begin at the centre."""
@@ -82,3 +76,9 @@ def _swap(a: Tensor, b: Tensor) -> None:
     kept = a.clone()
     a.copy_(b)
     b.copy_(kept)
+
+
+def traffic(strategy: SyncEASGD, run: RunSize) -> ExpectedTraffic:
+    """Return one average for each round, and one at the end."""
+    averages = -(-run.steps // strategy.tau) + 1
+    return ExpectedTraffic(workers=[averages * sent for sent in run.average()])

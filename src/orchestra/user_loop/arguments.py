@@ -36,19 +36,19 @@ from orchestra.user_loop.earlier_calls import EARLIER, problems_of_group
 def problems_of_strategy(strategy: Strategy[Any], *, loader: bool, steps: bool) -> Iterator[Problem]:
     """What a strategy needs that a loop does not have; a loader and the number of steps only if they are given."""
     name = type(strategy).__name__
-    if strategy.model_at == "shared":
+    if strategy.layout.model_location == "shared":
         yield Problem("strategy", name, "its workers share one x in one memory: use orchestra.train with Local(...)")
-    if strategy.promotes:
+    if strategy.layout.promotes:
         yield Problem("strategy.promote", True, "cannot give the samples of a loop to other workers: leave it out")
-    if strategy.validates:
+    if strategy.needs.validation_loss:
         message = "looks at samples set apart, which a loop has for itself: use loss=training, or orchestra.train"
         yield Problem("strategy", name, message)
-    if strategy.hands_over:
+    if strategy.needs.momenta:
         message = "cannot hand over the momenta of an optimizer that stays with the loop: use momenta=reset"
         yield Problem("strategy", name, message)
-    if strategy.watches and not loader:
+    if strategy.needs.training_loss and not loader:
         yield Problem("loader", None, "must be given: the strategy looks at the loss of every epoch")
-    if strategy.counts_down and not steps:
+    if strategy.needs.budget and not steps:
         yield Problem("steps", None, "must be given: the strategy switches after a share of them")
 
 
@@ -86,7 +86,7 @@ class LoopArguments:
     @property
     def workers(self) -> int:
         """All that are no servers."""
-        return self.size - self.strategy.servers
+        return self.size - self.strategy.layout.servers
 
     @property
     def device(self) -> str:
@@ -109,7 +109,7 @@ class LoopArguments:
         """All that cannot be."""
         found = [*self._problems()]
         yield from found
-        if found and self.strategy.watches:  # it would be told at the first step only
+        if found and self.strategy.needs.training_loss:  # it would be told at the first step only
             message = "must be given as well, at every step: optimizer.step(loss=loss)"
             yield Problem("loss", type(self.strategy).__name__, message)
 
@@ -131,7 +131,7 @@ class LoopArguments:
             yield Problem("out", str(self.out), "is not empty, or a file: choose a new folder")
 
     def _problems_of_processes(self) -> Iterator[Problem]:
-        name, servers = type(self.strategy).__name__, self.strategy.servers
+        name, servers = type(self.strategy).__name__, self.strategy.layout.servers
         if self.workers < 1:
             start = f"torchrun --nproc-per-node {servers + 2}"
             message = (
@@ -167,7 +167,7 @@ class LoopArguments:
                 message = f"trainable parameters must have one {what} in common, not {', '.join(found)}"
                 yield Problem("model", type(self.model).__name__, message)
         yield from wrappers.problems_of(self.model, self.workers)
-        if self.strategy.servers:
+        if self.strategy.layout.servers:
             unfit = checks.check_optimizer(self.factory(), self.model, self.strategy)
             # A schedule that was made before may begin with zero.
             yield from (p for p in unfit if (p.where, p.value) != ("optimizer.lr", 0.0))

@@ -40,17 +40,17 @@ class EarlierCalls:
         """Why another run cannot begin."""
         name = type(strategy).__name__
         gone = [] if self.servers_return else self.finished
-        served = next((each for each in [*self.running, *gone] if each.servers), None)
+        served = next((each for each in [*self.running, *gone] if each.layout.servers), None)
         if served is not None:
-            first, count = type(served).__name__, plural(served.servers, "process")
+            first, count = type(served).__name__, plural(served.layout.servers, "process")
             message = (
                 f"orchestra.prepare was called before with {first}, whose servers ({count}) end their script in that "
                 "call and come to no other. Put both models into one nn.Module with one optimizer, run the second "
                 "training as a script of its own, or use strategies without servers"
             )
             yield Problem("strategy", name, message)
-        elif strategy.servers and self.running:
-            count = plural(strategy.servers, "process")
+        elif strategy.layout.servers and self.running:
+            count = plural(strategy.layout.servers, "process")
             message = (
                 f"needs servers ({count}), but all processes are workers of an earlier orchestra.prepare that is not "
                 "finished. Call optimizer.finish() of that run before, or use a strategy without servers"
@@ -63,12 +63,12 @@ EARLIER = EarlierCalls()
 
 def problems_of_group(strategy: Strategy[Any]) -> Iterator[Problem]:
     """Why an open process group of torch.distributed and the strategy do not go together."""
-    if strategy.servers and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if strategy.layout.servers and torch.distributed.is_available() and torch.distributed.is_initialized():
         size = torch.distributed.get_world_size()
         message = (
             f"was opened before orchestra.prepare, by init_process_group, Accelerator() or the like. "
-            f"{type(strategy).__name__} makes {plural(strategy.servers, 'process')} of it a server, which takes part "
-            "in no collective of the group, so that the others would wait for it for ever. Call orchestra.prepare "
+            f"{type(strategy).__name__} makes {plural(strategy.layout.servers, 'process')} of it a server, which takes "
+            "part in no collective of the group, so that the others would wait for it for ever. Call orchestra.prepare "
             "first and then remove RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR from os.environ, so that a library "
             "opens no group; or use a strategy without servers"
         )

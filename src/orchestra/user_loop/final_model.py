@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.vectors import checksum
 from orchestra.errors import ConfigError, Problem
 from orchestra.formatting import plural

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from orchestra.core.node import Comm
+from orchestra.core.comm import Comm
 from orchestra.core.ops import Message, Recv
 from orchestra.engine import checkpoint, node_loop, snapshot
 from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, OrchestraError, RunFolderGone
@@ -132,7 +132,7 @@ class LoopHandle:
     def before_step(self, gradients: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """Let worker 0 compare this worker with the others."""
         if self._told is not None and not self._driver.over:
-            rates = [float(group["lr"]) for group in groups] if self._runtime.in_step else []
+            rates = [float(group["lr"]) for group in groups] if self._runtime.lockstep else []
             self._told.before_step(self.steps + 1, gradients, rates, self._node.clip or math.inf)
 
     def position(self) -> list[int] | None:
@@ -169,7 +169,7 @@ class LoopHandle:
         extra, statistics = final_model.named(also), final_model.running(also)
         self._driver.rest()
         runtime, node, left = self._runtime, self._node, None if self._loader is None else self._loader.left
-        if runtime.in_step:
+        if runtime.lockstep:
             if self._told is not None:
                 self._told.at_end(node.steps)
             self._peers.finish(node.steps, left)
@@ -185,7 +185,7 @@ class LoopHandle:
             runtime.log.flush()
         self._folder.deliver()
         self._receive_model()
-        if runtime.where == "apart":
+        if runtime.layout.model_location == "apart":
             average_(node.comm, [node.x])
         self._average_buffers(persistent_buffers(self._module).values())
         self._average_also(extra, statistics)
@@ -260,7 +260,7 @@ class LoopHandle:
                     raise ClusterError(f"node {server} ended without giving its part of the model")
                 if came.tag == FINAL:
                     break
-            if self._runtime.where == "servers":
+            if self._runtime.layout.model_location == "servers":
                 node.x[part].copy_(came.x)
 
     def _conclude(self) -> None:

@@ -43,7 +43,7 @@ def world_size(strategy: Strategy[Any] | str | None = None) -> int:
         said = os.environ.get(environment.WORKERS, "")
         workers = int(said) if environment.launched() and said.isdecimal() else size
     else:
-        servers = (expression.parse(strategy) if isinstance(strategy, str) else strategy).servers
+        servers = (expression.parse(strategy) if isinstance(strategy, str) else strategy).layout.servers
         workers = size - servers
         if workers < 1:
             message = f"the strategy has {plural(servers, 'server')}: start more than {plural(servers, 'process')}"
@@ -67,7 +67,7 @@ def other_answer(strategy: Strategy[Any], workers: int) -> Problem | None:
     told = environment.told_workers()
     if not told or workers in told:
         return None
-    name, servers = type(strategy).__name__, strategy.servers
+    name, servers = type(strategy).__name__, strategy.layout.servers
     message = (
         f"was told to this process, which may have cut its data by it, but {name} has "
         f"{plural(workers, 'worker')} beside {plural(servers, 'server')}: ask with the strategy, "

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from orchestra.core.comm import Comm
 from orchestra.core.log import Log
-from orchestra.core.node import Comm
 from orchestra.engine import node_loop
 from orchestra.engine.job import Job
 from orchestra.engine.middleware import Metered
@@ -48,12 +48,11 @@ class ServerFinisher:
 
     def after_service(self) -> bool:
         """Every worker has left: give each the range."""
-        node_loop.drop_the_rest(self.runtime)
         if isinstance(self.runtime.log, EventLog):
             self.runtime.log.flush()
         self.folder.deliver()
         comm = self.runtime.node.comm
-        comm.send_as_given()
+        comm.use(None)
         for worker in range(self.runtime.job.workers):
             comm.send(worker, self.runtime.node.x, tag=FINAL)
         return False

@@ -119,11 +119,11 @@ def _take(exchange: Messenger, source: int) -> Any:
 def _begin_again(runtime: NodeRuntime) -> None:
     """Let the strategy begin again at the x there is: versions, clocks and gradients that were kept are forgotten."""
     job, node, state = runtime.job, runtime.node, runtime.state
-    strategy, inner = job.strategy.in_force(state)
+    strategy, inner = job.strategy.phase(state)
     tensors: dict[str, Tensor] = {}
     structure = checkpoint.outline(strategy.init(node), tensors)
     checkpoint.restore_into(inner, checkpoint.fill(structure, tensors))
-    job.strategy.attach(node, state)
+    node.enter(job.strategy, state)
 
 
 class OnServer:
@@ -203,7 +203,7 @@ class OnWorker:
         x = node.x
         if to.x is not None and digest(x) == to.digest:
             x = to.x
-            if self._runtime.job.strategy.optimizer_at(self._runtime.state) == "servers":
+            if self._runtime.layout.optimizer_at == "servers":
                 node.x.copy_(x)
         for server in servers:
             self._exchange.note(server, {"kind": LOAD})

@@ -32,13 +32,15 @@ class StateDict:
 
     def _resumes_as(self) -> tuple[Strategy[Any], Any]:
         """The strategy that goes on with what is saved now, and its state."""
-        return self._driver.runtime.job.strategy.resumes_as(self._driver.runtime.state)
+        strategy, state = self._driver.runtime.job.strategy, self._driver.runtime.state
+        switched = strategy.layout.then is not None and strategy.layout_at(state).then is None
+        # The servers of a new run begin with the first strategy.
+        return strategy.phase(state) if switched and strategy.layout.servers else (strategy, state)
 
     @property
     def _on_servers(self) -> bool:
         """Whether servers hold the optimizer's state now."""
-        runtime = self._driver.runtime
-        return runtime.job.strategy.optimizer_at(runtime.state) == "servers"
+        return self._driver.runtime.layout.optimizer_at == "servers"
 
     def _layers(self) -> list[tuple[int, nn.Parameter]]:
         """The parameters that make up x, each with its number in a state_dict; those in no group are left out."""
@@ -53,7 +55,7 @@ class StateDict:
                 "optimizer.step(). Save after a step, or call model.eval() for what is no step."
             )
         plain, ours, x = self._optimizer.state_dict(), self._ours(), self._driver.runtime.node.x
-        if self._driver.runtime.where == "servers":
+        if self._driver.runtime.layout.model_location == "servers":
             if self._driver.over:
                 raise CheckpointError(
                     "the servers had a part of the state, and ended with optimizer.finish(). Call "
@@ -105,7 +107,7 @@ class StateDict:
         node.inner.restore({"optimizer": plain if states is None else plain | {"state": {}}, **pace})
         if saved is not None:
             self._restore(saved)
-        if runtime.where == "servers":
+        if runtime.layout.model_location == "servers":
             found = saved or {}
             self._servers.loading = StateToLoad(states, pace, found.get("x"), found.get("digest", ""))
 
@@ -141,7 +143,7 @@ class StateDict:
         state = self._resumes_as()[1]
         if state is not None:
             checkpoint.restore_into(state, checkpoint.fill(saved["structure"], saved["tensors"]))
-            runtime.job.strategy.attach(node, runtime.state)
+            node.enter(runtime.job.strategy, runtime.state)
 
 
 def _members(groups: list[dict[str, Any]]) -> list[Any]:

@@ -163,7 +163,7 @@ class StepDriver:
                 "gradient, but the model was not called in training: call model(x) itself, not a part of it, after "
                 "model.train(), or optimizer.begin() before the forward pass."
             )
-        if loss is None and size and self.runtime.job.strategy.watches:
+        if loss is None and size and self.runtime.job.strategy.needs.training_loss:
             message = "the strategy looks at the loss of every mini-batch: say optimizer.step(loss=loss)"
             raise ConfigError([Problem("loss", None, message)])
         self._feed.size, self.replica.known_loss = size, loss

@@ -44,13 +44,23 @@ Several servers, M ≤ N, on machines of their own take 2 N/M S/R.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import Clipped, Strategy, knob
+from orchestra.core.strategy import Layout, Strategy, option
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 from orchestra.errors import Problem
-from orchestra.strategies.parameter_server.consistency import BSP, AsPushed, Consistency, Correction, ServerState
+from orchestra.strategies.parameter_server.consistency import (
+    ASP,
+    BSP,
+    SSP,
+    AsPushed,
+    Consistency,
+    Correction,
+    ServerState,
+)
 from orchestra.strategies.parameter_server.filters import Everything, Filter
 from orchestra.strategies.parameter_server.push_codec import PushCodec
 from orchestra.strategies.parameter_server.ranges import too_many
@@ -60,59 +70,35 @@ from orchestra.strategies.parameter_server.ranges import too_many
 class ParameterServer(Strategy[ServerState]):
     """Workers push gradients to servers that own the model."""
 
-    short = "ps"
-    tries = (
-        "ps", "ps(servers=4)", "ps(consistency=backupworkers(b=1))", "ps(consistency=ssp(staleness=3))",
-        "ps(consistency=asp)", "ps(consistency=asp, servers=4)",
-    )  # fmt: skip
-
     consistency: Consistency = field(default_factory=BSP, metadata={"about": "when a server answers"})
-    servers: int = knob(1, "servers, each with a range of the model", least=1)
-    placement: Literal["even", "layers"] = knob(
+    servers: int = option(1, "servers, each with a range of the model", least=1)
+    placement: Literal["even", "layers"] = option(
         "even", "where the model is cut: into equal ranges, or between its layers"
     )
-    colocated: bool = knob(False, "servers on the machines of the workers, in turn, not on their own")
-    pieces: int = knob(1, "messages in which a range is pushed", least=1)
+    colocated: bool = option(False, "servers on the machines of the workers, in turn, not on their own")
+    pieces: int = option(1, "messages in which a range is pushed", least=1)
     filter: Filter = field(default_factory=Everything, metadata={"about": "what of a vector is worth sending"})
-    cache_keys: bool = knob(False, "send the keys of filtered entries only if they changed")
+    cache_keys: bool = option(False, "send the keys of filtered entries only if they changed")
     correction: Correction = field(
         default_factory=AsPushed, metadata={"about": "what staleness does to a gradient: nothing, unless told"}
     )
 
-    @property
-    def synchronous(self) -> bool:
-        """As the consistency is."""
-        return self.consistency.synchronous
+    @cached_property
+    def layout(self) -> Layout:
+        """Updates are those of the consistency; a gradient that is corrected is clipped before."""
+        updates = self.consistency.updates
+        if not isinstance(self.correction, AsPushed):
+            updates = replace(updates, clip="own")
+        return Layout(
+            model_location="servers", servers=self.servers, placement=self.placement, colocated=self.colocated,
+            updates=updates,
+        )  # fmt: skip
 
-    @property
-    def stale(self) -> bool:
-        """As the consistency lets them be."""
-        return self.consistency.stale
-
-    def updates(self, workers: int) -> float:
-        """As the consistency makes them."""
-        return self.consistency.updates(workers)
-
-    @property
-    def clips(self) -> Clipped:
-        """As the consistency has it; each gradient before it is corrected, if it is."""
-        return self.consistency.clips if isinstance(self.correction, AsPushed) else "own"
-
-    @property
-    def meets(self) -> bool:
-        """As the consistency has it."""
-        return self.consistency.meets
-
-    @property
-    def model_at(self) -> Literal["servers"]:
-        """The servers' ranges, put together."""
-        return "servers"
-
-    def demands(self, workers: int) -> Iterator[Problem]:
+    def problems(self, workers: int) -> Iterator[Problem]:
         """What the consistency needs, and not more servers than can be of use."""
-        yield from self.consistency.demands(workers, self.servers)
+        yield from self.consistency.problems(workers, self.servers)
         yield from too_many(self.servers, workers)
-        if self.synchronous and not isinstance(self.correction, AsPushed):
+        if self.layout.updates.synchronous and not isinstance(self.correction, AsPushed):
             yield Problem(
                 "strategy.correction",
                 self.correction,
@@ -130,14 +116,9 @@ class ParameterServer(Strategy[ServerState]):
         self.filter.init(node, s)
         return s
 
-    def attach(self, node: Node, s: ServerState) -> None:
-        """Pushes go in pieces, stamped, and as the filter lets them."""
-        parcels = PushCodec(node, s, self.pieces, self.filter, self.cache_keys)
-        node.comm.pack, node.comm.unpack = parcels.pack, parcels.unpack
-
-    def unused(self, s: ServerState) -> int:
-        """Those of a group that was never complete."""
-        return len(s.held)
+    def codec(self, node: Node, s: ServerState) -> PushCodec:
+        """Send pushes in pieces, stamped, and only what the filter lets pass."""
+        return PushCodec(node, s, self.pieces, self.filter, self.cache_keys)
 
     def step(self, node: Node, s: ServerState) -> None:
         """As the consistency asks."""
@@ -146,3 +127,18 @@ class ParameterServer(Strategy[ServerState]):
     def serve(self, node: Node, s: ServerState) -> None:
         """As the consistency asks."""
         self.consistency.serve(node, s, self.correction)
+
+
+def traffic(strategy: ParameterServer, run: RunSize) -> ExpectedTraffic | None:
+    """Return S for each step of a worker, without what stays on a machine; None if a filter decides."""
+    if not isinstance(strategy.filter, Everything):
+        return None
+    held = run.ranges(strategy.layout)
+    near, others = [0] * run.workers, run.workers
+    if strategy.colocated:
+        last = -len(held) % run.workers  # the worker with which the first server lives
+        near = [sum(held[(i - last) % run.workers :: run.workers]) for i in range(run.workers)]
+        others -= 1
+    pushed = [run.steps * (run.model - own) for own in near]
+    certain = isinstance(strategy.consistency, BSP | ASP | SSP)  # others answer without x if x is still the same
+    return ExpectedTraffic(workers=pushed, servers=[run.steps * others * part for part in held] if certain else None)

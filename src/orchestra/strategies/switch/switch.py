@@ -36,115 +36,145 @@ the switch S for x and S for every momentum, from a worker to each range's serve
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import Strategy, knob
+from orchestra.core.strategy import Layout, Needs, Strategy, option
 from orchestra.errors import Problem
 from orchestra.strategies.all_reduce import AllReduce
 from orchestra.strategies.parameter_server.consistency import ASP
 from orchestra.strategies.parameter_server.server import ParameterServer
 from orchestra.strategies.switch import transfer
-from orchestra.strategies.switch.phases import Phases, SwitchState
 from orchestra.strategies.switch.triggers import LossHistory, Plateau, Trigger
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategySwitch(Phases):
-    """One strategy until the model has settled, then another."""
+@dataclass
+class SwitchState:
+    """Where the run is, and the states of both strategies."""
 
-    short = "switch"
-    tries = ("switch(when=atshare(share=0.25))",)
-    defining = "switched"
+    switched: bool
+    watch: LossHistory
+    first: Any
+    then: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySwitch(Strategy[SwitchState]):
+    """One strategy until the model has settled, then another."""
 
     first: Strategy[Any] = field(default_factory=AllReduce, metadata={"about": "the strategy to begin with"})
     then: Strategy[Any] = field(
         default_factory=lambda: ParameterServer(consistency=ASP()), metadata={"about": "the strategy to go on with"}
     )
     when: Trigger = field(default_factory=Plateau, metadata={"about": "when to switch"})
-    momenta: Literal["keep", "reset", "scale"] = knob("keep", "what becomes of them: kept, forgotten, divided by N")
-    momentum: float | None = knob(
+    momenta: Literal["keep", "reset", "scale"] = option("keep", "momenta at the switch: kept, forgotten, divided by N")
+    momentum: float | None = option(
         None, "μ after the switch; None: 0 if a round makes more updates than before", least=0, most=0.999
     )
-    scale: float | None = knob(None, "of the learning rate at the switch; None: by updates per gradient and μ", least=0)
-    promote: bool = knob(False, "workers make way for the servers; their samples go to the others")
+    scale: float | None = option(
+        None, "of the learning rate at the switch; None: by updates per gradient and μ", least=0
+    )
+    promote: bool = option(False, "the last workers become the servers; their samples go to the other workers")
 
-    @property
-    def hands_over(self) -> bool:
-        """Momenta, unless they are forgotten."""
-        return bool(self.first.servers) != bool(self.then.servers) and self.momenta != "reset"
+    @cached_property
+    def layout(self) -> Layout:
+        """That of `first`, with the servers of both; all workers reach the switch at the same step."""
+        first, then = self.first.layout, self.then.layout
+        served = then if then.servers else first
+        return replace(
+            first,
+            # One x for all workers would do in `everywhere`, but momenta must be whole to be handed over.
+            model_location="copies" if first.model_location == "everywhere" else first.model_location,
+            servers=max(first.servers, then.servers),
+            placement=served.placement,
+            colocated=self.promote or served.colocated,  # servers that were workers stay on their machines
+            updates=replace(
+                first.updates, synchronous=first.updates.synchronous and then.updates.synchronous,
+                stale=first.updates.stale or then.updates.stale,
+            ),
+            always_lockstep=True,
+            then=replace(then, promoted=then.servers if self.promote else 0),
+        )  # fmt: skip
 
-    def demands(self, workers: int) -> Iterator[Problem]:
-        """What both demand, and what cannot be handed over."""
-        left = workers - self.then.servers if self.promote else workers
-        yield from self.first.demands(workers)
-        yield from self.then.demands(max(1, left))
-        yield from transfer.misfits(self.first, self.then)
-        if self.promote and (self.first.servers or not self.then.servers):
+    def layout_at(self, s: SwitchState) -> Layout:
+        """That of the strategy in force."""
+        return self.layout.then if s.switched and self.layout.then is not None else self.layout
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What the trigger decides by; and momenta that can be handed over, unless they are forgotten."""
+        moved = bool(self.first.layout.servers) != bool(self.then.layout.servers)
+        return self.when.needs | Needs(momenta=moved and self.momenta != "reset")
+
+    def problems(self, workers: int) -> Iterator[Problem]:
+        """What neither strategy can work with, and what cannot be handed over."""
+        servers = self.then.layout.servers
+        left = workers - servers if self.promote else workers
+        yield from self.first.problems(workers)
+        yield from self.then.problems(max(1, left))
+        yield from transfer.problems(self.first, self.then)
+        if self.promote and (self.first.layout.servers or not servers):
             yield Problem("strategy.promote", True, "needs a first strategy without servers, and a second with some")
         if left < 1:
             message = f"would leave none of {workers} workers: promote fewer, or add workers"
-            yield Problem("strategy.then.servers", self.then.servers, message)
+            yield Problem("strategy.then.servers", servers, message)
+
+    def phase(self, s: SwitchState) -> tuple[Strategy[Any], Any]:
+        """The strategy in force."""
+        return (self.then, s.then) if s.switched else (self.first, s.first)
 
     def init(self, node: Node) -> SwitchState:
         """Both from the start; the second once more at the switch."""
         return SwitchState(False, LossHistory(), self.first.init(node), self.then.init(node))
 
-    def attach(self, node: Node, s: SwitchState) -> None:
-        """Of the strategy in force, with the workers that are left."""
-        node.comm.send_as_given()
-        if s.switched and self.promote:
-            node.retire(self.then.servers)
-        strategy, state = self.in_force(s)
-        node.clips = strategy.clips
-        strategy.attach(node, state)
-
     def step(self, node: Node, s: SwitchState) -> None:
-        """Of the strategy in force; then see whether it is time."""
+        """Make a step of the strategy in force; then see whether it is time to switch."""
         if s.switched:
             self.then.step(node, s.then)
             return
         self.first.step(node, s.first)
         if self.when.fires(node, s.watch) and node.budget < 1:  # else there is nothing left for the other one
             given = (self.momentum, self.scale) != (None, None) or self.momenta != "keep"
-            if self.first == self.then and not self.servers and not given:
+            if self.first == self.then and not self.layout.servers and not given:
                 s.then, s.switched = s.first, True
                 node.log("switched", node.steps)
                 return
             self.first.finish(node, s.first)
-            transfer.from_worker(node, self.first, self.then, keep=self.momenta != "reset")
-            self._begin_anew(node, s)
+            transfer.from_worker(node, self.first.layout, self.then.layout, keep=self.momenta != "reset")
+            self._begin_second(node, s)
 
     def serve(self, node: Node, s: SwitchState) -> None:
-        """Under the first strategy, if that has servers; then under the second, if it comes to that."""
+        """Serve the first strategy, if it has servers; then the second, if the run comes to it."""
         if not s.switched:
-            if self.first.servers:
+            if self.first.layout.servers:
                 self.first.serve(node, s.first)
-            if transfer.at_server(node, self.first, self.then, keep=self.momenta != "reset"):
-                self._begin_anew(node, s)
-        if s.switched and self.then.servers:
+            if transfer.at_server(node, self.first.layout, self.then.layout, keep=self.momenta != "reset"):
+                self._begin_second(node, s)
+        if s.switched and self.then.layout.servers:
             self.then.serve(node, s.then)
         node.comm.see_off()  # a server without work is still there to be asked for what it has
 
-    def _begin_anew(self, node: Node, s: SwitchState) -> None:
+    def _begin_second(self, node: Node, s: SwitchState) -> None:
         workers = left = len(node.comm.workers)
         for v in node.inner.first_moments() if self.momenta == "scale" else ():
             v.div_(workers)
         if self.promote:
-            node.retire(self.then.servers)
+            node.retire(self.then.layout.servers)
             left = len(node.comm.workers)
             if node.retired:
                 node.log("retired", node.steps)
-        before, after = self.first.updates(workers), self.then.updates(left)
+        before = self.first.layout.updates.per_round_of(workers)
+        after = self.then.layout.updates.per_round_of(left)
         r = before * left / (after * workers)
         momentum = 0.0 if self.momentum is None and after > before else self.momentum
         transfer.set_pace(node, momentum, r if self.scale is None else self.scale, told=self.scale is not None)
         s.then, s.switched = self.then.init(node), True
-        self.attach(node, s)
+        node.enter(self, s)
         node.log("switched", node.steps)
 
     def finish(self, node: Node, s: SwitchState) -> None:
-        """Of the strategy in force."""
-        strategy, state = self.in_force(s)
+        """Finish the strategy in force."""
+        strategy, state = self.phase(s)
         strategy.finish(node, state)

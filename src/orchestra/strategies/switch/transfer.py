@@ -13,38 +13,47 @@ are in the data, by which the schedule goes on.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from orchestra.core import optimizer_state
 from orchestra.core.node import Node
-from orchestra.core.strategy import Strategy
+from orchestra.core.strategy import Layout, Strategy
+from orchestra.core.traffic import ExpectedTraffic, RunSize
 from orchestra.errors import Problem
+from orchestra.strategies.switch.triggers import AtShare
+
+if TYPE_CHECKING:
+    from orchestra.strategies.switch.switch import StrategySwitch
 
 
-def misfits(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
-    """What cannot be handed over."""
-    if first.servers and then.servers not in (0, first.servers):
-        message = f"must be {first.servers} as in `first`: servers keep their ranges"
-        yield Problem("strategy.then.servers", then.servers, message)
-    if first.servers and then.servers and (first.placement, first.colocated) != (then.placement, then.colocated):
+def problems(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
+    """Yield what cannot be handed over."""
+    a, b = first.layout, then.layout
+    if a.servers and b.servers not in (0, a.servers):
+        message = f"must be {a.servers} as in `first`: servers keep their ranges"
+        yield Problem("strategy.then.servers", b.servers, message)
+    if a.servers and b.servers and (a.placement, a.colocated) != (b.placement, b.colocated):
         yield Problem("strategy.then", then, "must place its servers as `first` does: they keep their ranges")
-    if not first.meets:
+    if not a.updates.can_meet:
         yield Problem("strategy.first", first, "lets some workers wait for others, so they never all meet")
     for name, part in (("first", first), ("then", then)):
-        if part.model_at == "shared" or part.defining is not None:
+        if part.layout.model_location == "shared" or part.layout.then is not None:
             yield Problem(f"strategy.{name}", part, "cannot be switched from or to")
 
 
-def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bool) -> None:
+def from_worker(node: Node, first: Layout, then: Layout, *, keep: bool) -> None:
     """A worker's part of it. All workers come here after the same step, and none goes on before all have."""
     comm = node.comm
     if not keep:
         node.inner.reset()
-    comm.send_as_given()
+    comm.use(None)
     samples = torch.tensor([float(node.samples)], dtype=torch.float64)
     comm.mean_(samples)
     total = round(float(samples) * len(comm.workers))
@@ -62,7 +71,7 @@ def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: 
         if not then.servers:
             node.inner.adopt(*optimizer_state.joined(parts, outlines, vectors))
         return
-    if first.model_at == "apart":
+    if first.model_location == "apart":
         comm.mean_(node.x, weight=float(max(1, node.samples)))
     members = comm.workers.members
     for k, (server, part) in enumerate(zip(comm.servers.members, parts, strict=True)):
@@ -71,10 +80,10 @@ def from_worker(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: 
             _send(node, server, part)
 
 
-def at_server(node: Node, first: Strategy[Any], then: Strategy[Any], *, keep: bool) -> bool:
+def at_server(node: Node, first: Layout, then: Layout, *, keep: bool) -> bool:
     """A server's part of it; False if the run has ended before."""
     comm, workers = node.comm, node.comm.workers.members
-    comm.send_as_given()
+    comm.use(None)
     if first.servers:
         if not comm.resume():
             return False
@@ -126,3 +135,27 @@ def _receive(node: Node, source: int) -> tuple[Any, list[Tensor]]:
     came = node.comm.recv(source)
     outline, count = json.loads(bytes(came.x.tolist())), came.version
     return outline, [node.comm.recv(source).x.clone() for _ in range(count)]
+
+
+def traffic(strategy: StrategySwitch, run: RunSize) -> ExpectedTraffic | None:
+    """Return what both strategies send, and the transfer; None if the loss decides when, or on fewer workers."""
+    if not isinstance(strategy.when, AtShare) or strategy.promote:
+        return None
+    steps = math.ceil(strategy.when.share * run.steps)
+    before = run.of(strategy.first, replace(run, steps=steps))
+    after = run.of(strategy.then, replace(run, steps=run.steps - steps))
+    if before is None or after is None or before.servers is None or after.servers is None:
+        return None
+    sent = [sum(all_of) for all_of in zip(before.workers, after.workers, run.average(1, 8), strict=True)]
+    served = [sum(both) for both in zip_longest(before.servers, after.servers, fillvalue=0)]
+    first, then = strategy.first.layout, strategy.then.layout
+    if first.model_location == "apart" and not first.servers:
+        sent = [own + mean for own, mean in zip(sent, run.average(), strict=True)]
+    momenta, outline = len(run.momenta), len(json.dumps(dict(run.momenta)))
+    for server, part in enumerate(run.ranges(strategy.layout)):
+        state = part + momenta * part + outline
+        if first.servers:
+            served[server] += run.workers * (part if then.servers else state)
+        else:
+            sent[(server - strategy.layout.servers) % run.workers] += state
+    return ExpectedTraffic(workers=sent, servers=served)

@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 import torch
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import Needs, option
 
 _LEAST = 1e-12  # below which a loss is nothing to divide by
 
@@ -42,19 +43,9 @@ class Trigger(ABC):
     """When to switch."""
 
     @property
-    def validates(self) -> bool:
-        """Whether it looks at samples set apart."""
-        return False
-
-    @property
-    def watches(self) -> bool:
-        """Whether it looks at the loss of training."""
-        return False
-
-    @property
-    def counts_down(self) -> bool:
-        """Whether it goes by how much of the budget is spent."""
-        return False
+    @abstractmethod
+    def needs(self) -> Needs:
+        """What it decides by."""
 
     @abstractmethod
     def fires(self, node: Node, w: LossHistory) -> bool:
@@ -65,28 +56,19 @@ class Trigger(ABC):
 class Plateau(Trigger):
     """Once the loss has settled."""
 
-    window: int = knob(6, "w: rounds that are looked at", least=2)
-    threshold: float = knob(0.01, "θ: mean relative change of the loss from round to round", least=0)
-    loss: Literal["training", "maximum", "validation"] = knob(
+    window: int = option(6, "w: rounds that are looked at", least=2)
+    threshold: float = option(0.01, "θ: mean relative change of the loss from round to round", least=0)
+    loss: Literal["training", "maximum", "validation"] = option(
         "training", "of a round: the workers' mean, the largest of theirs, or that of samples set apart"
     )
-    every: float = knob(1.0, "epochs of a round", least=1e-6)
-    latest: float | None = knob(None, "switch after this share of the budget at the latest", least=0, most=1)
+    every: float = option(1.0, "epochs of a round", least=1e-6)
+    latest: float | None = option(None, "switch after this share of the budget at the latest", least=0, most=1)
 
-    @property
-    def validates(self) -> bool:
-        """If that is its loss."""
-        return self.loss == "validation"
-
-    @property
-    def watches(self) -> bool:
-        """If not at another loss."""
-        return not self.validates
-
-    @property
-    def counts_down(self) -> bool:
-        """If it must fire in the end."""
-        return self.latest is not None
+    @cached_property
+    def needs(self) -> Needs:
+        """One of the two losses, and the budget if it must fire in the end."""
+        apart = self.loss == "validation"
+        return Needs(validation_loss=apart, training_loss=not apart, budget=self.latest is not None)
 
     def fires(self, node: Node, w: LossHistory) -> bool:
         """Whether s ≤ θ at the end of a round."""
@@ -99,7 +81,7 @@ class Plateau(Trigger):
             loss = self._agreed(node, w)
             w.seen = [0.0, 0.0]
             node.log("loss of the round", loss)
-            if math.isfinite(loss):  # else nobody has one
+            if math.isfinite(loss):  # else no worker has one
                 w.losses = [*w.losses, loss][-self.window :]
             if len(w.losses) == self.window and math.isfinite(loss):
                 s = sum(abs(b - a) / max(abs(a), _LEAST) for a, b in pairwise(w.losses)) / (self.window - 1)
@@ -109,7 +91,7 @@ class Plateau(Trigger):
         return self.latest is not None and node.budget >= self.latest
 
     def _agreed(self, node: Node, w: LossHistory) -> float:
-        """The loss of a round, the same on every worker; NaN if nobody has one."""
+        """The loss of a round, the same on every worker; NaN if none has one."""
         total, weight = node.validate() if self.loss == "validation" else w.seen
         mine = torch.tensor([total / weight if weight else math.nan], dtype=torch.float64)
         if self.loss == "maximum":
@@ -122,12 +104,9 @@ class Plateau(Trigger):
 class AtShare(Trigger):
     """After a share of the budget."""
 
-    share: float = knob(0.25, "of the budget that the first strategy has", least=0, most=1)
+    share: float = option(0.25, "of the budget that the first strategy has", least=0, most=1)
 
-    @property
-    def counts_down(self) -> bool:
-        """By nothing else."""
-        return True
+    needs = Needs(budget=True)
 
     def fires(self, node: Node, w: LossHistory) -> bool:
         """Whether that share is spent: every worker counts its own steps."""

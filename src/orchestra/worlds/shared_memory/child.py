@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from orchestra.core.node import Comm, Node
+from orchestra.core.comm import Comm
+from orchestra.core.node import Node
 from orchestra.engine import node_loop
 from orchestra.engine.job import Job
 from orchestra.engine.node_process import Tell, run_node

@@ -105,7 +105,7 @@ class SharedMemoryTransport:
         self._waiter.wait(GO, lambda: self._words[GO] != 0, lambda: "the other nodes to be ready")
         self._waiter.patience = math.inf
 
-    def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
+    def await_saved(self, node: int, label: int, *, lockstep: bool) -> None:
         """Block until a server has saved a checkpoint, which it does when every worker has."""
         control, workers = self.control, range(self._arena.plan.workers)
 
@@ -116,7 +116,7 @@ class SharedMemoryTransport:
         # Where each goes its own pace, the others may have been told to stop before they saw that they should save.
         self._waiter.wait(
             control.index("saved", node),
-            lambda: control.saved(node) >= label or (not in_step and control.stop_at != 0),
+            lambda: control.saved(node) >= label or (not lockstep and control.stop_at != 0),
             whom,
         )
 
@@ -129,7 +129,7 @@ class SharedMemoryTransport:
         for node in range(self.size):
             self.mailbox.ring(node)
 
-    def proceed(self, step: int, *, in_step: bool) -> bool:
+    def proceed(self, step: int, *, lockstep: bool) -> bool:
         """Whether to begin `step`.
 
         To stop, the coordinator sets `stop_asked`; from then on no worker begins a step before `stop_at` is known. The
@@ -145,7 +145,7 @@ class SharedMemoryTransport:
             lambda: control.stop_at != 0,
             lambda: "the coordinator to say after which step to stop",
         )
-        return in_step and step < control.stop_at
+        return lockstep and step < control.stop_at
 
     # Collectives.
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from orchestra.core.node import Comm, Node
+from orchestra.core.comm import Comm
+from orchestra.core.node import Node
 from orchestra.core.ops import Compute, Transport
 from orchestra.data import samples
 from orchestra.data.batches import each
@@ -64,7 +65,7 @@ class Simulation:
         self.rows = [NodeStatus(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings = (
             ["the workers share one x in the memory of one machine: no network was used."]
-            if job.strategy.model_at == "shared"
+            if job.strategy.layout.model_location == "shared"
             else []
         )
         self.stopped_by = "budget"
@@ -139,7 +140,7 @@ class Simulation:
     def _nodes(self) -> list[tuple[Node, Metered, _Log]]:
         """Every node with its own module, vectors and random numbers; the data are there once."""
         job, x0 = self.job, self.order.x0.to(self.job.device)
-        shared = x0.clone() if job.owns_range or job.shares_x else None
+        shared = x0.clone() if job.updated != "whole" else None
         data: Any = None
         born = []
         for rank in range(self.nodes):
@@ -175,7 +176,7 @@ class Simulation:
         if op.batch is None:
             return self._compute(node.rank, op)
         # The gradient is that at x as it is now; where x is everybody's, others will have written to it.
-        x = node.x.clone() if self.job.strategy.model_at == "shared" else node.x
+        x = node.x.clone() if self.job.strategy.layout.model_location == "shared" else node.x
         pending = together.begin(x, op.batch)
 
         def answer() -> float:
@@ -210,7 +211,7 @@ class Simulation:
         traced: Transport = transport
         if job.trace:
             self.traces.append(_Log(job.run / f"trace-{rank}.jsonl"))
-            apart = job.strategy.model_at == "apart"
+            apart = job.strategy.layout.model_location == "apart"
             traced = Traced(transport, self.traces[-1].write, log.write, apart=apart)
         meter = Metered(traced)
         return meter, Comm(meter, *job.groups)
@@ -361,7 +362,7 @@ class _ScoreWatch:
 
     def stay(self) -> bool:
         """Wait for those who still write to the same x. Without numbers there is no model to set aside."""
-        if self.runtime.job.strategy.model_at == "shared":
+        if self.runtime.job.strategy.layout.model_location == "shared":
             self.rehearsal.await_others()
         return not self.rehearsal.timing_only
 

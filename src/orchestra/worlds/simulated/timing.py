@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from orchestra.core.comm import Comm
 from orchestra.core.log import Log
-from orchestra.core.node import Comm, Node
+from orchestra.core.node import Node
 from orchestra.core.ops import Compute, Message
 from orchestra.data.feed import IndexedFeed, SampleStore
 from orchestra.model.flat_optimizer import FlatOptimizer
@@ -43,7 +44,7 @@ class _TimedNode(Node):
 
     def __init__(self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, job: Job, feed: Any = None) -> None:
         last = None if feed is None else job.last_step
-        more: dict[str, Any] = {"last_step": last, "placement": job.placement, "fuses": job.owns_range}
+        more: dict[str, Any] = {"last_step": last, "placement": job.placement, "fuses": job.updated == "own range"}
         super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, **more)
         self._at_once = at_once
         self._parts: dict[torch.dtype, Sequence[Tensor]] = {}

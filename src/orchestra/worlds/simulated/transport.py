@@ -101,11 +101,11 @@ class SimulatedTransport:
             return cast("Handle[T]", self._send(op))
         return Done(self._rules[type(op)](op))
 
-    def proceed(self, step: int, *, in_step: bool) -> bool:
+    def proceed(self, step: int, *, lockstep: bool) -> bool:
         """Whether to begin `step`: not once the run is to stop, where all stop at the same one if they go in step."""
         self.begun = step
         stop_at = self._world.stop_at
-        return stop_at is None or (in_step and step < stop_at)
+        return stop_at is None or (lockstep and step < stop_at)
 
     # One node alone.
 

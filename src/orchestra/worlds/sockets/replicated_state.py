@@ -58,7 +58,7 @@ class RunTransport(SocketTransport):
         """Block until every node is ready."""
         self.exchange.attend(lambda: self._going, lambda: "the other nodes to be ready", forever=True, starting=True)
 
-    def await_saved(self, node: int, label: int, *, in_step: bool) -> None:
+    def await_saved(self, node: int, label: int, *, lockstep: bool) -> None:
         """Block until a server has saved a checkpoint, which it does when every worker has."""
         control = self.control
 
@@ -67,7 +67,7 @@ class RunTransport(SocketTransport):
             return ", ".join(name_of(n, self._workers) for n in late or [node]) + " to save a checkpoint"
 
         # Where each goes its own pace, the others may have been told to stop before they saw that they should save.
-        self.exchange.attend(lambda: control.saved(node) >= label or (not in_step and control.stop_at != 0), whom)
+        self.exchange.attend(lambda: control.saved(node) >= label or (not lockstep and control.stop_at != 0), whom)
 
     def await_bell(self, ready: Callable[[], bool]) -> None:
         """Block, for as long as it takes, until something happens that concerns this node."""
@@ -76,7 +76,7 @@ class RunTransport(SocketTransport):
     def ring_everybody(self) -> None:
         """Nothing to do: messages wake whoever waits."""
 
-    def proceed(self, step: int, *, in_step: bool) -> bool:
+    def proceed(self, step: int, *, lockstep: bool) -> bool:
         """Whether to begin `step`: not before it is known which is the last, once somebody has asked to stop."""
         self.begun = step
         self.exchange.poll()
@@ -84,7 +84,7 @@ class RunTransport(SocketTransport):
             return True
         waiting_for = "worker 0 to say after which step to stop"
         self.exchange.attend(lambda: self.control.stop_at != 0, lambda: waiting_for)
-        return in_step and step < self.control.stop_at
+        return lockstep and step < self.control.stop_at
 
     def hear(self, said: dict[str, Any]) -> bool:
         """Take note of what everybody should know; whether it was that."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from orchestra.core.node import Comm, Node
+from orchestra.core.comm import Comm
+from orchestra.core.node import Node
 from orchestra.core.ops import Sleep, Traffic
 from orchestra.engine import environment, node_loop
 from orchestra.engine.job import Job

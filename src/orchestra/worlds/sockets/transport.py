@@ -206,6 +206,6 @@ class SocketTransport:
         self.traffic.received += nbytes
         return Done(found)
 
-    def proceed(self, step: int, *, in_step: bool) -> bool:
+    def proceed(self, step: int, *, lockstep: bool) -> bool:
         """Whether to begin `step`: nobody asks for less than the budget yet."""
         return True

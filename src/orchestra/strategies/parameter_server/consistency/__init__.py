@@ -21,8 +21,19 @@ from orchestra.strategies.parameter_server.consistency.first_k import KAsync, KB
 from orchestra.strategies.parameter_server.consistency.stale_synchronous import SSP
 from orchestra.strategies.parameter_server.consistency.staleness_aware import AsPushed, SoftSync, StalenessAware
 
-CONSISTENCIES = (ASP, BSP, SSP, BoundedDelay, BackupWorkers, KSync, KBatchSync, KAsync, KBatchAsync, SoftSync)
-CORRECTIONS = (AsPushed, StalenessAware, DelayCompensated)
+CONSISTENCIES: tuple[type[Consistency], ...] = (
+    ASP,
+    BSP,
+    SSP,
+    BoundedDelay,
+    BackupWorkers,
+    KSync,
+    KBatchSync,
+    KAsync,
+    KBatchAsync,
+    SoftSync,
+)
+CORRECTIONS: tuple[type[Correction], ...] = (AsPushed, StalenessAware, DelayCompensated)
 
 __all__ = [
     "ASP",

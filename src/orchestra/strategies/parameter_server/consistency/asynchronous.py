@@ -16,9 +16,9 @@ Bytes per worker and step: S sent, S received.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from orchestra.core.node import Node
+from orchestra.core.strategy import Updates
 from orchestra.strategies.parameter_server.consistency.base import Consistency, Correction, Push, ServerState, exchange
 
 
@@ -26,14 +26,7 @@ from orchestra.strategies.parameter_server.consistency.base import Consistency, 
 class ASP(Consistency):
     """Asynchronous: every gradient is applied when it comes, whatever the others do."""
 
-    def updates(self, workers: int) -> float:
-        """Each makes one."""
-        return float(workers)
-
-    @property
-    def clips(self) -> Literal["own"]:
-        """A gradient is applied by itself."""
-        return "own"
+    updates = Updates(synchronous=False, stale=True, gradients=1)
 
     def work(self, node: Node, s: ServerState) -> None:
         """Push the gradient, pull the parameters."""

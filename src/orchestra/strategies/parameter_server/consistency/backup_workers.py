@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orchestra.core.ops import Message
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import Updates, option
 from orchestra.errors import Problem
 from orchestra.strategies.parameter_server.consistency.base import OnRequest, Service
 from orchestra.strategies.parameter_server.consistency.first_k import (
@@ -37,19 +37,11 @@ from orchestra.strategies.parameter_server.consistency.first_k import (
 class BackupWorkers(OnRequest):
     """Backup workers: a step is over when all but b gradients are in."""
 
-    b: int = knob(0, "b: workers more than are waited for", least=0)
+    b: int = option(0, "b: workers more than are waited for", least=0)
 
-    @property
-    def stale(self) -> bool:
-        """Gradients that come too late are dropped."""
-        return False
+    updates = Updates(synchronous=False, clip="mean", can_meet=False)  # gradients that come too late are dropped
 
-    @property
-    def meets(self) -> bool:
-        """Who has come has to wait for others to go on."""
-        return False
-
-    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
+    def problems(self, workers: int, servers: int) -> Iterator[Problem]:
         """Somebody must be waited for."""
         if self.b >= workers:
             yield Problem("strategy.consistency.b", self.b, f"must be less than the {workers} workers there are")

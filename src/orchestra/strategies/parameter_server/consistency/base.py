@@ -26,7 +26,7 @@ from torch import Tensor
 
 from orchestra.core.node import Node
 from orchestra.core.ops import Departed, Handle, Message
-from orchestra.core.strategy import Clipped
+from orchestra.core.strategy import Updates
 from orchestra.errors import Problem
 from orchestra.strategies.parameter_server.range_clock import Piece
 
@@ -79,30 +79,11 @@ class Consistency(ABC):
     first: ClassVar[int] = 0  # the version a worker has before it has read any
 
     @property
-    def synchronous(self) -> bool:
-        """Whether the result is independent of who comes first."""
-        return False
+    def updates(self) -> Updates:
+        """How gradients become updates."""
+        return Updates(synchronous=False, stale=True, clip="mean")
 
-    @property
-    def stale(self) -> bool:
-        """Whether a gradient may be applied to an x that is newer than the one it was computed at."""
-        return True
-
-    def updates(self, workers: int) -> float:
-        """How many full steps as many gradients as there are workers make."""
-        return 1.0
-
-    @property
-    def clips(self) -> Clipped:
-        """What `clip` bounds: the mean that makes an update, or every worker's own gradient."""
-        return "mean"
-
-    @property
-    def meets(self) -> bool:
-        """Whether all workers can come to the same step."""
-        return True
-
-    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
+    def problems(self, workers: int, servers: int) -> Iterator[Problem]:
         """What it cannot work with."""
         return iter(())
 
@@ -204,6 +185,8 @@ class OnRequest(Consistency):
             over = not self.can_update(at)
             for worker in [w for w, version in at.asking.items() if over or self.may_read(at, w, version)]:
                 at.answer(worker, over=over)
+        if s.held:  # for an update that will not follow
+            node.log("dropped", len(s.held))
 
     def take(self, at: Service, push: Message) -> None:
         """A gradient came."""

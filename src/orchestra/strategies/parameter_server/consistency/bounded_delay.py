@@ -23,8 +23,9 @@ worker.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import Updates, option
 from orchestra.strategies.parameter_server.consistency.base import OnRequest, Service
 
 
@@ -32,12 +33,12 @@ from orchestra.strategies.parameter_server.consistency.base import OnRequest, Se
 class BoundedDelay(OnRequest):
     """Bounded delay: an iteration begins once all but the last τ before it are finished."""
 
-    tau: int = knob(2, "τ: iterations that may be unfinished when a worker begins another", least=0)
+    tau: int = option(2, "τ: iterations that may be unfinished when a worker begins another", least=0)
 
-    @property
-    def stale(self) -> bool:
-        """Unless no iteration may be unfinished."""
-        return self.tau > 0
+    @cached_property
+    def updates(self) -> Updates:
+        """Gradients are stale unless no iteration may be unfinished."""
+        return Updates(synchronous=False, stale=self.tau > 0, clip="mean")
 
     def settle(self, at: Service) -> None:
         """Apply whole iterations, in order."""

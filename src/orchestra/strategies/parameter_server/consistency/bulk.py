@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from orchestra.core.node import Node
 from orchestra.core.ops import Handle
+from orchestra.core.strategy import Updates
 from orchestra.strategies.parameter_server.consistency.base import Consistency, Correction, ServerState, exchange
 
 
@@ -27,15 +28,7 @@ from orchestra.strategies.parameter_server.consistency.base import Consistency, 
 class BSP(Consistency):
     """Bulk synchronous: a step is over when every worker's gradient is in."""
 
-    @property
-    def synchronous(self) -> bool:
-        """Everybody waits for everybody."""
-        return True
-
-    @property
-    def stale(self) -> bool:
-        """Every gradient is that of the present x."""
-        return False
+    updates = Updates(clip="mean")
 
     def work(self, node: Node, s: ServerState) -> None:
         """Push the gradient, pull the parameters."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import option
 from orchestra.strategies.parameter_server.consistency.base import Correction, Push, ServerState
 
 _EPSILON = 1e-7
@@ -32,9 +32,9 @@ _EPSILON = 1e-7
 class DelayCompensated(Correction):
     """A stale gradient, moved to the present x by a Taylor expansion."""
 
-    lam: float = knob(0.04, "λ₀: how much; the paper has 0.04, or 2 if adaptive", least=0)
-    adaptive: bool = knob(False, "divide λ₀ by the root of a running mean of g²")
-    rho: float = knob(0.95, "ρ: of that mean", least=0, most=1)
+    lam: float = option(0.04, "λ₀: how much; the paper has 0.04, or 2 if adaptive", least=0)
+    adaptive: bool = option(False, "divide λ₀ by the root of a running mean of g²")
+    rho: float = option(0.95, "ρ: of that mean", least=0, most=1)
 
     def init(self, node: Node, s: ServerState) -> None:
         """Everybody has read the first x."""

@@ -33,10 +33,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from orchestra.core.node import Node
 from orchestra.core.ops import Message
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import Updates, option
 from orchestra.errors import Problem
 from orchestra.strategies.parameter_server.consistency.base import (
     NOTICE,
@@ -49,25 +50,19 @@ from orchestra.strategies.parameter_server.consistency.base import (
 )
 
 _K = "K: gradients in an update"
+# Gradients that come too late are dropped, and a worker that has pushed waits for others before its next step.
+_CANCELLING = Updates(synchronous=False, clip="mean", can_meet=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KSync(OnRequest):
     """The first K of the workers; the others' gradients are cancelled."""
 
-    k: int = knob(1, _K, least=1)
+    k: int = option(1, _K, least=1)
 
-    @property
-    def stale(self) -> bool:
-        """Gradients that come too late are dropped."""
-        return False
+    updates = _CANCELLING
 
-    @property
-    def meets(self) -> bool:
-        """A worker that has pushed waits for others before its next step."""
-        return False
-
-    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
+    def problems(self, workers: int, servers: int) -> Iterator[Problem]:
         """K different workers, and one server to say which, unless there is no choice."""
         yield from at_most(self.k, workers)
         yield from no_choice(self.k, workers, servers)
@@ -98,17 +93,9 @@ class KSync(OnRequest):
 class KBatchSync(OnRequest):
     """The first K mini-batches at the present x, whoever's; others are cancelled."""
 
-    k: int = knob(1, _K, least=1)
+    k: int = option(1, _K, least=1)
 
-    @property
-    def stale(self) -> bool:
-        """Gradients that come too late are dropped."""
-        return False
-
-    @property
-    def meets(self) -> bool:
-        """A worker that has pushed waits for others before its next step."""
-        return False
+    updates = _CANCELLING
 
     def work(self, node: Node, s: ServerState) -> None:
         """Pull what is new, compute unless cancelled, push."""
@@ -132,18 +119,14 @@ class KBatchSync(OnRequest):
 class KAsync(OnRequest):
     """The first K of the workers; the others go on with what they have."""
 
-    k: int = knob(1, _K, least=1)
+    k: int = option(1, _K, least=1)
 
-    @property
-    def meets(self) -> bool:
-        """A worker that has pushed waits for others before its next step."""
-        return False
+    @cached_property
+    def updates(self) -> Updates:
+        """K gradients make an update; a worker that has pushed waits for others before its next step."""
+        return Updates(synchronous=False, stale=True, clip="mean", gradients=self.k, can_meet=False)
 
-    def updates(self, workers: int) -> float:
-        """K gradients make one."""
-        return workers / self.k
-
-    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
+    def problems(self, workers: int, servers: int) -> Iterator[Problem]:
         """K different workers, and one server to say which, unless there is no choice."""
         yield from at_most(self.k, workers)
         if self.k > 1:
@@ -167,11 +150,12 @@ class KAsync(OnRequest):
 class KBatchAsync(OnRequest):
     """Any K mini-batches; nobody ever waits."""
 
-    k: int = knob(1, _K, least=1)
+    k: int = option(1, _K, least=1)
 
-    def updates(self, workers: int) -> float:
-        """K gradients make one."""
-        return workers / self.k
+    @cached_property
+    def updates(self) -> Updates:
+        """K gradients make an update."""
+        return Updates(synchronous=False, stale=True, clip="mean", gradients=self.k)
 
     def settle(self, at: Service) -> None:
         """Update with all that came."""

@@ -21,10 +21,10 @@ Bytes per worker and step: S sent, S received.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 from orchestra.core.ops import Message
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import Updates, option
 from orchestra.strategies.parameter_server.consistency.base import OnRequest, Push, Service
 
 
@@ -32,17 +32,12 @@ from orchestra.strategies.parameter_server.consistency.base import OnRequest, Pu
 class SSP(OnRequest):
     """Stale synchronous: nobody is more than s steps ahead of the slowest."""
 
-    staleness: int = knob(3, "s: steps that a worker may be ahead of the slowest", least=0)
+    staleness: int = option(3, "s: steps that a worker may be ahead of the slowest", least=0)
 
-    @property
-    def clips(self) -> Literal["own"]:
-        """A gradient is clipped before it is divided by N."""
-        return "own"
-
-    @property
-    def stale(self) -> bool:
-        """Unless no worker may be ahead."""
-        return self.staleness > 0
+    @cached_property
+    def updates(self) -> Updates:
+        """Gradients are stale unless no worker may be ahead; each is clipped before it is divided by N."""
+        return Updates(synchronous=False, stale=self.staleness > 0)
 
     def take(self, at: Service, push: Message) -> None:
         """Apply its share at once."""

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from orchestra.core.node import Node
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import Updates, option
 from orchestra.errors import Problem
 from orchestra.strategies.parameter_server.consistency.base import Correction, OnRequest, Push, ServerState, Service
 
@@ -33,13 +34,14 @@ from orchestra.strategies.parameter_server.consistency.base import Correction, O
 class SoftSync(OnRequest):
     """An update after every λ/n gradients, whoever's."""
 
-    n: int = knob(1, "n: updates for as many gradients as there are workers", least=1)
+    n: int = option(1, "n: updates for as many gradients as there are workers", least=1)
 
-    def updates(self, workers: int) -> float:
-        """n, by definition."""
-        return float(self.n)
+    @cached_property
+    def updates(self) -> Updates:
+        """There are n for each round of gradients, by definition."""
+        return Updates(synchronous=False, stale=True, clip="mean", per_round=self.n)
 
-    def demands(self, workers: int, servers: int) -> Iterator[Problem]:
+    def problems(self, workers: int, servers: int) -> Iterator[Problem]:
         """At least one gradient an update."""
         if self.n > workers:
             yield Problem("strategy.consistency.n", self.n, f"is more than the {workers} workers there are")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from orchestra.core.gradient_mask import ABSENT
 from orchestra.core.node import Node
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import option
 from orchestra.strategies.parameter_server.consistency.base import ServerState
 from orchestra.strategies.parameter_server.filters.base import Filter, Sieved
 
@@ -32,8 +32,8 @@ from orchestra.strategies.parameter_server.filters.base import Filter, Sieved
 class KKT(Filter):
     """For a penalty λ‖x‖₁: entries that the penalty holds at zero are not pushed."""
 
-    l1: float = knob(0.0, "λ: the penalty, the optimizer's", least=0)
-    margin: float = knob(0.0, "δ: how far below λ a gradient must be", least=0)
+    l1: float = option(0.0, "λ: the penalty, the optimizer's", least=0)
+    margin: float = option(0.0, "δ: how far below λ a gradient must be", least=0)
 
     @torch.no_grad()
     def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from orchestra.core.gradient_mask import ABSENT
 from orchestra.core.node import Node
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import option
 from orchestra.strategies.parameter_server.consistency.base import ServerState
 from orchestra.strategies.parameter_server.filters.base import Filter, Sieved
 
@@ -29,8 +29,8 @@ from orchestra.strategies.parameter_server.filters.base import Filter, Sieved
 class RandomSkip(Filter):
     """Every entry of a push is left out with some probability."""
 
-    probability: float = knob(0.5, "p: of leaving an entry out", least=0, most=0.999)
-    unbiased: bool = knob(True, "divide what is sent by 1 − p")
+    probability: float = option(0.5, "p: of leaving an entry out", least=0, most=0.999)
+    unbiased: bool = option(True, "divide what is sent by 1 − p")
 
     def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved:
         """Entries as drawn."""

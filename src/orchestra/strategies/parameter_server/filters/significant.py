@@ -22,7 +22,7 @@ from torch import Tensor
 
 from orchestra.core.gradient_mask import ABSENT
 from orchestra.core.node import Node
-from orchestra.core.strategy import knob
+from orchestra.core.strategy import option
 from orchestra.strategies.parameter_server.consistency.base import ServerState
 from orchestra.strategies.parameter_server.filters.base import Filter, Sieved
 
@@ -31,7 +31,7 @@ from orchestra.strategies.parameter_server.filters.base import Filter, Sieved
 class Significant(Filter):
     """An entry is sent when it has changed by more than a threshold."""
 
-    threshold: float = knob(0.0, "Δ: change of an entry that need not be sent", least=0)
+    threshold: float = option(0.0, "Δ: change of an entry that need not be sent", least=0)
 
     def init(self, node: Node, s: ServerState) -> None:
         """Nothing is left to be sent, and everybody has the first x."""
