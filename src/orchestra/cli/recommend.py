@@ -64,8 +64,8 @@ def recommend(
 ) -> None:  # fmt: skip
     """Say which strategy to take on a cluster you describe, and why: all are rehearsed there, in virtual time.
 
-    Every strategy of the catalogue runs with several values of its main option, each with the learning rate that was best
-    for it in equally many tries, asynchronous ones also without momentum. The slower half is left out again and
+    Every strategy of the catalogue is simulated with several values of its main option, each with the best learning rate of
+    equally many tries, asynchronous strategies also without momentum. The slower half is left out again and
     again, while those that stay are run with more seeds. Delays are those of one machine if you measured it:
     --delay FILE from `orchestra probe`.
 
