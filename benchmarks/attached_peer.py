@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,11 +26,13 @@ import torch
 import orchestra
 from benchmarks import peer
 from benchmarks.workloads import WORKLOADS, Workload, loss, sgd
+from orchestra.clusters.runners import RUNNERS
 from orchestra.core.comm import Comm
 from orchestra.core.ops import Traffic
 from orchestra.engine import node_loop
-from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.cluster import Cluster, Device, Resources
 from orchestra.engine.middleware import Metered
+from orchestra.engine.runner import Ending, PreparedRun, Runner
 from orchestra.runs.events import EventLog
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.messenger import Messenger
@@ -48,24 +50,30 @@ class Host(Cluster):
     workers: int
     rank: int
     kind: str
-    meeting_place: Path
+    rendezvous: Path
     device: Device = "cpu"
 
-    def means_by_torch(self) -> bool:
-        return self.kind == "torch"
+    def resources(self, nodes: int) -> Resources:
+        return replace(super().resources(nodes), torch_means=self.kind == "torch")
 
-    def carry_out(self, order: Order) -> Ending:
-        """Be worker `rank` for ever."""
-        job, rank = order.job, self.rank
+
+@dataclass(frozen=True)
+class HostRunner(Runner):
+    """Trains as one worker until its process is killed."""
+
+    cluster: Host
+
+    def carry_out(self, prepared: PreparedRun) -> Ending:
+        spec, rank = prepared.spec, self.cluster.rank
         with ExitStack() as stack:
-            log = stack.enter_context(EventLog(job.run / f"events-{rank}.jsonl", print))
-            transport = self._transport(job.parameters)
-            meter, x0 = Metered(transport), order.x0
-            node = node_loop.worker(job, rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
-            runtime = node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None)
+            log = stack.enter_context(EventLog(spec.run / f"events-{rank}.jsonl", print))
+            transport = self._transport(spec.parameters)
+            meter, x0 = Metered(transport), prepared.x0
+            node = node_loop.worker(spec, rank, Comm(meter, *spec.groups), log, x0.clone(), torch.zeros_like(x0))
+            runtime = node_loop.NodeRuntime(spec, node, meter, log, print, lambda row: None)
 
             def step() -> None:
-                job.strategy.step(node, runtime.state)
+                spec.strategy.step(node, runtime.state)
                 node_loop.record(runtime)
                 node_loop.report(runtime)
 
@@ -73,30 +81,35 @@ class Host(Cluster):
         raise AssertionError("it ends with the process")
 
     def _transport(self, parameters: int) -> SocketTransport:
-        host = os.environ["ORCHESTRA_LAB_ADDRESS"]
-        token = Token(SECRET, trusted=self.kind != "messages")
-        meeting = Rendezvous(self.rank, token, {}, host=host)
+        host, cluster = os.environ["ORCHESTRA_LAB_ADDRESS"], self.cluster
+        rank, workers = cluster.rank, cluster.workers
+        token = Token(SECRET, trusted=cluster.kind != "messages")
+        meeting = Rendezvous(rank, token, {}, host=host)
         connections = meeting.gather(self._addresses(meeting.address), patience=60)
         traffic = Traffic()
         exchange = Messenger(
-            self.rank, self.workers, token.run(), connections,
+            rank, workers, token.run(), connections,
             largest=8 * parameters + 1024, patience=300, traffic=traffic, summed=token.trusted,
         )  # fmt: skip
-        transport = SocketTransport(self.rank, self.workers, exchange, traffic)
-        if self.kind == "torch":
-            store = tcp_store(exchange, self.rank, self.workers, host, 300)
-            transport.means = TorchCollectives(store, self.rank, self.workers, torch.device("cpu"), host=host)
+        transport = SocketTransport(rank, workers, exchange, traffic)
+        if cluster.kind == "torch":
+            store = tcp_store(exchange, rank, workers, host, 300)
+            transport.means = TorchCollectives(store, rank, workers, torch.device("cpu"), host=host)
         return transport
 
     def _addresses(self, mine: Address) -> list[Address]:
-        """Where everybody is: the hosts of a lab have one file system."""
-        place = self.meeting_place / f"{self.kind}-{self.rank}"
+        """Return the address of every worker: the hosts of a lab have one file system."""
+        cluster = self.cluster
+        place = cluster.rendezvous / f"{cluster.kind}-{cluster.rank}"
         place.with_suffix(".new").write_text(f"{mine[0]} {mine[1]}")
         place.with_suffix(".new").rename(place)
-        found = [self.meeting_place / f"{self.kind}-{rank}" for rank in range(self.workers)]
+        found = [cluster.rendezvous / f"{cluster.kind}-{rank}" for rank in range(cluster.workers)]
         while not all(path.exists() for path in found):
             time.sleep(0.02)
         return [(host, int(port)) for host, port in (path.read_text().split() for path in found)]
+
+
+RUNNERS[Host] = HostRunner
 
 
 def ours(kind: str, workload: Workload, hosts: int, rank: int, folder: Path) -> None:
@@ -107,7 +120,7 @@ def ours(kind: str, workload: Workload, hosts: int, rank: int, folder: Path) -> 
         loss=loss,
         optimizer=sgd,
         strategy="allreduce",
-        cluster=Host(workers=hosts, rank=rank, kind=kind, meeting_place=folder),
+        cluster=Host(workers=hosts, rank=rank, kind=kind, rendezvous=folder),
         batch=workload.batch,
         budget=orchestra.Steps(1_000_000),
         out=folder / f"run-{kind}-{rank}",

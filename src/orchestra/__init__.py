@@ -10,7 +10,6 @@ from orchestra._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from orchestra._prepare import prepare as prepare
-    from orchestra._train import Result as Result
     from orchestra._train import train as train
     from orchestra.clusters.attached import Attached as Attached
     from orchestra.clusters.local import Local as Local
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from orchestra.data.partitions import IID as IID
     from orchestra.data.partitions import Dirichlet as Dirichlet
     from orchestra.data.partitions import LabelSorted as LabelSorted
+    from orchestra.engine.training import Result as Result
     from orchestra.errors import ConfigError as ConfigError
     from orchestra.errors import OrchestraError as OrchestraError
     from orchestra.model.optimizers import LAMB as LAMB
@@ -55,13 +55,14 @@ __all__: list[str]  # made when asked for: see `__getattr__`
 # put together from, come from the catalogue.
 _HOMES = {
     "_prepare": ("prepare",),
-    "_train": ("Result", "train"),
+    "_train": ("train",),
     "clusters.attached": ("Attached",),
     "clusters.local": ("Local",),
     "clusters.simulated": ("Simulated",),
     "core.node": ("Node",),
     "core.strategy": ("Layout", "Needs", "Strategy", "Updates", "option"),
     "data.partitions": ("IID", "Dirichlet", "LabelSorted"),
+    "engine.training": ("Result",),
     "errors": ("ConfigError", "OrchestraError"),
     "model.optimizers": ("LAMB", "LARS", "ProximalSGD"),
     "model.schedules": ("Polynomial", "StepDecay", "Warmup"),

@@ -39,9 +39,9 @@ from orchestra.data.feed import fold
 from orchestra.data.labels import distribution
 from orchestra.engine import checkpoint, expression, fingerprint, node_loop, overrides, warnings
 from orchestra.engine.environment import is_member
-from orchestra.engine.job import Job
 from orchestra.engine.middleware import Metered
-from orchestra.engine.request import refuse
+from orchestra.engine.spec import RunSpec
+from orchestra.engine.validate import refuse
 from orchestra.errors import ConfigError, OrchestraError, Problem, Stopped
 from orchestra.model.adjusted_optimizer import factor_of
 from orchestra.model.flat_optimizer import FlatOptimizer
@@ -194,16 +194,16 @@ class _NoLog:
 
 def _join_in(asked: LoopArguments, since: float) -> tuple[PreparedOptimizer, Loader | None]:
     """Join the others, who must not wait if this process cannot go on."""
-    job, x0 = asked.job(), flatten(asked.model)
-    transport, peers = _meet(asked, job, x0.cpu())
+    spec, x0 = asked.spec(), flatten(asked.model)
+    transport, peers = _meet(asked, spec, x0.cpu())
     folder: LoopRunFolder | None = None
     try:
         folder = LoopRunFolder(peers, transport.exchange, asked.rank, asked.size, asked.out)
-        log = _open_log(asked, job, folder.path)
-        job = replace(job, run=folder.path or Path())
-        made, shared = _take_part(asked, job, x0, transport, peers, folder, log, since)
+        log = _open_log(asked, spec, folder.path)
+        spec = replace(spec, run=folder.path or Path())
+        made, shared = _take_part(asked, spec, x0, transport, peers, folder, log, since)
         if made.orchestra.is_coordinator:
-            peers.warnings += warnings.say(warnings.about_momentum(asked.strategy, asked.optimizer, job.workers))
+            peers.warnings += warnings.say(warnings.about_momentum(asked.strategy, asked.optimizer, spec.workers))
         return made, shared
     except (OrchestraError, KeyboardInterrupt) as error:
         told = interrupted(error, "before the loop began.") or error
@@ -216,39 +216,39 @@ def _join_in(asked: LoopArguments, since: float) -> tuple[PreparedOptimizer, Loa
 
 
 def _take_part(
-    asked: LoopArguments, job: Job, x0: Tensor, transport: SocketTransport, peers: Peers,
+    asked: LoopArguments, spec: RunSpec, x0: Tensor, transport: SocketTransport, peers: Peers,
     folder: LoopRunFolder, log: Log, since: float,
 ) -> tuple[PreparedOptimizer, Loader | None]:  # fmt: skip
     """Become a worker; or, as a server, serve, and end the script."""
     meter = Metered(transport)
-    comm = Comm(meter, *job.groups)
+    comm = Comm(meter, *spec.groups)
     if asked.rank >= asked.workers:
-        serve(job, comm, meter, log, peers, folder, x0.cpu())
-    if job.torch_means:
+        serve(spec, comm, meter, log, peers, folder, x0.cpu())
+    if spec.torch_means:
         from orchestra.user_loop.torch_collectives import LoopCollectives  # not needed otherwise
 
         patience = asked.cluster.patience
         transport.means = LoopCollectives(peers, transport.exchange, asked.rank, asked.workers, peers.host, patience)
-    replica = AdoptedReplica(asked.model, x0, torch.zeros_like(x0), job.cuts)
+    replica = AdoptedReplica(asked.model, x0, torch.zeros_like(x0), spec.cuts)
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     spread_frozen_(comm, asked.frozen)
     if asked.rank == 0:
-        for server, part in zip(comm.servers.members, job.placement, strict=True):
+        for server, part in zip(comm.servers.members, spec.placement, strict=True):
             comm.send(server, x0[part])
     given = asked.loader
     shared = None if given is None else Loader(given, seed=asked.seed, rank=asked.rank, size=asked.workers)
-    feed = LoopFeed(job.batch, lambda: shared.position if shared is not None else 0.0)
+    feed = LoopFeed(spec.batch, lambda: shared.position if shared is not None else 0.0)
     inner = FlatOptimizer.around(asked.optimizer, replica.parameters, asked.lr_factor)
     node = Node(
-        comm, inner, x0, log=log, seed=fold(job.seed, asked.rank, 1),
-        replica=replica, feed=feed, placement=job.placement, tolerate=job.tolerate, last_step=job.last_step,
+        comm, inner, x0, log=log, seed=fold(spec.seed, asked.rank, 1),
+        replica=replica, feed=feed, placement=spec.placement, tolerate=spec.tolerate, last_step=spec.last_step,
     )  # fmt: skip
-    runtime = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    runtime = node_loop.NodeRuntime(spec, node, meter, log, tell=lambda said: None, show=lambda row: None)
     driver = StepDriver(runtime, feed, replica)
     peers.go_in_step(lambda: node.steps if runtime.lockstep else None)
     handle = LoopHandle(driver, peers, folder, asked.model, shared)
     handle.hooks += [asked.model.register_forward_pre_hook(_StepHook(driver)), refuse_later(asked.model, asked.workers)]
-    made = PreparedOptimizer(asked.optimizer, driver, handle, usual=1 if shared is None else job.batch)
+    made = PreparedOptimizer(asked.optimizer, driver, handle, usual=1 if shared is None else spec.batch)
     if shared is not None:
         shared.fetched = made.fetched
     transport.begin()
@@ -256,37 +256,37 @@ def _take_part(
     return made, shared
 
 
-def _meet(asked: LoopArguments, job: Job, x0: Tensor) -> tuple[SocketTransport, Peers]:
+def _meet(asked: LoopArguments, spec: RunSpec, x0: Tensor) -> tuple[SocketTransport, Peers]:
     """This process's way to the others, if there are any."""
-    if job.workers + job.servers > 1:
+    if spec.workers + spec.servers > 1:
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
         most = max(_DOUBLE * longest, PIECE if asked.frozen else 0)
-        session = Session(job, x0, asked.cluster, asked.in_common(job), most=most)
-        return session.transport, Peers(session.exchange, asked.rank, job.workers, host=session.host)
+        session = Session(spec, x0, asked.cluster, asked.in_common(spec), most=most)
+        return session.transport, Peers(session.exchange, asked.rank, spec.workers, host=session.host)
     traffic = Traffic()
     nobody = Messenger(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
     return SocketTransport(0, 1, nobody, traffic), Peers(nobody, 0, 1)
 
 
-def _open_log(asked: LoopArguments, job: Job, folder: Path | None) -> Log:
+def _open_log(asked: LoopArguments, spec: RunSpec, folder: Path | None) -> Log:
     if folder is None:
         return _NoLog()
     if asked.rank == 0:
-        config = asked.about(job) | {
+        config = asked.about(spec) | {
             "loop": True,
             "defining": row_of(asked.strategy).must_log,
             "stale": asked.strategy.layout.sees_stale_gradients,
             "labels": None if asked.loader is None else distribution(asked.loader.dataset),
-            "parameters": job.parameters,
+            "parameters": spec.parameters,
             "initial": fingerprint.initial(flatten(asked.model)),
-            "budget": [] if job.last_step is None else [f"steps={job.last_step}"],
-            "threads": job.threads,
+            "budget": [] if spec.last_step is None else [f"steps={spec.last_step}"],
+            "threads": spec.threads,
             "cluster": asked.cluster.about() if asked.together else {"kind": "alone"},
             "versions": fingerprint.versions(__version__),
             "note": asked.note,
         }
         checkpoint.write_text(folder / "config.json", json.dumps(config, indent=1))
-    limit = event_thinning.limit(job.workers + job.servers)
+    limit = event_thinning.limit(spec.workers + spec.servers)
     return EventLog(folder / f"events-{asked.rank}.jsonl", _warn_once(), limit=limit)
 
 

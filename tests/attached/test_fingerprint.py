@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import orchestra
 from orchestra import Attached, Steps, _train
+from orchestra.clusters.runners import runner_of
 from orchestra.data.random_state import seed_everything
 from orchestra.engine import expression, fingerprint
 from orchestra.engine.fingerprint import parts_of_beginning
+from orchestra.engine.training import Training
 from orchestra.errors import ClusterError
 from orchestra.launchers import agent, preflight
 from orchestra.user_loop.arguments import LoopArguments
@@ -41,8 +43,8 @@ def of_train(**given: Any) -> dict[str, Any]:
     asked: dict[str, Any] = {"model": make_model, "data": make_data, "loss": F.mse_loss, "optimizer": momentum}
     bound = inspect.signature(orchestra.train).bind(**asked | {"cluster": Attached(), "batch": 6} | given)
     bound.apply_defaults()
-    made = _train._Training(_train._request(bound.arguments))
-    return made._fingerprint(made._job())
+    made = Training(_train._arguments(bound.arguments), runner_of)
+    return made._fingerprint(made.spec())
 
 
 def of_prepare(**given: Any) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def of_prepare(**given: Any) -> dict[str, Any]:
         "cluster": Attached(), "steps": None, "seed": 0, "out": None, "tolerate": 10, "note": {},
     }  # fmt: skip
     whole = LoopArguments(model=model, **asked | given)
-    return whole.in_common(whole.job())
+    return whole.in_common(whole.spec())
 
 
 def normed(**given: Any) -> nn.Module:

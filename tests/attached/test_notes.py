@@ -266,11 +266,11 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
     def call() -> Any:
         from orchestra.worlds.sockets.session import Session
 
-        def live(self: Any, job: Any, **given: Any) -> bool:
+        def live(self: Any, spec: Any, **given: Any) -> bool:
             if os.environ["RANK"] == "1":
                 self.exchange.note(0, {"kind": "file", "path": "../../evil", "bytes": 3})
                 self.exchange.ship(0, b"abc")
-            return lived(self, job, **given)
+            return lived(self, spec, **given)
 
         lived = Session.run_node
         Session.run_node = live  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from orchestra.cli.compare import prepare
 from orchestra.cli.loop_runs import TRAINING_LOSS
 from orchestra.cli.options import Options
 from orchestra.engine import overrides
-from orchestra.engine.request import Request
+from orchestra.engine.spec import TrainArguments
 from orchestra.errors import ClusterError, ConfigError
 from orchestra.model.adjusted_optimizer import Adjusted
 from orchestra.recipes.recipe import Recipe
@@ -70,7 +70,7 @@ def write(folder: Path, *, score: str = SCORE, before: str = "", name: str = "mi
     return str(path)
 
 
-def asked(**changes: Any) -> Request:
+def asked(**changes: Any) -> TrainArguments:
     """The arguments of a call of `train`, as it would begin with them."""
     from orchestra import train
 
@@ -81,8 +81,8 @@ def asked(**changes: Any) -> Request:
     }  # fmt: skip
     with overrides.using({}, captures=True), pytest.raises(overrides.Reached) as reached:
         train(**plain | changes)
-    request = reached.value.request
-    assert isinstance(request, Request)
+    request = reached.value.arguments
+    assert isinstance(request, TrainArguments)
     return request
 
 

@@ -15,6 +15,7 @@ from tests.processes import environ_of
 
 from orchestra.clusters.attached import Attached
 from orchestra.clusters.local import Local
+from orchestra.clusters.runners import runner_of
 from orchestra.engine.cluster import Cluster
 from orchestra.errors import ClusterError, ConfigError
 from orchestra.launchers import agent, ray, ssh
@@ -142,7 +143,7 @@ def test_how_to_go_on_is_what_was_typed(
     }.get(started, {"ORCHESTRA_STARTED_BY": started})
     for name, value in (environ_of(0, 3, 29500) | more).items():
         monkeypatch.setenv(name, value)
-    assert cluster.how_to_resume(Path("runs/a")) == expected
+    assert runner_of(cluster).how_to_resume(Path("runs/a")) == expected
 
 
 def test_a_cluster_goes_on_in_as_many_processes(

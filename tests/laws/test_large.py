@@ -37,7 +37,6 @@ from orchestra import (
     AllReduce,
     Downpour,
     Hogwild,
-    Local,
     LocalSGD,
     ParameterServer,
     SlowMo,
@@ -46,10 +45,11 @@ from orchestra import (
     Strategy,
     SyncEASGD,
 )
+from orchestra.clusters.runners import LocalRunner
 from orchestra.core.vectors import LARGE, is_small
 from orchestra.engine import checkpoint
-from orchestra.engine.cluster import Ending, Order
 from orchestra.engine.expression import show
+from orchestra.engine.runner import Ending, PreparedRun
 from orchestra.errors import Interrupted, WorkerLost
 from orchestra.model.flat_optimizer import Factory
 
@@ -114,13 +114,13 @@ def test_x_is_shared_where_it_can_be(
 ) -> None:
     """Else the tests here would not test what they say."""
     seen: set[bool] = set()
-    carry_out = Local.carry_out
+    carry_out = LocalRunner.carry_out
 
-    def look(cluster: Local, order: Order) -> Ending:
-        seen.add(order.job.shares_x)
-        return carry_out(cluster, order)
+    def look(runner: LocalRunner, prepared: PreparedRun) -> Ending:
+        seen.add(prepared.spec.shares_x)
+        return carry_out(runner, prepared)
 
-    monkeypatch.setattr(Local, "carry_out", look)
+    monkeypatch.setattr(LocalRunner, "carry_out", look)
     large(strategy, tmp_path, budget=Steps(2), **given)
     assert seen == {shared}
 

@@ -7,7 +7,7 @@ import multiprocessing as mp
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,13 @@ import torch
 from tests.zoo import train
 from torch import Tensor
 
+from orchestra.clusters.runners import RUNNERS
 from orchestra.core.comm import Comm
 from orchestra.core.ops import Group, Traffic
 from orchestra.engine import node_loop
-from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.cluster import Cluster, Device, Resources
 from orchestra.engine.middleware import Metered
+from orchestra.engine.runner import Ending, PreparedRun, Runner
 from orchestra.runs.events import EventLog
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.messenger import Messenger
@@ -148,21 +150,31 @@ class Host(Cluster):
     workers: int = 3
     device: Device = "cpu"
 
-    def means_by_torch(self) -> bool:
-        return self.by_torch
+    def resources(self, nodes: int) -> Resources:
+        return replace(super().resources(nodes), torch_means=self.by_torch)
 
-    def carry_out(self, order: Order) -> Ending:
-        job, machine, x0 = order.job, self.machine, order.x0
-        machine.transport.means = machine.means if self.by_torch else None
+
+@dataclass(frozen=True)
+class HostRunner(Runner):
+    cluster: Host
+
+    def carry_out(self, prepared: PreparedRun) -> Ending:
+        spec, machine, x0 = prepared.spec, self.cluster.machine, prepared.x0
+        machine.transport.means = machine.means if self.cluster.by_torch else None
         meter = Metered(machine.transport)
-        with EventLog(job.run / "events.jsonl", print) as log:
-            node = node_loop.worker(job, machine.rank, Comm(meter, *job.groups), log, x0.clone(), torch.zeros_like(x0))
-            life = node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None)
+        with EventLog(spec.run / "events.jsonl", print) as log:
+            node = node_loop.worker(
+                spec, machine.rank, Comm(meter, *spec.groups), log, x0.clone(), torch.zeros_like(x0)
+            )
+            life = node_loop.NodeRuntime(spec, node, meter, log, print, lambda row: None)
             before, began = machine.transport.traffic.sent, machine.means.early
             while not node_loop.spent(life):
-                job.strategy.step(node, life.state)
+                spec.strategy.step(node, life.state)
         sent = machine.transport.traffic.sent - before
         raise _Over(Trained(node.x, sent, node.skipped, machine.means.early - began))
+
+
+RUNNERS[Host] = HostRunner
 
 
 def trained(machine: Machine, out: Path, by_torch: bool, strategy: str, given: dict[str, Any]) -> Trained:

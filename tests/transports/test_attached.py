@@ -15,11 +15,13 @@ from tests.laws.examples import EXAMPLES, each_of, workers_for
 from tests.zoo import assert_same, ended, make_large, train
 
 from orchestra import Local, Steps, Strategy
+from orchestra.clusters.runners import RUNNERS
 from orchestra.core.comm import Comm
 from orchestra.core.ops import Broadcast, Gather, Group, Mean, Traffic
 from orchestra.engine import node_loop
-from orchestra.engine.cluster import Cluster, Ending, Order
+from orchestra.engine.cluster import Cluster
 from orchestra.engine.middleware import Metered
+from orchestra.engine.runner import Ending, PreparedRun, Runner
 from orchestra.runs.events import EventLog, NodeStarted
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.messenger import Messenger
@@ -68,31 +70,39 @@ class Threads(Cluster):
     workers: int = 3
     device: Any = "cpu"
 
-    def carry_out(self, order: Order) -> Ending:
-        job = order.job
-        size = job.workers + job.servers
+
+@dataclass(frozen=True)
+class ThreadsRunner(Runner):
+    cluster: Threads
+
+    def carry_out(self, prepared: PreparedRun) -> Ending:
+        spec = prepared.spec
+        size = spec.workers + spec.servers
 
         def live(runtime: node_loop.NodeRuntime) -> None:
-            torch.set_num_threads(job.threads)
+            torch.set_num_threads(spec.threads)
             (node_loop.serve if runtime.is_server else node_loop.work)(runtime, Alone())
 
         with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
             lives = []
-            for rank, transport in enumerate(connect(size, job.workers, 4 * job.parameters + 1024)):
+            for rank, transport in enumerate(connect(size, spec.workers, 4 * spec.parameters + 1024)):
                 stack.callback(transport.exchange.close, within=0.05)
-                transport.exchange._near = job.near(rank)
-                log = stack.enter_context(EventLog(job.run / f"events-{rank}.jsonl", print))
-                log.write(NodeStarted(0.0, rank, "worker" if rank < job.workers else "server", 0.0))
-                meter, x0 = Metered(transport), order.x0
-                comm = Comm(meter, *job.groups)
-                if rank < job.workers:
-                    node = node_loop.worker(job, rank, comm, log, x0.clone(), torch.zeros_like(x0))
+                transport.exchange._near = spec.near(rank)
+                log = stack.enter_context(EventLog(spec.run / f"events-{rank}.jsonl", print))
+                log.write(NodeStarted(0.0, rank, "worker" if rank < spec.workers else "server", 0.0))
+                meter, x0 = Metered(transport), prepared.x0
+                comm = Comm(meter, *spec.groups)
+                if rank < spec.workers:
+                    node = node_loop.worker(spec, rank, comm, log, x0.clone(), torch.zeros_like(x0))
                 else:
-                    node = node_loop.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
-                lives.append(node_loop.NodeRuntime(job, node, meter, log, print, lambda row: None))
+                    node = node_loop.server(spec, rank, comm, log, x0[spec.range_of(rank)].clone())
+                lives.append(node_loop.NodeRuntime(spec, node, meter, log, print, lambda row: None))
             for future in [pool.submit(live, runtime) for runtime in lives]:
                 future.result(timeout=40)
         return Ending("budget", [])
+
+
+RUNNERS[Threads] = ThreadsRunner
 
 
 @each_of([s for s in EXAMPLES if s.layout.model_location != "shared"])

@@ -207,19 +207,19 @@ def test_between_machines_threads_are_as_the_user_says_not_torchrun(monkeypatch:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert Attached().threads_for(4) == cores
+    assert Attached().resources(4).threads == cores
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 2))
-    assert Attached().threads_for(4) == cores + 2
-    assert Attached(threads=3).threads_for(4) == 3
+    assert Attached().resources(4).threads == cores + 2
+    assert Attached(threads=3).resources(4).threads == 3
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # which says 1 to everybody
-    assert Attached().threads_for(4) == cores
+    assert Attached().resources(4).threads == cores
 
 
 def test_threads_are_shared_out(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    assert Local().threads_for(1) == cores
-    assert Local().threads_for(2 * cores) == 1
-    assert Local(threads=3).threads_for(8) == 3
+    assert Local().resources(1).threads == cores
+    assert Local().resources(2 * cores).threads == 1
+    assert Local(threads=3).resources(8).threads == 3
 
     class Counting(torch.nn.Module):
         def __init__(self) -> None:

@@ -62,12 +62,12 @@ def recommend(
     optimizer: o.Optimizer = None, tune: racing.Tune = True, out: o.Out = None, json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Say which strategy to take on a cluster you describe, and why: all are rehearsed there, in virtual time.
+    """Say which strategy to use on a cluster that you describe, and why. All are simulated there, in virtual time.
 
-    Every strategy of the catalogue is simulated with several values of its main option, each with the best learning rate of
-    equally many tries, asynchronous strategies also without momentum. The slower half is left out again and
-    again, while those that stay are run with more seeds. Delays are those of one machine if you measured it:
-    --delay FILE from `orchestra probe`.
+    Every strategy of the catalogue is simulated with several values of its main option. Each has the best learning
+    rate of equally many tries, asynchronous strategies also without momentum. Round by round the slower half is
+    left out, and the others run with more seeds. Measure the compute times of a machine with `orchestra probe`,
+    and pass its file: --delay FILE.
 
     A script with a loop of its own cannot be simulated: its candidates run on this machine, for real, to their end.
 

@@ -29,7 +29,8 @@ from orchestra.data.batches import Loss, Pieces, loss_of, target_of
 from orchestra.data.samples import SampleStore, collate, read
 from orchestra.engine import overrides
 from orchestra.engine.cluster import Cluster
-from orchestra.engine.request import Request, check_arguments, refuse
+from orchestra.engine.spec import TrainArguments
+from orchestra.engine.validate import check_arguments, refuse
 from orchestra.errors import ConfigError, Problem
 from orchestra.recipes.recipe import Recipe
 
@@ -50,12 +51,12 @@ def _capture(source: Source, _: int) -> Recipe:
         with overrides.using({}, captures=True):
             runpy.run_path(path, run_name="__main__")
     except overrides.Reached as reached:
-        if reached.request is None:
+        if reached.arguments is None:
             why = "calls orchestra.prepare in a module that it imports: call it in the script itself, to be compared"
             raise ConfigError([Problem("script", path, why)]) from None
         if (places := source.calls("train")) > 1:
             summary.say(f"note: {source.label}.py calls train() in {places} places: the first that it came to counts.")
-        return as_recipe(source.label, reached.request)
+        return as_recipe(source.label, reached.arguments)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -63,7 +64,7 @@ def _capture(source: Source, _: int) -> Recipe:
     raise ConfigError([Problem("script", path, why)])
 
 
-def as_recipe(name: str, asked: Request) -> Recipe:
+def as_recipe(name: str, asked: TrainArguments) -> Recipe:
     """A call of `train` as a recipe. Without `evaluate`, the score is the loss on some of the training samples."""
     refuse(check_arguments(replace(asked, out=None, resume=False), None))
     targets = [part for part in budgets.parts(asked.budget) if isinstance(part, budgets.Target)]
@@ -85,7 +86,7 @@ def as_recipe(name: str, asked: Request) -> Recipe:
     )
 
 
-def _epochs(asked: Request) -> float:
+def _epochs(asked: TrainArguments) -> float:
     """How long the script trains: what all strategies may use is as many samples, not as many steps or seconds."""
     epochs = budgets.last_epoch(asked.budget)
     together = asked.batch * asked.cluster.workers

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import socket
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from orchestra.engine import compute_times
-from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.cluster import Abilities, Cluster, Device, Resources, resolve_device, share_of_cores
 from orchestra.engine.compute_times import Delay
-from orchestra.engine.environment import NEEDED, STARTED_BY, STARTED_ON, is_member, keeps_order
+from orchestra.engine.environment import NEEDED, is_member, keeps_order
 from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Exposed, Problem
 from orchestra.worlds.sockets import auth
 from orchestra.worlds.sockets.addresses import Reminder, bare, is_loopback, resolve, show, speak
@@ -37,9 +35,6 @@ from orchestra.worlds.sockets.auth import Token
 
 if TYPE_CHECKING:
     from orchestra.core.strategy import Strategy
-    from orchestra.engine.cluster import RunOutcome
-    from orchestra.engine.job import Job
-    from orchestra.runs.status import RunStatus
 
 _AGAIN = 0.05  # seconds between two looks for a file
 
@@ -108,7 +103,10 @@ class Attached(Cluster):
     order: str | tuple[int, ...] = "measured"  # which process is which node: by rates and latencies, "given", or a list
     delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.engine.compute_times
 
-    one_memory = False
+    @property
+    def abilities(self) -> Abilities:
+        """What can be done there: the workers have no memory in common."""
+        return Abilities(one_memory=False)
 
     @property
     def place(self) -> ProcessRank:
@@ -159,70 +157,31 @@ class Attached(Cluster):
         if not isinstance(self.grace, int | float) or not self.grace >= 0:
             yield Problem("cluster.grace", self.grace, "must be a number of seconds, or 0")
 
-    def how_to_resume(self, run: Path) -> str:
-        """As it was started: the same on every machine."""
-        words = ["resume", str(run)]
-        if on := os.environ.get(STARTED_ON):
-            return f"orchestra {shlex.join(words)} {on}"
-        words += ["--trusted-network"] if self.trusted else []
-        if started := os.environ.get(STARTED_BY):
-            return f"{started} {shlex.join(words)}"
-        words += ["--token-file", str(self.token_file)] if self.token_file else []
-        command, place = f"orchestra {shlex.join(words)}", self.place
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return f"`{command}`, started in {place.size} processes as this run was"
-        if place.one_machine:
-            return f"torchrun --standalone --nproc-per-node {place.size} -m {command}"
-        return f"`torchrun ... -m {command}` on every machine, with the options of torchrun that this run had"
-
-    def how_to_have(self, workers: int, servers: int) -> str:
-        """What to do for so many nodes."""
-        nodes = workers + servers
-        return (
-            f"Start {nodes} processes, of which {self.place.size} were started now: by torchrun, --nnodes times "
-            f"--nproc-per-node must be {nodes}; by `orchestra launch`, the slots of all hosts."
-        )
-
-    def get_delay(self) -> Delay | None:
-        """The delays, read if they were given as text."""
-        return compute_times.parse(self.delay) if isinstance(self.delay, str) else self.delay
-
     def about(self) -> dict[str, Any]:
         """What to remember of it."""
-        delay = None if self.delay is None else str(self.get_delay())
+        delay = None if self.delay is None else str(compute_times.read(self.delay))
         order = self.order if isinstance(self.order, str) else list(self.order)
         how = {"encrypted": not self.trusted, "collectives": self.collectives, "order": order}
         return {"kind": "attached", "delay": delay, **how}
 
-    def means_by_torch(self) -> bool:
-        """Where the network is trusted, and GPUs are not shared: NCCL wants one for each."""
-        if not self.trusted or self.collectives == "messages" or self.workers < 2:
-            return False
-        return self.resolve_device() == "cpu" or torch.cuda.device_count() >= self.place.local_size
+    def resources(self, nodes: int) -> Resources:
+        """Return what this process has.
 
-    def threads_for(self, nodes: int) -> int:
-        """As given, or as OMP_NUM_THREADS says, or the cores of this machine shared out among its processes."""
-        # torchrun says 1 to everybody, however many cores there are.
+        Threads: as given, or as OMP_NUM_THREADS says, or the cores of this machine divided among its processes.
+        torch takes the averages where the network is trusted and GPUs are not shared: NCCL needs one for each process.
+        """
+        # torchrun sets OMP_NUM_THREADS=1 in every process, however many cores there are.
         said = "" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS", "")
-        return self.threads or (int(said) if said.isdigit() else 0) or super().threads_for(self.place.local_size)
-
-    def carry_out(self, order: Order) -> Ending:
-        """As process 0: run the job to its end, together with the others."""
-        from orchestra.worlds.sockets.coordinator import Coordinator  # connections are not needed to describe a cluster
-
-        return Coordinator(order, cluster=self).run()
-
-    def participate(self, job: Job, x0: Tensor, about: dict[str, Any], show: Callable[[RunStatus], None]) -> RunOutcome:
-        """As any other process: do as process 0 says, until it tells how it went."""
-        from orchestra.worlds.sockets.coordinator import Participant
-
-        return Participant(job, x0, about, self, show).run()
-
-    def announce_finished(self, job: Job, x0: Tensor, about: dict[str, Any], told: RunOutcome) -> None:
-        """As process 0 of a run that is over: tell the others, who wait to go on with it."""
-        from orchestra.worlds.sockets.coordinator import announce_finished
-
-        announce_finished(job, x0, about, self, told)
+        local = self.place.local_size
+        threads = self.threads or (int(said) if said.isdigit() else 0) or share_of_cores(local)
+        device = resolve_device(self.device)
+        torch_means = (
+            self.trusted
+            and self.collectives != "messages"
+            and self.workers >= 2
+            and (device == "cpu" or torch.cuda.device_count() >= local)
+        )
+        return Resources(device, threads, torch_means, compute_times.read(self.delay))
 
     def token(self) -> Token:
         """Proof that a process belongs to the run. Without one, only processes of this machine may come together."""

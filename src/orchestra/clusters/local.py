@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from orchestra.engine import compute_times
-from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.cluster import Cluster, Device, Resources, resolve_device, share_of_cores
 from orchestra.engine.compute_times import Delay
 from orchestra.engine.environment import half_set, launched
 from orchestra.errors import Problem
@@ -31,13 +31,15 @@ class Local(Cluster):
     patience: float = 300.0  # seconds for all nodes to be ready; a tenth of it without a sign of life is a hang
     delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.engine.compute_times
 
-    def get_delay(self) -> Delay | None:
-        """The delays, read if they were given as text."""
-        return compute_times.parse(self.delay) if isinstance(self.delay, str) else self.delay
-
     def about(self) -> dict[str, Any]:
-        """What to remember of it."""
-        return {"kind": "local", "delay": None if self.delay is None else str(self.get_delay())}
+        """Return what a run folder records of the cluster."""
+        return {"kind": "local", "delay": None if self.delay is None else str(compute_times.read(self.delay))}
+
+    def resources(self, nodes: int) -> Resources:
+        """Return what each process has: GPUs are used by torch.distributed where each worker has one of its own."""
+        device = resolve_device(self.device)
+        one_gpu_each = device == "cuda" and torch.cuda.device_count() >= self.workers > 1
+        return Resources(device, self.threads or share_of_cores(nodes), one_gpu_each, compute_times.read(self.delay))
 
     def problems(self) -> Iterator[Problem]:
         """What cannot be run on this machine."""
@@ -56,19 +58,3 @@ class Local(Cluster):
             yield from compute_times.look(self.delay)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
-
-    def carry_out(self, order: Order) -> Ending:
-        """Run the job to its end. Raises what ended it early; leaves no process and no memory behind."""
-        from orchestra.worlds.shared_memory.coordinator import (
-            LocalCoordinator,  # processes are not needed to describe a cluster
-        )
-
-        return LocalCoordinator(order, patience=self.patience).run()
-
-    def one_gpu_each(self) -> bool:
-        """Where there are enough."""
-        return self.resolve_device() == "cuda" and torch.cuda.device_count() >= self.workers > 1
-
-    def threads_for(self, nodes: int) -> int:
-        """As given, or the cores shared out."""
-        return self.threads or super().threads_for(nodes)

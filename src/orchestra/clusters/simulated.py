@@ -15,19 +15,17 @@ from torch.utils.data import IterableDataset
 from orchestra.core.fibers import Kind
 from orchestra.data.feed import SampleStore
 from orchestra.engine import compute_times
-from orchestra.engine.cluster import Cluster, Device, Ending, Order
+from orchestra.engine.cluster import Abilities, Cluster, Device, Resources, resolve_device, share_of_cores
 from orchestra.engine.compute_times import Delay, RecordedTimes
 from orchestra.errors import ConfigError, Problem
 from orchestra.runs.budget import Target, parts
 from orchestra.runs.events import Sampled, Stepped, read
 from orchestra.worlds.simulated import networks, numerics
-from orchestra.worlds.simulated.kernel import Kernel
 from orchestra.worlds.simulated.networks import Ethernet, Network
-from orchestra.worlds.simulated.supervisor import Simulation
 
 if TYPE_CHECKING:
     from orchestra.core.strategy import Strategy
-    from orchestra.engine.request import Request
+    from orchestra.engine.spec import TrainArguments
 
 Numerics = Literal["auto", "real", "batched", "off"]
 
@@ -43,8 +41,6 @@ class Simulated(Cluster):
     where that pays and where nothing could be compared bit for bit: on a GPU, and for asynchronous strategies with many
     workers on small models of dense layers; else real.
     """
-
-    keeps_checkpoints = False
 
     workers: int = 8
     network: Network | str = field(default_factory=lambda: Ethernet(gbit=10))
@@ -87,59 +83,53 @@ class Simulated(Cluster):
                 yield Problem(f"cluster.{name}", getattr(self, name), f"must be one of {', '.join(known)}")
 
     @property
-    def trains(self) -> bool:
-        """Not without numbers."""
-        return self.numerics != "off"
+    def abilities(self) -> Abilities:
+        """What can be done there: runs are repeated, not resumed; without numerics only time passes."""
+        return Abilities(checkpoints=False, trains=self.numerics != "off")
 
-    def check_model(self, request: Request, module: nn.Module, data: Any) -> Iterator[Problem]:
+    def check_model(self, given: TrainArguments, module: nn.Module, data: Any) -> Iterator[Problem]:
         """Whether gradients can be taken together, if they are to be; and what needs numbers where there are none."""
-        if not self.trains and any(isinstance(part, Target) for part in parts(request.budget)):
+        if not self.abilities.trains and any(isinstance(part, Target) for part in parts(given.budget)):
             yield Problem("cluster.numerics", "off", "a target is never reached where nothing is trained")
-        if self.numerics == "batched" and (reason := self._why_not(request, module, data)) is not None:
+        if self.numerics == "batched" and (reason := self._why_not(given, module, data)) is not None:
             yield Problem("cluster.numerics", "batched", f'{reason}: use "real"')
 
-    def resolved(self, request: Request, strategy: Strategy[Any], module: nn.Module, data: Any) -> Simulated:
+    def resolved(self, given: TrainArguments, strategy: Strategy[Any], module: nn.Module, data: Any) -> Simulated:
         """How gradients are computed."""
         if self.numerics != "auto":
             return self
-        device = self.resolve_device()
+        device = resolve_device(self.device)
         exact = device == "cpu" and strategy.layout.updates.synchronous  # could be compared with a real run bit for bit
-        if exact or not numerics.pays(module, device, self.workers) or self._why_not(request, module, data):
+        if exact or not numerics.pays(module, device, self.workers) or self._why_not(given, module, data):
             return replace(self, numerics="real")
         return replace(self, numerics="batched")
 
-    def _why_not(self, request: Request, module: nn.Module, data: Any) -> str | None:
+    def _why_not(self, given: TrainArguments, module: nn.Module, data: Any) -> str | None:
         """Why gradients cannot be taken together."""
-        if request.accumulate > 1 or request.precision != "float32":
+        if given.accumulate > 1 or given.precision != "float32":
             return "accumulate= and precision= need one gradient at a time"
         if isinstance(data, IterableDataset):
             return "a stream is read one mini-batch at a time"
-        return numerics.why_not(module, request.loss, SampleStore(data).take(range(min(4, request.batch))))
+        return numerics.why_not(module, given.loss, SampleStore(data).take(range(min(4, given.batch))))
 
     def get_network(self) -> Network:
         """The network, read if it was given as text."""
         return networks.parse(self.network) if isinstance(self.network, str) else self.network
 
-    def get_delay(self) -> Delay:
-        """The delays, read if they were given as text."""
-        return compute_times.parse(self.delay) if isinstance(self.delay, str) else self.delay
+    def resources(self, nodes: int) -> Resources:
+        """Return what each virtual worker has: all run in this process, on the threads that one process would have."""
+        return Resources(resolve_device(self.device), share_of_cores(nodes), delay=compute_times.read(self.delay))
 
     def about(self) -> dict[str, Any]:
         """What to remember of it."""
         return {
             "kind": "simulated",
             "network": str(self.get_network()),
-            "delay": str(self.get_delay()),
+            "delay": str(compute_times.read(self.delay)),
             "numerics": self.numerics,
             "fidelity": self.fidelity,
             "ties": self.ties,
         }
-
-    def carry_out(self, order: Order) -> Ending:
-        """Rehearse the job from its beginning to its end."""
-        kernel = Kernel(fiber=self.fibers, ties=self.ties)
-        how = "real" if self.numerics == "auto" else self.numerics
-        return Simulation(order, kernel, self.get_network(), how, closed_forms=self.fidelity == "auto").run()
 
 
 def _computed(before: Stepped | None, step: Stepped) -> float:

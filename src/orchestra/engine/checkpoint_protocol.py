@@ -66,7 +66,7 @@ class NodeCheckpointer:
         self._transport = transport
         self._log = log
         self._saved_as = control.save_wanted  # label of this node's newest part of a checkpoint
-        self._one_x = runtime.job.strategy.layout.model_location == "shared"
+        self._one_x = runtime.spec.strategy.layout.model_location == "shared"
         if runtime.is_server:
             transport.mailbox.when_idle = self._while_idle
         else:
@@ -77,7 +77,7 @@ class NodeCheckpointer:
     def after_step(self, before: int) -> None:
         """Save if it is time: the worker had done `before` steps a moment ago."""
         control, runtime = self._control, self._runtime
-        due = crossed(before, runtime.node.steps, runtime.job.checkpoint_every) and not spent(runtime)
+        due = crossed(before, runtime.node.steps, runtime.spec.checkpoint_steps) and not spent(runtime)
         if self._runtime.lockstep:
             if due:
                 self._save_together()
@@ -92,7 +92,7 @@ class NodeCheckpointer:
     def after_steps(self) -> None:
         """Save the end as well, where all stand at the same step; of others, the newest there is has to do."""
         runtime, steps = self._runtime, self._runtime.node.steps
-        if runtime.job.checkpoint_every is None or not runtime.lockstep or steps <= self._saved_as:
+        if runtime.spec.checkpoint_steps is None or not runtime.lockstep or steps <= self._saved_as:
             return
         # Who is to break off after this very step would be taken to have done so: all see alike whether that is asked.
         if self._transport.proceed(steps, lockstep=True) or not self.interrupted():
@@ -127,7 +127,7 @@ class NodeCheckpointer:
         False if the run is broken off before that: then this worker's part is saved, and there is no final model yet.
         Whether it is, everybody sees alike: some worker stopped with steps left to do.
         """
-        control, workers = self._control, range(self._runtime.job.workers)
+        control, workers = self._control, range(self._runtime.spec.workers)
         control.write("begun", NO_MORE_STEPS, self._runtime.rank)
         self._transport.ring_everybody()
 
@@ -167,7 +167,7 @@ class NodeCheckpointer:
 
     def _save_with_workers(self) -> bool:
         """Save when every worker has saved under the same label, and so waits or has left."""
-        labels = {self._control.saved(w) for w in range(self._runtime.job.workers)}
+        labels = {self._control.saved(w) for w in range(self._runtime.spec.workers)}
         label = min(labels)
         if len(labels) > 1 or label <= self._saved_as:
             return False
@@ -179,7 +179,7 @@ class NodeCheckpointer:
     def _await_lingerers(self) -> None:
         """Wait for workers that left long ago to save as well, unless all were done before the run was stopped."""
         self._transport.await_bell(self._settled)
-        workers = range(self._runtime.job.workers)
+        workers = range(self._runtime.spec.workers)
         if any(not self._control.is_done(w) for w in workers):
             self._transport.await_bell(lambda: all(self._control.saved(w) == self._control.stop_at for w in workers))
 
@@ -193,7 +193,7 @@ class NodeCheckpointer:
             self._await_writers(label)
         self._log.flush()  # what a resumed run remembers must not be less than what it has done
         try:
-            folder = checkpoint.open_draft(runtime.job.run / "checkpoints", label)
+            folder = checkpoint.open_draft(runtime.spec.run / "checkpoints", label)
             checkpoint.write_tree(folder / checkpoint.part_name(runtime.rank), everything(runtime))
         except OSError as error:
             runtime.tell({"kind": "save-failed", "node": runtime.rank, "step": label, "error": str(error)})
@@ -213,7 +213,7 @@ class NodeCheckpointer:
 
     def _await_writers(self, label: int) -> None:
         """Wait until nobody else writes to x any more: then it holds the very updates that the others have saved."""
-        waited, others = self._transport.traffic.waited, range(1, self._runtime.job.workers)
+        waited, others = self._transport.traffic.waited, range(1, self._runtime.spec.workers)
         self._transport.await_bell(
             lambda: all(self._control.is_done(w) or self._control.saved(w) >= label for w in others)
         )
@@ -223,5 +223,5 @@ class NodeCheckpointer:
         """Whether every worker has either done all its steps or saved because it must stop."""
         at = self._control.stop_at
         return at != 0 and all(
-            self._control.is_done(w) or self._control.saved(w) == at for w in range(self._runtime.job.workers)
+            self._control.is_done(w) or self._control.saved(w) == at for w in range(self._runtime.spec.workers)
         )

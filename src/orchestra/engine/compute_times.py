@@ -349,6 +349,11 @@ def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
             yield Problem(f"{where}.times", wrong[0], "must be finite numbers of at least 0")
 
 
+def read(given: Delay | str | None) -> Delay | None:
+    """Return compute times that may have been given as text."""
+    return parse(given) if isinstance(given, str) else given
+
+
 def look(given: Delay | str) -> Iterator[Problem]:
     """What is wrong with delays as they were given."""
     try:

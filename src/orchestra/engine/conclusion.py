@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 
 from orchestra.engine import checkpoint, snapshot
-from orchestra.engine.cluster import Ending
+from orchestra.engine.runner import Ending
 from orchestra.engine.scoring import Scorer, Show
 from orchestra.engine.snapshot import FINAL, is_full, trying_again
 from orchestra.errors import EnvironmentProblem, Interrupted, RunFolderGone

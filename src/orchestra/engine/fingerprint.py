@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ import orchestra.runs.budget as budgets
 from orchestra.core.strategy import Strategy
 from orchestra.data.feed import SampleStore
 from orchestra.engine import checkpoint, expression
-from orchestra.engine.job import Job
-from orchestra.engine.request import Request
+from orchestra.engine.spec import RunSpec, TrainArguments
 from orchestra.model import param_groups, schedules
 from orchestra.model.replica import persistent_buffers, trainable
 from orchestra.runs.budget import Target
@@ -34,6 +33,16 @@ _MOST_SAID = 12_000  # bytes about a model, what it begins with, an optimizer, o
 _OPENING = 1 << 16  # elements
 _SOON = 2.0  # seconds
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class ModelCheck(Protocol):
+    """Compares this process's model and data with those of the caller."""
+
+    def require_same(self, module: nn.Module, data: Any, seed: int) -> None:
+        """Raise if they differ."""
+
+    def require_same_outputs(self, module: nn.Module, data: Any, seed: int) -> None:
+        """Raise if the model computes something else with the caller's parameters."""
 
 
 def initial(x: Tensor) -> str:
@@ -47,46 +56,44 @@ def samples(data: Any) -> str | None:
     return _sum(some) if some else None
 
 
-def about(given: Request, strategy: Strategy[Any], module: nn.Module, job: Job) -> dict[str, Any]:
+def about(spec: RunSpec, module: nn.Module) -> dict[str, Any]:
     """What a checkpoint can be resumed with."""
     shapes = {name: (p.shape, p.dtype) for name, p in trainable(module).items()}
     found = {
-        "strategy": expression.show(strategy),
-        "workers": job.workers,
-        "servers": job.servers,
-        "batch": job.batch,
-        "seed": job.seed,
+        "strategy": expression.show(spec.strategy),
+        "workers": spec.workers,
+        "servers": spec.servers,
+        "batch": spec.batch,
+        "seed": spec.seed,
         "model": checkpoint.fingerprint(shapes),
-        "data": "a stream" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
-        "optimizer": settings_of(given.optimizer(list(trainable(module).values()))),
-        "schedule": expression.show(s) if isinstance(s := given.schedule, schedules.Curve) else None,
-        "precision": given.precision,
-        "clip": job.clip,
-        "accumulate": job.accumulate,
-        "partition": repr(given.partition) if given.partition is not None else "IID()",
+        "data": "a stream" if spec.samples_per_epoch is None else f"{spec.samples_per_epoch} samples",
+        "optimizer": settings_of(spec.optimizer(list(trainable(module).values()))),
+        "schedule": expression.show(s) if isinstance(s := spec.schedule, schedules.Curve) else None,
+        "precision": spec.precision,
+        "clip": spec.clip,
+        "accumulate": spec.accumulate,
+        "partition": repr(spec.partition) if spec.partition is not None else "IID()",
         # Who holds which part of x depends on it.
-        "device": f"{job.device}, one each" if job.torch_means and job.one_memory else job.device,
+        "device": f"{spec.device}, one each" if spec.torch_means and spec.one_memory else spec.device,
     }
-    if job.one_memory:
+    if spec.one_memory:
         return found
-    return found | {"x": "on every machine", "means": "by torch" if job.torch_means else "by messages"}
+    return found | {"x": "on every machine", "means": "by torch" if spec.torch_means else "by messages"}
 
 
-def fingerprint(
-    version: str, given: Request, strategy: Strategy[Any], module: nn.Module, data: Any, about: dict[str, Any]
-) -> dict[str, Any]:
-    """What all processes of a run must have in common, the most telling first; of what has parts, each part."""
-    made_by = (given.model, given.data, given.loss, given.optimizer, given.evaluate)
-    optimizer = given.optimizer(list(trainable(module).values()))
+def fingerprint(version: str, spec: RunSpec, module: nn.Module, data: Any) -> dict[str, Any]:
+    """Return what all processes of a run must have in common: the most telling first; of what has parts, each part."""
+    made_by = (spec.model, spec.data, spec.loss, spec.optimizer, spec.evaluate)
+    optimizer = spec.optimizer(list(trainable(module).values()))
     return {
         **code(version, made_by),
-        **in_parts(about, strategy, module, optimizer),
-        "cluster": given.cluster.about(),
-        "budget": budget_of(given),
-        "tolerate": given.tolerate,
-        "loss": getattr(given.loss, "__qualname__", type(given.loss).__qualname__),
-        "evaluate_every": repr(given.evaluate_every),
-        "checkpoint_every": repr(given.checkpoint_every),
+        **in_parts(about(spec, module), spec.strategy, module, optimizer),
+        "cluster": spec.cluster.about(),
+        "budget": budget_of(spec),
+        "tolerate": spec.tolerate,
+        "loss": getattr(spec.loss, "__qualname__", type(spec.loss).__qualname__),
+        "evaluate_every": repr(spec.evaluate_every),
+        "checkpoint_every": repr(spec.checkpoint_every),
         **parts_of_beginning(module),
         **parts_of_data(data),
     }
@@ -155,7 +162,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 
-def budget_of(given: Request) -> list[str]:
+def budget_of(given: TrainArguments) -> list[str]:
     """A budget as text."""
 
     def value(part: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -21,14 +21,17 @@ from orchestra.data import samples
 from orchestra.data.feed import SampleStore, fold, make_feed
 from orchestra.data.random_state import get_states, seed_everything, set_states
 from orchestra.engine import checkpoint, snapshot
-from orchestra.engine.job import Job, ModelCheck
 from orchestra.engine.middleware import Metered
+from orchestra.engine.spec import RunSpec
 from orchestra.errors import EnvironmentProblem
 from orchestra.model import param_groups
 from orchestra.model.flat_optimizer import Factory, FlatOptimizer
 from orchestra.model.replica import Replica
 from orchestra.runs.events import NodeEnded, SnapshotTaken, Stepped
 from orchestra.runs.status import NodeStatus
+
+if TYPE_CHECKING:
+    from orchestra.engine.fingerprint import ModelCheck
 
 _REPORT_EVERY = 0.02  # seconds between a busy server's reports: they are for eyes
 
@@ -62,7 +65,7 @@ class Checkpointer(Protocol):
 class NodeRuntime:
     """One node and everything around it that its strategy does not see."""
 
-    job: Job
+    spec: RunSpec
     node: Node
     meter: Metered
     log: Log
@@ -73,8 +76,8 @@ class NodeRuntime:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
-        self.state = self.job.strategy.init(self.node)
-        self.node.enter(self.job.strategy, self.state)
+        self.state = self.spec.strategy.init(self.node)
+        self.node.enter(self.spec.strategy, self.state)
 
     @property
     def rank(self) -> int:
@@ -84,7 +87,7 @@ class NodeRuntime:
     @property
     def layout(self) -> Layout:
         """Where the model is now, and which nodes update it."""
-        return self.job.strategy.layout_at(self.state)
+        return self.spec.strategy.layout_at(self.state)
 
     @property
     def lockstep(self) -> bool:
@@ -94,85 +97,88 @@ class NodeRuntime:
     @property
     def is_server(self) -> bool:
         """Servers come after the workers."""
-        return self.rank >= self.job.workers
+        return self.rank >= self.spec.workers
 
 
 # Set up.
 
 
 def worker(
-    job: Job, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None, look: ModelCheck | None = None
-) -> Node:
-    """A worker whose x already holds the initial parameters. Several in one process may be given the same data.
+    spec: RunSpec, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None,
+    check: ModelCheck | None = None,
+) -> Node:  # fmt: skip
+    """Return a worker whose x already holds the initial parameters. Several in one process may be given the same data.
 
-    `look` compares model and data with those of the caller, where that is another process.
+    `check` is given where the caller is another process.
     """
-    seed_everything(job.seed)
-    module = job.model().to(x.device)
-    data = samples.read(job.data()) if data is None else data
-    if look is not None:
-        look.require_same(module, data, job.seed)
-    seed_everything(fold(job.seed, rank + 1))
+    seed_everything(spec.seed)
+    module = spec.model().to(x.device)
+    data = samples.read(spec.data()) if data is None else data
+    if check is not None:
+        check.require_same(module, data, spec.seed)
+    seed_everything(fold(spec.seed, rank + 1))
     replica = Replica(
-        module, x, g, loss=job.loss, bf16=job.bf16, accumulate=job.accumulate, cuts=job.cuts, names=job.names
-    )
-    if look is not None and replica.is_whole and job.resume is None:  # else another worker may have resumed a shared x
-        look.require_same_outputs(module, data, job.seed)
-    layers = list(replica.parameters) if job.layerwise else None
-    mine = ranges(x.numel(), job.workers)[rank] if job.updated == "own range" else slice(0, x.numel())
+        module, x, g, loss=spec.loss, bf16=spec.precision == "bf16", accumulate=spec.accumulate, cuts=spec.cuts,
+        names=spec.names,
+    )  # fmt: skip
+    # On resume, another worker may already have put the saved x where all share it.
+    if check is not None and replica.is_whole and spec.checkpoint is None:
+        check.require_same_outputs(module, data, spec.seed)
+    layers = list(replica.parameters) if spec.layerwise else None
+    mine = ranges(x.numel(), spec.workers)[rank] if spec.updated == "own range" else slice(0, x.numel())
     return Node(
         comm,
-        _inner(job, job.optimizer, x[mine], mine, layers),
+        _inner(spec, spec.optimizer, x[mine], mine, layers),
         x,
         log=log,
-        seed=fold(job.seed, rank, 1),
+        seed=fold(spec.seed, rank, 1),
         replica=replica,
-        feed=make_feed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition),
-        placement=job.placement,
-        fuses=job.updated == "own range" or job.torch_means,
-        clip=job.clip,
-        tolerate=job.tolerate,
-        last_step=job.last_step,
-        validation=_validation(job, rank, replica),
+        feed=make_feed(data, batch=spec.batch, seed=spec.seed, rank=rank, size=spec.workers, partition=spec.partition),
+        placement=spec.placement,
+        fuses=spec.updated == "own range" or spec.torch_means,
+        clip=spec.clip,
+        tolerate=spec.tolerate,
+        last_step=spec.last_step,
+        validation=_validation(spec, rank, replica),
     )
 
 
 def _inner(
-    job: Job, optimizer: Factory, x: Tensor, part: slice, layers: Sequence[nn.Parameter] | None = None
+    spec: RunSpec, optimizer: Factory, x: Tensor, part: slice, layers: Sequence[nn.Parameter] | None = None
 ) -> FlatOptimizer:
     """The optimizer of a range of the model."""
-    pieces = gradient_mask.pieces_of([math.prod(shape) for shape in job.layers], part)
-    fused = job.parameters >= LARGE
-    return FlatOptimizer(optimizer, x, layers=layers, pieces=pieces, schedule=job.schedule, fused=fused)
+    pieces = gradient_mask.pieces_of([math.prod(shape) for shape in spec.layers], part)
+    fused = spec.parameters >= LARGE
+    return FlatOptimizer(optimizer, x, layers=layers, pieces=pieces, schedule=spec.schedule, fused=fused)
 
 
-def _validation(job: Job, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
+def _validation(spec: RunSpec, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
     """The loss over this worker's share of the samples set apart, if there are any."""
-    if job.validation is None:
+    if spec.validation_data is None:
         return None
-    apart = SampleStore(samples.read(job.validation()))
-    mine = range(len(apart))[rank :: job.workers]
+    apart = SampleStore(samples.read(spec.validation_data()))
+    mine = range(len(apart))[rank :: spec.workers]
 
     def total() -> tuple[float, float]:
         losses = [
             len(chosen) * replica.loss_of(apart.take(chosen))
-            for start in range(0, len(mine), job.batch)
-            if (chosen := list(mine[start : start + job.batch]))
+            for start in range(0, len(mine), spec.batch)
+            if (chosen := list(mine[start : start + spec.batch]))
         ]
         return sum(losses), float(len(mine))
 
     return total
 
 
-def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
+def server(spec: RunSpec, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
     """A server whose x already holds its range of the initial parameters."""
-    optimizer, part = job.optimizer, job.range_of(rank)
+    optimizer, part = spec.optimizer, spec.range_of(rank)
     layers: list[nn.Parameter] | None = None
-    if job.layerwise:
-        optimizer, layers = param_groups.on_range(optimizer, job.layers, part, x)
-    inner = _inner(job, optimizer, x, part, layers)
-    seed = fold(job.seed, rank, 1)
-    return Node(comm, inner, x, log=log, seed=seed, placement=job.placement, clip=job.clip)
+    if spec.layerwise:
+        optimizer, layers = param_groups.on_range(optimizer, spec.layers, part, x)
+    inner = _inner(spec, optimizer, x, part, layers)
+    seed = fold(spec.seed, rank, 1)
+    return Node(comm, inner, x, log=log, seed=seed, placement=spec.placement, clip=spec.clip)
 
 
 # Train, serve.
@@ -180,17 +186,17 @@ def server(job: Job, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
 
 def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
     """A worker's steps, then what its strategy still has to do."""
-    job, node = runtime.job, runtime.node
+    spec, node = runtime.spec, runtime.node
     while not spent(runtime):
         if not runtime.meter.proceed(node.steps, lockstep=runtime.lockstep):
             runtime.interrupted = checkpointer.interrupted()
             break
         before, far = node.steps, distance(runtime)
-        job.strategy.step(node, runtime.state)
+        spec.strategy.step(node, runtime.state)
         record(runtime)
         report(runtime)
-        if job.snapshot_every is not None and crossed(far, distance(runtime), job.snapshot_every):
-            take_snapshot(runtime, int(distance(runtime) // job.snapshot_every))
+        if spec.snapshot_steps is not None and crossed(far, distance(runtime), spec.snapshot_steps):
+            take_snapshot(runtime, int(distance(runtime) // spec.snapshot_steps))
         checkpointer.after_step(before)
     if runtime.interrupted:
         checkpointer.break_off()
@@ -199,7 +205,7 @@ def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
         return
     if not node.retired:
         checkpointer.after_steps()
-        job.strategy.finish(node, runtime.state)
+        spec.strategy.finish(node, runtime.state)
         node.comm.leave()
     end(runtime)
     if checkpointer.stay():
@@ -208,12 +214,12 @@ def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
 
 def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
     """A server's life; what concerns the run as a whole happens between two messages."""
-    job, node = runtime.job, runtime.node
+    spec, node = runtime.spec, runtime.node
 
     def next_snapshot() -> float:
         # A server counts samples. The workers have used as many when they take the snapshot of the same number.
-        every = job.snapshot_every
-        return math.inf if every is None else job.samples_by((runtime.snapshots + 1) * every)
+        every = spec.snapshot_steps
+        return math.inf if every is None else spec.samples_by((runtime.snapshots + 1) * every)
 
     due, reported, holds = next_snapshot(), node.now(), runtime.layout.model_location == "servers"
     already = node.comm.between_messages
@@ -233,7 +239,7 @@ def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
             reported = node.now()
 
     node.comm.between_messages = between
-    job.strategy.serve(node, runtime.state)
+    spec.strategy.serve(node, runtime.state)
     end(runtime)
     if checkpointer.after_service():
         set_aside_the_end(runtime)
@@ -241,18 +247,18 @@ def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
 
 def spent(runtime: NodeRuntime) -> bool:
     """Whether a worker has done its steps, or its epochs of a stream, or has made way for a server."""
-    job, node = runtime.job, runtime.node
-    if node.retired or (job.last_step is not None and distance(runtime) >= job.last_step):
+    spec, node = runtime.spec, runtime.node
+    if node.retired or (spec.last_step is not None and distance(runtime) >= spec.last_step):
         return True
-    return job.last_epoch is not None and node.feed is not None and node.feed.epoch >= job.last_epoch
+    return spec.last_epoch is not None and node.feed is not None and node.feed.epoch >= spec.last_epoch
 
 
 def distance(runtime: NodeRuntime) -> float:
     """A worker's steps, counted as if all that began were still there: budgets and snapshots go by these."""
-    job, node = runtime.job, runtime.node
-    if node.feed is None or len(node.comm.workers) == job.workers or job.steps_per_epoch is None:
+    spec, node = runtime.spec, runtime.node
+    if node.feed is None or len(node.comm.workers) == spec.workers or spec.steps_per_epoch is None:
         return node.steps
-    return node.feed.distance(job.steps_per_epoch)
+    return node.feed.distance(spec.steps_per_epoch)
 
 
 def crossed(before: float, after: float, every: int | None) -> bool:
@@ -303,7 +309,7 @@ def take_snapshot(runtime: NodeRuntime, number: int) -> None:
     runtime.snapshots = number
     node = runtime.node
     try:
-        if set_aside(runtime, runtime.job.run / "snapshots" / f"{number:05d}"):
+        if set_aside(runtime, runtime.spec.run / "snapshots" / f"{number:05d}"):
             runtime.log.write(SnapshotTaken(node.now(), runtime.rank, node.steps, node.samples, number))
             runtime.tell({"kind": "snapped", "node": runtime.rank, "number": number})
     except OSError as error:
@@ -312,15 +318,15 @@ def take_snapshot(runtime: NodeRuntime, number: int) -> None:
 
 def set_aside(runtime: NodeRuntime, folder: Path) -> bool:
     """Write this node's part of the model; False if it holds none."""
-    job, node, where = runtime.job, runtime.node, runtime.layout.model_location
+    spec, node, where = runtime.spec, runtime.node, runtime.layout.model_location
     equal = where in ("everywhere", "copies", "shared")
     holds = where == "servers" if runtime.is_server else where == "apart" or (equal and runtime.rank == 0)
     buffers = node.replica.buffers() if node.replica is not None else {}
     if node.retired or not (holds or buffers):
         return False
-    start = job.range_of(runtime.rank).start if runtime.is_server else 0
+    start = spec.range_of(runtime.rank).start if runtime.is_server else 0
     x: Tensor | None = node.x if holds else None
-    samples = job.samples_by(node.steps) if equal else node.samples
+    samples = spec.samples_by(node.steps) if equal else node.samples
     seen = node.samples if buffers else 0
     snapshot.write(
         folder, runtime.rank, snapshot.SnapshotPart(node.now(), node.steps, samples, start, x, buffers, where, seen)
@@ -330,18 +336,18 @@ def set_aside(runtime: NodeRuntime, folder: Path) -> bool:
 
 def set_aside_the_end(runtime: NodeRuntime) -> None:
     """Write this node's part of the final model: without room in the run folder, where `conclusion` looks as well."""
-    job, folder = runtime.job, runtime.job.run / snapshot.FINAL
+    spec, folder = runtime.spec, runtime.spec.run / snapshot.FINAL
     try:
         snapshot.trying_again(lambda: set_aside(runtime, folder))
     except OSError as error:
         if not snapshot.is_full(error):
             raise
-        if not job.one_memory and runtime.rank:  # another machine does not see it
+        if not spec.one_memory and runtime.rank:  # another machine does not see it
             raise EnvironmentProblem(
                 f"node {runtime.rank} could not write its part of the final model to {folder}: {error}. "
                 "Make room, and resume."
             ) from None
-        set_aside(runtime, snapshot.make_elsewhere(job.launch) / snapshot.FINAL)
+        set_aside(runtime, snapshot.make_elsewhere(spec.launch) / snapshot.FINAL)
 
 
 # All that changes.
@@ -350,7 +356,7 @@ def set_aside_the_end(runtime: NodeRuntime) -> None:
 def everything(runtime: NodeRuntime) -> dict[str, Any]:
     """All that changes during a run, on this node."""
     node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
-    elsewhere = runtime.job.shares_x and runtime.rank != 0
+    elsewhere = runtime.spec.shares_x and runtime.rank != 0
     return {
         "x": None if elsewhere else node.x,
         "buffers": node.replica.buffers() if node.replica is not None else {},
@@ -383,7 +389,7 @@ def restore(runtime: NodeRuntime, saved: dict[str, Any]) -> None:
         node.feed.seek(epoch, step)
     if runtime.state is not None:
         checkpoint.restore_into(runtime.state, saved["strategy"])
-        node.enter(runtime.job.strategy, runtime.state)
+        node.enter(runtime.spec.strategy, runtime.state)
     node.steps, node.samples, node.skipped, runtime.snapshots = saved["counts"]
     node.comm.progress, node.comm.known = saved["progress"]
     _, meter.compute, meter.communicate, traffic.waited, traffic.sent, traffic.received = saved["cost"]

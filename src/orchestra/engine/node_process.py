@@ -18,8 +18,8 @@ from orchestra.core.ops import Transport
 from orchestra.engine import checkpoint, compute_times, node_loop
 from orchestra.engine.checkpoint_protocol import CoordinatedTransport, NodeCheckpointer
 from orchestra.engine.control import Control
-from orchestra.engine.job import Job
 from orchestra.engine.middleware import Delayed, Metered
+from orchestra.engine.spec import RunSpec
 from orchestra.engine.tracing import Traced
 from orchestra.runs import event_thinning
 from orchestra.runs.events import EventLog, NodeStarted
@@ -31,7 +31,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def run_node(
-    job: Job,
+    spec: RunSpec,
     transport: CoordinatedTransport,
     control: Control,
     *,
@@ -42,20 +42,22 @@ def run_node(
 ) -> bool:
     """Live as one node. Gives whether the run was broken off; `asked` is when this process was asked for."""
     rank = transport.rank
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(spec.threads)
 
     def complain(error: OSError) -> None:
         tell({"kind": "log-failed", "node": rank, "error": str(error)})
 
     with contextlib.ExitStack() as files:
-        limit = None if job.trace else event_thinning.limit(job.workers + job.servers)
-        log = files.enter_context(EventLog(job.run / f"events-{rank}.jsonl", complain, limit=limit))
-        paced = transport if job.delay is None else Delayed(transport, compute_times.sampler(job.delay, job.seed, rank))
-        meter = Metered(paced if not job.trace else _traced(paced, job, log, files, complain))
-        node = make_node(Comm(meter, *job.groups), log)
-        runtime = node_loop.NodeRuntime(job, node, meter, log, tell, show)
-        if job.resume is not None:
-            node_loop.restore(runtime, checkpoint.read_tree(job.resume / checkpoint.part_name(rank)))
+        limit = None if spec.trace else event_thinning.limit(spec.workers + spec.servers)
+        log = files.enter_context(EventLog(spec.run / f"events-{rank}.jsonl", complain, limit=limit))
+        paced: Transport = transport
+        if spec.delay is not None:
+            paced = Delayed(transport, compute_times.sampler(spec.delay, spec.seed, rank))
+        meter = Metered(paced if not spec.trace else _traced(paced, spec, log, files, complain))
+        node = make_node(Comm(meter, *spec.groups), log)
+        runtime = node_loop.NodeRuntime(spec, node, meter, log, tell, show)
+        if spec.checkpoint is not None:
+            node_loop.restore(runtime, checkpoint.read_tree(spec.checkpoint / checkpoint.part_name(rank)))
             if isinstance(paced, Delayed):
                 paced.step = node.steps  # the delays go on where they were
         checkpointer = NodeCheckpointer(runtime, control, transport, log)
@@ -71,10 +73,10 @@ def run_node(
 
 
 def _traced(
-    transport: Transport, job: Job, log: EventLog, files: contextlib.ExitStack, complain: Callable[[OSError], None]
+    transport: Transport, spec: RunSpec, log: EventLog, files: contextlib.ExitStack, complain: Callable[[OSError], None]
 ) -> Transport:
-    trace = files.enter_context(EventLog(job.run / f"trace-{transport.rank}.jsonl", complain))
-    return Traced(transport, trace.write, log.write, apart=job.strategy.layout.model_location == "apart")
+    trace = files.enter_context(EventLog(spec.run / f"trace-{transport.rank}.jsonl", complain))
+    return Traced(transport, trace.write, log.write, apart=spec.strategy.layout.model_location == "apart")
 
 
 def _settle_memory() -> None:

@@ -40,9 +40,9 @@ class Reached(BaseException):
     Not an `Exception`: a script that handles those must not handle this one.
     """
 
-    def __init__(self, request: Any = None) -> None:
+    def __init__(self, arguments: Any = None) -> None:
         super().__init__("the script came to its call")
-        self.request = request  # the arguments of `train`; None if the call was one of `prepare`
+        self.arguments = arguments  # the arguments of `train`; None if the call was one of `prepare`
 
 
 _use: ContextVar[ActiveOverrides | None] = ContextVar("orchestra-overrides", default=None)
@@ -64,14 +64,14 @@ def using(changes: Mapping[str, Change], *, captures: bool = False) -> Iterator[
         _use.reset(token)
 
 
-def apply(request: R) -> R:
+def apply(arguments: R) -> R:
     """The arguments of a call of `train`, with the changes in force made to them."""
     use, changes = _use.get(), current()
     if use is not None and use.captures:
-        raise Reached(request)
+        raise Reached(arguments)
     if not changes:
-        return request
-    return dataclasses.replace(request, **changed(vars(request), changes))
+        return arguments
+    return dataclasses.replace(arguments, **changed(vars(arguments), changes))
 
 
 def of_a_loop(arguments: Mapping[str, Any]) -> dict[str, Any]:

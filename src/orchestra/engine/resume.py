@@ -18,9 +18,10 @@ from typing import Any
 import orchestra.runs.budget as budgets
 from orchestra.engine import checkpoint
 from orchestra.engine.checkpoint import Checkpoint
-from orchestra.engine.cluster import Cluster
-from orchestra.engine.job import Job
+from orchestra.engine.fingerprint import budget_of
+from orchestra.engine.runner import Runner
 from orchestra.engine.snapshot import FINAL, numbered
+from orchestra.engine.spec import RunSpec
 from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.runs import events, files
 from orchestra.runs.budget import Budget, Epochs, Seconds, Steps, Target
@@ -30,8 +31,8 @@ from orchestra.runs.facts import Facts, facts_of, scores_of
 _TOLD = re.compile(r"(?:events|trace)-([0-9]+)\.jsonl")
 
 
-def find(folder: Path, about: dict[str, Any], cluster: Cluster) -> Checkpoint:
-    """The newest checkpoint of a run that is whole, if it is of the same as what is asked for now."""
+def find(folder: Path, about: dict[str, Any], runner: Runner) -> Checkpoint:
+    """Return the newest whole checkpoint of a run, if the run is the one that is asked for now."""
     if (folder / "ending.json").exists() and not (folder / "checkpoints").exists():
         raise CheckpointError(
             f"{folder} is complete, and no checkpoint was kept to go on from. Train anew, with --checkpoint-every or "
@@ -40,19 +41,19 @@ def find(folder: Path, about: dict[str, Any], cluster: Cluster) -> Checkpoint:
     saved, complaints = checkpoint.newest(folder / "checkpoints")
     for complaint in complaints:
         print(f"warning: {complaint}; going on from {saved.path.name}", file=sys.stderr)
-    _look_at_course(saved.path, saved.manifest, about, cluster)
+    _require_same_run(saved.path, saved.manifest, about, runner)
     return saved
 
 
-def _look_at_course(path: Path, before: dict[str, Any], about: dict[str, Any], cluster: Cluster) -> None:
-    """Refuse what is not the same run."""
+def _require_same_run(path: Path, before: dict[str, Any], about: dict[str, Any], runner: Runner) -> None:
+    """Raise if a checkpoint belongs to another run."""
     for key, value in about.items():
         if before.get(key) != value:
             remedy = "Resume with the same model, data, optimizer, strategy and cluster."
             if key == "model":
                 remedy += " Where its layers come from a set, whose order changes: sort it, or set PYTHONHASHSEED."
             if key in ("workers", "servers"):
-                remedy = cluster.how_to_have(int(before["workers"]), int(before["servers"]))
+                remedy = runner.how_to_have(int(before["workers"]), int(before["servers"]))
             raise CheckpointError(f"{path} was written with {key} = {before.get(key)!r}, now it is {value!r}. {remedy}")
 
 
@@ -78,19 +79,17 @@ def is_complete(folder: Path) -> bool:
     return (folder / "ending.json").exists() and (folder / "model.safetensors").exists()
 
 
-def as_it_ended(
-    folder: Path, about: dict[str, Any], cluster: Cluster, job: Job, budget: Budget, words: list[str]
-) -> Facts | None:
-    """The facts of a run that came to its end, if this budget, in `words` as well, asks for just that."""
+def as_it_ended(folder: Path, about: dict[str, Any], runner: Runner, spec: RunSpec) -> Facts | None:
+    """Return the facts of a complete run, if the budget asks for no more than was done."""
     if not is_complete(folder):
         return None
     config, facts = left_by(folder)
-    reached = any(part.reached(facts.metrics) for part in budgets.parts(budget) if isinstance(part, Target))
-    if not reached and config.get("budget") != words and job.last_step != facts.steps:
+    reached = any(part.reached(facts.metrics) for part in budgets.parts(spec.budget) if isinstance(part, Target))
+    if not reached and config.get("budget") != budget_of(spec) and spec.last_step != facts.steps:
         return None
-    _look_at_course(folder / "config.json", config, about, cluster)
+    _require_same_run(folder / "config.json", config, about, runner)
     figures = "".join(f", {name} {value:.4g}" for name, value in facts.metrics.items())
-    more = _more(budget, facts.steps, facts.seconds, job.steps_per_epoch)
+    more = _more(spec.budget, facts.steps, facts.seconds, spec.steps_per_epoch)
     print(f"{folder} is complete: {facts.made}{figures}. Nothing is trained; {more} would go on.", file=sys.stderr)
     return facts
 
@@ -118,7 +117,7 @@ def _holder(saved: Checkpoint) -> int:
     return int(saved.manifest["workers"]) if saved.manifest["servers"] else 0
 
 
-def look_at_budget(folder: Path, saved: Checkpoint, job: Job, budget: Budget, done: float) -> None:
+def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) -> None:
     """Refuse to do again what is done, which would look like a success; `done`: seconds of training so far.
 
     A run that was broken off after its last step may still be concluded.
@@ -127,19 +126,19 @@ def look_at_budget(folder: Path, saved: Checkpoint, job: Job, budget: Budget, do
     ended = left_by(folder)[1] if is_complete(folder) else None
     if ended is not None:
         step, done, what = ended.steps, ended.seconds, "the run"
-    seconds = next((part.count for part in budgets.parts(budget) if isinstance(part, Seconds)), math.inf)
+    seconds = next((part.count for part in budgets.parts(spec.budget) if isinstance(part, Seconds)), math.inf)
     # Where workers retire, the others do more steps than each was to do in the beginning.
-    comparable = (job.strategy.layout.updates.synchronous or ended is not None) and not job.strategy.layout.promotes
-    if comparable and job.last_step is not None and step >= job.last_step:
-        spent = step > job.last_step
-        why = f"it ends at step {job.last_step:,}, and {what} is already at {step:,}"
+    comparable = (spec.strategy.layout.updates.synchronous or ended is not None) and not spec.strategy.layout.promotes
+    if comparable and spec.last_step is not None and step >= spec.last_step:
+        spent = step > spec.last_step
+        why = f"it ends at step {spec.last_step:,}, and {what} is already at {step:,}"
     elif done >= seconds:
         why = f"it ends after {seconds:g} s, and {done:.3g} s of training are already done"
     if not why:
         return
-    message = f"nothing left to do: {why}; {_more(budget, step, done, job.steps_per_epoch)} would go on"
+    message = f"nothing left to do: {why}; {_more(spec.budget, step, done, spec.steps_per_epoch)} would go on"
     if spent or ended is not None:
-        raise ConfigError([Problem("budget", budget, message)])
+        raise ConfigError([Problem("budget", spec.budget, message)])
     print(f"{message}. The run is concluded now.", file=sys.stderr)
 
 

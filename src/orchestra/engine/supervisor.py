@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from orchestra.engine import checkpoint, expression
-from orchestra.engine.cluster import Order
 from orchestra.engine.control import BUDGET_SPENT, INTERRUPTED
+from orchestra.engine.runner import PreparedRun
 from orchestra.errors import Interrupted, RunFolderGone, WorkerFailed, by_name
 from orchestra.runs import run_lock
 from orchestra.runs.status import NodeStatus, RunStatus, name_of
@@ -27,9 +27,9 @@ _LOOK = 1.0  # seconds between two looks for the run folder
 
 @dataclass
 class RunSupervisor(ABC):
-    """One run of one job. Hears what its nodes tell; how they are reached is for subclasses to say."""
+    """One run of one spec. Hears what its nodes tell; how they are reached is for subclasses to say."""
 
-    order: Order
+    prepared: PreparedRun
     ready: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     saved: dict[int, set[int]] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class RunSupervisor(ABC):
     looked: float = 0.0  # when the run folder was looked for
 
     def __post_init__(self) -> None:
-        self.job = self.order.job
-        self.nodes = self.job.workers + self.job.servers
-        self.had_folder = not run_lock.is_gone(self.job.run)
+        self.spec = self.prepared.spec
+        self.nodes = self.spec.workers + self.spec.servers
+        self.had_folder = not run_lock.is_gone(self.spec.run)
 
     @abstractmethod
     def begin(self) -> None:
@@ -69,9 +69,9 @@ class RunSupervisor(ABC):
 
     def progress(self) -> RunStatus:
         """The run at this moment."""
-        job = self.job
+        spec = self.spec
         return RunStatus(
-            job.run, expression.show(job.strategy), job.workers, job.servers, job.last_step, self.begun,
+            spec.run, expression.show(spec.strategy), spec.workers, spec.servers, spec.last_step, self.begun,
             self.seconds() if self.begun else 0.0, self.rows(),
         )  # fmt: skip
 
@@ -90,7 +90,7 @@ class RunSupervisor(ABC):
             case "saved":
                 self._note_saved(said["step"], node)
             case "save-failed":
-                before = self.last_checkpoint or self.order.resumed_from
+                before = self.last_checkpoint or self.prepared.resumed_from
                 newest = f"that of step {before} is still the newest" if before else "there is none yet"
                 self._warn(
                     f"{self.name(node)} could not save at step {said['step']}: {said['error']}. Training went on; of "
@@ -119,13 +119,13 @@ class RunSupervisor(ABC):
             return
         del self.saved[step]
         try:
-            checkpoint.commit(self.job.run / "checkpoints", step, self.order.about)
+            checkpoint.commit(self.spec.run / "checkpoints", step, self.prepared.about)
             self.last_checkpoint = step
         except OSError as error:
             self._warn(f"the checkpoint of step {step} could not be sealed: {error}. Training went on.")
 
     def _discard(self, step: int) -> None:
-        shutil.rmtree(checkpoint.draft(self.job.run / "checkpoints", step), ignore_errors=True)
+        shutil.rmtree(checkpoint.draft(self.spec.run / "checkpoints", step), ignore_errors=True)
 
     def _warn(self, message: str) -> None:
         """Say it now, and remember it for the end."""
@@ -143,9 +143,9 @@ class RunSupervisor(ABC):
             return  # some may already act on the reason given: it stays, and a second Ctrl-C ends everything at once
         if self.signals:
             self._stop("interrupt", INTERRUPTED)
-        elif self.order.seconds is not None and self.seconds() >= self.order.seconds:
+        elif self.prepared.seconds is not None and self.seconds() >= self.prepared.seconds:
             self._stop("seconds", BUDGET_SPENT)
-        elif self.order.scorer.target_reached():
+        elif self.prepared.scorer.target_reached():
             self._stop("target", BUDGET_SPENT)
 
     def _require_folder(self) -> None:
@@ -153,8 +153,8 @@ class RunSupervisor(ABC):
         now = time.monotonic()
         if self.had_folder and now - self.looked > _LOOK:
             self.looked = now
-            if run_lock.is_gone(self.job.run):
-                raise RunFolderGone(self.job.run)
+            if run_lock.is_gone(self.spec.run):
+                raise RunFolderGone(self.spec.run)
 
     def _stop(self, reason: str, code: int) -> None:
         self.asked_to_stop, self.stopped_by = True, reason
@@ -169,10 +169,10 @@ class RunSupervisor(ABC):
 
     def raise_interrupted(self) -> None:
         """Say that the run was broken off, and how to go on."""
-        run = self.job.run
-        newest = self.last_checkpoint or self.order.resumed_from
+        run = self.spec.run
+        newest = self.last_checkpoint or self.prepared.resumed_from
         where = (
-            f"A checkpoint of step {newest} is in {run}; go on with {self.order.how_to_resume}{self.beforehand}"
+            f"A checkpoint of step {newest} is in {run}; go on with {self.prepared.how_to_resume}{self.beforehand}"
             if newest
             else " ".join(["No checkpoint was written.", *self.warnings])
         )
@@ -182,7 +182,7 @@ class RunSupervisor(ABC):
 
     def name(self, node: int) -> str:
         """How people are told of a node."""
-        return name_of(node, self.job.workers)
+        return name_of(node, self.spec.workers)
 
 
 class Stoppable(Protocol):

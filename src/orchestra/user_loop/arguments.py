@@ -20,7 +20,7 @@ from orchestra.clusters.attached import Attached
 from orchestra.core.strategy import Strategy
 from orchestra.engine import checkpoint, checks, environment, expression
 from orchestra.engine.fingerprint import code, in_parts, parts_of_data, settings_of
-from orchestra.engine.job import Job
+from orchestra.engine.spec import RunSpec
 from orchestra.errors import Problem
 from orchestra.formatting import plural
 from orchestra.model import param_groups
@@ -101,7 +101,9 @@ class LoopArguments:
     @property
     def torch_means(self) -> bool:
         """Whether torch takes the means: on a trusted network, of models that are not on GPUs."""
-        return self.together and self.device == "cpu" and self.cluster.for_strategy(self.strategy).means_by_torch()
+        if not self.together or self.device != "cpu":
+            return False
+        return self.cluster.for_strategy(self.strategy).resources(self.size).torch_means
 
     # Whether it can be.
 
@@ -183,12 +185,12 @@ class LoopArguments:
         known = inspect.signature(kind).parameters
         return partial(kind, **{name: value for name, value in group.items() if name in known and name != "params"})
 
-    def job(self) -> Job:
+    def spec(self) -> RunSpec:
         """As every node is told."""
         samples, layers = None, [*trainable(self.model).values()]
         if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
             samples = len(self.loader.sampler)  # type: ignore[arg-type]
-        return Job(
+        return RunSpec(
             model=lambda: self.model,
             data=lambda: None,
             loss=lambda output, target: output,
@@ -198,57 +200,42 @@ class LoopArguments:
             batch=(self.loader.batch_size if self.loader is not None else None) or 1,
             seed=self.seed,
             device=self.device,
-            one_memory=False,
+            cluster=self.cluster,
             torch_means=self.torch_means,
             run=self.out or Path(),
-            launch="",
             last_step=self.steps,
-            last_epoch=None,
-            schedule=None,
-            validation=None,
-            partition=None,
-            clip=None,
-            accumulate=1,
-            bf16=False,
             tolerate=self.tolerate,
-            snapshot_every=None,
-            checkpoint_every=None,
-            trace=False,
-            steps_per_epoch=None,
             samples_per_epoch=samples,
-            shards=None,
             names=tuple(trainable(self.model)),
             layers=tuple(tuple(p.shape) for p in layers),
             layerwise=type(self.optimizer) not in ELEMENTWISE or not param_groups.is_one(self.optimizer, layers),
-            resume=None,
             threads=torch.get_num_threads(),
-            delay=None,
         )
 
-    def about(self, job: Job) -> dict[str, Any]:
+    def about(self, spec: RunSpec) -> dict[str, Any]:
         """What the run is, for its folder."""
         shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.model).items()}
         return {
             "version of orchestra": __version__,
             "version of torch": torch.__version__.partition("+")[0],
             "strategy": expression.show(self.strategy),
-            "workers": job.workers,
-            "servers": job.servers,
-            "batch": job.batch,
-            "seed": job.seed,
+            "workers": spec.workers,
+            "servers": spec.servers,
+            "batch": spec.batch,
+            "seed": spec.seed,
             "model": checkpoint.fingerprint(shapes),
-            "data": "the loop's" if job.samples_per_epoch is None else f"{job.samples_per_epoch} samples",
+            "data": "the loop's" if spec.samples_per_epoch is None else f"{spec.samples_per_epoch} samples",
             "optimizer": settings_of(self.optimizer),
-            "steps": job.last_step,
-            "tolerate": job.tolerate,
-            "means": "by torch" if job.torch_means else "by messages",
+            "steps": spec.last_step,
+            "tolerate": spec.tolerate,
+            "means": "by torch" if spec.torch_means else "by messages",
             **({} if self.lr_factor == 1 else {"lr_factor": self.lr_factor}),
         }
 
-    def in_common(self, job: Job) -> dict[str, Any]:
+    def in_common(self, spec: RunSpec) -> dict[str, Any]:
         """What all processes must say alike, the most telling first; of what consists of parts, each part."""
         found = code(__version__, [self.model])
-        found |= in_parts(self.about(job), self.strategy, self.model, self.optimizer)
+        found |= in_parts(self.about(spec), self.strategy, self.model, self.optimizer)
         # Samples of other kinds may be drawn, differently everywhere.
         data = self.loader.dataset if self.loader is not None else None
         return found | parts_of_data(data) if type(data) is TensorDataset else found

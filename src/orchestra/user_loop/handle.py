@@ -48,8 +48,8 @@ class LoopHandle:
         self._module, self._loader = module, loader
         self._runtime, self._node = driver.runtime, driver.runtime.node
         peers.shares_loader = loader is not None
-        if self._runtime.job.workers + self._runtime.job.servers > 1:
-            EARLIER.begin(self._runtime.job.strategy)
+        if self._runtime.spec.workers + self._runtime.spec.servers > 1:
+            EARLIER.begin(self._runtime.spec.strategy)
         self.hooks: list[RemovableHandle] = []  # on the model
         self.loaded = False  # whether the loop goes on from a state that it saved
         self._told = WorkerReport(peers.tell_home) if self.workers > 1 else None
@@ -70,7 +70,7 @@ class LoopHandle:
     @property
     def workers(self) -> int:
         """How many there are."""
-        return self._runtime.job.workers
+        return self._runtime.spec.workers
 
     @property
     def is_coordinator(self) -> bool:
@@ -195,7 +195,7 @@ class LoopHandle:
         self._folder.close()
         self._part_from_script()
         self._peers.part()
-        EARLIER.finish(runtime.job.strategy)
+        EARLIER.finish(runtime.spec.strategy)
 
     def _require_steps(self) -> None:
         """Refuse a loop in which no worker made a step: whatever changed its parameters, the strategy did not.
@@ -266,10 +266,10 @@ class LoopHandle:
     def _conclude(self) -> None:
         """What `train` leaves in a run folder."""
         self._folder.collect()
-        folder = self._runtime.job.run
+        folder = self._runtime.spec.run
         if run_lock.is_gone(folder):
             raise RunFolderGone(folder)
-        snapshot.export_or_rescue(self._module, folder, self._runtime.job.launch)
+        snapshot.export_or_rescue(self._module, folder, self._runtime.spec.launch)
 
         def write() -> None:
             ending = {"stopped_by": "loop", "warnings": self._peers.warnings}
@@ -290,7 +290,7 @@ class LoopHandle:
             raise EnvironmentProblem(f"the disk of {folder} is full: {error.strerror}. {whole}") from None
 
     def _sum_up(self) -> None:
-        folder = self._runtime.job.run
+        folder = self._runtime.spec.run
         checkpoint.write_text(folder / "summary.json", json.dumps(facts_of(folder).as_dict(), indent=1))
 
 

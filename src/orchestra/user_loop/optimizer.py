@@ -65,7 +65,7 @@ class PreparedOptimizer(optim.Optimizer):
         return getattr(self._inner, name)  # hooks
 
     def __repr__(self) -> str:
-        return f"Prepared({expression.show(self._driver.runtime.job.strategy)}, {self._inner!r})"
+        return f"Prepared({expression.show(self._driver.runtime.spec.strategy)}, {self._inner!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ever."""
@@ -146,7 +146,7 @@ class PreparedOptimizer(optim.Optimizer):
         runtime = self._driver.runtime
         problems = [
             *checks.check_norm("max_norm", max_norm),
-            *checks.check_whole(runtime.job.strategy, "max_norm", max_norm),
+            *checks.check_whole(runtime.spec.strategy, "max_norm", max_norm),
         ]
         if problems and max_norm != math.inf:  # which bounds nothing: a way to ask for the norm
             raise ConfigError(problems)

@@ -12,8 +12,8 @@ from torch import Tensor
 from orchestra.core.comm import Comm
 from orchestra.core.log import Log
 from orchestra.engine import node_loop
-from orchestra.engine.job import Job
 from orchestra.engine.middleware import Metered
+from orchestra.engine.spec import RunSpec
 from orchestra.runs.events import EventLog, NodeStarted
 from orchestra.user_loop.exit_hooks import Exit
 from orchestra.user_loop.handle import CLIP, FINAL
@@ -53,18 +53,20 @@ class ServerFinisher:
         self.folder.deliver()
         comm = self.runtime.node.comm
         comm.use(None)
-        for worker in range(self.runtime.job.workers):
+        for worker in range(self.runtime.spec.workers):
             comm.send(worker, self.runtime.node.x, tag=FINAL)
         return False
 
 
-def serve(job: Job, comm: Comm, meter: Metered, log: Log, peers: Peers, folder: LoopRunFolder, x0: Tensor) -> NoReturn:
+def serve(
+    spec: RunSpec, comm: Comm, meter: Metered, log: Log, peers: Peers, folder: LoopRunFolder, x0: Tensor
+) -> NoReturn:
     """Serve until every worker has finished, and end the script."""
     began = time.perf_counter()
     door = Exit(peers, how_far=lambda: "while it served.")
-    x = x0[job.range_of(comm.rank)].clone()
+    x = x0[spec.range_of(comm.rank)].clone()
     x.copy_(comm.recv(0).x)
-    node = node_loop.server(job, comm.rank, comm, log, x)
+    node = node_loop.server(spec, comm.rank, comm, log, x)
 
     def follow(name: str, first: int, values: list[Any]) -> None:
         if name == CLIP:
@@ -73,7 +75,7 @@ def serve(job: Job, comm: Comm, meter: Metered, log: Log, peers: Peers, folder: 
             node.inner.follow(name, first, values)
 
     peers.when_settings_change(follow)
-    runtime = node_loop.NodeRuntime(job, node, meter, log, tell=lambda said: None, show=lambda row: None)
+    runtime = node_loop.NodeRuntime(spec, node, meter, log, tell=lambda said: None, show=lambda row: None)
     states = OnServer(runtime, peers)
     peers.exchange.when_idle = node.comm.between_messages = states.settle
     log.write(NodeStarted(node.now(), node.rank, "server", time.perf_counter() - began))

@@ -33,8 +33,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from orchestra.engine import checkpoint
-from orchestra.engine.job import Job
 from orchestra.engine.node_loop import NodeRuntime
+from orchestra.engine.spec import RunSpec
 from orchestra.errors import CheckpointError
 from orchestra.model import param_groups
 from orchestra.user_loop.peers import Peers
@@ -51,23 +51,23 @@ States = list[dict[str, Any]]  # by layer, or by piece of a layer
 # Cut and joined.
 
 
-def joined(job: Job, found: Sequence[States]) -> States:
+def joined(spec: RunSpec, found: Sequence[States]) -> States:
     """The state of every layer, from the servers' states of their ranges."""
-    states: States = [{} for _ in job.layers]
+    states: States = [{} for _ in spec.layers]
     pieces: dict[tuple[int, str], list[Tensor]] = {}
-    for part, kept in zip(job.placement, found, strict=True):
-        for (layer, _, as_is), state in zip(_pieces(job, part), kept, strict=True):
+    for part, kept in zip(spec.placement, found, strict=True):
+        for (layer, _, as_is), state in zip(_pieces(spec, part), kept, strict=True):
             for name, value in state.items():
                 if not isinstance(value, Tensor) or name in _PER_PARAMETER or as_is:
                     states[layer][name] = value.clone() if isinstance(value, Tensor) else value
                 else:
                     pieces.setdefault((layer, name), []).append(value)
     for (layer, name), parts in pieces.items():
-        states[layer][name] = torch.cat(parts).view(job.layers[layer])
+        states[layer][name] = torch.cat(parts).view(spec.layers[layer])
     return states
 
 
-def cut(job: Job, states: States) -> list[States]:
+def cut(spec: RunSpec, states: States) -> list[States]:
     """What each server keeps of a state by layer."""
 
     def of(layer: int, piece: slice, as_is: bool) -> dict[str, Any]:
@@ -78,15 +78,15 @@ def cut(job: Job, states: States) -> list[States]:
             for name, value in states[layer].items()
         }
 
-    return [[of(*piece) for piece in _pieces(job, part)] for part in job.placement]
+    return [[of(*piece) for piece in _pieces(spec, part)] for part in spec.placement]
 
 
-def _pieces(job: Job, part: slice) -> Iterator[tuple[int, slice, bool]]:
+def _pieces(spec: RunSpec, part: slice) -> Iterator[tuple[int, slice, bool]]:
     """The layers that a server sees: the number of each, its piece of it, and whether it keeps the layer's shape."""
-    starts = [0, *accumulate(map(math.prod, job.layers))]
-    for layer, piece, whole in param_groups.cut(job.layers, part):
-        if job.layerwise or piece.start < piece.stop:
-            yield layer, slice(piece.start - starts[layer], piece.stop - starts[layer]), whole and job.layerwise
+    starts = [0, *accumulate(map(math.prod, spec.layers))]
+    for layer, piece, whole in param_groups.cut(spec.layers, part):
+        if spec.layerwise or piece.start < piece.stop:
+            yield layer, slice(piece.start - starts[layer], piece.stop - starts[layer]), whole and spec.layerwise
 
 
 # Sent and received.
@@ -118,12 +118,12 @@ def _take(exchange: Messenger, source: int) -> Any:
 
 def _begin_again(runtime: NodeRuntime) -> None:
     """Let the strategy begin again at the x there is: versions, clocks and gradients that were kept are forgotten."""
-    job, node, state = runtime.job, runtime.node, runtime.state
-    strategy, inner = job.strategy.phase(state)
+    spec, node, state = runtime.spec, runtime.node, runtime.state
+    strategy, inner = spec.strategy.phase(state)
     tensors: dict[str, Tensor] = {}
     structure = checkpoint.outline(strategy.init(node), tensors)
     checkpoint.restore_into(inner, checkpoint.fill(structure, tensors))
-    node.enter(job.strategy, state)
+    node.enter(spec.strategy, state)
 
 
 class OnServer:
@@ -187,7 +187,7 @@ class OnWorker:
             self._exchange.note(server, {"kind": SEND})
         found = [_take(self._exchange, server) for server in servers]
         states, x = (
-            joined(self._runtime.job, [each["states"] for each in found]),
+            joined(self._runtime.spec, [each["states"] for each in found]),
             torch.cat([each["x"] for each in found]),
         )
         if self.loading is None:
@@ -208,7 +208,7 @@ class OnWorker:
         for server in servers:
             self._exchange.note(server, {"kind": LOAD})
         if node.rank == node.comm.workers.members[0]:
-            parts = [None] * len(servers) if to.states is None else cut(self._runtime.job, to.states)
+            parts = [None] * len(servers) if to.states is None else cut(self._runtime.spec, to.states)
             for server, part, piece in zip(servers, parts, node.parts(x), strict=True):
                 _give(self._exchange, server, {"x": piece.clone(), "states": part, "pace": to.pace})
         self._loads += 1

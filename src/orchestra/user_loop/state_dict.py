@@ -32,7 +32,7 @@ class StateDict:
 
     def _resumes_as(self) -> tuple[Strategy[Any], Any]:
         """The strategy that goes on with what is saved now, and its state."""
-        strategy, state = self._driver.runtime.job.strategy, self._driver.runtime.state
+        strategy, state = self._driver.runtime.spec.strategy, self._driver.runtime.state
         switched = strategy.layout.then is not None and strategy.layout_at(state).then is None
         # The servers of a new run begin with the first strategy.
         return strategy.phase(state) if switched and strategy.layout.servers else (strategy, state)
@@ -83,7 +83,7 @@ class StateDict:
         structure = checkpoint.outline(state, tensors)
         return {
             "strategy": expression.show(strategy),
-            "workers": runtime.job.workers,
+            "workers": runtime.spec.workers,
             "rank": runtime.rank,
             "structure": structure,
             "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
@@ -112,7 +112,7 @@ class StateDict:
             self._servers.loading = StateToLoad(states, pace, found.get("x"), found.get("digest", ""))
 
     def _check(self, saved: dict[str, Any]) -> None:
-        here = {"strategy": expression.show(self._resumes_as()[0]), "workers": self._driver.runtime.job.workers}
+        here = {"strategy": expression.show(self._resumes_as()[0]), "workers": self._driver.runtime.spec.workers}
         for key, value in here.items():
             if saved[key] != value:
                 raise CheckpointError(
@@ -123,7 +123,7 @@ class StateDict:
 
     def _by_layer(self, plain: dict[str, Any]) -> States:
         """The state of every parameter that makes up x, in the order of x."""
-        whole = self._driver.runtime.job.layerwise  # of whole layers an optimizer may keep anything
+        whole = self._driver.runtime.spec.layerwise  # of whole layers an optimizer may keep anything
         # Torch goes by the order of the parameters, whatever their numbers are.
         by_parameter: dict[nn.Parameter, dict[str, Any]] = {}
         for p, number in zip(_members(self._optimizer.param_groups), _members(plain["param_groups"]), strict=False):
@@ -143,7 +143,7 @@ class StateDict:
         state = self._resumes_as()[1]
         if state is not None:
             checkpoint.restore_into(state, checkpoint.fill(saved["structure"], saved["tensors"]))
-            node.enter(runtime.job.strategy, runtime.state)
+            node.enter(runtime.spec.strategy, runtime.state)
 
 
 def _members(groups: list[dict[str, Any]]) -> list[Any]:

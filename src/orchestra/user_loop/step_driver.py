@@ -120,7 +120,7 @@ class StepDriver:
     def _play(self) -> None:
         runtime = self.runtime
         while True:
-            runtime.job.strategy.step(runtime.node, runtime.state)
+            runtime.spec.strategy.step(runtime.node, runtime.state)
             if self.replica.known_loss is None:
                 runtime.node.loss = math.nan
             node_loop.record(runtime)
@@ -159,11 +159,11 @@ class StepDriver:
         self.begin()
         if late and size and self.touched:
             raise OrchestraError(
-                f"{type(self.runtime.job.strategy).__name__} moves the parameters or speaks with others before every "
+                f"{type(self.runtime.spec.strategy).__name__} moves the parameters or speaks with others before every "
                 "gradient, but the model was not called in training: call model(x) itself, not a part of it, after "
                 "model.train(), or optimizer.begin() before the forward pass."
             )
-        if loss is None and size and self.runtime.job.strategy.needs.training_loss:
+        if loss is None and size and self.runtime.spec.strategy.needs.training_loss:
             message = "the strategy looks at the loss of every mini-batch: say optimizer.step(loss=loss)"
             raise ConfigError([Problem("loss", None, message)])
         self._feed.size, self.replica.known_loss = size, loss
@@ -199,6 +199,6 @@ class StepDriver:
         node = self.runtime.node
         self.over = self.playing = True
         self._fiber.kill()
-        self.runtime.job.strategy.finish(node, self.runtime.state)
+        self.runtime.spec.strategy.finish(node, self.runtime.state)
         self.playing = False
         node.comm.leave()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from orchestra.engine.checks import check_layers
-from orchestra.engine.request import refuse
+from orchestra.engine.validate import refuse
 from orchestra.errors import Problem
 
 # By name: FSDP takes long to import, and other packages have wrappers of the same names.

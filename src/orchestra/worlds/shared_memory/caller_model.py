@@ -5,7 +5,7 @@ Every process calls the factories of model and data itself. Sets of texts have a
 layers registered from a set come in another order; a label map made from a set gives other labels.
 
     modules                   matched by name: every process puts those of a container into the caller's order
-    parameters in x           matched by name: every process takes them in the caller's order (`Job.names`)
+    parameters in x           matched by name: every process takes them in the caller's order (`RunSpec.names`)
     frozen ones, buffers      matched by name: every process takes over the caller's values
     samples                   compared: their number and a sum of some of them
     outputs                   compared, for a few samples: a forward pass may follow another order yet

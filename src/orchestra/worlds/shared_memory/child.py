@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked process does: take the job, live as one node, tell the coordinator how it went."""
+"""What a forked process does: take the spec, live as one node, tell the coordinator how it went."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import torch
 from orchestra.core.comm import Comm
 from orchestra.core.node import Node
 from orchestra.engine import node_loop
-from orchestra.engine.job import Job
 from orchestra.engine.node_process import Tell, run_node
+from orchestra.engine.spec import RunSpec
 from orchestra.engine.torch_settings import TorchSettings
 from orchestra.errors import OrchestraError
 from orchestra.runs.events import EventLog
@@ -38,7 +38,7 @@ class ChildSetup:
     """What the coordinator gives to every process, as one pickle in memory they share."""
 
     plan: ArenaLayout
-    job: bytes  # a pickle of its own: what it needs to be read is set up first
+    spec: bytes  # a pickle of its own: what it needs to be read is set up first
     path: list[str]
     folder: str
     environment: dict[str, str]
@@ -59,9 +59,9 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
     try:
         handover = _read(handover_fd)
         _move_in(handover)
-        job: Job = pickle.loads(handover.job)
+        spec: RunSpec = pickle.loads(handover.spec)
         arena = Arena(arena_fd, handover.plan)
-        _run_node(job, arena, rank, tell, handover)
+        _run_node(spec, arena, rank, tell, handover)
         return 0
     except Aborted:
         return 0
@@ -74,45 +74,45 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         return 1
 
 
-def _run_node(job: Job, arena: Arena, rank: int, tell: Tell, handover: ChildSetup) -> None:
+def _run_node(spec: RunSpec, arena: Arena, rank: int, tell: Tell, handover: ChildSetup) -> None:
     """Set up, begin together with the others, train or serve."""
-    transport = SharedMemoryTransport(arena, rank, patience=handover.patience, near=job.near(rank))
+    transport = SharedMemoryTransport(arena, rank, patience=handover.patience, near=spec.near(rank))
 
     def make_node(comm: Comm, log: EventLog) -> Node:
-        node = _node(job, arena, rank, comm, log, handover.origin)
-        if job.torch_means and node.feed is not None:
+        node = _node(spec, arena, rank, comm, log, handover.origin)
+        if spec.torch_means and node.feed is not None:
             from orchestra.worlds.torch_collectives import TorchCollectives, file_store  # not needed otherwise
 
-            store = file_store(job.run / f"nccl-{job.launch}", job.workers)
-            transport.gpu_means = TorchCollectives(store, rank, job.workers, node.x.device, patience=handover.patience)
+            store = file_store(spec.run / f"nccl-{spec.launch}", spec.workers)
+            transport.gpu_means = TorchCollectives(store, rank, spec.workers, node.x.device, patience=handover.patience)
         return node
 
     show = partial(arena.report, rank)
     interrupted = run_node(
-        job, transport, transport.control, make_node=make_node, tell=tell, show=show, asked=handover.asked
+        spec, transport, transport.control, make_node=make_node, tell=tell, show=show, asked=handover.asked
     )
     if transport.gpu_means is not None:
         transport.gpu_means.close()
     tell({"kind": "done", "node": rank, "interrupted": interrupted})
 
 
-def _node(job: Job, arena: Arena, rank: int, comm: Comm, log: EventLog, origin: CallerModel) -> Node:
+def _node(spec: RunSpec, arena: Arena, rank: int, comm: Comm, log: EventLog, origin: CallerModel) -> Node:
     plan = arena.plan
     start = arena.tensor(plan.start, plan.numel, plan.dtype)
-    if rank >= job.workers:
-        part = job.range_of(rank)
+    if rank >= spec.workers:
+        part = spec.range_of(rank)
         x = arena.vector("x", rank, part.stop - part.start)
         x.copy_(start[part])
-        return node_loop.server(job, rank, comm, log, x)
+        return node_loop.server(spec, rank, comm, log, x)
     x, g = arena.vector("x", rank), arena.vector("g", rank)
     if not plan.shared_x:  # a shared one was written before anybody was there to read it
         x.copy_(start)
-    if job.device == "cuda":
+    if spec.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         x, g = x.to(device), g.to(device)
         arena.pin(rank)
-    return node_loop.worker(job, rank, comm, log, x, g, look=origin)
+    return node_loop.worker(spec, rank, comm, log, x, g, check=origin)
 
 
 def _read(fd: int) -> ChildSetup:

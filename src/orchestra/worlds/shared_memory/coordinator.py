@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import cloudpickle
 
-from orchestra.engine.cluster import Ending
+from orchestra.engine.runner import Ending
 from orchestra.engine.supervisor import RunSupervisor, counting
 from orchestra.engine.torch_settings import TorchSettings
 from orchestra.errors import ClusterError, Stalled, WorkerLost
@@ -43,7 +43,7 @@ _GLANCE = 0.1  # seconds between two looks at the board
 
 @dataclass
 class LocalCoordinator(RunSupervisor):
-    """One run of one job, by processes of this machine."""
+    """One run of one spec, by processes of this machine."""
 
     patience: float = 300.0  # seconds for all nodes to be ready
     gone: set[int] = field(default_factory=set)
@@ -52,26 +52,26 @@ class LocalCoordinator(RunSupervisor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        job, x0 = self.job, self.order.x0
-        self.plan = ArenaLayout(job.workers, job.servers, x0.numel(), x0.dtype, job.shares_x)
+        spec, x0 = self.spec, self.prepared.x0
+        self.plan = ArenaLayout(spec.workers, spec.servers, x0.numel(), x0.dtype, spec.shares_x)
         self.watch = HangWatch(Limits.of(self.patience), lambda node: _STARTER if node == _SERVER else self.name(node))
         self.forked = math.inf  # when the processes were there
 
     def run(self) -> Ending:
         """Train. Raises what ended the run early; leaves no process and no memory behind."""
         arena_fd = layout.create(self.plan)
-        handover_fd = os.memfd_create("orchestra-job")
+        handover_fd = os.memfd_create("orchestra-run")
         told, telling = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         news: socket.socket | None = None
         try:
             self.arena = Arena(arena_fd, self.plan)
             start = self.plan.place("x", 0) if self.plan.shared_x else self.plan.start
-            self.arena.tensor(start, self.plan.numel, self.plan.dtype).copy_(self.order.x0)
+            self.arena.tensor(start, self.plan.numel, self.plan.dtype).copy_(self.prepared.x0)
             self.control = SharedControl(self.arena)
-            self.control.write("save_wanted", self.order.resumed_from)
+            self.control.write("save_wanted", self.prepared.resumed_from)
             with os.fdopen(os.dup(handover_fd), "wb") as file:
                 file.write(self._handover())
-            self.order.scorer.start()
+            self.prepared.scorer.start()
             with counting(self):
                 self.server = fork_server.warm()
                 news = self.server.spawn(self.plan.nodes, [arena_fd, handover_fd, telling.fileno()])
@@ -89,11 +89,11 @@ class LocalCoordinator(RunSupervisor):
         return pickle.dumps(
             ChildSetup(
                 plan=self.plan,
-                job=cloudpickle.dumps(self.job),
+                spec=cloudpickle.dumps(self.spec),
                 path=list(sys.path),
                 folder=os.getcwd(),
                 environment=dict(os.environ),
-                origin=CallerModel.of(self.order.module, self.order.data, self.job.seed),
+                origin=CallerModel.of(self.prepared.module, self.prepared.data, self.spec.seed),
                 torch_settings=TorchSettings.current(),
                 asked=time.perf_counter(),
                 patience=self.patience,
@@ -110,7 +110,7 @@ class LocalCoordinator(RunSupervisor):
                 self._note_exit(news)
             self.consider_stopping()
             self._look_for_hangs()
-            self.order.show(self.progress())
+            self.prepared.show(self.progress())
         self.settle()
 
     def _look_for_hangs(self) -> None:
@@ -132,7 +132,7 @@ class LocalCoordinator(RunSupervisor):
 
     def begin(self) -> None:
         """Start the clock, and let the nodes go."""
-        self.arena.clock[0] = time.perf_counter() - self.order.resumed_at
+        self.arena.clock[0] = time.perf_counter() - self.prepared.resumed_at
         self.arena.words.announce(GO, 1)
         self.arena.forget_start()
 

@@ -24,8 +24,8 @@ from orchestra.data.batches import each
 from orchestra.data.feed import IndexedFeed
 from orchestra.data.random_state import exchange_states, left_alone
 from orchestra.engine import compute_times, node_loop, snapshot
-from orchestra.engine.cluster import Ending, Order
 from orchestra.engine.middleware import Metered
+from orchestra.engine.runner import Ending, PreparedRun
 from orchestra.engine.tracing import Traced
 from orchestra.errors import Deadlock, Interrupted, OrchestraError, RunFolderGone, WorkerFailed
 from orchestra.runs import event_thinning, files, run_lock
@@ -47,31 +47,31 @@ class Simulation:
     """One run in virtual time."""
 
     def __init__(
-        self, order: Order, kernel: Kernel, network: Network, numerics: str, *, closed_forms: bool = True
+        self, prepared: PreparedRun, kernel: Kernel, network: Network, numerics: str, *, closed_forms: bool = True
     ) -> None:
-        self.order = order
+        self.prepared = prepared
         self.timing_only = numerics == "off"
         self.batched = numerics == "batched"
         # Without numbers there is nothing to set aside and score.
-        self.job = job = replace(order.job, snapshot_every=None) if self.timing_only else order.job
-        self.nodes = job.workers + job.servers
+        self.spec = spec = replace(prepared.spec, snapshot_steps=None) if self.timing_only else prepared.spec
+        self.nodes = spec.workers + spec.servers
         self.kernel = kernel
         self.world = VirtualNetwork(
-            kernel, network, self.nodes, job.workers, machines=job.machines, closed_forms=closed_forms
+            kernel, network, self.nodes, spec.workers, machines=spec.machines, closed_forms=closed_forms
         )
         self.transports = connect(self.world, self.nodes)
-        assert job.delay is not None
-        self.delay = job.delay
+        assert spec.delay is not None
+        self.delay = spec.delay
         self.rows = [NodeStatus(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings = (
             ["the workers share one x in the memory of one machine: no network was used."]
-            if job.strategy.layout.model_location == "shared"
+            if spec.strategy.layout.model_location == "shared"
             else []
         )
         self.stopped_by = "budget"
         self.began = time.monotonic()
         self.shown = 0.0
-        self.had_folder = not run_lock.is_gone(job.run)
+        self.had_folder = not run_lock.is_gone(spec.run)
         self.seen_at, self.still = 0.0, 0
         self.random: dict[int, Any] = {}  # where each node's generators stand
         self.at_dice = -1  # the node whose they are now
@@ -83,7 +83,7 @@ class Simulation:
         """Set up all nodes, then let virtual time pass."""
         # As many as a process of a real run would have: sums in other pieces would round otherwise.
         threads = torch.get_num_threads()
-        torch.set_num_threads(self.job.threads)
+        torch.set_num_threads(self.spec.threads)
         try:
             return self._run()
         finally:
@@ -92,9 +92,9 @@ class Simulation:
     def _run(self) -> Ending:
         born = self._timed_nodes() if self.timing_only else self._nodes()
         for node, meter, log in born:
-            self.kernel.spawn(name_of(node.rank, self.job.workers), self._living(node, meter, log))
-        if self.order.seconds is not None:
-            self.kernel.at(self.order.seconds, self.stop, "seconds")
+            self.kernel.spawn(name_of(node.rank, self.spec.workers), self._living(node, meter, log))
+        if self.prepared.seconds is not None:
+            self.kernel.at(self.prepared.seconds, self.stop, "seconds")
         try:
             self.kernel.run(self._heartbeat)
         except KeyboardInterrupt:
@@ -105,8 +105,8 @@ class Simulation:
             self._close([*(log for _, _, log in born), *self.traces])
         self._show()
         if self.timing_only:
-            x0 = snapshot.SnapshotPart(self.kernel.now, 0, 0, 0, self.order.x0, {})
-            snapshot.write(self.job.run / snapshot.FINAL, 0, x0)
+            x0 = snapshot.SnapshotPart(self.kernel.now, 0, 0, 0, self.prepared.x0, {})
+            snapshot.write(self.spec.run / snapshot.FINAL, 0, x0)
         return Ending(self.stopped_by, self.warnings)
 
     def _close(self, logs: list[_Log]) -> None:
@@ -124,13 +124,13 @@ class Simulation:
         """End soon: workers that go in step after the same step, the others where they are."""
         if self.world.stop_at is None:
             self.stopped_by = reason
-            self.world.stop_at = max(t.begun for t in self.transports[: self.job.workers]) + 1
+            self.world.stop_at = max(t.begun for t in self.transports[: self.spec.workers]) + 1
 
     def await_others(self) -> None:
         """Let a worker that has done its steps wait until all have."""
         mine: Promise[None] = Promise(self.kernel, lambda: "the other workers to be done")
         self.done.append(mine)
-        if len(self.done) == self.job.workers:
+        if len(self.done) == self.spec.workers:
             for worker in self.done:
                 worker.keep(None)
         mine.wait()
@@ -139,25 +139,25 @@ class Simulation:
 
     def _nodes(self) -> list[tuple[Node, Metered, _Log]]:
         """Every node with its own module, vectors and random numbers; the data are there once."""
-        job, x0 = self.job, self.order.x0.to(self.job.device)
-        shared = x0.clone() if job.updated != "whole" else None
+        spec, x0 = self.spec, self.prepared.x0.to(self.spec.device)
+        shared = x0.clone() if spec.updated != "whole" else None
         data: Any = None
         born = []
         for rank in range(self.nodes):
             log = self._log(rank)
             meter, comm = self._connect(rank, log)
-            if rank < job.workers:
+            if rank < spec.workers:
                 x = shared if shared is not None else x0.clone()
-                node = node_loop.worker(job, rank, comm, log, x, torch.zeros_like(x), data=data)
+                node = node_loop.worker(spec, rank, comm, log, x, torch.zeros_like(x), data=data)
                 data = _shared(node.feed, x0.device)
             else:
-                node = node_loop.server(job, rank, comm, log, x0[job.range_of(rank)].clone())
+                node = node_loop.server(spec, rank, comm, log, x0[spec.range_of(rank)].clone())
             self.at_dice = rank
             self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
             born.append((node, meter, log))
         if self.batched:
             self._gather_gradients(
-                [node for node, _, _ in born[: job.workers]], data if samples.is_columns(data) else None
+                [node for node, _, _ in born[: spec.workers]], data if samples.is_columns(data) else None
             )
         return born
 
@@ -165,7 +165,7 @@ class Simulation:
         """Let all workers' gradients be taken together, and their samples if these are tensors."""
         first = nodes[0]
         assert first.replica is not None
-        together = Batched(copy.deepcopy(first.replica.module), self.job.loss, data)
+        together = Batched(copy.deepcopy(first.replica.module), self.spec.loss, data)
         for node in nodes:
             self.transports[node.rank].computing = partial(self._together, together, node)
             if data is not None:
@@ -176,7 +176,7 @@ class Simulation:
         if op.batch is None:
             return self._compute(node.rank, op)
         # The gradient is that at x as it is now; where x is everybody's, others will have written to it.
-        x = node.x.clone() if self.job.strategy.layout.model_location == "shared" else node.x
+        x = node.x.clone() if self.spec.strategy.layout.model_location == "shared" else node.x
         pending = together.begin(x, op.batch)
 
         def answer() -> float:
@@ -189,44 +189,44 @@ class Simulation:
         return answer
 
     def _timed_nodes(self) -> list[tuple[Node, Metered, _Log]]:
-        job, x0 = self.job, self.order.x0
-        data, momenta = samples.read(job.data()), momenta_of(job, x0)
+        spec, x0 = self.spec, self.prepared.x0
+        data, momenta = samples.read(spec.data()), momenta_of(spec, x0)
         born = []
         for rank in range(self.nodes):
             log = self._log(rank)
             meter, comm = self._connect(rank, log)
             at_once = not self.world.host(rank).number
-            born.append((timed(job, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
+            born.append((timed(spec, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
         return born
 
     def _log(self, rank: int) -> _Log:
-        limit = None if self.job.trace else event_thinning.limit(self.nodes)
-        return _Log(self.job.run / f"events-{rank}.jsonl", limit)
+        limit = None if self.spec.trace else event_thinning.limit(self.nodes)
+        return _Log(self.spec.run / f"events-{rank}.jsonl", limit)
 
     def _connect(self, rank: int, log: _Log) -> tuple[Metered, Comm]:
-        job, transport = self.job, self.transports[rank]
-        transport.lasts = compute_times.sampler(self.delay, job.seed, rank)
+        spec, transport = self.spec, self.transports[rank]
+        transport.lasts = compute_times.sampler(self.delay, spec.seed, rank)
         if not self.timing_only:
             transport.computing = partial(self._compute, rank)
         traced: Transport = transport
-        if job.trace:
-            self.traces.append(_Log(job.run / f"trace-{rank}.jsonl"))
-            apart = job.strategy.layout.model_location == "apart"
+        if spec.trace:
+            self.traces.append(_Log(spec.run / f"trace-{rank}.jsonl"))
+            apart = spec.strategy.layout.model_location == "apart"
             traced = Traced(transport, self.traces[-1].write, log.write, apart=apart)
         meter = Metered(traced)
-        return meter, Comm(meter, *job.groups)
+        return meter, Comm(meter, *spec.groups)
 
     def _living(self, node: Node, meter: Metered, log: _Log) -> Callable[[], None]:
-        name = name_of(node.rank, self.job.workers)
+        name = name_of(node.rank, self.spec.workers)
 
         def show(row: NodeStatus) -> None:
             self.rows[node.rank] = row
 
         def body() -> None:
-            log.write(NodeStarted(0.0, node.rank, "worker" if node.rank < self.job.workers else "server", 0.0))
+            log.write(NodeStarted(0.0, node.rank, "worker" if node.rank < self.spec.workers else "server", 0.0))
             try:
                 self._take_dice(node.rank)
-                runtime = _SimulatedRuntime(self.job, node, meter, log, self._hear, show)
+                runtime = _SimulatedRuntime(self.spec, node, meter, log, self._hear, show)
                 keeper = _ScoreWatch(self, runtime)
                 node_loop.serve(runtime, keeper) if runtime.is_server else node_loop.work(runtime, keeper)
             except (OrchestraError, KeyboardInterrupt):
@@ -247,13 +247,13 @@ class Simulation:
     def _take_dice(self, rank: int) -> None:
         """Let the global random numbers be a node's own."""
         if self.at_dice != rank and rank in self.random:
-            self.random[self.at_dice] = exchange_states(self.random[rank], cuda=self.order.job.device == "cuda")
+            self.random[self.at_dice] = exchange_states(self.random[rank], cuda=self.prepared.spec.device == "cuda")
             self.at_dice = rank
 
     # Whoever watches.
 
     def _hear(self, said: dict[str, Any]) -> None:
-        name = name_of(said["node"], self.job.workers)
+        name = name_of(said["node"], self.spec.workers)
         if said["kind"] == "snapshot-failed":
             self.warnings.append(f"{name} could not set aside the model at step {said['step']}: {said['error']}.")
 
@@ -262,7 +262,7 @@ class Simulation:
         self._glance()
         self.still = self.still + 1 if self.kernel.now == self.seen_at else 0
         self.seen_at = self.kernel.now
-        endless = self.job.last_step is None and self.job.last_epoch is None
+        endless = self.spec.last_step is None and self.spec.last_epoch is None
         if endless and self.still > _STILL * self.nodes:
             raise Deadlock(
                 f"virtual time stands still at {self.kernel.now:.6g} s: steps take no time, so a budget in seconds is "
@@ -271,15 +271,15 @@ class Simulation:
 
     def _glance(self) -> None:
         if time.monotonic() - self.shown > _GLANCE:
-            if self.had_folder and run_lock.is_gone(self.job.run):
-                raise RunFolderGone(self.job.run)
+            if self.had_folder and run_lock.is_gone(self.spec.run):
+                raise RunFolderGone(self.spec.run)
             self._show()
             self.shown = time.monotonic()
 
     def _show(self) -> None:
-        job = self.job
-        what = (job.run, self.order.about["strategy"], job.workers, job.servers, job.last_step)
-        self.order.show(RunStatus(*what, True, self.kernel.now, tuple(self.rows), time.monotonic() - self.began))
+        spec = self.spec
+        what = (spec.run, self.prepared.about["strategy"], spec.workers, spec.servers, spec.last_step)
+        self.prepared.show(RunStatus(*what, True, self.kernel.now, tuple(self.rows), time.monotonic() - self.began))
 
 
 def _shared(feed: Any, device: torch.device) -> Any:
@@ -338,16 +338,16 @@ class _ScoreWatch:
 
     def after_step(self, before: int) -> None:
         """Score what was just set aside: at once if a score could end the run, else when the last worker has."""
-        rehearsal, order = self.rehearsal, self.rehearsal.order
+        rehearsal, prepared = self.rehearsal, self.rehearsal.prepared
         if self.runtime.snapshots <= self.snapshots:
             return
         self.snapshots = self.runtime.snapshots
         rehearsal.snapped[self.snapshots] += 1
-        if not order.has_target and rehearsal.snapped[self.snapshots] < rehearsal.job.workers:
+        if not prepared.has_target and rehearsal.snapped[self.snapshots] < rehearsal.spec.workers:
             return
         with left_alone():  # the random numbers are this worker's
-            order.scorer.rest_now()
-        if order.scorer.target_reached():
+            prepared.scorer.rest_now()
+        if prepared.scorer.target_reached():
             rehearsal.stop("target")
 
     def after_steps(self) -> None:
@@ -362,7 +362,7 @@ class _ScoreWatch:
 
     def stay(self) -> bool:
         """Wait for those who still write to the same x. Without numbers there is no model to set aside."""
-        if self.runtime.job.strategy.layout.model_location == "shared":
+        if self.runtime.spec.strategy.layout.model_location == "shared":
             self.rehearsal.await_others()
         return not self.rehearsal.timing_only
 

@@ -22,30 +22,34 @@ from orchestra.model.flat_optimizer import FlatOptimizer
 from orchestra.model.replica import Ready, trainable
 
 if TYPE_CHECKING:
-    from orchestra.engine.job import Job
+    from orchestra.engine.spec import RunSpec
 
 
 Momenta = tuple[dict[str, Any], Sequence[int]]  # the outline of what an optimizer keeps, and the lengths of its vectors
 
 
-def timed(job: Job, rank: int, comm: Comm, log: Log, x0: Tensor, data: Any, momenta: Momenta, *, at_once: bool) -> Node:
-    """A worker or a server without numbers; `at_once`: averages and updates take no time."""
-    if rank < job.workers:
+def timed(
+    spec: RunSpec, rank: int, comm: Comm, log: Log, x0: Tensor, data: Any, momenta: Momenta, *, at_once: bool
+) -> Node:
+    """Return a worker or a server without numbers; `at_once`: averages and updates take no time."""
+    if rank < spec.workers:
         x = torch.empty_like(x0, device="meta")
-        return _TimedNode(comm, _TimedOptimizer(x, momenta), x, at_once, log, job, feed=_feed(job, rank, data))
-    part = job.range_of(rank)
+        return _TimedNode(comm, _TimedOptimizer(x, momenta), x, at_once, log, spec, feed=_feed(spec, rank, data))
+    part = spec.range_of(rank)
     x = torch.empty(part.stop - part.start, dtype=x0.dtype, device="meta")
     outline, lengths = momenta
-    return _TimedNode(comm, _TimedOptimizer(x, (outline, [x.numel() for _ in lengths])), x, at_once, log, job)
+    return _TimedNode(comm, _TimedOptimizer(x, (outline, [x.numel() for _ in lengths])), x, at_once, log, spec)
 
 
 class _TimedNode(Node):
     """Takes its time over gradients, averages and updates, and does nothing."""
 
-    def __init__(self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, job: Job, feed: Any = None) -> None:
-        last = None if feed is None else job.last_step
-        more: dict[str, Any] = {"last_step": last, "placement": job.placement, "fuses": job.updated == "own range"}
-        super().__init__(comm, inner, x, log=log, seed=job.seed, feed=feed, **more)
+    def __init__(
+        self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, spec: RunSpec, feed: Any = None
+    ) -> None:
+        last = None if feed is None else spec.last_step
+        more: dict[str, Any] = {"last_step": last, "placement": spec.placement, "fuses": spec.updated == "own range"}
+        super().__init__(comm, inner, x, log=log, seed=spec.seed, feed=feed, **more)
         self._at_once = at_once
         self._parts: dict[torch.dtype, Sequence[Tensor]] = {}
 
@@ -135,19 +139,19 @@ class _TimedOptimizer:
         return self._momenta if self._begun else []
 
 
-def momenta_of(job: Job, x0: Tensor) -> Momenta:
+def momenta_of(spec: RunSpec, x0: Tensor) -> Momenta:
     """What a worker's optimizer keeps, by a trial."""
-    layers = list(trainable(job.model()).values()) if job.layerwise else None
-    inner = FlatOptimizer(job.optimizer, x0.clone(), layers=layers)
+    layers = list(trainable(spec.model()).values()) if spec.layerwise else None
+    inner = FlatOptimizer(spec.optimizer, x0.clone(), layers=layers)
     inner.step(torch.zeros_like(x0))
     return inner.outline(), [vector.numel() for vector in inner.vectors()]
 
 
-def _feed(job: Job, rank: int, data: Any) -> Any:
+def _feed(spec: RunSpec, rank: int, data: Any) -> Any:
     """Mini-batches of the true sizes; full ones of a stream, whose length nobody knows, and of too few samples."""
-    if isinstance(data, IterableDataset) or job.batch * job.workers > len(SampleStore(data)):
-        return _Stream(job.batch, job.workers, job.steps_per_epoch)
-    feed = IndexedFeed(data, batch=job.batch, seed=job.seed, rank=rank, size=job.workers, partition=job.partition)
+    if isinstance(data, IterableDataset) or spec.batch * spec.workers > len(SampleStore(data)):
+        return _Stream(spec.batch, spec.workers, spec.steps_per_epoch)
+    feed = IndexedFeed(data, batch=spec.batch, seed=spec.seed, rank=rank, size=spec.workers, partition=spec.partition)
     feed.give_nothing()
     return feed
 

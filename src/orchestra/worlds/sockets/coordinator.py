@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from orchestra.engine import checkpoint, expression
-from orchestra.engine.cluster import Ending, RunOutcome
 from orchestra.engine.control import NO_MORE_STEPS
-from orchestra.engine.job import Job
+from orchestra.engine.runner import Ending, RunOutcome
 from orchestra.engine.snapshot import FINAL, make_elsewhere
+from orchestra.engine.spec import RunSpec
 from orchestra.engine.supervisor import RunSupervisor, counting
 from orchestra.errors import EnvironmentProblem, Interrupted, OrchestraError, Stopped, WorkerFailed, WorkerLost
 from orchestra.runs.status import NodeStatus, RunStatus
@@ -58,20 +58,20 @@ class Coordinator(RunSupervisor):
 
     def run(self) -> Ending:
         """Train, together with the others. Raises what ended the run early."""
-        asked, job = time.perf_counter(), self.job
-        self.order.scorer.start(apart=True)  # before there are connections, which another process would hold open
-        self.session = session = Session(job, self.order.x0, self.cluster, self.order.fingerprint)
+        asked, spec = time.perf_counter(), self.spec
+        self.prepared.scorer.start(apart=True)  # before there are connections, which another process would hold open
+        self.session = session = Session(spec, self.prepared.x0, self.cluster, self.prepared.fingerprint)
         with counting(self, echo=_ECHO):
             self.exchange, self.transport = session.exchange, session.transport
-            largest = largest_file(self.order.x0)
-            rescue = partial(make_elsewhere, job.launch)
-            self.files = FileReceiver(job.run, files_of, largest, self._could_not_keep, rescue)
+            largest = largest_file(self.prepared.x0)
+            rescue = partial(make_elsewhere, spec.launch)
+            self.files = FileReceiver(spec.run, files_of, largest, self._could_not_keep, rescue)
             self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
             self.exchange.when_waiting = self._glance
-            self.transport.control.learn("save_wanted", self.order.resumed_from)
+            self.transport.control.learn("save_wanted", self.prepared.resumed_from)
             try:
                 self._share_order()
-                broken_off = session.run_node(job, tell=self.hear, show=self._show, asked=asked)
+                broken_off = session.run_node(spec, tell=self.hear, show=self._show, asked=asked)
                 self.hear({"kind": "done", "node": HOME, "interrupted": broken_off})
                 self.exchange.attend(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
                 self.settle()
@@ -81,15 +81,15 @@ class Coordinator(RunSupervisor):
 
     def _share_order(self) -> None:
         """Tell the others what only home knows; whoever cannot see the run folder sends its files."""
-        job = self.job
-        job.run.mkdir(parents=True, exist_ok=True)
+        spec = self.spec
+        spec.run.mkdir(parents=True, exist_ok=True)
         self._note_order()
-        self.marker = job.run / f".launch-{job.launch}"
-        self.marker.write_text(job.launch, encoding="ascii")
-        resume = None if job.resume is None else job.resume.name
+        self.marker = spec.run / f".launch-{spec.launch}"
+        self.marker.write_text(spec.launch, encoding="ascii")
+        resume = None if spec.checkpoint is None else spec.checkpoint.name
         self.exchange.tell_all(
-            {"kind": "order", "run": str(job.run), "launch": job.launch, "resume": resume,
-             "resumed_from": self.order.resumed_from}
+            {"kind": "order", "run": str(spec.run), "launch": spec.launch, "resume": resume,
+             "resumed_from": self.prepared.resumed_from}
         )  # fmt: skip
 
     def _note_order(self) -> None:
@@ -97,10 +97,10 @@ class Coordinator(RunSupervisor):
         order, links = self.session.order, self.session.links
         if links is None and order == sorted(order):
             return
-        record = {"order": order, "words": rank_order.describe(order, self.job.workers, links)}
+        record = {"order": order, "words": rank_order.describe(order, self.spec.workers, links)}
         measured = {} if links is None else {"latency": links.latency, "rate": links.rate}  # seconds, bytes a second
         text = json.dumps(record | measured).replace("Infinity", "null")
-        checkpoint.write_text(self.job.run / "topology.json", text)
+        checkpoint.write_text(self.spec.run / "topology.json", text)
 
     def _listen(self, source: int, said: dict[str, Any]) -> None:
         """Somebody tells something."""
@@ -137,7 +137,7 @@ class Coordinator(RunSupervisor):
         raise AssertionError(said)
 
     def _part(self, node: int, step: int) -> Path:
-        return checkpoint.draft(self.job.run / "checkpoints", step) / checkpoint.part_name(node)
+        return checkpoint.draft(self.spec.run / "checkpoints", step) / checkpoint.part_name(node)
 
     def _could_not_keep(self, source: int, path: Path, error: OSError) -> None:
         """Another node's file could not be written here. Only the result itself cannot do without."""
@@ -154,11 +154,11 @@ class Coordinator(RunSupervisor):
 
     def _send_part(self, to: int) -> None:
         """Send a node, which cannot see the run folder, its part of the checkpoint."""
-        if " resume " in self.order.how_to_resume:  # a command, which reads there what to do
+        if " resume " in self.prepared.how_to_resume:  # a command, which reads there what to do
             self.beforehand = " (hosts that do not see this folder need its config.json at the same path first)"
-        if self.job.resume is not None:
-            name = f"{self.job.resume.name}/{checkpoint.part_name(to)}"
-            data = (self.job.resume / checkpoint.part_name(to)).read_bytes()
+        if self.spec.checkpoint is not None:
+            name = f"{self.spec.checkpoint.name}/{checkpoint.part_name(to)}"
+            data = (self.spec.checkpoint / checkpoint.part_name(to)).read_bytes()
             self.exchange.note(to, {"kind": "file", "path": name, "bytes": len(data)})
             self.exchange.ship(to, data)
 
@@ -168,8 +168,8 @@ class Coordinator(RunSupervisor):
         """Start the clock, and let the nodes go."""
         if self.marker is not None:
             self.marker.unlink(missing_ok=True)
-        self.exchange.tell_all({"kind": "go", "at": self.order.resumed_at})
-        self.transport.go(self.order.resumed_at)
+        self.exchange.tell_all({"kind": "go", "at": self.prepared.resumed_at})
+        self.transport.go(self.prepared.resumed_at)
 
     def seconds(self) -> float:
         """Of training so far."""
@@ -199,7 +199,7 @@ class Coordinator(RunSupervisor):
         now = time.perf_counter()
         if now - self._shown > _GLANCE:
             self._shown = now
-            self.order.show(self.progress())
+            self.prepared.show(self.progress())
 
     _shown = 0.0
 
@@ -232,9 +232,9 @@ class Participant:
     """Any other process."""
 
     def __init__(
-        self, job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, show: Callable[[RunStatus], None]
+        self, spec: RunSpec, x0: Tensor, about: dict[str, Any], cluster: Attached, show: Callable[[RunStatus], None]
     ) -> None:
-        self.job, self.x0, self.about, self.cluster, self.show = job, x0, about, cluster, show
+        self.spec, self.x0, self.about, self.cluster, self.show = spec, x0, about, cluster, show
         self.signals, self.signal_name = 0, ""
         self.order: dict[str, Any] | None = None
         self.over: dict[str, Any] | None = None
@@ -246,7 +246,7 @@ class Participant:
     def run(self) -> RunOutcome:
         """Take part to the end."""
         asked = time.perf_counter()
-        self.session = session = Session(self.job, self.x0, self.cluster, self.about)
+        self.session = session = Session(self.spec, self.x0, self.cluster, self.about)
         with counting(self, echo=_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
             self.exchange, self.transport, self.rank = session.exchange, session.transport, session.rank
             self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
@@ -255,8 +255,8 @@ class Participant:
                 whom = "worker 0 to say where the run folder is"
                 self._await(lambda: self.order is not None or self.over is not None, whom)
                 if self.order is not None:  # else all was done another day
-                    job, tell = self._receive_order(self.order, Path(scratch))
-                    broken_off = session.run_node(job, tell=tell, show=self._show, asked=asked)
+                    spec, tell = self._receive_order(self.order, Path(scratch))
+                    broken_off = session.run_node(spec, tell=tell, show=self._show, asked=asked)
                     tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
                 self._await(lambda: self.over is not None and len(self.model) == self.over["bytes"], "worker 0")
             except BaseException as error:
@@ -265,14 +265,14 @@ class Participant:
         assert self.over is not None
         return RunOutcome(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
 
-    def _receive_order(self, order: dict[str, Any], scratch: Path) -> tuple[Job, Callable[[dict[str, Any]], None]]:
+    def _receive_order(self, order: dict[str, Any], scratch: Path) -> tuple[RunSpec, Callable[[dict[str, Any]], None]]:
         """What only home knows: the run folder, and what to go on from."""
         self.show(self._progress(Path(order["run"])))
         folder, launch, resume = Path(order["run"]), str(order["launch"]), order["resume"]
         self.transport.control.learn("save_wanted", int(order["resumed_from"]))
         if _reads(folder / f".launch-{launch}") == launch:
             saved = None if resume is None else folder / "checkpoints" / resume
-            return replace(self.job, run=folder, launch=launch, resume=saved), self._tell
+            return replace(self.spec, run=folder, launch=launch, checkpoint=saved), self._tell
         mine, largest = part_of(self.rank), largest_file(self.x0)
         self.files = FileReceiver(scratch / "checkpoint", lambda source: mine, largest, _could_not_keep)
         sender = FileSender(self.exchange, scratch / "run", HOME)
@@ -285,12 +285,13 @@ class Participant:
             sender.bring()
             self._tell(said)
 
-        return replace(self.job, run=sender.folder, launch=launch, resume=part and part.parent), tell
+        return replace(self.spec, run=sender.folder, launch=launch, checkpoint=part and part.parent), tell
 
     def _progress(self, folder: Path) -> RunStatus:
         """All that this process can show of the run."""
-        job = self.job
-        return RunStatus(folder, expression.show(job.strategy), job.workers, job.servers, job.last_step, False, 0.0, ())
+        spec = self.spec
+        shown = expression.show(spec.strategy)
+        return RunStatus(folder, shown, spec.workers, spec.servers, spec.last_step, False, 0.0, ())
 
     def _tell(self, said: dict[str, Any]) -> None:
         self.exchange.note(HOME, said)
@@ -365,10 +366,10 @@ class Participant:
         return error
 
 
-def announce_finished(job: Job, x0: Tensor, about: dict[str, Any], cluster: Attached, told: RunOutcome) -> None:
+def announce_finished(spec: RunSpec, x0: Tensor, about: dict[str, Any], cluster: Attached, told: RunOutcome) -> None:
     """As home of a run that is over already: tell the others."""
-    with contextlib.closing(Session(job, x0, cluster, about)) as session:
-        _tell_all(session.exchange, job.workers + job.servers, told)
+    with contextlib.closing(Session(spec, x0, cluster, about)) as session:
+        _tell_all(session.exchange, spec.workers + spec.servers, told)
 
 
 def _tell_all(exchange: Messenger, nodes: int, told: RunOutcome) -> None:

@@ -22,8 +22,8 @@ from orchestra.core.comm import Comm
 from orchestra.core.node import Node
 from orchestra.core.ops import Sleep, Traffic
 from orchestra.engine import environment, node_loop
-from orchestra.engine.job import Job
 from orchestra.engine.node_process import Tell, run_node
+from orchestra.engine.spec import RunSpec
 from orchestra.errors import ClusterError, OrchestraError, Stalled
 from orchestra.runs.events import EventLog, Reconnected
 from orchestra.runs.status import NodeStatus, name_of
@@ -49,65 +49,65 @@ _SLACK = 4096  # bytes by which a message may be longer than the model
 class Session:
     """This process's connections, and the node it is. `most`: bytes of what else is sent than the model."""
 
-    def __init__(self, job: Job, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
+    def __init__(self, spec: RunSpec, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
         self.cluster, self.x0 = cluster, x0
         traffic = Traffic()
         token = cluster.token()
-        if cluster.trusted and cluster.place.rank == HOME and job.workers + job.servers > 1:
-            speak(_trusting(job))
+        if cluster.trusted and cluster.place.rank == HOME and spec.workers + spec.servers > 1:
+            speak(_trusting(spec))
         try:
-            connections = _meet(cluster, token, job.workers + job.servers, about)
+            connections = _meet(cluster, token, spec.workers + spec.servers, about)
         finally:
             cluster.forget_token()  # a run that did not come together must not leave it to the next
         self.host = _own_address(connections)
         largest = max(most, x0.numel() * x0.element_size()) + _SLACK
         with closed_on_failure(connections):
-            self.order, self.links = _arrange(cluster, job, connections)
+            self.order, self.links = _arrange(cluster, spec, connections)
             self.rank = self.order.index(cluster.place.rank)
             nodes = {self.order.index(process): sock for process, sock in connections.items()}
             arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
         self.exchange = Messenger(
             self.rank,
-            job.workers,
+            spec.workers,
             token.run(),
             nodes,
             largest=largest,
             patience=cluster.patience,
             traffic=traffic,
             summed=cluster.trusted,
-            near=job.near(self.rank) - arranged.apart,  # what does not leave a machine costs nothing
+            near=spec.near(self.rank) - arranged.apart,  # what does not leave a machine costs nothing
             arranged=arranged,
         )
-        self.workers = job.workers
-        self.transport = RunTransport(self.rank, job.workers, job.workers + job.servers, self.exchange, traffic)
-        self.name = name_of(self.rank, job.workers)
+        self.workers = spec.workers
+        self.transport = RunTransport(self.rank, spec.workers, spec.workers + spec.servers, self.exchange, traffic)
+        self.name = name_of(self.rank, spec.workers)
 
     def require_everybody(self) -> None:
         """Raise if the connection to anybody broke: nobody leaves before the run is over."""
         for error in self.exchange.lost.values():
             raise error.with_traceback(None)
 
-    def run_node(self, job: Job, *, tell: Tell, show: Callable[[NodeStatus], None], asked: float) -> bool:
+    def run_node(self, spec: RunSpec, *, tell: Tell, show: Callable[[NodeStatus], None], asked: float) -> bool:
         """Train or serve as this node; gives whether the run was broken off."""
-        make_node = partial(self._make_node, job)
+        make_node = partial(self._make_node, spec)
         control = self.transport.control
-        return run_node(job, self.transport, control, make_node=make_node, tell=tell, show=show, asked=asked)
+        return run_node(spec, self.transport, control, make_node=make_node, tell=tell, show=show, asked=asked)
 
-    def _make_node(self, job: Job, comm: Comm, log: EventLog) -> Node:
+    def _make_node(self, spec: RunSpec, comm: Comm, log: EventLog) -> Node:
         """The worker or server that this process is."""
         self.exchange.when_reunited = lambda peer, seconds, why: log.write(
             Reconnected(comm.transport.now(), self.rank, peer, seconds, why)
         )
-        if self.rank >= job.workers:
-            return node_loop.server(job, self.rank, comm, log, self.x0[job.range_of(self.rank)].clone())
+        if self.rank >= spec.workers:
+            return node_loop.server(spec, self.rank, comm, log, self.x0[spec.range_of(self.rank)].clone())
         device = torch.device("cpu")
-        if job.device == "cuda":
+        if spec.device == "cuda":
             device = torch.device("cuda", self.cluster.place.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        if job.torch_means:
-            self._connect_torch(job.workers, device)
+        if spec.torch_means:
+            self._connect_torch(spec.workers, device)
         x = self.x0.to(device, copy=True)
-        return node_loop.worker(job, self.rank, comm, log, x, torch.zeros_like(x))
+        return node_loop.worker(spec, self.rank, comm, log, x, torch.zeros_like(x))
 
     def _connect_torch(self, workers: int, device: torch.device) -> None:
         """Connect torch beside hearing what the others say: who fails meanwhile would be waited for in vain."""
@@ -156,9 +156,9 @@ class Session:
         self.close()
 
 
-def _trusting(job: Job) -> str:
+def _trusting(spec: RunSpec) -> str:
     """What it means that the network is trusted: nobody should find out later."""
-    means = " Means by torch.distributed do not even ask for the token." if job.torch_means else ""
+    means = " Means by torch.distributed do not even ask for the token." if spec.torch_means else ""
     return (
         "the network is trusted: connections are authenticated, but not encrypted. Whoever is on it can read what the "
         f"run sends, and change it on the way.{means}"
@@ -166,7 +166,7 @@ def _trusting(job: Job) -> str:
 
 
 def _arrange(
-    cluster: Attached, job: Job, connections: dict[int, socket.socket]
+    cluster: Attached, spec: RunSpec, connections: dict[int, socket.socket]
 ) -> tuple[list[int], rank_order.MeasuredLinks | None]:
     """The process of every node; and what was measured to choose, where there is anything to choose."""
     rank, size = cluster.place.rank, len(connections) + 1
@@ -189,7 +189,7 @@ def _arrange(
             tuple(tuple(latency for latency, _ in row) for row in table),
             tuple(tuple(rate for _, rate in row) for row in table),
         )
-        return rank_order.arrange(links.cost(4 * job.parameters / size), job.servers)
+        return rank_order.arrange(links.cost(4 * spec.parameters / size), spec.servers)
 
     order = agree(rank, connections, measure(rank, connections), decide)
     if sorted(order) != list(range(size)) or order[0] != HOME:

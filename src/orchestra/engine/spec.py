@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of a run is told."""
+"""The settings of a run: the arguments of `train`, and the `RunSpec` made from them, with no choice left open."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -19,46 +19,75 @@ from orchestra.data.batches import Loss
 from orchestra.data.partitions import Partition
 from orchestra.engine.compute_times import Delay
 from orchestra.model.flat_optimizer import Factory, Schedule
+from orchestra.runs.budget import Budget, Epochs, Steps
+from orchestra.runs.status import RunStatus
+
+if TYPE_CHECKING:
+    from orchestra.engine.cluster import Cluster
+    from orchestra.engine.scoring import Evaluate
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One run, resolved: no choice is left open."""
+class TrainArguments:
+    """The arguments of `train`, which describes them. Those of a loop under `prepare` leave most at their defaults."""
 
     model: Callable[[], nn.Module]
     data: Callable[[], Any]
-    loss: Loss | None
+    loss: Loss | None = None
     optimizer: Factory
+    strategy: Strategy[Any] | str
+    cluster: Cluster
+    batch: int
+    budget: Budget = field(default_factory=lambda: Epochs(1))
+    evaluate: Evaluate | None = None
+    evaluation_data: Callable[[], Any] | None = None
+    evaluate_every: Steps | Epochs = field(default_factory=lambda: Epochs(1))
+    validation_data: Callable[[], Any] | None = None
+    seed: int
+    out: str | Path | None = None
+    schedule: Schedule | None = None
+    clip: float | None = None
+    accumulate: int = 1
+    precision: str = "float32"
+    partition: Partition | None = None
+    checkpoint_every: Steps | Epochs | None = None
+    resume: bool = False
+    tolerate: int
+    keep_snapshots: bool = False
+    score_afterwards: bool = False
+    trace: bool = False
+    progress: Callable[[RunStatus], None] | bool | None = None
+    note: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec(TrainArguments):
+    """One run, with every choice made."""
+
     strategy: Strategy[Any]
     workers: int
-    batch: int
-    seed: int
     device: str  # "cpu" or "cuda"
-    one_memory: bool  # workers can share one x
-    torch_means: bool  # means are taken by torch.distributed, and every worker updates the whole of x
-    run: Path
-    launch: str  # different whenever the run is started or resumed
-    last_step: int | None  # of each worker; None if only a clock, a score or the end of a stream can tell
-    last_epoch: float | None  # for streams, whose length is not known before
-    schedule: Schedule | None
-    validation: Callable[[], Any] | None  # makes samples whose loss tells strategies how the model does
-    partition: Partition | None
-    clip: float | None  # largest norm of the gradient
-    accumulate: int
-    bf16: bool
-    tolerate: int  # gradients in a row that may be not finite
-    snapshot_every: int | None  # steps
-    checkpoint_every: int | None  # steps
-    steps_per_epoch: int | None  # of each worker
-    samples_per_epoch: int | None
-    shards: tuple[int, ...] | None  # samples of each worker, where that is settled beforehand
+    one_memory: bool = False  # workers can share one x
+    torch_means: bool = False  # averages are taken by torch.distributed, and every worker updates the whole of x
+    run: Path = Path()  # the run folder
+    launch: str = ""  # different whenever the run is started or resumed
+    last_step: int | None = None  # of each worker; None if only a clock, a score or the end of a stream can tell
+    last_epoch: float | None = None  # for streams, whose length is not known before
+    snapshot_steps: int | None = None  # between two snapshots
+    checkpoint_steps: int | None = None  # between two checkpoints
+    steps_per_epoch: int | None = None  # of each worker
+    samples_per_epoch: int | None = None
+    shards: tuple[int, ...] | None = None  # samples of each worker, where that is settled beforehand
     names: tuple[str, ...]  # of the parameters that make up x, in its order
     layers: tuple[tuple[int, ...], ...]  # their shapes
     layerwise: bool  # the optimizer must see whole layers
-    resume: Path | None  # a verified checkpoint
+    checkpoint: Path | None = None  # a verified checkpoint to go on from
     threads: int
-    trace: bool  # every op is written down
-    delay: Delay | None  # how long workers take for a mini-batch; None: as long as it takes
+    delay: Delay | None = None  # how long workers take for a mini-batch; None: as long as it takes
+
+    def for_nodes(self) -> RunSpec:
+        """Return it without what only the caller's process uses, some of which may not be sent to another."""
+        return replace(self, evaluate=None, evaluation_data=None, progress=None, note={})
 
     @property
     def servers(self) -> int:
@@ -84,18 +113,18 @@ class Job:
         return [part.start for part in (*self.placement, *owned) if part.start < part.stop]
 
     def range_of(self, rank: int) -> slice:
-        """The range of x that a server holds."""
+        """Return the range of x that a server holds."""
         return self.placement[rank - self.workers]
 
     @cached_property
     def machines(self) -> tuple[int, ...]:
-        """The machine of every node. Each has its own, but for servers that live with the last workers."""
+        """The machine of every node. Each has its own, but for servers that are colocated with the last workers."""
         shared = self.strategy.layout.colocated
         last = ((k - self.servers) % self.workers if shared else self.workers + k for k in range(self.servers))
         return (*range(self.workers), *last)
 
     def near(self, rank: int) -> frozenset[int]:
-        """The other nodes on a node's machine: what passes between them does not pass the network."""
+        """Return the other nodes on a node's machine: what passes between them does not pass the network."""
         return frozenset(n for n, at in enumerate(self.machines) if at == self.machines[rank] and n != rank)
 
     @cached_property
@@ -124,7 +153,7 @@ class Job:
         return Group(nodes[: self.workers]), Group(nodes[self.workers :])
 
     def samples_by(self, step: int) -> int:
-        """Samples that all workers together have used after so many steps of each."""
+        """Return the samples that all workers together have used after so many steps of each."""
         together = self.batch * self.workers
         if self.steps_per_epoch is None or self.samples_per_epoch is None:
             return step * together
@@ -133,13 +162,3 @@ class Job:
             within = sum(cut(length, self.steps_per_epoch, rest) for length in self.shards)
             return epochs * self.samples_per_epoch + within
         return epochs * self.samples_per_epoch + min(rest * together, self.samples_per_epoch)
-
-
-class ModelCheck(Protocol):
-    """Compares this process's model and data with those of the caller."""
-
-    def require_same(self, module: nn.Module, data: Any, seed: int) -> None:
-        """Raise if they differ."""
-
-    def require_same_outputs(self, module: nn.Module, data: Any, seed: int) -> None:
-        """Raise if the model computes something else with the caller's parameters."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was asked for, looked at from all sides before anything is started."""
+"""The checks of all arguments before anything is started: every problem is found, each with its remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +16,20 @@ from torch.utils.data import IterableDataset
 
 import orchestra.runs.budget as budgets
 from orchestra.core.strategy import Strategy
-from orchestra.data.batches import Loss
-from orchestra.data.partitions import Partition
 from orchestra.engine import checks, expression
-from orchestra.engine.cluster import Cluster
+from orchestra.engine.cluster import Cluster, resolve_device
 from orchestra.engine.fields import check_fields
 from orchestra.engine.first_gradient import try_gradient
-from orchestra.engine.scoring import Evaluate
+from orchestra.engine.spec import TrainArguments
 from orchestra.errors import ConfigError, Problem
-from orchestra.model.flat_optimizer import Factory, Schedule
 from orchestra.model.replica import problems_of
 from orchestra.model.schedules import Curve
 from orchestra.runs import run_lock
-from orchestra.runs.budget import Budget, Epochs, Steps, Target
-from orchestra.runs.status import RunStatus
+from orchestra.runs.budget import Epochs, Steps, Target
 
 
-@dataclass(frozen=True)
-class Request:
-    """The arguments of `train`."""
-
-    model: Callable[[], nn.Module]
-    data: Callable[[], Any]
-    loss: Loss | None
-    optimizer: Factory
-    strategy: Strategy[Any] | str
-    cluster: Cluster
-    batch: int
-    budget: Budget
-    evaluate: Evaluate | None
-    evaluation_data: Callable[[], Any] | None
-    evaluate_every: Steps | Epochs
-    validation_data: Callable[[], Any] | None
-    seed: int
-    out: str | Path | None
-    schedule: Schedule | None
-    clip: float | None
-    accumulate: int
-    precision: str
-    partition: Partition | None
-    checkpoint_every: Steps | Epochs | None
-    resume: bool
-    tolerate: int
-    keep_snapshots: bool
-    score_afterwards: bool
-    trace: bool
-    progress: Callable[[RunStatus], None] | bool | None
-    note: dict[str, Any]
-
-
-def read_strategy(given: Request) -> tuple[Strategy[Any] | None, list[Problem]]:
-    """The strategy asked for, parsed if it was given as text, or why there is none."""
+def read_strategy(given: TrainArguments) -> tuple[Strategy[Any] | None, list[Problem]]:
+    """Return the strategy, parsed if it was given as text, or the problems for which there is none."""
     if isinstance(given.strategy, Strategy):
         unfit = [*check_fields(given.strategy, "strategy")]
         return (None if unfit else given.strategy), unfit  # with wrong fields it cannot say what it needs
@@ -79,17 +42,17 @@ def read_strategy(given: Request) -> tuple[Strategy[Any] | None, list[Problem]]:
         return None, list(error.problems)
 
 
-def placed(given: Request, strategy: Strategy[Any] | None) -> Request:
-    """The same, with a cluster that knows how many of its processes will be servers."""
+def placed(given: TrainArguments, strategy: Strategy[Any] | None) -> TrainArguments:
+    """Return the arguments with a cluster that knows how many of its processes will be servers."""
     if strategy is None or not isinstance(given.cluster, Cluster):
         return given
     return replace(given, cluster=given.cluster.for_strategy(strategy))
 
 
-def check_arguments(given: Request, strategy: Strategy[Any] | None) -> Iterator[Problem]:
-    """What can be judged without calling anything of the user's."""
-    yield from _look_at_functions(given)
-    strategy = yield from _look_at_place(given, strategy)
+def check_arguments(given: TrainArguments, strategy: Strategy[Any] | None) -> Iterator[Problem]:
+    """Yield the problems that show without calling any function of the user's."""
+    yield from _check_functions(given)
+    strategy = yield from _check_cluster(given, strategy)
     yield from budgets.problems_of(given.budget)
     yield from checks.check_numbers(
         batch=given.batch, seed=given.seed, clip=given.clip, accumulate=given.accumulate, tolerate=given.tolerate,
@@ -106,36 +69,39 @@ def check_arguments(given: Request, strategy: Strategy[Any] | None) -> Iterator[
         yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
     if given.partition is not None and (isinstance(given.partition, type) or not hasattr(given.partition, "shards")):
         yield Problem("partition", given.partition, "must be IID(), LabelSorted() or Dirichlet(alpha=...)")
-    yield from _look_at_note(given)
-    yield from _look_at_intervals(given)
-    yield from _look_at_checkpoints(given)
-    yield from _look_at_folder(given)
+    yield from _check_note(given)
+    yield from _check_intervals(given)
+    yield from _check_checkpoints(given)
+    yield from _check_folder(given)
 
 
-def _look_at_place(given: Request, strategy: Strategy[Any] | None) -> Generator[Problem, None, Strategy[Any] | None]:
-    """The cluster, and whether the strategy fits there. Gives the strategy if it can say more about itself."""
+def _check_cluster(
+    given: TrainArguments, strategy: Strategy[Any] | None
+) -> Generator[Problem, None, Strategy[Any] | None]:
+    """Check the cluster, and whether the strategy fits there. Return the strategy if more of it can be checked."""
     if not isinstance(given.cluster, Cluster):
         yield Problem("cluster", given.cluster, "must be a cluster such as Local(workers=4)")
         return strategy
     lacking = [*given.cluster.problems()]
     yield from lacking
-    if strategy is None or (lacking and not given.cluster.one_memory):  # how many workers there are is not known
+    # The number of workers may then be unknown.
+    if strategy is None or (lacking and not given.cluster.abilities.one_memory):
         return strategy
     unfit = [*checks.check_strategy(strategy, given.cluster.workers, given.clip)]
     yield from unfit
     if unfit:
         return None  # it may not even be able to say what it is
     shared = strategy.layout.model_location == "shared"
-    if shared and not given.cluster.one_memory:
+    if shared and not given.cluster.abilities.one_memory:
         message = "its workers share one x in the memory of one machine: use Local(...), without torchrun"
         yield Problem("strategy", type(strategy).__name__, message)
-    elif shared and given.cluster.resolve_device() != "cpu":
+    elif shared and resolve_device(given.cluster.device) != "cpu":
         message = f'workers of {type(strategy).__name__} share one x in the memory of the machine: use "cpu"'
         yield Problem("cluster.device", given.cluster.device, message)
     return strategy
 
 
-def _look_at_functions(given: Request) -> Iterator[Problem]:
+def _check_functions(given: TrainArguments) -> Iterator[Problem]:
     for name, example in (("model", "lambda: Net()"), ("data", "lambda: (x, y)"), ("loss", "F.cross_entropy")):
         value = getattr(given, name)
         if not callable(value) and (name, value) != ("loss", None):
@@ -154,14 +120,14 @@ def _look_at_functions(given: Request) -> Iterator[Problem]:
         yield Problem("progress", type(given.progress).__name__, "must be True, False, a function, or None")
 
 
-def _look_at_note(given: Request) -> Iterator[Problem]:
+def _check_note(given: TrainArguments) -> Iterator[Problem]:
     try:
         json.dumps(given.note)
     except (TypeError, ValueError) as error:
         yield Problem("note", given.note, f"must be something that JSON can hold: {error}")
 
 
-def _look_at_intervals(given: Request) -> Iterator[Problem]:
+def _check_intervals(given: TrainArguments) -> Iterator[Problem]:
     for name in ("evaluate_every", "checkpoint_every"):
         every = getattr(given, name)
         if every is not None and not isinstance(every, Steps | Epochs):
@@ -171,24 +137,24 @@ def _look_at_intervals(given: Request) -> Iterator[Problem]:
                 yield Problem(name, problem.value, problem.message)
 
 
-def _look_at_checkpoints(given: Request) -> Iterator[Problem]:
-    if isinstance(given.cluster, Cluster) and not given.cluster.keeps_checkpoints:
+def _check_checkpoints(given: TrainArguments) -> Iterator[Problem]:
+    if isinstance(given.cluster, Cluster) and not given.cluster.abilities.checkpoints:
         for name in ("checkpoint_every", "resume"):
             if getattr(given, name):
-                yield Problem(name, getattr(given, name), "a rehearsal is repeated, not resumed: leave it out")
+                yield Problem(name, getattr(given, name), "a simulation is repeated, not resumed: leave it out")
 
 
-def _look_at_folder(given: Request) -> Iterator[Problem]:
+def _check_folder(given: TrainArguments) -> Iterator[Problem]:
     out = given.out
     if isinstance(given.cluster, Cluster) and not given.cluster.is_coordinator:
-        return  # another process keeps it
+        return  # process 0 keeps the run folder
     if out is not None and not isinstance(out, str | Path):
         yield Problem("out", out, "must be a path")
         return
     if out is not None:
         above = next(p for p in Path(out).absolute().parents if p.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            yield Problem("out", str(out), f"cannot be made: {above} is no folder that may be written to")
+            yield Problem("out", str(out), f"cannot be created: {above} is not a writable directory")
             return
     if given.resume and out is None:
         yield Problem("out", out, "must name the run folder to resume")
@@ -207,9 +173,9 @@ def _look_at_folder(given: Request) -> Iterator[Problem]:
 
 
 def check_model_and_data(
-    given: Request, strategy: Strategy[Any], module: nn.Module, data: Any, warn: Callable[[str], object]
+    given: TrainArguments, strategy: Strategy[Any], module: nn.Module, data: Any, warn: Callable[[str], object]
 ) -> Iterator[Problem]:
-    """What shows only once model and data exist; `warn` hears of what works, but is probably not meant."""
+    """Yield the problems that show once model and data exist; `warn` of what works, but is probably not meant."""
     unfit = [*problems_of(module)]
     yield from unfit
     if not unfit:
@@ -229,7 +195,7 @@ def check_model_and_data(
         message = "has no share that could be spent, by which the strategy switches: add an end, such as | Steps(1000)"
         yield Problem("budget", given.budget, message)
     # Without numbers no sample is looked at, so there may be fewer than workers.
-    batch, workers = (given.batch, given.cluster.workers) if given.cluster.trains else (1, 1)
+    batch, workers = (given.batch, given.cluster.workers) if given.cluster.abilities.trains else (1, 1)
     found = [*checks.check_data(data, batch=batch, workers=workers, partition=given.partition)]
     yield from found
     if not found and not unfit:
