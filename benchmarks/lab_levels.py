@@ -41,12 +41,12 @@ from benchmarks.common import Outcome, machine, quiet_parent, scratch
 from benchmarks.lab_cells import LATENCY, Model, Oversleeping
 from benchmarks.lab_prediction import VARYING, await_quiet, say, total_variation
 from benchmarks.prediction import DECIDED, kendall, not_negative, train
+from orchestra import recipes
 from orchestra.cli.in_lab import with_token
 from orchestra.core.node import Node
 from orchestra.core.strategy import Strategy
 from orchestra.engine import compute_times, expression
 from orchestra.lab import Lab
-from orchestra.recipes import digits
 from orchestra.report.results import achieved
 from orchestra.runs.budget import Target
 from orchestra.runs.events import Event, Logged, NodeEnded, OpTraced, Scored, read
@@ -112,7 +112,7 @@ class Job:
 def carry_out(job: Job, cluster: Any, run: Path) -> None:
     """On a host of a lab, or all of it simulated."""
     if job.kind == "targets":
-        recipe = digits.RECIPE
+        recipe = recipes.get("digits")
         orchestra.train(
             model=recipe.model,
             data=recipe.data,

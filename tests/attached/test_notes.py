@@ -219,8 +219,8 @@ class Home(RunSupervisor):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_part_that_is_written_after_another_failed_is_discarded(late: int, tmp_path: Path) -> None:
-    job = SimpleNamespace(run=tmp_path, workers=2, servers=0)
-    home = Home(SimpleNamespace(job=job, resumed_from=0, about={}))  # type: ignore[arg-type]
+    spec = SimpleNamespace(run=tmp_path, workers=2, servers=0)
+    home = Home(SimpleNamespace(spec=spec, resumed_from=0, about={}))  # type: ignore[arg-type]
     home.name = lambda node: f"worker {node}"  # type: ignore[method-assign]
     said: list[dict[str, Any]] = [
         {"kind": "saved", "node": 0, "step": 4},

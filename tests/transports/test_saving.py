@@ -20,19 +20,19 @@ def test_a_server_reads_what_was_pushed_before_it_saves(monkeypatch: pytest.Monk
     world = World(1, servers=1)
     worker, server = world.comms
     saved: list[int] = []
-    monkeypatch.setattr(checkpoint_protocol, "report", lambda life: None)
+    monkeypatch.setattr(checkpoint_protocol, "report", lambda runtime: None)
     monkeypatch.setattr(NodeCheckpointer, "_save", lambda self, label: saved.append(label))
-    life: Any = SimpleNamespace(
+    runtime: Any = SimpleNamespace(
         rank=1,
         is_server=True,
-        job=SimpleNamespace(strategy=Downpour(), workers=1),
+        spec=SimpleNamespace(strategy=Downpour(), workers=1),
         node=SimpleNamespace(now=lambda: 0.0),
     )
-    keeps = NodeCheckpointer(life, world.transports[1].control, world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
+    checkpointer = NodeCheckpointer(runtime, world.transports[1].control, world.transports[1], SimpleNamespace())  # type: ignore[arg-type]
     worker.send(1, torch.ones(3))
     world.transports[0].control.write("saved", 7, 0)
-    keeps._while_idle()
+    checkpointer._while_idle()
     assert saved == []
     assert server.recv(0).x.sum() == 3
-    keeps._while_idle()
+    checkpointer._while_idle()
     assert saved == [7]
