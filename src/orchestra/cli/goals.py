@@ -19,7 +19,7 @@ from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.runs.budget import Target, lower_is_better
 
 if TYPE_CHECKING:
-    from orchestra.cli.compare import Race
+    from orchestra.cli.race import Race
     from orchestra.recipes.recipe import Recipe
 
 _WAY = 0.9  # of the way from the first score of a run to its best
