@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestra.errors import EnvironmentProblem
 from orchestra.report.drawing import INK, SOFT, Drawing, number, scale
-from orchestra.report.plots import FIGURES, Runs, Report, by_strategy, lines, with_names
+from orchestra.report.plots import FIGURES, Report, Runs, by_strategy, lines, with_names
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _PATIENCE = 60.0  # seconds that a browser may take for a figure
