@@ -77,7 +77,8 @@ def serve(
     peers.when_settings_change(follow)
     runtime = node_loop.NodeRuntime(spec, node, meter, log, tell=lambda said: None, show=lambda row: None)
     states = OnServer(runtime, peers)
-    peers.exchange.when_idle = node.comm.between_messages = states.settle
+    peers.exchange.listen_idle(states)
+    node.comm.between_messages = states.settle
     log.write(NodeStarted(node.now(), node.rank, "server", time.perf_counter() - began))
     peers.exchange.begin()
     node_loop.serve(runtime, ServerFinisher(runtime, folder))
