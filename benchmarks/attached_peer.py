@@ -34,9 +34,10 @@ from orchestra.engine.cluster import Cluster, Device, Resources
 from orchestra.engine.middleware import Metered
 from orchestra.engine.runner import Ending, PreparedRun, Runner
 from orchestra.runs.events import EventLog
+from orchestra.worlds.sockets.addresses import Address
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.messenger import Messenger
-from orchestra.worlds.sockets.rendezvous import Address, Rendezvous
+from orchestra.worlds.sockets.rendezvous import Rendezvous
 from orchestra.worlds.sockets.transport import SocketTransport
 from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store
 

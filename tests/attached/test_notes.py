@@ -240,7 +240,7 @@ def test_a_full_disk_at_home_does_not_end_the_run(tmp_path: Path) -> None:
     """Nor is a checkpoint sealed of which a part is missing."""
 
     def call() -> Any:
-        from orchestra.worlds.sockets import coordinator
+        from orchestra.worlds.sockets import participant
 
         def full(path: Path, data: bytearray) -> None:
             if "checkpoints" in path.parts or path.suffix == ".jsonl":
@@ -250,7 +250,7 @@ def test_a_full_disk_at_home_does_not_end_the_run(tmp_path: Path) -> None:
         put = file_transfer._put
         file_transfer._put = file_transfer._append = full
         if os.environ["RANK"] != "0":
-            coordinator._reads = lambda path: None
+            participant._reads = lambda path: None
         cluster = Attached(patience=20)
         return train("localsgd(tau=2)", tmp_path / "run", cluster=cluster, budget=Steps(9), checkpoint_every=Steps(2))
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from orchestra.cli import claims, fairness, sources, tuning
 from orchestra.cli.app import app
-from orchestra.cli.compare import Race
 from orchestra.cli.options import Options
+from orchestra.cli.race import Race
 from orchestra.cli.table import Outcome, StrategyRow, judge
 from orchestra.errors import ConfigError
 from orchestra.report import model

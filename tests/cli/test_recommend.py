@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from orchestra.cli import compare, recommend, sources
 from orchestra.cli.app import app
-from orchestra.cli.compare import options_for
 from orchestra.cli.options import Options
+from orchestra.cli.race import options_for
 from orchestra.cli.recommend import Advice, SuccessiveHalving, _scaled
 from orchestra.cli.table import StrategyRow
 from orchestra.engine import expression

@@ -16,8 +16,8 @@ from tests.cli.conftest import Orchestra
 
 from orchestra.cli import compare, sources, tuning
 from orchestra.cli.candidates import Setting, grid, settings
-from orchestra.cli.compare import Race
 from orchestra.cli.options import Options
+from orchestra.cli.race import Race
 from orchestra.cli.table import Outcome
 from orchestra.cli.tuning import Tuning, TuningPlan, TuningResult, rank
 from orchestra.errors import ConfigError

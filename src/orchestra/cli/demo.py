@@ -17,7 +17,7 @@ from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from orchestra.cli.compare import Race
+    from orchestra.cli.race import Race
     from orchestra.cli.table import Table
 
 _SECONDS = 10.0  # of real processes

@@ -24,6 +24,7 @@ from orchestra.cli import compare as racing
 from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
+from orchestra.cli.race import Race, options_for
 from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem
 from orchestra.formatting import plural
@@ -127,7 +128,7 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
     fit, unfit = [], {}
     for text in texts:
         try:
-            workers = racing.options_for(text, shared).workers or 1
+            workers = options_for(text, shared).workers or 1
             problems = list(checks.check_strategy(expression.parse(text), workers, shared.clip))
             problems += loop_runs.misfits([text]) if loop else []
         except ConfigError as error:
@@ -142,7 +143,7 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
 class SuccessiveHalving:
     """The race, rung by rung."""
 
-    def __init__(self, race: racing.Race, seeds: int, *, quiet: bool) -> None:
+    def __init__(self, race: Race, seeds: int, *, quiet: bool) -> None:
         self.race, self.seeds, self.quiet = race, seeds, quiet
         self.outcomes: dict[str, list[Outcome]] = {strategy: [] for strategy in race.strategies}
         self.left = list(race.strategies)
@@ -174,7 +175,7 @@ class SuccessiveHalving:
             race = dataclasses.replace(race, patience=_PATIENCE * best)
         self.outcomes[strategy].append(self.run_one(race, strategy, seed, place))
 
-    def run_one(self, race: racing.Race, strategy: str, seed: int, place: str) -> Outcome:
+    def run_one(self, race: Race, strategy: str, seed: int, place: str) -> Outcome:
         """One run, and a line that tells of it."""
         mark = f"[{place}] {strategy} · seed {seed}"
         outcome = race.run_one(strategy, seed, mark, quiet=self.quiet, first=False)

@@ -20,6 +20,7 @@ from orchestra.cli import concluding, goals, repeat, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.options import Options
+from orchestra.cli.race import Race
 from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.formatting import plural
@@ -86,12 +87,12 @@ def sweep(
     _conclude(_run(races, folder, best, quiet=quiet), folder, as_json=json_, quiet=quiet)
 
 
-def _tuned(race: racing.Race, *, real: bool, quiet: bool) -> racing.Race:
+def _tuned(race: Race, *, real: bool, quiet: bool) -> Race:
     return Tuning(race, race.seeds, real=real, quiet=quiet).run()
 
 
 def _run(
-    races: list[tuple[Values, racing.Race]], folder: Path, best: Callable[[racing.Race], racing.Race], *, quiet: bool
+    races: list[tuple[Values, Race]], folder: Path, best: Callable[[Race], Race], *, quiet: bool
 ) -> list[Condition]:
     """One comparison after the other; Ctrl-C leaves the table of those that are done."""
     found: list[Condition] = []
@@ -108,8 +109,8 @@ def _run(
 
 
 def _tuned_once(
-    races: list[tuple[Values, racing.Race]], folder: Path, *, real: bool, quiet: bool
-) -> list[tuple[Values, racing.Race]]:
+    races: list[tuple[Values, Race]], folder: Path, *, real: bool, quiet: bool
+) -> list[tuple[Values, Race]]:
     """The same races, every strategy with the setting that is best for it under the first condition."""
     first = replace(races[0][1], out=folder)
     tuned = Tuning(first, first.seeds * len(races), real=real, quiet=quiet).run()

@@ -32,7 +32,7 @@ from orchestra.runs.budget import lower_is_better
 from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
-    from orchestra.cli.compare import Race
+    from orchestra.cli.race import Race
     from orchestra.cli.table import Outcome
 
 NAME = "tuning.json"

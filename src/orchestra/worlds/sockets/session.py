@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from orchestra.clusters.attached import Attached
     from orchestra.worlds.torch_collectives import TorchCollectives
 
+SIGNAL_ECHO = 2.0  # seconds in which a second signal is the same: a terminal and torchrun both pass Ctrl-C on
+REPORT_EVERY = 0.25  # seconds between two reports of a node's status
+LONGEST_TRACEBACK = 10_000  # characters
+
 _RUNS = itertools.count()  # of this process: a script may train several times
 _GLANCE = 0.01  # seconds between two looks whether torch is ready
 _SLACK = 4096  # bytes by which a message may be longer than the model
