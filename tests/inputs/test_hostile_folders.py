@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import tempfile
 import threading
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from tests.report.folders import make_run
+from tests.zoo import train
 
+from orchestra import AllReduce, Steps
 from orchestra.engine import checkpoint, resume, snapshot
 from orchestra.errors import CheckpointError, ConfigError, OrchestraError
 from orchestra.live.follower import Follower
@@ -99,7 +102,7 @@ EVIL: dict[str, Callable[[Path], None]] = {
 }
 NAMES = (
     "config.json", "ending.json", "summary.json", "topology.json", "scores.jsonl", "events-0.jsonl", "events-1.jsonl",
-    "trace-0.jsonl", "running",
+    "trace-0.jsonl", "running", "model.safetensors",
 )  # fmt: skip
 
 
@@ -176,6 +179,27 @@ def test_events_after_a_line_without_end_are_read(tmp_path: Path) -> None:
     good = events.encode(events.Logged(1.0, 0, 1, "s", 2.0)).encode()
     path.write_bytes(good + b"x" * (9 << 20) + b"\n" + good + b"\n\r\n" + good[:-1])
     assert [event.t for event in events.read(path)] == [1.0] * 3
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that came to its end and kept its checkpoint."""
+    out = tmp_path_factory.mktemp("complete") / "run"
+    train(AllReduce(), out, workers=2, budget=Steps(2), checkpoint_every=Steps(2))
+    return out
+
+
+@pytest.mark.parametrize("how", EVIL)
+def test_a_complete_run_with_a_model_that_is_none_is_damaged(how: str, complete: Path, tmp_path: Path) -> None:
+    """A link to itself is as good as no file: the run is concluded anew."""
+    run = Path(shutil.copytree(complete, tmp_path / "run"))
+    replace(run / "model.safetensors", how)
+    again = within(lambda: train(AllReduce(), run, workers=2, budget=Steps(2), resume=True))
+    if how == "itself":
+        assert again.summary.steps == 2
+    else:
+        assert isinstance(again, CheckpointError), again
+        assert "what it left is damaged" in str(again)
 
 
 # Checkpoints.

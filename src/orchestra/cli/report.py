@@ -12,6 +12,7 @@ import typer
 from orchestra.cli import options as o
 from orchestra.cli import summary
 from orchestra.cli.patience import patiently
+from orchestra.cli.train_arguments import read_target
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.formatting import plural
 
@@ -90,7 +91,7 @@ def _target(text: str | None) -> Target | None:
         return None
     short = {"acc": "accuracy"}
     name, equals, value = text.partition("=")
-    return o.read_target(f"{short.get(name.strip(), name)}{equals}{value}")
+    return read_target(f"{short.get(name.strip(), name)}{equals}{value}")
 
 
 def _contents(told: dict[str, Any], wanted: list[str]) -> dict[str, str | bytes]:

@@ -20,7 +20,7 @@ from orchestra.engine import checkpoint
 from orchestra.engine.checkpoint import Checkpoint
 from orchestra.engine.fingerprint import budget_of
 from orchestra.engine.runner import Runner
-from orchestra.engine.snapshot import FINAL, numbered
+from orchestra.engine.snapshot import FINAL, MODEL, numbered
 from orchestra.engine.spec import RunSpec
 from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.runs import events, files
@@ -75,8 +75,8 @@ def damaged(folder: Path, error: Exception) -> CheckpointError:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a run of `train` came to its end, and its model is there."""
-    return (folder / "ending.json").exists() and (folder / "model.safetensors").exists()
+    """Whether a run of `train` came to its end and left a model; only reading it tells whether it is one."""
+    return (folder / "ending.json").exists() and (folder / MODEL).exists()
 
 
 def as_it_ended(folder: Path, about: dict[str, Any], runner: Runner, spec: RunSpec) -> Facts | None:

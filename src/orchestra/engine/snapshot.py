@@ -197,6 +197,12 @@ def export_or_rescue(module: nn.Module, folder: Path, launch: str) -> None:
         ) from None
 
 
+def read_exported(module: nn.Module, path: Path) -> bytes:
+    """Read the file that `export` wrote; raises OSError for anything but a regular file of about the module's size."""
+    size = sum(t.nbytes for t in module.state_dict().values() if isinstance(t, Tensor))
+    return files.read_bytes(path, most=size + files.SMALL)
+
+
 def adopt(module: nn.Module, exported: bytes) -> None:
     """Give a module the weights that `export` wrote."""
     module.load_state_dict(parse_tensors(exported), strict=False)  # what has no place in such a file stays as it is

@@ -29,7 +29,7 @@ from orchestra.engine.cluster import Cluster
 from orchestra.engine.conclusion import Conclusion
 from orchestra.engine.runner import PreparedRun, Runner, RunOutcome
 from orchestra.engine.scoring import Scorer
-from orchestra.engine.snapshot import adopt
+from orchestra.engine.snapshot import MODEL, adopt, read_exported
 from orchestra.engine.spec import RunSpec, TrainArguments
 from orchestra.engine.validate import check_arguments, check_model_and_data, placed, read_strategy, refuse
 from orchestra.errors import ConfigError, Problem
@@ -149,17 +149,17 @@ class Training:
             )
             metrics, facts = conclusion.conclude(ending, partial(shown.count, "scoring snapshots"))
             result = Result(self.module, metrics, facts, self.folder)
-            model = (self.folder / "model.safetensors").read_bytes
+            model = partial(read_exported, self.module, self.folder / MODEL)
             ending.tell(lambda: RunOutcome(str(result.run), result.metrics, result.summary.as_dict(), model()))
         return result
 
     def _as_it_ended(self, spec: RunSpec, facts: Facts) -> Result:
         """Return the result of a run that is already complete, and send it to the other processes."""
         x0, common = flatten(self.module), self._fingerprint(spec)
-        model = (self.folder / "model.safetensors").read_bytes()
         try:
+            model = read_exported(self.module, self.folder / MODEL)
             adopt(self.module, model)
-        except (SafetensorError, RuntimeError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:
             raise resuming.damaged(self.folder, error) from None
         if callable(show := self.given.progress):  # the command line takes the folder from there
             shown = facts.strategy, spec.workers, spec.servers, spec.last_step

@@ -72,7 +72,7 @@ def serve(
         if name == CLIP:
             node.clip = values[0] or None
         else:
-            node.inner.follow(name, first, values)
+            node.optimizer.follow(name, first, values)
 
     peers.when_settings_change(follow)
     runtime = node_loop.NodeRuntime(spec, node, meter, log, tell=lambda said: None, show=lambda row: None)

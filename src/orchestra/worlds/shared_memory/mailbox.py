@@ -161,13 +161,13 @@ class Mailbox:
             return self._sleep(op)
 
     def _sleep(self, op: Sleep) -> bool:
-        if op.unless is None:
+        if op.cancel_on is None:
             time.sleep(op.seconds)
             return True
         until, bell = time.perf_counter() + op.seconds, self._bell[self._rank]
         while True:
             seen = self._words[bell]
-            if self._arrived(op.unless.members) is not None:
+            if self._arrived(op.cancel_on.members) is not None:
                 return False
             left = until - time.perf_counter()
             if left <= 0:

@@ -168,7 +168,7 @@ class Messenger:
     def sleep(self, op: Sleep) -> bool:
         """Sleep for a while; whether no message came from those whose messages disturb it."""
         until = time.perf_counter() + op.seconds
-        disturbing = [self._peers[node] for node in op.unless.members] if op.unless is not None else []
+        disturbing = [self._peers[node] for node in op.cancel_on.members] if op.cancel_on is not None else []
         while self._first(disturbing) is None:
             left = until - time.perf_counter()
             if left <= 0:
