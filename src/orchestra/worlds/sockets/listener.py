@@ -25,10 +25,14 @@ class Listener(Protocol):
 class NoListener:
     """Ignores everything: before there is a listener, and after the messenger is closed."""
 
-    def on_control(self, source: int, said: dict[str, Any]) -> None: ...
+    def on_control(self, source: int, said: dict[str, Any]) -> None:
+        """Ignore it."""
 
-    def on_file_piece(self, source: int, piece: bytes) -> None: ...
+    def on_file_piece(self, source: int, piece: bytes) -> None:
+        """Ignore it."""
 
-    def on_waiting(self) -> None: ...
+    def on_waiting(self) -> None:
+        """Do nothing."""
 
-    def on_reconnected(self, node: int, seconds: float, cause: str) -> None: ...
+    def on_reconnected(self, node: int, seconds: float, cause: str) -> None:
+        """Ignore it."""
