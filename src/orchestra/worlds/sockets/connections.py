@@ -61,8 +61,7 @@ class Connections:
         self._accept, self._reconnected = accept, reconnected
         self._largest = largest  # bytes
         self._summed = summed  # bodies are checked here, since nothing below does
-        self._reunion = arranged.reunion
-        self._selector = selectors.DefaultSelector()
+        self._reunion, self._selector = arranged.reunion, selectors.DefaultSelector()
         keeps = arranged.reunion.nodes if arranged.reunion is not None else frozenset()
         self.peers = {
             node: Connection(
