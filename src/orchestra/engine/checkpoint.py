@@ -232,19 +232,22 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return rest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def newest(folder: Path) -> tuple[Checkpoint, list[str]]:
-    """Return the newest whole checkpoint, and the errors of newer ones that had to be skipped."""
+def newest(folder: Path, largest: int | None = None) -> tuple[Checkpoint, list[str]]:
+    """Return the newest whole checkpoint, and the errors of newer ones that had to be skipped.
+
+    `largest`: upper bound on the bytes of a part of this run, since the sizes in the manifest may be forged.
+    """
     complaints: list[str] = []
     for path in reversed(found_in(folder)):
         try:
-            return verify(path), complaints
+            return verify(path, largest), complaints
         except CheckpointError as error:
             complaints.append(str(error))
     detail = "".join(f"\n  {c}" for c in complaints)
     raise CheckpointError(f"no usable checkpoint in {folder}.{detail or ' The run stopped before it wrote one.'}")
 
 
-def verify(path: Path) -> Checkpoint:
+def verify(path: Path, largest: int | None = None) -> Checkpoint:
     """Check a checkpoint against its manifest: all files must be inside it, with the right size and content."""
     try:
         manifest = files.read_json(path / "manifest.json")
@@ -261,7 +264,7 @@ def verify(path: Path) -> Checkpoint:
             names = ", ".join(sorted(missing)[:5]) + (", …" if len(missing) > 5 else "")
             raise ValueError(f"the parts {names} are missing")
         for name, expected in manifest["files"].items():
-            _verify_part(path, name, expected)
+            _verify_part(path, name, expected, largest)
         return Checkpoint(path, step, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not whole: {error}") from None
@@ -274,10 +277,11 @@ def _whole(manifest: dict[str, Any], name: str, least: int, most: int) -> int:
     return number
 
 
-def _verify_part(path: Path, name: str, expected: dict[str, Any]) -> None:
+def _verify_part(path: Path, name: str, expected: dict[str, Any], largest: int | None) -> None:
     file = path / name
     if file.is_symlink() or file.resolve().parent != path.resolve():
         raise ValueError(f"{name} lies outside the checkpoint")
+    files.open_regular(file, most=largest).close()
     if file.stat().st_size != expected["bytes"]:
         raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")
     if digest(file) != expected["sha256"]:

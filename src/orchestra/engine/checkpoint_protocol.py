@@ -22,11 +22,18 @@ from orchestra.engine.node_loop import NodeRuntime, crossed, everything, report,
 from orchestra.runs.events import EventLog, Saved
 
 
+class IdleListener(Protocol):
+    """What a node does before it sleeps because there is no message."""
+
+    def on_idle(self, *, at_rest: bool) -> None:
+        """Do what is due. `at_rest`: nothing happened on this node since its last step."""
+
+
 class Inbox(Protocol):
     """The messages of a node that were not read yet."""
 
-    when_idle: Callable[[], None]
-    when_at_rest: Callable[[], None]
+    def listen_idle(self, listener: IdleListener) -> None:
+        """From now on, tell a listener when this node is about to sleep because there is no message."""
 
     def has_mail(self) -> bool:
         """Return whether there is an unread message."""
@@ -67,10 +74,14 @@ class NodeCheckpointer:
         self._log = log
         self._saved_as = control.save_wanted  # label of this node's newest part of a checkpoint
         self._one_x = runtime.spec.strategy.layout.model_location == "shared"
-        if runtime.is_server:
-            transport.mailbox.when_idle = self._while_idle
-        else:
-            transport.mailbox.when_at_rest = self._while_at_rest
+        transport.mailbox.listen_idle(self)
+
+    def on_idle(self, *, at_rest: bool) -> None:
+        """Save if it is time: a server whenever it has no message, a worker only if it is at rest."""
+        if self._runtime.is_server:
+            self._while_idle()
+        elif at_rest:
+            self._while_at_rest()
 
     # A worker's side.
 

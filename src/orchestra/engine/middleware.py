@@ -41,7 +41,7 @@ class Delayed(TransportWrapper):
         due = self.now() + self._lasts(self.step)
         self.step += 1
         handle = self.inner.start(op)
-        undisturbed = self.inner.start(Sleep(max(0.0, due - self.now()), op.unless)).wait()
+        undisturbed = self.inner.start(Sleep(max(0.0, due - self.now()), op.cancel_on)).wait()
         return handle if undisturbed else cast("Handle[T]", Done(None))
 
 

@@ -360,7 +360,7 @@ def everything(runtime: NodeRuntime) -> dict[str, Any]:
     return {
         "x": None if elsewhere else node.x,
         "buffers": node.replica.buffers() if node.replica is not None else {},
-        "inner": node.inner.state(),
+        "inner": node.optimizer.state(),
         "strategy": runtime.state,
         "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
         "counts": [node.steps, node.samples, node.skipped, runtime.snapshots],
@@ -380,7 +380,7 @@ def restore(runtime: NodeRuntime, saved: dict[str, Any]) -> None:
     if node.replica is not None:
         for name, buffer in node.replica.buffers().items():
             buffer.copy_(saved["buffers"][name])
-    node.inner.restore(saved["inner"])
+    node.optimizer.restore(saved["inner"])
     if node.feed is not None:
         epoch, step, reshared = saved["feed"]
         if reshared is not None:

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import orchestra.runs.budget as budgets
 from orchestra.engine import checkpoint
 from orchestra.engine.checkpoint import Checkpoint
@@ -27,21 +29,38 @@ from orchestra.runs.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.runs.events import Event, encode, read
 from orchestra.runs.facts import Facts, facts_of, scores_of
 
+_LONGEST_SQUARED = 16_384  # a longer side of a layer gets no square matrix
 _LOG = re.compile(r"(?:events|trace)-([0-9]+)\.jsonl")
 
 
-def find(folder: Path, about: dict[str, Any], runner: Runner) -> Checkpoint:
-    """Return the newest whole checkpoint of a run; raise if the run had other settings."""
+def find(folder: Path, about: dict[str, Any], runner: Runner, largest: int) -> Checkpoint:
+    """Return the newest whole checkpoint of a run; raise if the run had other settings.
+
+    `largest`: upper bound on the bytes of a part; see `largest_part`.
+    """
     if (folder / "ending.json").exists() and not (folder / "checkpoints").exists():
         raise CheckpointError(
             f"{folder} is complete, and no checkpoint was kept to go on from. Train again, with --checkpoint-every or "
             "checkpoint_every=..., which also keeps a checkpoint of the end."
         )
-    saved, complaints = checkpoint.newest(folder / "checkpoints")
+    saved, complaints = checkpoint.newest(folder / "checkpoints", largest)
     for complaint in complaints:
         print(f"warning: {complaint}; going on from {saved.path.name}", file=sys.stderr)
     _require_same_run(saved.path, saved.manifest, about, runner)
     return saved
+
+
+def largest_part(module: nn.Module, nodes: int) -> int:
+    """Bytes that no node's part of a checkpoint of this model has more of, by far.
+
+    Strategies keep some vectors like x for each node, and optimizers some more; those of the Shampoo family keep
+    square matrices for every side of a layer, up to a length.
+    """
+    shapes = [t.shape for t in (*module.parameters(), *module.buffers())]
+    vectors = (64 + 16 * nodes) * sum(shape.numel() for shape in shapes)
+    squares = 4 * sum(min(side, _LONGEST_SQUARED) ** 2 for shape in shapes for side in shape)
+    words = files.SMALL + 4096 * (len(shapes) + nodes)
+    return 8 * (vectors + squares) + 4 * words
 
 
 def _require_same_run(path: Path, before: dict[str, Any], about: dict[str, Any], runner: Runner) -> None:

@@ -36,6 +36,7 @@ from orchestra.model.replica import persistent_buffers
 from orchestra.runs.budget import Target
 from orchestra.runs.events import Scored, decode, encode
 from orchestra.runs.facts import scores_of
+from orchestra.runs.score_file import ScoreFile
 
 Evaluate = Callable[[nn.Module, Any], Any]
 Show = Callable[[int, int], None]  # how many are scored, of how many
@@ -77,6 +78,7 @@ class Scorer:
     def __post_init__(self) -> None:
         self.module = copy.deepcopy(self.module)
         self.done |= {s.number for s in scores_of(self.run)}
+        self._file = ScoreFile(self.run, thin=not self.keep)  # a kept snapshot without a score would be scored again
         self._halt = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -197,8 +199,7 @@ class Scorer:
         return False
 
     def _record(self, scored: Scored) -> None:
-        with (self.run / "scores.jsonl").open("a", encoding="utf-8") as file:
-            file.write(encode(scored))
+        self._file.append(scored)
         self.reached = self.reached or any(t.reached(scored.metrics) for t in self.targets)
 
     # During the run.

@@ -104,7 +104,8 @@ class Training:
             about, budget = fingerprint.about(spec, self.module), fingerprint.budget_of(spec)
             if (ended := resuming.as_it_ended(self.folder, about, self.runner, spec)) is not None:
                 return self._as_it_ended(spec, ended)
-            self.saved = resuming.find(self.folder, about, self.runner)
+            largest = resuming.largest_part(self.module, spec.workers + spec.servers)
+            self.saved = resuming.find(self.folder, about, self.runner, largest)
             spec, resumed_at = self.spec(), resuming.clock(self.saved)
             resuming.look_at_budget(self.folder, self.saved, spec, resumed_at)
             resuming.forget_after(self.folder, self.saved)
