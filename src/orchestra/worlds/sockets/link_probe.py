@@ -23,7 +23,7 @@ from orchestra.worlds.sockets.auth import exactly
 from orchestra.worlds.sockets.rendezvous import hear, say
 
 
-class Link(NamedTuple):
+class LinkSpeed(NamedTuple):
     """What the connection from one process to another can do."""
 
     latency: float  # seconds, one way
@@ -38,7 +38,7 @@ _PATIENCE = 60.0  # seconds
 _SIZE = struct.Struct("<Q")
 
 
-def measure(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, Link]:
+def measure(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, LinkSpeed]:
     """From this process to each of the others; all of them must do this at the same time."""
     found = {}
     for pairs in rounds(len(connections) + 1):
@@ -53,8 +53,8 @@ def measure(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, Li
 def agree(
     rank: int,
     connections: Mapping[int, socket.socket],
-    found: Mapping[int, Link],
-    decide: Callable[[list[dict[int, Link]]], Any],
+    found: Mapping[int, LinkSpeed],
+    decide: Callable[[list[dict[int, LinkSpeed]]], Any],
 ) -> Any:
     """Tell process 0 what was found, and hear what it decides."""
     if rank:
@@ -68,14 +68,14 @@ def agree(
     return announce(rank, connections, decide(everything))
 
 
-def _packed(found: Mapping[int, Link]) -> dict[str, list[float]]:
+def _packed(found: Mapping[int, LinkSpeed]) -> dict[str, list[float]]:
     links = found.values()
     return {"to": [*found], "latency": [link.latency for link in links], "rate": [link.rate for link in links]}
 
 
-def _unpacked(said: Mapping[str, Any]) -> dict[int, Link]:
+def _unpacked(said: Mapping[str, Any]) -> dict[int, LinkSpeed]:
     rows = zip(said["to"], said["latency"], said["rate"], strict=True)
-    return {int(node): Link(float(latency), float(rate)) for node, latency, rate in rows}
+    return {int(node): LinkSpeed(float(latency), float(rate)) for node, latency, rate in rows}
 
 
 def announce(rank: int, connections: Mapping[int, socket.socket], decided: Any = None) -> Any:
@@ -118,7 +118,7 @@ def rounds(size: int) -> Iterator[Sequence[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def _pair(sock: socket.socket, *, first: bool) -> Link:
+def _pair(sock: socket.socket, *, first: bool) -> LinkSpeed:
     sock.settimeout(_PATIENCE)
     latency = _there_and_back(sock, first=first)
     if first:
@@ -127,7 +127,7 @@ def _pair(sock: socket.socket, *, first: bool) -> Link:
     else:
         _receive(sock)
         rate = _send(sock, latency)
-    return Link(latency, rate)
+    return LinkSpeed(latency, rate)
 
 
 def _there_and_back(sock: socket.socket, *, first: bool) -> float:

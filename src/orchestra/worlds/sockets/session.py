@@ -31,7 +31,7 @@ from orchestra.worlds.sockets import rank_order
 from orchestra.worlds.sockets.addresses import door_of, is_loopback, plain, resolve, show, speak
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.control_messages import HOME, LONGEST
-from orchestra.worlds.sockets.link_probe import Link, agree, announce, measure
+from orchestra.worlds.sockets.link_probe import LinkSpeed, agree, announce, measure
 from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.pairing import arrange
 from orchestra.worlds.sockets.rendezvous import Rendezvous, closed_on_failure
@@ -191,9 +191,9 @@ def _arrange(
         return list(range(size)), None
     links: rank_order.MeasuredLinks | None = None
 
-    def decide(found: list[dict[int, Link]]) -> list[int]:
+    def decide(found: list[dict[int, LinkSpeed]]) -> list[int]:
         nonlocal links
-        to_itself = Link(latency=0.0, rate=math.inf)
+        to_itself = LinkSpeed(latency=0.0, rate=math.inf)
         table = [[row.get(node, to_itself) for node in range(size)] for row in found]
         links = rank_order.MeasuredLinks(
             tuple(tuple(link.latency for link in row) for row in table),
