@@ -225,7 +225,7 @@ def _take_part(
     if asked.rank >= asked.workers:
         serve(spec, comm, meter, log, peers, folder, x0.cpu())
     if spec.torch_means:
-        from orchestra.user_loop.torch_collectives import LoopCollectives  # not needed otherwise
+        from orchestra.user_loop.loop_collectives import LoopCollectives  # not needed otherwise
 
         patience = asked.cluster.patience
         transport.means = LoopCollectives(peers, transport.exchange, asked.rank, asked.workers, peers.host, patience)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import orchestra
-from orchestra.cli import catalogue as known
+from orchestra.cli import part_text as known
 from orchestra.strategies.catalogue import PARTS, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -380,3 +380,27 @@ def test_the_architecture_page_has_the_arrows() -> None:
     assert {
         name: (packages - {"base"}) | (base if "base" in packages else set()) for name, packages in told.items()
     } == ARROWS
+
+
+# Files of one name: the folder says the rest.
+TOLD_BY_FOLDER = {
+    "base.py",  # of a kind of part of a server
+    "control.py", "coordinator.py", "supervisor.py", "transport.py",  # of one world, or what all worlds share
+    "network.py", "processes.py",  # what the doctor looks at
+    "resume.py",  # the command
+    "server.py",  # of parameters, of pages
+}  # fmt: skip
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_a_file_name_recurs_only_where_its_folder_says_the_rest() -> None:
+    names = [path.name for path in FILES if path.name not in {"__init__.py", "__main__.py"}]
+    assert {name for name in names if names.count(name) > 1} <= TOLD_BY_FOLDER

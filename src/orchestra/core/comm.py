@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -93,33 +93,39 @@ class Comm:
             others = f"the others are among 0 to {self.transport.size - 1}"
             raise ValueError(f"node {self.rank} has no node {other} to speak with: {others}")
 
-    def recv(self, source: int, *, at_rest: bool = False) -> Message:
-        """The next message from one node. `at_rest`: nothing happened since the last step, so the run may be saved."""
+    @overload
+    def recv(self, source: int, *, at_rest: bool = False) -> Message: ...
+
+    @overload
+    def recv(self, source: int, *, departures: Literal[True]) -> Message | None: ...
+
+    def recv(self, source: int, *, at_rest: bool = False, departures: bool = False) -> Message | None:
+        """Return the next message from one node.
+
+        With `departures`, None if that node has left; otherwise that is an error. `at_rest`: nothing happened on this
+        node since its last step, so the run may be saved while it waits.
+        """
         self._require(source)
         message = self._next(source, at_rest=at_rest)
-        if not isinstance(message, Message):
-            raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
-        return message
+        if isinstance(message, Message):
+            return message
+        if departures:
+            return None
+        raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
 
-    def inbox(self) -> Iterator[Message]:
-        """Messages from the workers as they come, until every worker has left."""
-        while isinstance(message := self._next(None), Message):
+    @overload
+    def inbox(self) -> Iterator[Message]: ...
+
+    @overload
+    def inbox(self, *, departures: Literal[True]) -> Iterator[Message | Departed]: ...
+
+    def inbox(self, *, departures: bool = False) -> Iterator[Message | Departed]:
+        """Yield messages from the workers in the order they arrive, until every worker has left.
+
+        With `departures`, each worker that leaves is yielded as well.
+        """
+        while (message := self._next(None, departures=departures)) is not None:
             yield message
-
-    def arrivals(self) -> Iterator[Message | Departed]:
-        """The same, and who leaves."""
-        while (came := self._next(None, departures=True)) is not None:
-            yield came
-
-    def rounds(self) -> Iterator[list[Message]]:
-        """One message from each worker that has not left, in rank order, again and again."""
-        while pushed := [m for w in self.workers.members if isinstance(m := self._next(w), Message)]:
-            yield pushed
-
-    def next_from(self, source: int) -> Message | None:
-        """The next message from one node; None if it has left."""
-        came = self._next(source)
-        return came if isinstance(came, Message) else None
 
     def _next(
         self, source: int | None, *, departures: bool = False, at_rest: bool = False
@@ -138,11 +144,6 @@ class Comm:
                     self.known[whole.source] = whole.progress
                 return whole
         return None
-
-    def see_off(self) -> None:
-        """Wait until every worker has left."""
-        for _ in self.inbox():
-            pass
 
     def pause(self) -> None:
         """Tell the servers that this worker sends nothing more before they begin anew: to them it is as if it left."""

@@ -32,7 +32,7 @@ class Node:
     def __init__(
         self,
         comm: Comm,
-        inner: FlatOptimizer,
+        optimizer: FlatOptimizer,
         x: Tensor,
         *,
         log: Log,
@@ -57,7 +57,7 @@ class Node:
         self.skipped = 0  # gradients that were not finite
         self.abandoned = False  # whether the last mini-batch was given up
         self.retired = False  # whether this worker has made way for a server
-        self.replica, self.feed, self.inner = replica, feed, inner
+        self.replica, self.feed, self.optimizer = replica, feed, optimizer
         self._log = log
         self.placement = placement  # the range of x that each server holds
         self._lengths = [part.stop - part.start for part in placement]
@@ -107,7 +107,7 @@ class Node:
     @property
     def lr(self) -> float:
         """γ: the learning rate in force."""
-        return self.inner.lr
+        return self.optimizer.lr
 
     @property
     def epochs(self) -> float:
@@ -128,18 +128,18 @@ class Node:
         assert self._validation is not None, "there are no samples set apart"
         return self.comm.transport.start(Compute(self._validation)).wait()
 
-    def gradient(self, *, averaged: bool = False, unless: Group | None = None, unused: bool = False) -> Tensor:
+    def gradient(self, *, averaged: bool = False, cancel_on: Group | None = None, unused: bool = False) -> Tensor:
         """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.
 
         A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else. One
-        is `abandoned` if meanwhile a message comes from the nodes in `unless`, or at once if it would be `unused`.
+        is `abandoned` if meanwhile a message comes from the nodes in `cancel_on`, or at once if it would be `unused`.
         `averaged`: what follows is `mean_update`, so the world may begin with the last layers while backward is at the
         first.
         """
         assert self.feed is not None
         start = self.comm.transport.start
         self.comm.progress = self.epochs
-        self.inner.set_progress(self.comm.progress)
+        self.optimizer.set_progress(self.comm.progress)
         batch, size = start(Compute(self.feed.next, draws=self.feed.draws)).wait()
         self.steps += 1
         self.abandoned = False
@@ -149,7 +149,7 @@ class Node:
             self.g.zero_()
             self.weight, self.loss = 0.0, math.nan
             return self.g
-        taking = Compute(lambda: self._differentiate(batch, size, ready), size, batch, draws=True, unless=unless)
+        taking = Compute(lambda: self._differentiate(batch, size, ready), size, batch, draws=True, cancel_on=cancel_on)
         loss: float | None = None if unused else start(taking).wait()
         if loss is None:
             self.abandoned = True
@@ -197,19 +197,19 @@ class Node:
         """x ← the inner optimizer's step with gradient g."""
         if self.feed is None:
             self.steps += 1
-            self.inner.set_progress(self.epochs)
-        step = Compute(lambda: self._step(g), numbers=g.numel(), draws=self.inner.draws)
+            self.optimizer.set_progress(self.epochs)
+        step = Compute(lambda: self._step(g), numbers=g.numel(), draws=self.optimizer.draws)
         self.comm.transport.start(step).wait()
 
     def _step(self, g: Tensor) -> None:
         """The inner optimizer's step; g is clipped first if it is the mean that `clip` bounds."""
         if self.clip is not None and self._clips_mean:
             clip_(g, self.clip)
-        self.inner.step(g)
+        self.optimizer.step(g)
 
     def rates(self) -> Iterator[tuple[slice, float]]:
         """γ of each range of x: of all of it, or of each layer where the optimizer has groups of them."""
-        return self.inner.rates()
+        return self.optimizer.rates()
 
     def descend(self, g: Tensor) -> None:
         """x ← x − γ g, plainly; where groups of layers have each their own γ, with that."""

@@ -59,7 +59,7 @@ class Compute(Op[T]):
     For worlds that model how long that takes, or take several gradients at once: `work` is the number of samples, and
     `batch` the mini-batch, if it is a gradient; `numbers` is how many elements of vectors it passes over, if it is not.
     `draws`: it may draw from the global random generators, of which several nodes in one process have one each.
-    `unless`: it is given up, and answers None, if a message from one of these nodes is there before it ends.
+    `cancel_on`: it is given up, and answers None, if a message from one of these nodes is there before it ends.
     """
 
     fn: Callable[[], T]
@@ -67,7 +67,7 @@ class Compute(Op[T]):
     batch: Any = None
     numbers: int = 0
     draws: bool = False
-    unless: Group | None = None
+    cancel_on: Group | None = None
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class Sleep(Op[bool]):
     """Do nothing for a while, unless a message comes from one of some nodes: answers whether it did not."""
 
     seconds: float
-    unless: Group | None = None
+    cancel_on: Group | None = None
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import Literal
 
 from orchestra.collectives import ALGORITHMS, hierarchical, mean_
-from orchestra.collectives.traffic import numbers_sent
+from orchestra.collectives.volume import numbers_sent
 from orchestra.core.node import Node
 from orchestra.core.strategy import Layout, Strategy, Updates, option
 from orchestra.core.traffic import ExpectedTraffic, RunSize

@@ -95,7 +95,7 @@ class SlowMo(Strategy[SlowMoState]):
         for (part, _), total in zip(node.rates(), s.gamma, strict=True):
             self._move(node.x[part], s.x0[part], s.u[part], total / (node.steps - s.steps))
         if self.buffers == "reset":
-            node.inner.reset()
+            node.optimizer.reset()
         elif self.buffers == "average":
             self._average_buffers(node)
         s.steps, s.samples, s.gamma = node.steps, node.samples, []
@@ -109,12 +109,12 @@ class SlowMo(Strategy[SlowMoState]):
             x0.copy_(x)
 
     def _average_buffers(self, node: Node) -> None:
-        buffers = node.inner.vectors()
+        buffers = node.optimizer.vectors()
         # A worker that could make no update yet has none: then all of them wait for the next round.
         counts = node.comm.gather(torch.tensor([float(len(buffers))]))
         if all(torch.equal(count, counts[0]) for count in counts):
             means = [node.comm.mean(buffer) for buffer in buffers]
-            node.inner.put(means)
+            node.optimizer.put(means)
 
 
 def traffic(strategy: SlowMo, run: RunSize) -> ExpectedTraffic | None:

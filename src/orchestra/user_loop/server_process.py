@@ -72,12 +72,13 @@ def serve(
         if name == CLIP:
             node.clip = values[0] or None
         else:
-            node.inner.follow(name, first, values)
+            node.optimizer.follow(name, first, values)
 
     peers.when_settings_change(follow)
     runtime = node_loop.NodeRuntime(spec, node, meter, log, tell=lambda said: None, show=lambda row: None)
     states = OnServer(runtime, peers)
-    peers.exchange.when_idle = node.comm.between_messages = states.settle
+    peers.exchange.listen_idle(states)
+    node.comm.between_messages = states.settle
     log.write(NodeStarted(node.now(), node.rank, "server", time.perf_counter() - began))
     peers.exchange.begin()
     node_loop.serve(runtime, ServerFinisher(runtime, folder))

@@ -132,6 +132,10 @@ class OnServer:
     def __init__(self, runtime: NodeRuntime, peers: Peers) -> None:
         self._runtime, self._node, self._peers, self._exchange = runtime, runtime.node, peers, peers.exchange
 
+    def on_idle(self, *, at_rest: bool) -> None:
+        """Do what the workers ask before this server sleeps because there is no message."""
+        self.settle()
+
     def settle(self) -> None:
         """Answer requests, and load if every worker wants to."""
         asked = self._peers.about_state
@@ -140,7 +144,7 @@ class OnServer:
         for worker, kind in [*asked]:
             if kind == SEND and not self._exchange.has_mail(worker):
                 asked.remove((worker, kind))
-                _give(self._exchange, worker, {"states": self._node.inner.by_layer(), "x": self._node.x})
+                _give(self._exchange, worker, {"states": self._node.optimizer.by_layer(), "x": self._node.x})
         workers = self._node.comm.workers.members
         if {(worker, LOAD) for worker in workers} <= {*asked} and not self._exchange.has_mail():
             for worker in workers:
@@ -151,7 +155,7 @@ class OnServer:
         node, tree = self._node, _take(self._exchange, workers[0])
         node.x.copy_(tree["x"])
         if tree["states"] is not None:
-            node.inner.restore_by_layer(tree["states"], tree["pace"])
+            node.optimizer.restore_by_layer(tree["states"], tree["pace"])
         _begin_again(self._runtime)
         for worker in workers:
             self._exchange.note(worker, {"kind": LOADED})

@@ -154,11 +154,12 @@ class StrategySwitch(Strategy[SwitchState]):
                 self._begin_second(node, s)
         if s.switched and self.then.layout.servers:
             self.then.serve(node, s.then)
-        node.comm.see_off()  # a server without work is still there to be asked for what it has
+        for _ in node.comm.inbox():  # a server without work stays, to be asked for its range
+            pass
 
     def _begin_second(self, node: Node, s: SwitchState) -> None:
         workers = left = len(node.comm.workers)
-        for v in node.inner.first_moments() if self.momenta == "scale" else ():
+        for v in node.optimizer.first_moments() if self.momenta == "scale" else ():
             v.div_(workers)
         if self.promote:
             node.retire(self.then.layout.servers)

@@ -52,7 +52,7 @@ def from_worker(node: Node, first: Layout, then: Layout, *, keep: bool) -> None:
     """A worker's part of it. All workers come here after the same step, and none goes on before all have."""
     comm = node.comm
     if not keep:
-        node.inner.reset()
+        node.optimizer.reset()
     comm.use(None)
     samples = torch.tensor([float(node.samples)], dtype=torch.float64)
     comm.mean_(samples)
@@ -69,7 +69,7 @@ def from_worker(node: Node, first: Layout, then: Layout, *, keep: bool) -> None:
                 outlines.append(outline)
                 vectors.append(momenta)
         if not then.servers:
-            node.inner.adopt(*optimizer_state.joined(parts, outlines, vectors))
+            node.optimizer.adopt(*optimizer_state.joined(parts, outlines, vectors))
         return
     if first.model_location == "apart":
         comm.mean_(node.x, weight=float(max(1, node.samples)))
@@ -88,19 +88,19 @@ def at_server(node: Node, first: Layout, then: Layout, *, keep: bool) -> bool:
         if not comm.resume():
             return False
         if not keep:
-            node.inner.reset()
+            node.optimizer.reset()
         for worker in workers:
             comm.send(worker, node.x)
             if not then.servers:
                 _send(node, worker, slice(0, node.x.numel()))
         return True
     giver = workers[(comm.servers.index(node.rank) - len(comm.servers)) % len(workers)]
-    came = comm.next_from(giver)
+    came = comm.recv(giver, departures=True)
     if came is None:
         return False
     node.x.copy_(came.x)
     samples = came.version
-    node.inner.adopt(*_receive(node, giver))
+    node.optimizer.adopt(*_receive(node, giver))
     node.samples = samples  # now that it holds everything
     comm.known = dict.fromkeys(workers, came.progress)  # all workers are at the same step
     return True
@@ -111,7 +111,7 @@ def set_pace(node: Node, momentum: float | None, scale: float, *, told: bool) ->
 
     A rate that was not `told` by the user also makes up for the change of the momentum.
     """
-    inner = node.inner
+    inner = node.optimizer
     if momentum is not None:
         inner.set_momentum(momentum, keep=not told)
     inner.rescale(scale)
@@ -124,7 +124,7 @@ def set_pace(node: Node, momentum: float | None, scale: float, *, told: bool) ->
 
 
 def _send(node: Node, to: int, part: slice) -> None:
-    outline, vectors = optimizer_state.within(node.inner.outline(), part, node.x.numel()), node.inner.vectors()
+    outline, vectors = optimizer_state.within(node.optimizer.outline(), part, node.x.numel()), node.optimizer.vectors()
     text = torch.frombuffer(bytearray(json.dumps(outline).encode()), dtype=torch.uint8)
     node.comm.send(to, text, version=len(vectors))
     for vector in vectors:

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 
 from orchestra.core.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
+from orchestra.engine.checkpoint_protocol import IdleListener
 from orchestra.errors import Stalled, WorkerLost
 from orchestra.worlds.shared_memory.hangs import HangWatch, Limits, Seen
 from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
 from orchestra.worlds.sockets import wire
 from orchestra.worlds.sockets.connection import Connection
 from orchestra.worlds.sockets.connections import AHEAD, Connections
+from orchestra.worlds.sockets.listener import Listener, NoListener
 from orchestra.worlds.sockets.pairing import Pairing
 from orchestra.worlds.sockets.shm_ring import longest_of, mark_of
 
@@ -53,26 +55,31 @@ class Messenger:
         near: Collection[int] = (),
         arranged: Pairing | None = None,
     ) -> None:
-        self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
-        self.when_at_rest: Callable[[], None] = lambda: None  # likewise, if it is as it was after its last step
-        self.when_waiting: Callable[[], None] = lambda: None  # now and then, for as long as it waits
-        # A broken connection was made anew: to whom, after how many seconds, and what broke it.
-        self.when_reunited: Callable[[int, float, str], None] = lambda node, seconds, why: None
-        self.hear: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a word on the run as a whole
-        self.take_in: Callable[[int, bytes], None] = lambda source, piece: None  # of a file that was announced
+        self._listener: Listener = NoListener()
+        self._idle_listener: IdleListener | None = None
         self.largest = largest  # bytes of a message
         self._rank, self._traffic, self._near = rank, traffic, near
         self._lines = Connections(
-            rank, workers, run, connections, self._accept,
+            rank, workers, run, connections, self._accept, self._reconnected,
             largest=largest, patience=patience, summed=summed, arranged=arranged or Pairing(),
         )  # fmt: skip
-        self._lines.when_reunited = lambda *told: self.when_reunited(*told)
         self._peers = self._lines.peers
         self._turn = 0
         self._watch = HangWatch(Limits.of(patience), lambda node: self._lines.names([node]))
         self._mark = NOT_WAITING
         self._begun = False  # before, other nodes may be busy for long, and only a stopped one is known to hang
         self._worked, self._longest = math.inf, 0.0  # since when this node does not wait; seconds of its longest work
+
+    def listen(self, listener: Listener) -> None:
+        """From now on, tell a listener what concerns the run as a whole."""
+        self._listener = listener
+
+    def listen_idle(self, listener: IdleListener) -> None:
+        """From now on, tell a listener when this node is about to sleep because there is no message."""
+        self._idle_listener = listener
+
+    def _reconnected(self, node: int, seconds: float, cause: str) -> None:
+        self._listener.on_reconnected(node, seconds, cause)
 
     @property
     def lost(self) -> dict[int, WorkerLost]:
@@ -120,9 +127,8 @@ class Messenger:
         def ready() -> bool:
             if self._first(sources) is not None or all(p.left for p in sources):
                 return True
-            if op.at_rest:
-                self.when_at_rest()
-            self.when_idle()
+            if self._idle_listener is not None:
+                self._idle_listener.on_idle(at_rest=op.at_rest)
             return False
 
         def whom() -> str:
@@ -162,7 +168,7 @@ class Messenger:
     def sleep(self, op: Sleep) -> bool:
         """Sleep for a while; whether no message came from those whose messages disturb it."""
         until = time.perf_counter() + op.seconds
-        disturbing = [self._peers[node] for node in op.unless.members] if op.unless is not None else []
+        disturbing = [self._peers[node] for node in op.cancel_on.members] if op.cancel_on is not None else []
         while self._first(disturbing) is None:
             left = until - time.perf_counter()
             if left <= 0:
@@ -191,9 +197,9 @@ class Messenger:
                 said = wire.read_note(body)
                 peer.gone = peer.gone or said == _BYE
                 if not peer.gone:
-                    self.hear(peer.rank, said)
+                    self._listener.on_control(peer.rank, said)
             case wire.FILE:
-                self.take_in(peer.rank, bytes(wire.body_of(body)))
+                self._listener.on_file_piece(peer.rank, bytes(wire.body_of(body)))
             case wire.FAREWELL:
                 peer.arrived.append(Departed(peer.rank))
             case _:
@@ -243,7 +249,7 @@ class Messenger:
 
     def poll(self) -> None:
         """Take in what has come, without waiting."""
-        self.when_waiting()
+        self._listener.on_waiting()
         if self._mark == WAITING:
             self._look_for_hangs([*self._peers.values()])
         self._lines.pump(0.0)
@@ -278,7 +284,7 @@ class Messenger:
     ) -> None:  # fmt: skip
         began = time.perf_counter()
         while not ready():
-            self.when_waiting()
+            self._listener.on_waiting()
             for peer in needed:
                 self._lines.require(peer)
             self._lines.give_signs(began)
@@ -337,10 +343,9 @@ class Messenger:
 
     def close(self, *, within: float = 2.0) -> None:
         """Send what is left, and hang up; after so many seconds even if somebody does not listen."""
-        self.when_waiting, self.hear = (lambda: None), (lambda source, said: None)
+        self._listener = NoListener()
         for peer in self._peers.values():
             peer.pid = None  # from now on nothing of theirs matters
-        self.take_in = lambda source, piece: None
         until = time.monotonic() + within
         for peer in self._peers.values():
             with suppress(Stalled, WorkerLost):

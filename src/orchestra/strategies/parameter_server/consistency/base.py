@@ -172,7 +172,7 @@ class OnRequest(Consistency):
     def serve(self, node: Node, s: ServerState, correction: Correction) -> None:
         """Take what comes, update when it is time, answer who may read."""
         at = Service(node, s, correction)
-        for came in node.comm.arrivals():
+        for came in node.comm.inbox(departures=True):
             if isinstance(came, Departed):
                 at.active.discard(came.source)
                 at.asking.pop(came.source, None)

@@ -172,7 +172,7 @@ def work_unless_cancelled(node: Node, s: ServerState) -> None:
     if not pull(node, s):
         pass_over(node)
         return
-    g = node.gradient(unless=node.comm.servers)
+    g = node.gradient(cancel_on=node.comm.servers)
     if not node.abandoned:
         push(node, s, g)
 
