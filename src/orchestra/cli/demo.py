@@ -33,9 +33,7 @@ _MARK = ".orchestra-demo"
 
 def demo(
     context: typer.Context,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where; an earlier demo there is replaced.")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[Path, o.output(metavar="DIR", help="Where; an earlier demo there is replaced.")] = Path("runs/demo"),
     json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:

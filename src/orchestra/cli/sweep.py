@@ -31,23 +31,24 @@ if TYPE_CHECKING:
 
 Grid = Annotated[
     list[str],
-    typer.Option(
+    o.comparison(
         metavar="AXIS=A,B,C",
         help="Values to try; several axes are crossed. bandwidth, latency (with --sim), straggler (how many times "
         "slower worker 0 is), workers, batch, lr.",
     ),
 ]
 Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
-TuneEach = Annotated[bool, typer.Option("--tune-each", help="Tune under each condition. Default: under the first.")]
+TuneEach = Annotated[bool, o.comparison("--tune-each", help="Tune under each condition. Default: under the first.")]
 
 
 def sweep(
     context: typer.Context, recipe: racing.Name, grid: Grid, args: o.Args = None,
-    strategies: racing.Strategies = racing.DEFAULT, workers: o.Workers = None, seeds: racing.Seeds = 1,
-    epochs: o.Epochs = None, target: racing.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
-    optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None, partition: o.Spread = None,
-    device: o.Device = None, sim: o.Sim = False, network: o.Network = None, delay: o.Delay = None,
+    strategies: racing.Strategies = racing.DEFAULT, seeds: racing.Seeds = 1, target: racing.Goal = None,
     tune: racing.Tune = True, tune_each: TuneEach = False, tune_real: racing.TuneReal = False,
+    batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
+    clip: o.Clip = None, partition: o.Spread = None, epochs: o.Epochs = None,
+    workers: o.Workers = None, device: o.Device = None, delay: o.Delay = None,
+    sim: o.Sim = False, network: o.Network = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies under every condition of a grid, and print who was first in each.

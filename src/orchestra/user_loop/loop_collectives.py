@@ -22,8 +22,10 @@ class LoopCollectives(TorchCollectives):
     def __init__(self, peers: Peers, exchange: Messenger, rank: int, workers: int, host: str, patience: float) -> None:
         self._peers = peers
         store = tcp_store(exchange, rank, workers, host, patience)
-        TorchCollectives.__init__(self, store, rank, workers, torch.device("cpu"), host=host, patience=patience)
-        self.when_waiting = peers.listen
+        cpu = torch.device("cpu")
+        TorchCollectives.__init__(
+            self, store, rank, workers, cpu, host=host, patience=patience, on_waiting=peers.listen
+        )
         peers.hang_up = self.close
 
     def mean(self, x: Tensor, weight: float) -> tuple[Tensor, float]:

@@ -57,8 +57,7 @@ class LoopRunFolder:
             mark.write_text(mark.name, encoding="ascii")
         except OSError as error:
             raise ConfigError([Problem("out", str(out), f"cannot be written: {error}")]) from None
-        files = FileReceiver(path, files_of, _LARGEST, _could_not_keep)
-        self._peers.file, self._exchange.take_in = files.expect, files.take_in
+        self._peers.receive_files(FileReceiver(path, files_of, _LARGEST, _could_not_keep))
         self._exchange.tell_all({"kind": "folder", "path": str(path), "mark": mark.name})
         self._await(lambda: len(self._peers.looked) == self._others, "the others to look for the run folder")
         mark.unlink()

@@ -132,6 +132,10 @@ class OnServer:
     def __init__(self, runtime: NodeRuntime, peers: Peers) -> None:
         self._runtime, self._node, self._peers, self._exchange = runtime, runtime.node, peers, peers.exchange
 
+    def on_idle(self, *, at_rest: bool) -> None:
+        """Do what the workers ask before this server sleeps because there is no message."""
+        self.settle()
+
     def settle(self) -> None:
         """Answer requests, and load if every worker wants to."""
         asked = self._peers.about_state

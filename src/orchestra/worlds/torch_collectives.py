@@ -177,7 +177,11 @@ class _Sum:
 
 
 class TorchCollectives:
-    """The means of all workers. `host`: this machine's address in the run's network, where Gloo listens."""
+    """The means of all workers.
+
+    `host` is this machine's address in the run's network, where Gloo listens. `on_waiting` is called again and again
+    for as long as a mean takes.
+    """
 
     def __init__(
         self,
@@ -188,9 +192,10 @@ class TorchCollectives:
         *,
         host: str = "127.0.0.1",
         patience: float = 300.0,
+        on_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers = workers
-        self.when_waiting: Callable[[], None] = lambda: None  # now and then, for as long as a mean takes
+        self._on_waiting = on_waiting
         self._patience = patience
         self._blocks = device.type == "cpu"  # NCCL has the GPU wait
         try:
@@ -262,7 +267,7 @@ class TorchCollectives:
 
     def _wait(self, work: Work) -> None:
         try:
-            _await(work, self.when_waiting) if self._blocks else work.wait()
+            _await(work, self._on_waiting) if self._blocks else work.wait()
         except BaseException:
             _never_end(self._backend)
             raise

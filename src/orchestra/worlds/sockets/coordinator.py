@@ -60,8 +60,7 @@ class Coordinator(RunSupervisor):
             largest = largest_file(self.prepared.x0)
             rescue = partial(make_elsewhere, spec.launch)
             self.files = FileReceiver(spec.run, files_of, largest, self._could_not_keep, rescue)
-            self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
-            self.exchange.when_waiting = self._glance
+            self.exchange.listen(self)
             self.transport.control.learn("save_wanted", self.prepared.resumed_from)
             try:
                 self._share_order()
@@ -96,8 +95,8 @@ class Coordinator(RunSupervisor):
         text = json.dumps(record | measured).replace("Infinity", "null")
         checkpoint.write_text(self.spec.run / "topology.json", text)
 
-    def _listen(self, source: int, said: dict[str, Any]) -> None:
-        """Somebody tells something."""
+    def on_control(self, source: int, said: dict[str, Any]) -> None:
+        """Handle a control message from another node."""
         control_messages.check(source, said)
         match said["kind"]:
             case "far-off":
@@ -105,7 +104,7 @@ class Coordinator(RunSupervisor):
             case "file":
                 self.files.expect(source, said)
             case "report":
-                self.reports[source] = NodeStatus(*said["row"])
+                self.reports[source] = NodeStatus(**said["status"])
             case "begun":
                 self.answers[source] = said["step"]
                 self._name_last_step()
@@ -120,6 +119,14 @@ class Coordinator(RunSupervisor):
                 self.hear({"kind": "save-failed", "node": source, "step": said["step"], "error": str(error)})
             case _ if not self.transport.hear(said):
                 self.hear(said | {"node": source})
+
+    def on_file_piece(self, source: int, piece: bytes) -> None:
+        """Take the next piece of a file that another node has announced."""
+        self.files.take_in(source, piece)
+
+    def on_reconnected(self, node: int, seconds: float, cause: str) -> None:
+        """Log that a broken connection was replaced."""
+        self.session.log_reconnected(node, seconds, cause)
 
     def _told_of_failure(self, said: dict[str, Any]) -> OrchestraError:
         """What another raised. Its own process ends with the error's exit code, this one as a consequence."""
@@ -186,8 +193,8 @@ class Coordinator(RunSupervisor):
         if len(self.answers) == self.session.workers and not control.stop_at:
             control.write("stop_at", control.last_step([*self.answers.values()]))
 
-    def _glance(self) -> None:
-        """Now and then, while this node waits: see whether everybody is there, and whether it is time to stop."""
+    def on_waiting(self) -> None:
+        """Check, while this node waits, whether every node is still connected and whether it is time to stop."""
         self.session.require_everybody()
         self.consider_stopping()
         now = time.perf_counter()

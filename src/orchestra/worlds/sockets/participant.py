@@ -52,8 +52,7 @@ class Participant:
         self.session = session = Session(self.spec, self.x0, self.cluster, self.about)
         with counting(self, echo=SIGNAL_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
             self.exchange, self.transport, self.rank = session.exchange, session.transport, session.rank
-            self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
-            self.exchange.when_waiting = self._glance
+            self.exchange.listen(self)
             try:
                 whom = "worker 0 to say where the run folder is"
                 self._await(lambda: self.order is not None or self.over is not None, whom)
@@ -99,7 +98,8 @@ class Participant:
     def _tell(self, said: dict[str, Any]) -> None:
         self.exchange.note(HOME, said)
 
-    def _listen(self, source: int, said: dict[str, Any]) -> None:
+    def on_control(self, source: int, said: dict[str, Any]) -> None:
+        """Handle a control message from another node."""
         control_messages.check(source, said)
         match said["kind"]:
             case "order":
@@ -120,7 +120,8 @@ class Participant:
         done = self.transport.control.is_done(self.rank)
         return NO_MORE_STEPS if done else self.transport.begun
 
-    def _take_in(self, source: int, piece: bytes) -> None:
+    def on_file_piece(self, source: int, piece: bytes) -> None:
+        """Take the next piece of the final model or of a file that another node has announced."""
         if self.over is not None and source == HOME:
             self.model += piece
             if len(self.model) > self.over["bytes"]:
@@ -128,10 +129,15 @@ class Participant:
         elif self.files is not None:
             self.files.take_in(source, piece)
 
+    def on_reconnected(self, node: int, seconds: float, cause: str) -> None:
+        """Log that a broken connection was replaced."""
+        self.session.log_reconnected(node, seconds, cause)
+
     def _await(self, ready: Callable[[], bool], whom: str) -> None:
         self.exchange.attend(ready, lambda: whom, forever=True)
 
-    def _glance(self) -> None:
+    def on_waiting(self) -> None:
+        """Check, while this node waits, that the run still goes on; pass a signal on to process 0."""
         if self.over is None:
             self.session.require_everybody()
             if self.exchange.is_gone(HOME):
@@ -143,7 +149,7 @@ class Participant:
     def _show(self, row: NodeStatus) -> None:
         if time.perf_counter() - self._reported > REPORT_EVERY:
             self._reported = time.perf_counter()
-            self._tell({"kind": "report", "row": list(row)})
+            self._tell({"kind": "report", "status": row._asdict()})
 
     def raise_interrupted(self) -> None:
         """A second signal: go at once."""

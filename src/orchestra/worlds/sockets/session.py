@@ -31,7 +31,7 @@ from orchestra.worlds.sockets import rank_order
 from orchestra.worlds.sockets.addresses import door_of, is_loopback, plain, resolve, show, speak
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.control_messages import HOME, LONGEST
-from orchestra.worlds.sockets.link_probe import Found, agree, announce, measure
+from orchestra.worlds.sockets.link_probe import LinkSpeed, agree, announce, measure
 from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.pairing import arrange
 from orchestra.worlds.sockets.rendezvous import Rendezvous, closed_on_failure
@@ -55,6 +55,7 @@ class Session:
 
     def __init__(self, spec: RunSpec, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
         self.cluster, self.x0 = cluster, x0
+        self._log: EventLog | None = None
         traffic = Traffic()
         token = cluster.token()
         if cluster.trusted and cluster.place.rank == HOME and spec.workers + spec.servers > 1:
@@ -99,9 +100,7 @@ class Session:
 
     def _make_node(self, spec: RunSpec, comm: Comm, log: EventLog) -> Node:
         """The worker or server that this process is."""
-        self.exchange.when_reunited = lambda peer, seconds, why: log.write(
-            Reconnected(comm.transport.now(), self.rank, peer, seconds, why)
-        )
+        self._log = log
         if self.rank >= spec.workers:
             return node_loop.server(spec, self.rank, comm, log, self.x0[spec.range_of(self.rank)].clone())
         device = torch.device("cpu")
@@ -112,6 +111,11 @@ class Session:
             self._connect_torch(spec.workers, device)
         x = self.x0.to(device, copy=True)
         return node_loop.worker(spec, self.rank, comm, log, x, torch.zeros_like(x))
+
+    def log_reconnected(self, peer: int, seconds: float, cause: str) -> None:
+        """Write to this node's log, once it has one, that a broken connection was replaced."""
+        if self._log is not None:
+            self._log.write(Reconnected(self.transport.now(), self.rank, peer, seconds, cause))
 
     def _connect_torch(self, workers: int, device: torch.device) -> None:
         """Connect torch beside hearing what the others say: who fails meanwhile would be waited for in vain."""
@@ -125,16 +129,18 @@ class Session:
             try:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)  # each thread has one of its own
-                made.set_result(TorchCollectives(store, self.rank, workers, device, host=self.host, patience=patience))
+                means = TorchCollectives(
+                    store, self.rank, workers, device, host=self.host, patience=patience, on_waiting=exchange.poll
+                )
+                made.set_result(means)
             except BaseException as error:
                 made.set_exception(error)
 
         threading.Thread(target=connect, name="torch", daemon=True).start()
         while not made.done():
             exchange.sleep(Sleep(_GLANCE))
-            exchange.when_waiting()
+            exchange.poll()
         self.transport.means = made.result()
-        self.transport.means.when_waiting = exchange.poll
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What broke a mean off, if that is known: torch does not say who was lost."""
@@ -185,13 +191,13 @@ def _arrange(
         return list(range(size)), None
     links: rank_order.MeasuredLinks | None = None
 
-    def decide(found: list[dict[int, Found]]) -> list[int]:
+    def decide(found: list[dict[int, LinkSpeed]]) -> list[int]:
         nonlocal links
-        nothing = (0.0, math.inf)
-        table = [[row.get(node, nothing) for node in range(size)] for row in found]
+        to_itself = LinkSpeed(latency=0.0, rate=math.inf)
+        table = [[row.get(node, to_itself) for node in range(size)] for row in found]
         links = rank_order.MeasuredLinks(
-            tuple(tuple(latency for latency, _ in row) for row in table),
-            tuple(tuple(rate for _, rate in row) for row in table),
+            tuple(tuple(link.latency for link in row) for row in table),
+            tuple(tuple(link.rate for link in row) for row in table),
         )
         return rank_order.arrange(links.cost(4 * spec.parameters / size), spec.servers)
 
