@@ -22,6 +22,7 @@ from tests.zoo import train
 from orchestra import Attached, Steps
 from orchestra.core.ops import Traffic
 from orchestra.engine.supervisor import RunSupervisor
+from orchestra.runs.status import NodeStatus
 from orchestra.worlds.sockets import control_messages, file_transfer, wire
 from orchestra.worlds.sockets.file_transfer import FileReceiver, files_of, part_of
 from orchestra.worlds.sockets.messenger import Messenger
@@ -30,7 +31,7 @@ from orchestra.worlds.sockets.wire import BadFrame
 # All that processes say, as they say it.
 SAID: list[tuple[int, dict[str, Any]]] = [
     (1, {"kind": "ready", "node": 1}),
-    (1, {"kind": "report", "row": [1.0, 2, float("nan"), 0.0, 0.0, 0.0, 8, 8, 0.1, float("inf")]}),
+    (1, {"kind": "report", "status": NodeStatus(1, 2, float("nan"), 0, 0, 0, 8, 8, 0.1, float("inf"))._asdict()}),
     (2, {"kind": "control", "field": "begun", "of": 2, "value": 2**32 - 1}),
     (2, {"kind": "file", "path": "events-2.jsonl", "bytes": 0}),
     (2, {"kind": "refused", "node": 2, "error": "Diverged", "message": "..."}),
@@ -40,10 +41,10 @@ SAID: list[tuple[int, dict[str, Any]]] = [
     (0, {"kind": "over", "run": "/a/run", "metrics": {"loss": 0.1}, "summary": {}, "bytes": 100}),
     (1, {"kind": "finished", "steps": 7, "how": "finish", "left": None}),
     (0, {"kind": "folder", "path": "/a/run", "mark": ".mark"}),
-    (1, {"kind": "settings", "name": "lr", "first": 0, "values": [0.1, 1e-3]}),
+    (1, {"kind": "settings", "name": "lr", "first_group": 0, "by_group": [0.1, 1e-3]}),
     (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 96, "figures": {"accuracy": 0.5}}),
-    (1, {"kind": "settings", "name": "betas", "first": 1024, "values": [[0.9, 0.95]]}),
-    (1, {"kind": "settings", "name": "nesterov", "first": 0, "values": [True]}),
+    (1, {"kind": "settings", "name": "betas", "first_group": 1024, "by_group": [[0.9, 0.95]]}),
+    (1, {"kind": "settings", "name": "nesterov", "first_group": 0, "by_group": [True]}),
 ]
 
 
@@ -68,10 +69,10 @@ def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, An
         (0, {"kind": "order", "run": "", "launch": "a", "resume": "../step-00000001", "resumed_from": 0}, "resume = "),
         (0, {"kind": "order", "run": "", "launch": "../a", "resume": None, "resumed_from": 0}, "launch = "),
         (1, {"kind": "failed", "traceback": "x" * 10**6}, "traceback = 'xxx"),
-        (1, {"kind": "settings", "name": "lr", "first": 0, "values": [float("nan")]}, "values = "),
+        (1, {"kind": "settings", "name": "lr", "first_group": 0, "by_group": [float("nan")]}, "by_group = "),
         (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 9, "figures": {"x": "1"}}, "figures = "),
         (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 9, "figures": {}}, "figures = "),
-        (1, {"kind": "settings", "name": "betas", "first": 0, "values": [[0.9, float("inf")]]}, "values = "),
+        (1, {"kind": "settings", "name": "betas", "first_group": 0, "by_group": [[0.9, float("inf")]]}, "by_group = "),
         (1, {}, "of kind None"),
     ],
 )
@@ -89,7 +90,7 @@ values = st.recursive(
 kinds = st.sampled_from([said["kind"] for _, said in SAID]) | values
 anything = st.dictionaries(
     st.sampled_from(
-        ["kind", "node", "field", "of", "value", "path", "bytes", "row", "at", "steps", "step", "message", "code"]
+        ["kind", "node", "field", "of", "value", "path", "bytes", "status", "at", "steps", "step", "message", "code"]
     ),
     values,
 )
@@ -299,7 +300,7 @@ def test_hanging_up_takes_one_moment_for_all() -> None:
     exchange.close(within=0.5)
     assert time.monotonic() - began < 1.0
     piece = torch.zeros(4, dtype=torch.uint8)
-    exchange._accept(exchange._peers[1], wire.Frame(wire.FILE, 1, 0, numel=4), piece)
+    exchange._accept(exchange._peers[1], wire.Frame(wire.Kind.FILE, 1, 0, numel=4), piece)
     assert not listener.pieces
     for sock in theirs:
         sock.close()

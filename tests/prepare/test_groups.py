@@ -158,9 +158,9 @@ def test_what_a_schedule_said_before_a_server_listened_is_not_lost() -> None:
     """Worker 0 goes on while the server is still being made."""
     heard: list[Any] = []
     peers = Peers(mock.Mock(spec=Messenger), 1, 1)
-    peers.on_control(0, {"kind": "settings", "name": "lr", "first": 0, "values": [0.1]})
+    peers.on_control(0, {"kind": "settings", "name": "lr", "first_group": 0, "by_group": [0.1]})
     peers.when_settings_change(lambda *said: heard.append(said))
-    peers.on_control(0, {"kind": "settings", "name": "betas", "first": 1, "values": [[0.8, 0.9]]})
+    peers.on_control(0, {"kind": "settings", "name": "betas", "first_group": 1, "by_group": [[0.8, 0.9]]})
     assert heard == [("lr", 0, [0.1]), ("betas", 1, [(0.8, 0.9)])]
 
 
@@ -177,7 +177,7 @@ def test_groups_are_told_in_as_many_notes_as_it_takes() -> None:
     for call in exchange.note.call_args_list:
         said = json.loads(json.dumps(call.args[1]))
         control_messages.check(0, said)
-        inner.follow(said["name"], said["first"], said["values"])
+        inner.follow(said["name"], said["first_group"], said["by_group"])
     assert [group["lr"] for group in inner.optimizer.param_groups] == [rate / 2 for rate in rates]
 
 

@@ -21,14 +21,13 @@ from orchestra.core.ops import (
     Mean,
     Message,
     Recv,
+    ReservedTag,
     Send,
     Transport,
 )
 
 if TYPE_CHECKING:
     from orchestra.core.codec import Codec
-
-_PAUSE = 0xFFFF  # a tag
 
 
 class Comm:
@@ -135,7 +134,7 @@ class Comm:
             came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
             if not isinstance(came, Message):
                 return came
-            if came.tag == _PAUSE:
+            if came.tag == ReservedTag.PAUSE:
                 self._paused.add(came.source)
                 if departures:
                     return Departed(came.source)
@@ -148,7 +147,7 @@ class Comm:
     def pause(self) -> None:
         """Tell the servers that this worker pauses: until `resume` they treat it as if it had left."""
         for server in self.servers.members:
-            self.send(server, torch.empty(0), tag=_PAUSE)
+            self.send(server, torch.empty(0), tag=ReservedTag.PAUSE)
 
     def resume(self) -> bool:
         """On a server, end the pause of all workers; return False if they have left instead."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -180,6 +181,13 @@ class Leave(Op[None]):
     """Tell the group that this node sends nothing more."""
 
     group: Group
+
+
+class ReservedTag(IntEnum):
+    """Tags of messages that are not for a strategy to send."""
+
+    PAUSE = 0xFFFF  # this worker sends nothing more until it resumes
+    FINAL = 0xFFFE  # a server's last message
 
 
 @dataclass(slots=True)

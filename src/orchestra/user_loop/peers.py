@@ -77,8 +77,8 @@ class Peers:
                 self._finished[source] = said["steps"]
                 self._ways[source] = said["how"], said["left"]
             case "settings":
-                values = [tuple(value) if isinstance(value, list) else value for value in said["values"]]
-                self._follow(said["name"], said["first"], values)
+                values = [tuple(value) if isinstance(value, list) else value for value in said["by_group"]]
+                self._follow(said["name"], said["first_group"], values)
             case "send-state" | "load-state" | "state-loaded" as kind:
                 self.about_state.append((source, kind))
             case "folder":
@@ -116,7 +116,7 @@ class Peers:
         """Warn of workers that do the same, and keep in mind that some differ: `on_waiting` ends the run then."""
         if said["kind"] == "rates":
             self._differing = self._differing or self._comparisons.rates(
-                source, said["step"], said["values"], said["clip"]
+                source, said["step"], said["by_group"], said["clip"]
             )
         elif (warning := self._comparisons.gradient(source, said["checksum"])) is not None:
             self.warn(warning)
@@ -161,7 +161,7 @@ class Peers:
         for first in range(0, len(values), control_messages.ENTRIES):
             some = values[first : first + control_messages.ENTRIES]
             for server in servers:
-                self._exchange.note(server, {"kind": "settings", "name": name, "first": first, "values": some})
+                self._exchange.note(server, {"kind": "settings", "name": name, "first_group": first, "by_group": some})
 
     def finish(self, steps: int, left: str | None) -> None:
         """Wait until every worker has made its last step. `left`: where the loader was, if it had more to give."""

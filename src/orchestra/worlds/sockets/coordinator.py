@@ -104,7 +104,7 @@ class Coordinator(RunSupervisor):
             case "file":
                 self.files.expect(source, said)
             case "report":
-                self.reports[source] = NodeStatus(*said["row"])
+                self.reports[source] = NodeStatus(**said["status"])
             case "begun":
                 self.answers[source] = said["step"]
                 self._name_last_step()

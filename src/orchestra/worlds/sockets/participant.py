@@ -149,7 +149,7 @@ class Participant:
     def _show(self, row: NodeStatus) -> None:
         if time.perf_counter() - self._reported > REPORT_EVERY:
             self._reported = time.perf_counter()
-            self._tell({"kind": "report", "row": list(row)})
+            self._tell({"kind": "report", "status": row._asdict()})
 
     def raise_interrupted(self) -> None:
         """A second signal: go at once."""

@@ -31,7 +31,7 @@ from orchestra.worlds.sockets import rank_order
 from orchestra.worlds.sockets.addresses import door_of, is_loopback, plain, resolve, show, speak
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.control_messages import HOME, LONGEST
-from orchestra.worlds.sockets.link_probe import Found, agree, announce, measure
+from orchestra.worlds.sockets.link_probe import LinkSpeed, agree, announce, measure
 from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.pairing import arrange
 from orchestra.worlds.sockets.rendezvous import Rendezvous, closed_on_failure
@@ -191,13 +191,13 @@ def _arrange(
         return list(range(size)), None
     links: rank_order.MeasuredLinks | None = None
 
-    def decide(found: list[dict[int, Found]]) -> list[int]:
+    def decide(found: list[dict[int, LinkSpeed]]) -> list[int]:
         nonlocal links
-        nothing = (0.0, math.inf)
-        table = [[row.get(node, nothing) for node in range(size)] for row in found]
+        to_itself = LinkSpeed(latency=0.0, rate=math.inf)
+        table = [[row.get(node, to_itself) for node in range(size)] for row in found]
         links = rank_order.MeasuredLinks(
-            tuple(tuple(latency for latency, _ in row) for row in table),
-            tuple(tuple(rate for _, rate in row) for row in table),
+            tuple(tuple(link.latency for link in row) for row in table),
+            tuple(tuple(link.rate for link in row) for row in table),
         )
         return rank_order.arrange(links.cost(4 * spec.parameters / size), spec.servers)
 
