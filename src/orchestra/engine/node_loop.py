@@ -135,7 +135,7 @@ def worker(
         replica=replica,
         feed=make_feed(data, batch=spec.batch, seed=spec.seed, rank=rank, size=spec.workers, partition=spec.partition),
         placement=spec.placement,
-        fuses=spec.updated == "own range" or spec.torch_means,
+        fuses=spec.fused,
         clip=spec.clip,
         tolerate=spec.tolerate,
         last_step=spec.last_step,

@@ -142,6 +142,11 @@ class RunSpec(TrainArguments):
         return "own range" if possible and not is_small(self.parameters, self.workers) else "whole"
 
     @property
+    def fused(self) -> bool:
+        """Whether the world averages gradients and updates x in one operation."""
+        return self.updated == "own range" or self.torch_means
+
+    @property
     def shares_x(self) -> bool:
         """Whether one x in memory serves all workers of a machine."""
         return self.one_memory and (self.updated == "shared" or (self.updated == "own range" and self.device == "cpu"))
