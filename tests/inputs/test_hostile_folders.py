@@ -326,7 +326,7 @@ def test_a_part_that_tells_no_time_is_named_when_resuming(tmp_path: Path) -> Non
     assert resume.clock(found) == 0.5
     for part in ({}, {"cost": [float("inf")], "counts": [0, 0, 0, 1]}, {"cost": [], "counts": 3}, [1]):
         checkpoint.write_tree(path / "node-0.safetensors", part)
-        with pytest.raises(CheckpointError, match="tells neither the time"):
+        with pytest.raises(CheckpointError, match="holds neither the time"):
             resume.clock(found)
 
 

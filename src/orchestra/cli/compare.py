@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestra.cli import candidates, claims, goals, in_lab, loop_runs, repeat, sources, tuning
+from orchestra.cli import candidates, claims, goals, in_lab, loop_runs, repeat, sources, streams, tuning
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.concluding import conclude
@@ -159,9 +159,8 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
-    return Race(
-        source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, candidates.fixed(texts)
-    )
+    what = (source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, candidates.fixed(texts))
+    return Race(*what, stream=None if isinstance(recipe, Loop) else streams.samples_of(recipe.data))
 
 
 def _read(
