@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra demo`: the rates it uses were found by the command that it names, and its winner is the same everywhere."""
+"""`orchestra demo`: the rates it uses were found by tuning, and its winner is the same everywhere."""
 
 from __future__ import annotations
 
