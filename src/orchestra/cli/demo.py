@@ -27,8 +27,6 @@ _FAST: dict[str, Any] = {"network": "10gbit,0.1ms", "delay": "lognormal:0.02,0.3
 #   --delay "lognormal:0.02,0.3 slow:1x4" --strategies "allreduce, ps, ps(consistency=asp), localsgd, slowmo" --seeds 3
 # `python -m scripts.demo runs` runs it and writes docs/figures/demo.json, which a test compares with these.
 _TUNED = {
-    "allreduce": 0.16875, "ps": 0.16875, "ps(consistency=asp)": 0.008, "localsgd(tau=4)": 0.2, "slowmo(tau=4)": 0.2,
-}  # fmt: skip
     "allreduce": 0.16875,
     "ps": 0.16875,
     "ps(consistency=asp)": 0.008,
