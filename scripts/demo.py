@@ -51,7 +51,7 @@ def rates(tuned: Path) -> dict[str, float]:
 def write(folder: Path) -> list[str]:
     """Write the file; return the order of the strategies on the slow cluster."""
     tuned, demo = orchestra(TUNING, folder / "demo-tuning"), orchestra("orchestra demo", folder / "demo")
-    found = {
+    found: dict[str, Any] = {
         "made_by": "python -m scripts.demo runs",
         "tuned_by": TUNING,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
