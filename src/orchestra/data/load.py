@@ -97,12 +97,12 @@ def alphabet() -> str:
 
 
 def mnist(split: Split = "train") -> Pair:
-    """Return MNIST: images (N, 1, 28, 28) floats, normalised, labels (N,) int64; 60,000 and 10,000. Fetched if missing."""
+    """Return MNIST: normalised images (N, 1, 28, 28), labels (N,) int64; 60,000 and 10,000. Fetched if missing."""
     return _images(sets.MNIST, split, mean=0.1307, deviation=0.3081)
 
 
 def fashion_mnist(split: Split = "train") -> Pair:
-    """Return Fashion-MNIST, in the shape of MNIST: images (N, 1, 28, 28) floats, normalised, labels (N,) int64."""
+    """Return Fashion-MNIST, in the format of MNIST: normalised images (N, 1, 28, 28), labels (N,) int64."""
     return _images(sets.FASHION_MNIST, split, mean=0.2860, deviation=0.3530)
 
 
