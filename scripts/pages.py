@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra import collectives, errors
-from orchestra.cli import catalogue as known
+from orchestra.cli import part_text as known
 from orchestra.cli.app import orchestra as verbs
 from orchestra.collectives import ALGORITHMS
 from orchestra.model import optimizers, schedules

@@ -14,7 +14,7 @@ from scripts import pages
 from tests.docs.blocks import DOCS, ROOT
 
 from orchestra import errors
-from orchestra.cli import catalogue as known
+from orchestra.cli import part_text as known
 from orchestra.collectives import ALGORITHMS
 from orchestra.strategies.catalogue import PARTS, STRATEGIES
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestra.cli import candidates, claims, goals, in_lab, loop_runs, repeat, sources, tuning
+from orchestra.cli import candidates, claims, goals, in_lab, loop_runs, repeat, sources, streams, tuning
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.concluding import conclude
@@ -36,11 +36,11 @@ Name = Annotated[
         show_default=False,
     ),
 ]
-Strategies = Annotated[str, typer.Option("--strategies", "-s", metavar="A,B,C", help="Expressions, between commas.")]
-Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each strategy, with seeds 0 to K-1.")]
+Strategies = Annotated[str, o.comparison("--strategies", "-s", metavar="A,B,C", help="Expressions, between commas.")]
+Seeds = Annotated[int, o.comparison(metavar="K", help="Runs of each strategy, with seeds 0 to K-1.")]
 Lab = Annotated[
     str | None,
-    typer.Option(
+    o.cluster(
         metavar="RATE,LATENCY",
         help="Run each in a network of hosts on this machine, one for each node, such as 100mbit,1ms or "
         "1gbit,0.2ms,cpu=0.5. Needs root: see orchestra lab.",
@@ -48,22 +48,22 @@ Lab = Annotated[
 ]
 Rates = Annotated[
     str | None,
-    typer.Option(metavar="A,B,C", help="Learning rates to try, in place of those around the recipe's own."),
+    o.comparison(metavar="A,B,C", help="Learning rates to try, in place of those around the recipe's own."),
 ]
 Tune = Annotated[
     bool,
-    typer.Option(
+    o.comparison(
         "--tune/--no-tune",
         help="Find the learning rate of each strategy first, and the momentum of asynchronous ones, with equally many "
         "tries for all. --lr switches it off as well.",
     ),
 ]
 TuneReal = Annotated[
-    bool, typer.Option("--tune-real", help="Tune on real processes, as the race runs. Default: in simulation.")
+    bool, o.comparison("--tune-real", help="Tune on real processes, as the race runs. Default: in simulation.")
 ]
 Claims = Annotated[
     list[str] | None,
-    typer.Option(
+    o.comparison(
         "--assert",
         metavar="CLAIM",
         help='End with code 9 unless it holds: "slowmo.time < allreduce.time", "ps.bytes <= 0.5 * allreduce.bytes". '
@@ -72,7 +72,7 @@ Claims = Annotated[
 ]
 Goal = Annotated[
     str | None,
-    typer.Option(
+    o.comparison(
         metavar="SCORE=VALUE",
         help="The score to race to. Default: the recipe's or the script's own; if it has none, found by a first run.",
     ),
@@ -80,14 +80,14 @@ Goal = Annotated[
 
 
 def compare(
-    context: typer.Context, recipe: Name, args: o.Args = None, strategies: Strategies = DEFAULT,
-    workers: o.Workers = None, seeds: Seeds = 3,
-    epochs: o.Epochs = None, target: Goal = None, batch: o.Batch = None, lr: o.Lr = None,
-    optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
-    partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, sim: o.Sim = False,
-    network: o.Network = None, delay: o.Delay = None, lab: Lab = None, tune: Tune = True, lrs: Rates = None,
+    context: typer.Context, recipe: Name, args: o.Args = None,
+    strategies: Strategies = DEFAULT, seeds: Seeds = 3, target: Goal = None, tune: Tune = True, lrs: Rates = None,
     tune_real: TuneReal = False, asserted: Claims = None,
-    trace: o.Trace = False, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
+    clip: o.Clip = None, precision: o.Precision = None, partition: o.Spread = None, epochs: o.Epochs = None,
+    workers: o.Workers = None, device: o.Device = None, delay: o.Delay = None, lab: Lab = None,
+    sim: o.Sim = False, network: o.Network = None,
+    out: o.Out = None, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies to a target on the same model, samples and seeds, and print which won and what it cost.
 
@@ -112,6 +112,9 @@ def compare(
       orchestra compare digits --sim -n 8 --seeds 5 --lrs 0.02,0.05,0.1 --assert "slowmo.time < allreduce.time"
     """
     refuse_under_launcher("compare")
+    fixed = "--no-tune" if not tune else "--lr" if lr is not None else None
+    if problems := [*tuning.contradicts("lrs", lrs, fixed), *tuning.contradicts("tune-real", tune_real or None, fixed)]:
+        raise ConfigError(problems)
     source = sources.find(recipe, args or ())
     shared = Options(
         workers=workers, epochs=epochs, batch=batch, lr=lr,
@@ -124,7 +127,7 @@ def compare(
         claims.parse(text, race.strategies)  # what cannot be understood is refused before anything runs
     repeat.keep(context.obj, race.out)
     race = goals.settle(race, quiet=quiet)
-    if rates or (tune and lr is None):
+    if fixed is None:
         race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
     said = [claims.parse(text, race.strategies) for text in asserted or []]
     table = race.run(quiet=quiet)
@@ -159,9 +162,8 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
-    return Race(
-        source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, candidates.fixed(texts)
-    )
+    what = (source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, candidates.fixed(texts))
+    return Race(*what, stream=None if isinstance(recipe, Loop) else streams.samples_of(recipe.data))
 
 
 def _read(

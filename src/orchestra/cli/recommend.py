@@ -41,32 +41,33 @@ _ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies 
 
 Network = Annotated[
     str | None,
-    typer.Option(
+    o.cluster(
         metavar="RATE[,LATENCY]",
         help="The network between the machines, such as 50mbit or 1gbit,0.5ms. Only a script with a loop of its own "
         "goes without: it runs on this machine.",
     ),
 ]
 Straggler = Annotated[
-    str | None, typer.Option(metavar="NxF", help="N of the workers are F times slower than the others: 1x5.")
+    str | None, o.cluster(metavar="NxF", help="N of the workers are F times slower than the others: 1x5.")
 ]
 Candidates = Annotated[
-    str | None, typer.Option("--strategies", "-s", metavar="A,B,C", help="Only these. Default: the whole catalogue.")
+    str | None, o.comparison("--strategies", "-s", metavar="A,B,C", help="Only these. Default: the whole catalogue.")
 ]
-Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each candidate in the last rung.")]
+Seeds = Annotated[int, o.comparison(metavar="K", help="Runs of each candidate in the last rung.")]
 
 
 def recommend(
-    context: typer.Context, recipe: racing.Name, args: o.Args = None, network: Network = None,
-    workers: o.Workers = None, straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None,
-    strategies: Candidates = None, seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None,
-    optimizer: o.Optimizer = None, tune: racing.Tune = True, out: o.Out = None, json_: o.Json = False,
-    quiet: o.Quiet = False,
+    context: typer.Context, recipe: racing.Name, args: o.Args = None,
+    network: Network = None, workers: o.Workers = None, straggler: Straggler = None, delay: o.Delay = None,
+    strategies: Candidates = None, seeds: Seeds = 4, target: racing.Goal = None, tune: racing.Tune = True,
+    batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, epochs: o.Epochs = None,
+    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Say which strategy to use on a cluster that you describe, and why. All are simulated there, in virtual time.
 
     Every strategy of the catalogue is simulated with several values of its main option. Each has the best learning
-    rate of equally many tries, asynchronous strategies also without momentum. Round by round the slower half is
+    rate of equally many tries, asynchronous strategies also without momentum; strategies that you name, the best value
+    of their main option as well, unless you give one. Round by round the slower half is
     left out, and the others run with more seeds. Measure the compute times of a machine with `orchestra probe`,
     and pass its file: --delay FILE.
 
@@ -94,7 +95,8 @@ def recommend(
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
-    race = dataclasses.replace(race, fixed=frozenset(race.strategies))
+    if not strategies:  # the catalogue has several values of an option already
+        race = dataclasses.replace(race, fixed=frozenset(race.strategies))
     if shared.sim:  # the same ends for all; that a slow one is given up comes on top
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)

@@ -29,17 +29,17 @@ Runs = Annotated[
 ]
 Where = Annotated[
     Path | None,
-    typer.Option(
+    o.output(
         "--out", "-o", metavar="DIR|FILE",
         help="Folder for the report, or its one file. Default: the folder of the runs; of several, report.",
     ),
 ]  # fmt: skip
-Formats = Annotated[str, typer.Option("--format", "-f", metavar="A,B", help="Of html, md, csv, svg, png.")]
+Formats = Annotated[str, o.output("--format", "-f", metavar="A,B", help="Of html, md, csv, svg, png.")]
 Goal = Annotated[
     str | None,
-    typer.Option(metavar="SCORE=VALUE", help="The test score to measure times to. Default: that of the comparison."),
+    o.output(metavar="SCORE=VALUE", help="The test score to measure times to. Default: that of the comparison."),
 ]
-Title = Annotated[str | None, typer.Option(metavar="TEXT", help="What to call it.")]
+Title = Annotated[str | None, o.output(metavar="TEXT", help="What to call it.")]
 
 
 def report(

@@ -53,7 +53,7 @@ def judge(
     if target is None:
         advice = ("Give --target SCORE=VALUE to compare times.",) if len(names) > 1 else ()
         return Verdict(_by_score(marks, names, baseline, metric, len(groups)), (*lost, *advice), baseline)
-    race = _Race(marks, names, baseline, target, unit)
+    race = _Standings(marks, names, baseline, target, unit)
     if len(groups) > 1:
         return Verdict(race.over(groups), (*lost, *race.caveats()), baseline)
     doubts = (*race.doubts(), *lost, *race.caveats())
@@ -171,7 +171,7 @@ def tied(marks: Sequence[RunResult], target: Target | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Race:
+class _Standings:
     marks: Sequence[RunResult]
     names: Sequence[str]
     baseline: str
