@@ -360,6 +360,21 @@ def test_a_sweep_tunes_once(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatc
     assert len(tuned) == 2
 
 
+@pytest.mark.parametrize("fixed", [("--no-tune",), ("--lr", "0.1"), ("--grid", "lr=0.1,0.2")])
+def test_tuning_that_is_asked_for_and_forbidden_is_refused(fixed: tuple[str, ...], orchestra: Orchestra) -> None:
+    said = orchestra("sweep", "digits", *QUICK, "--grid", "bandwidth=10mbit,1gbit", "--tune-each", *fixed)
+    assert said.code == 2
+    assert f"tunes learning rates, and {fixed[0]}" in said.err
+    assert "tune-each = True" in said.err
+    if fixed[0] == "--grid":
+        return
+    for option in (("--lrs", "0.1,0.2"), ("--tune-real",)):
+        said = orchestra("compare", "digits", *QUICK, *option, *fixed)
+        assert said.code == 2
+        assert f"{fixed[0]} fixes them" in said.err
+    assert not Path("out").exists()
+
+
 def test_rates_that_were_given_are_not_widened(tmp_path: Path) -> None:
     tuned = made(best_at(9.0), ("allreduce",), tmp_path)
     tuned.rates = (0.1, 0.2)

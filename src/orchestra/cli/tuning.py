@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,12 @@ def read(text: str, source: sources.Source | None = None) -> tuple[float, ...]:
     if len(rates) < 2 or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
         raise ConfigError([Problem("lrs", text, "must be two or more different rates above 0: 0.02,0.05,0.1")])
     return rates
+
+
+def contradicts(option: str, value: object, fixed: str | None) -> Iterator[Problem]:
+    """An option that asks for tuning beside one that fixes the learning rate."""
+    if value is not None and fixed is not None:
+        yield Problem(option, value, f"tunes learning rates, and {fixed} fixes them: leave one of them out")
 
 
 @dataclass(frozen=True)
