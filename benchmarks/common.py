@@ -122,7 +122,9 @@ def interleave(contestants: dict[str, Callable[[], list[float]]], rounds: int) -
 
     A turn during which strangers used much of the machine is taken again, while there is time; the quietest one counts.
     """
-    result = Turns(*({name: [] for name in contestants} for _ in range(3)))
+    result = Turns(
+        {name: [] for name in contestants}, {name: [] for name in contestants}, {name: [] for name in contestants}
+    )
     deadline = time.monotonic() + EXTRA_SECONDS
     for number in range(rounds):
         order = list(contestants.items())

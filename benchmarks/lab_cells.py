@@ -53,7 +53,7 @@ class Cell:
     @property
     def workers(self) -> int:
         """All hosts but those with servers."""
-        return self.hosts - expression.parse(self.strategy).servers
+        return self.hosts - expression.parse(self.strategy).layout.servers
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ def predict() -> None:
     model = Model.read(json.loads(lab_prediction.PREDICTIONS.read_text(encoding="utf-8"))["model"])
     lines = []
     for job in JOBS:
-        workers = HOSTS - expression.parse(job.strategy).servers
+        workers = HOSTS - expression.parse(job.strategy).layout.servers
         delay = Oversleeping(compute_times.parse(DELAY), model.late)
         cluster = simulated(model.network(job.megabits), delay, workers, numerics="auto")
         with scratch() as folder:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -124,7 +125,7 @@ def ladder(model: Model) -> dict[str, Model | None]:
     }
 
 
-UNITS = {"headers": 0.01, "latency": 1e-4, "message": 1e-4, "number": 1e-9}
+UNITS: dict[str, Any] = {"headers": 0.01, "latency": 1e-4, "message": 1e-4, "number": 1e-9}
 
 
 def fit(cells: Sequence[Cell], seen: Mapping[Cell, list[Seen]]) -> Model:

@@ -6,16 +6,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
 
 from benchmarks.common import Outcome, interleave, main, scratch
 from benchmarks.groups import Ours
-from orchestra.core.ops import Compute, Done
+from orchestra.core.ops import Compute, Done, Handle, Op, Traffic
 from orchestra.engine.middleware import Metered
 from orchestra.runs.events import EventLog, Stepped
-from orchestra.worlds.shared_memory.layout import Arena, ArenaLayout, NodeStatus, create
+from orchestra.runs.status import NodeStatus
+from orchestra.worlds.shared_memory.layout import Arena, ArenaLayout, create
 
 STEPS, WARMUP = 80, 10
 REPEAT = 2000
+
+T = TypeVar("T")
 
 
 def measure(rounds: int) -> Outcome:
@@ -43,10 +49,10 @@ def measure(rounds: int) -> Outcome:
 
 def _pieces() -> dict[str, float]:
     """Seconds per step of each piece."""
-    plan = ArenaLayout(workers=2, servers=0, numel=1000, dtype=_float32(), shared_x=True)
+    plan = ArenaLayout(workers=2, servers=0, numel=1000, dtype=torch.float32, shared_x=True)
     arena = Arena(create(plan), plan)
     event = Stepped(1.234567, 0, 123, 1.2345, 7872, 2.302585, 0.001, 1.234567, 0.123456, 0.012345, 123456789, 987654321)
-    row = NodeStatus(123, 7872, 2.3, 1.2, 0.1, 0.01, 1e8, 1e8, 1.2)
+    row = NodeStatus(123, 7872, 2.3, 1.2, 0.1, 0.01, 1e8, 1e8, 1.2, 123)
     op, inner = Compute(lambda: None, 64), _Immediate()
     metered = Metered(inner)
     with scratch() as folder, EventLog(folder / "events.jsonl") as log:
@@ -73,25 +79,17 @@ class _Immediate:
     rank, size = 0, 1
 
     def __init__(self) -> None:
-        from orchestra.core.ops import Traffic
-
         self.traffic = Traffic()
         self._done = Done(None)
 
     def now(self) -> float:
         return time.perf_counter()
 
-    def proceed(self, step: int) -> bool:
+    def proceed(self, step: int, *, lockstep: bool) -> bool:
         return True
 
-    def start(self, op: object) -> Done[None]:
-        return self._done
-
-
-def _float32() -> object:
-    import torch
-
-    return torch.float32
+    def start(self, op: Op[T]) -> Handle[T]:
+        return cast("Handle[T]", self._done)
 
 
 def _once(action: Callable[[], object]) -> float:

@@ -33,7 +33,8 @@ def batches(workload: Workload, rank: int) -> Iterator[list[Tensor]]:
     data = workload.data()
     generator = torch.Generator().manual_seed(rank)
     while True:
-        for chosen in torch.randperm(len(data[0]), generator=generator).split(workload.batch):
+        order = torch.randperm(len(data[0]), generator=generator)
+        for chosen in order.split(workload.batch):  # type: ignore[no-untyped-call]
             yield [part.index_select(0, chosen) for part in data]
 
 
@@ -41,7 +42,7 @@ def gradient(module: nn.Module, batch: list[Tensor]) -> float:
     """Forward and backward."""
     inputs, target = batch
     value = loss(module(inputs), target)
-    value.backward()
+    value.backward()  # type: ignore[no-untyped-call]
     return value.item()
 
 
@@ -122,7 +123,7 @@ def push_and_pull(grads: list[Tensor]) -> list[Tensor]:
     return _serving.apply(grads)
 
 
-@distributed_rpc.functions.async_execution
+@distributed_rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def update_and_fetch_model(grads: list[Tensor]) -> torch.futures.Future[nn.Module]:
     """Runs on the server: give the model once everyone's gradients are in."""
     assert _serving is not None
@@ -137,7 +138,8 @@ def rpc(workload: Workload, rank: int, processes: int, port: str, options: list[
     module = workload.module()
     if rank == last:
         _serving = _Server(module, last, 0.0 if "--plain-sgd" in options else 0.9)
-    distributed_rpc.init_rpc(f"node{rank}", rank=rank, world_size=processes, rpc_backend_options=agent)
+    name = f"node{rank}"
+    distributed_rpc.init_rpc(name, rank=rank, world_size=processes, rpc_backend_options=agent)  # type: ignore[no-untyped-call]
     if rank == last:
         return None
     feed = batches(workload, rank)

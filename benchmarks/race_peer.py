@@ -99,7 +99,7 @@ def ddp(kind: str, rate: float, seed: int, steps: int, every: int, folder: Path)
     for step in range(1, steps + 1):
         inputs, target = next(feed)
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), target).backward()
+        F.cross_entropy(model(inputs), target).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         samples += len(target) * dist.get_world_size()
         if step % every == 0 and dist.get_rank() == 0:
@@ -110,9 +110,7 @@ def ddp(kind: str, rate: float, seed: int, steps: int, every: int, folder: Path)
         module.load_state_dict(state)
         scores.append((used, seconds, accuracy(module, test)["accuracy"]))
     leave(folder, scores)
-    os._exit(
-        0
-    )  # a process group that is taken down may wait for its own thread for ever, which waits for Python's lock
+    os._exit(0)  # to destroy the process group may block for ever: its thread waits for Python's lock
 
 
 def hooked(kind: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -125,7 +123,7 @@ def hooked(kind: str, model: DistributedDataParallel, optimizer: torch.optim.Opt
             state = PowerSGDState(None, matrix_approximation_rank=int(rank), start_powerSGD_iter=2)
             model.register_comm_hook(state, powerSGD_hook)
         case ["local", period]:
-            alone = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+            alone = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
             model.register_comm_hook(alone, post_localSGD_hook)
             # It counts from 0 and takes its first mean when the warm-up is over: after `period` steps, as ours does.
             averager = PeriodicModelAverager(period=int(period), warmup_steps=int(period) - 1)

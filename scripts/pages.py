@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation takes from the code: a hook of mkdocs, named in `mkdocs.yml`.
+"""What the documentation takes from the code. It is committed with the pages, which so read without the site as well.
 
-    <!-- generate: catalogue -->     in a page of docs/ becomes what `catalogue()` returns; likewise the others below
-    ... <!-- made -->                for readers of the file itself; `python -m scripts.pages` renews it
-    [text](../SECURITY.md)           a file of the repository becomes a page of the site
+    python -m scripts.pages          writes it again; a test compares the pages with what this command would write
 
-The docstrings are Markdown as they are: paragraphs, and pseudo-code that is indented by four.
+In a page of docs/ it stands between `<!-- made by scripts.pages: NAME -->` and `<!-- end: NAME -->`; NAME is one of
+`GENERATED` below. The docstrings are Markdown as they are: paragraphs, and pseudo-code that is indented by four.
+
+This file is also a hook of mkdocs, named in `mkdocs.yml`: files of the repository that a page links to, such as
+`[text](../SECURITY.md)`, become pages of the site.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestra import collectives, errors
-from orchestra.cli import catalogue as known
+from orchestra.cli import part_text as known
 from orchestra.cli.app import orchestra as verbs
 from orchestra.collectives import ALGORITHMS
 from orchestra.model import optimizers, schedules
@@ -29,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Files beside docs/ that pages refer to, and where they are in the site.
 ELSEWHERE = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "experiments/*/README.md")
 _SITE = "repository"
-_MARK = re.compile(r"^<!-- generate: ([\w-]+) -->$(?:\n\n(?:(?!<!-- ).*\n)*<!-- made -->$)?", re.MULTILINE)
+MADE = re.compile(r"^<!-- made by scripts\.pages: ([\w-]+) -->$.*?^<!-- end: \1 -->$", re.MULTILINE | re.DOTALL)
 
 
 def catalogue() -> str:
@@ -108,9 +110,9 @@ def _section(classes: list[type[Any]]) -> str:
     names = [known.name_of(cls) for cls in classes]
     title = ", ".join(cls.__name__ for cls in classes)
     short = [f"`{name}`" for cls in classes for name in (known.short_of(cls),) if name]
-    anchors = "".join(f'<a id="{name}"></a>' for name in names[1:])
+    anchors = "".join(f'<a id="{name}"></a>' for name in names if len(names) > 1)
     blocks = [
-        f"## {title} {{ #{names[0]} }}",
+        f"## {title}",
         f"{anchors}{', '.join(f'`{name}`' for name in names)}{', for short ' + short[0] if short else ''}",
         _text(sys.modules[classes[0].__module__]),
         *(f"Another name is `{name}`. {differs}" for cls in classes for name, differs in known.aliases_of(cls).items()),
@@ -144,25 +146,21 @@ def _text(module: Any) -> str:
     return title + gap + "\n".join(lines) + more + after
 
 
-def fill(markdown: str) -> str:
-    """A page with what is generated put in, and files of the repository found in the site."""
-    made = _MARK.sub(lambda match: GENERATED[match[1]](), markdown)
-    return re.sub(r"\]\(\.\./(?=[\w./-]+\.md)", f"]({_SITE}/", made)
-
-
 def renewed(markdown: str) -> str:
-    """A page as it lies in the repository, with what stands there for readers made anew."""
+    """A page with all that is taken from the code as the code has it now."""
 
-    def anew(match: re.Match[str]) -> str:
-        made = match[0].endswith("<!-- made -->")
-        return f"<!-- generate: {match[1]} -->\n\n{GENERATED[match[1]]()}\n\n<!-- made -->" if made else match[0]
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- made by scripts.pages: {name} -->\n\n{GENERATED[name]()}\n\n<!-- end: {name} -->"
 
-    return _MARK.sub(anew, markdown)
+    return MADE.sub(block, markdown)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """For mkdocs: a page before it is rendered."""
-    return markdown if page.file.src_uri.startswith(_SITE) else fill(markdown)
+    """For mkdocs: a page before it is rendered; its links to files of the repository lead to pages of the site."""
+    if page.file.src_uri.startswith(_SITE):
+        return markdown
+    return re.sub(r"\]\(\.\./(?=[\w./-]+\.md)", f"]({_SITE}/", markdown)
 
 
 def on_files(files: Any, config: Any) -> Any:

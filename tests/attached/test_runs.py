@@ -62,10 +62,10 @@ def await_training(run: Path) -> None:
 
 def far_off(strategy: str, out: Path, **given: Any) -> Any:
     """As on a machine that does not see the run folder: only process 0 may write there."""
-    from orchestra.worlds.sockets import coordinator
+    from orchestra.worlds.sockets import participant
 
     if os.environ["RANK"] != "0":
-        coordinator._reads = lambda path: None
+        participant._reads = lambda path: None
     return train(strategy, out, cluster=Attached(patience=20), **given).model.state_dict()
 
 

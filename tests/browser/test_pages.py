@@ -446,7 +446,7 @@ def test_a_run_that_died_is_not_said_to_go_on(browser: Browser, tmp_path: Path) 
 
 def test_damaged_data_is_said_not_hidden(browser: Browser, report: Path, tmp_path: Path) -> None:
     text = report.read_text(encoding="utf-8")
-    start = text.index('id="story">') + len('id="story">')
+    start = text.index('id="report">') + len('id="report">')
     path = tmp_path / "report.html"
     path.write_text(text[: start + 100] + text[text.index("</script>", start) :], encoding="utf-8")
     opened = browser.open(path.as_uri())

@@ -26,7 +26,7 @@ from tests.cli.conftest import Orchestra
 from orchestra import doctor
 from orchestra.cli.doctor import verdict
 from orchestra.doctor import CHECKS, Check, Finding, State, examine, find, network, packages, processes
-from orchestra.doctor.cgroups import Groups
+from orchestra.doctor.limits import Groups
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [check.name for check in CHECKS if not check.slow]

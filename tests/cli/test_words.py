@@ -16,7 +16,8 @@ from tests.processes import environ_of
 from tests.zoo import train
 
 from orchestra import LARS, AllReduce, Attached, Warmup
-from orchestra.cli.options import Options, read_partition, split_strategies
+from orchestra.cli.options import Options, split_strategies
+from orchestra.cli.train_arguments import read_partition
 from orchestra.clusters.local import Local
 from orchestra.data.partitions import Dirichlet, LabelSorted
 from orchestra.engine import expression

@@ -17,7 +17,7 @@ from torch import Tensor
 from orchestra.collectives import ALGORITHMS, Sum, hierarchical, mean_
 from orchestra.collectives.butterfly import butterfly
 from orchestra.collectives.double_tree import trees
-from orchestra.collectives.traffic import numbers_sent
+from orchestra.collectives.volume import numbers_sent
 from orchestra.core.comm import Comm
 from orchestra.core.ops import Group, Handle, Op, Send
 from orchestra.engine.middleware import TransportWrapper

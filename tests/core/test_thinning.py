@@ -32,7 +32,7 @@ from orchestra.clusters.simulated import recorded
 from orchestra.errors import WorkerLost
 from orchestra.live.follower import Follower
 from orchestra.report import model
-from orchestra.runs import dropped_events, event_thinning, reading
+from orchestra.runs import dropped_events, event_thinning, reading, score_file
 from orchestra.runs import events as event_files
 from orchestra.runs.events import (
     Event,
@@ -101,10 +101,22 @@ def test_a_file_stays_below_its_limit_however_long_the_run_is(tmp_path: Path) ->
     assert not (tmp_path / "events-0.jsonl.tmp").exists()
 
 
-def test_a_week_stays_below_a_gigabyte() -> None:
-    """Eight workers and as many servers, whatever the number of steps."""
-    assert 16 * event_thinning.limit(16) * 1.5 < 1e9
-    assert 1000 * event_thinning.limit(1000) * 1.5 < 2e9
+@pytest.mark.parametrize("nodes", [1, 8, 100, 1000, 100_000])
+def test_a_week_stays_below_a_gigabyte(nodes: int) -> None:
+    """Whatever the number of steps, also while each file is rewritten. 100,000 nodes are the most."""
+    assert nodes * event_thinning.limit(nodes) * 1.5 + score_file.LIMIT * 1.5 < 1e9
+
+
+def test_a_node_of_very_many_keeps_its_limit(tmp_path: Path) -> None:
+    limit = event_thinning.limit(20_000)
+    write(tmp_path / "events-0.jsonl", a_long_run(8_000), limit)
+    assert (tmp_path / "events-0.jsonl").stat().st_size < limit
+    kept = [*read(tmp_path / "events-0.jsonl")]
+    assert kept[0] == NodeStarted(0.0, 0, "worker", 0.0)
+    assert isinstance(kept[-2], NodeEnded)
+    steps = [e.step for e in kept if isinstance(e, Stepped)]
+    assert (steps[0], steps[-1]) == (1, 8000)
+    assert len(steps) + dropped_events.of(kept).kinds["stepped"] == 8000
 
 
 def test_both_ends_stay_in_full_and_samples_lie_evenly_between(tmp_path: Path) -> None:
@@ -278,7 +290,6 @@ def test_files_of_far_off_nodes_are_replaced_as_well(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_thinning, "_SMALLEST", 1000)
     monkeypatch.setattr(event_thinning, "_ONE", 12_000)
 
 
@@ -313,7 +324,7 @@ class Limited:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        event_thinning._SMALLEST, event_thinning._ONE = 1000, 12_000
+        event_thinning._ONE = 12_000
         event_files._FLUSH = 0.0  # by size alone, however fast the machine is
 
     def __call__(self) -> nn.Module:
@@ -354,7 +365,7 @@ def test_a_resumed_run_counts_everything_once(strategy: Strategy[Any], tmp_path:
 
 def small_limits() -> None:
     """In a process of a test's own."""
-    event_thinning._SMALLEST, event_thinning._ONE = 1000, 12_000
+    event_thinning._ONE = 12_000
 
 
 def test_files_that_others_send_are_thinned_out(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scripts.pages import MADE
+
 NUMBER = re.compile(r"(?<![\w.,])(?<![A-Za-z]-)(?:(?<![\w)])[-−])?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?(?:e[-−]?\d+)?")
 # Words of a sentence that has a result in it if it has a number as well.
 _RESULT = re.compile(
@@ -84,17 +86,17 @@ def numbers(text: str) -> list[str]:
 
 def passages(page: Path, root: Path) -> Iterator[Passage]:
     """All passages of a page but code and what is generated from code."""
-    text = page.read_text(encoding="utf-8")
+    text = MADE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
     sources: list[Source] = []
     excuse = ""
     pattern = (
-        r"^```.*?^```$|^<!-- generate: .*?^<!-- made -->$|^<!-- (?P<comment>.*?) ?-->$"
+        r"^```.*?^```$|^<!-- (?P<comment>.*?) ?-->$"
         r"|^(?!<!-- |```)\S[^\n]*(?:\n(?!<!-- |```)[^\n]*\S[^\n]*)*"
     )
     for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
         comment, where = match["comment"], f"{page.relative_to(root)}:{text.count(chr(10), 0, match.start()) + 1}"
         if comment is None:
-            if not match[0].startswith(("```", "<!-- ")):
+            if not match[0].startswith("```"):
                 yield Passage(where, match[0], sources, excuse)
             sources, excuse = [], ""
         elif comment.startswith("figures:"):

@@ -14,7 +14,7 @@ from scripts import pages
 from tests.docs.blocks import DOCS, ROOT
 
 from orchestra import errors
-from orchestra.cli import catalogue as known
+from orchestra.cli import part_text as known
 from orchestra.collectives import ALGORITHMS
 from orchestra.strategies.catalogue import PARTS, STRATEGIES
 
@@ -50,8 +50,15 @@ def test_every_exit_code_is_explained() -> None:
 
 
 def test_all_that_is_generated_is_on_a_page() -> None:
-    asked = [name for page in DOCS.glob("*.md") for name in re.findall(r"generate: ([\w-]+)", page.read_text("utf-8"))]
+    asked = [name for page in DOCS.glob("*.md") for name in pages.MADE.findall(page.read_text("utf-8"))]
     assert sorted(asked) == sorted(pages.GENERATED)
+
+
+def test_marks_are_whole() -> None:
+    for page in DOCS.glob("*.md"):
+        text = pages.MADE.sub("", page.read_text("utf-8"))
+        assert "made by scripts.pages:" not in text, page
+        assert "<!-- end: " not in text, page
 
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: page.stem)
@@ -63,7 +70,7 @@ def test_links_and_pictures_lead_somewhere(page: Path) -> None:
         if page.parent == DOCS and file.suffix == ".md" and DOCS not in file.parents:
             assert any(file.match(pattern) for pattern in pages.ELSEWHERE), f"{target} is not in the site"
         if anchor:
-            assert anchor in _anchors(pages.fill(file.read_text(encoding="utf-8"))), f"{page.name}: {target}"
+            assert anchor in _anchors(file.read_text(encoding="utf-8")), f"{page.name}: {target}"
 
 
 def test_both_front_pages_quote_the_same_verdict() -> None:
@@ -103,7 +110,6 @@ def _anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
-def test_what_stands_in_a_file_is_what_would_be_made(page: Path) -> None:
+def test_what_is_committed_is_what_would_be_made(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert pages.renewed(text) == text, "python -m scripts.pages renews it"
-    assert "<!-- made -->" not in pages.fill(text)
+    assert pages.renewed(text) == text, "`python -m scripts.pages` renews it"

@@ -16,9 +16,9 @@ import pytest
 
 from orchestra.errors import EnvironmentProblem
 from orchestra.lab import Lab, build, ip_commands
-from orchestra.lab.cgroups import find_cgroups
+from orchestra.lab.cpu_shares import find_cgroups
 from orchestra.lab.plan import owner_of, switch_of
-from orchestra.launchers import processes
+from orchestra.launchers import marked_processes
 
 PYTHON = [sys.executable, "-I", "-S"]  # starts in a fifth of the time
 NAME = f"test{os.getpid()}"  # several runs of these tests may go on at once
@@ -53,8 +53,8 @@ def left_of(lab: str) -> list[str]:
     left += shares.of(lab) if shares else []
     left += [path.name for path in Path("/etc/netns").glob("*") if owner_of(path.name) == lab]
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        words = processes.arguments_of(int(pid))
-        if switch_of(lab) in words or f"ORCHESTRA_LAB={lab}" in processes.environment_of(int(pid)):
+        words = marked_processes.arguments_of(int(pid))
+        if switch_of(lab) in words or f"ORCHESTRA_LAB={lab}" in marked_processes.environment_of(int(pid)):
             left.append(" ".join([pid, *words]))
     return left
 

@@ -18,7 +18,7 @@ from tests.lab.conftest import left_of, soon
 
 from orchestra.errors import ConfigError, EnvironmentProblem
 from orchestra.lab import Lab, build, ip_commands, running
-from orchestra.lab.cgroups import Cgroups, find_cgroups
+from orchestra.lab.cpu_shares import Cgroups, find_cgroups
 from orchestra.lab.inspection import look
 from orchestra.lab.plan import host_of, make_plan, switch_of
 

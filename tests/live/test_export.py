@@ -169,9 +169,9 @@ def refusing(*lines: str) -> Any:
 @pytest.mark.parametrize(
     ("tool", "call", "said"),
     [
-        ("wandb", "init", "Weights & Biases does not take it: No key. With WANDB_MODE=offline it is kept here"),
-        ("mlflow", "set_experiment", "MLflow at x does not take it: No key.\n"),
-        ("mlflow", "start_run", "MLflow at x does not take it: No key.\n"),
+        ("wandb", "init", "Weights & Biases refused the run: No key. With WANDB_MODE=offline it is kept here"),
+        ("mlflow", "set_experiment", "MLflow at x refused the run: No key.\n"),
+        ("mlflow", "start_run", "MLflow at x refused the run: No key.\n"),
     ],
 )
 def test_what_a_tool_refuses_is_told_in_a_line(

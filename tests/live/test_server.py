@@ -88,7 +88,7 @@ def test_two_who_come_at_once_do_not_both_get_in(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/since", "/story", "/?token=", "/?token=wrong", "/?token=%ff%00", "/favicon.ico"]
+    "path", ["/", "/since", "/report", "/?token=", "/?token=wrong", "/?token=%ff%00", "/favicon.ico"]
 )
 def test_without_it_there_is_nothing(path: str, server: Server) -> None:
     answer = Answer(server, path)
@@ -102,8 +102,8 @@ def test_without_it_there_is_nothing(path: str, server: Server) -> None:
 def test_another_name_does_not_lead_here(host: str, server: Server) -> None:
     """DNS rebinding: a page of evil.example whose name now leads to 127.0.0.1."""
     cookie = enter(server)
-    assert Answer(server, "/story", Cookie=cookie, Host=host.format(port=server.server_port)).status == 403
-    assert Answer(server, "/story", Cookie=cookie, Host=f"localhost:{server.server_port}").status == 200
+    assert Answer(server, "/report", Cookie=cookie, Host=host.format(port=server.server_port)).status == 403
+    assert Answer(server, "/report", Cookie=cookie, Host=f"localhost:{server.server_port}").status == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "CONNECT", "HACK"])
@@ -117,8 +117,8 @@ PATHS = [
     "/config.json",
     "//etc/passwd",
     "/%2e%2e/config.json",
-    "/story/..",
-    "/story/",
+    "/report/..",
+    "/report/",
 ]
 
 
@@ -188,14 +188,14 @@ def until(holds: Callable[[], bool]) -> None:
 def test_pages_of_others_get_nothing(server: Server) -> None:
     cookie = enter(server)
     asked = {"Cookie": cookie, "Sec_Fetch_Mode": "cors"}
-    assert Answer(server, "/story", Sec_Fetch_Site="cross-site", **asked).status == 403
-    assert Answer(server, "/story", Sec_Fetch_Site="same-site", **asked).status == 403  # another port
-    assert Answer(server, "/story", Sec_Fetch_Site="same-origin", **asked).status == 200
+    assert Answer(server, "/report", Sec_Fetch_Site="cross-site", **asked).status == 403
+    assert Answer(server, "/report", Sec_Fetch_Site="same-site", **asked).status == 403  # another port
+    assert Answer(server, "/report", Sec_Fetch_Site="same-origin", **asked).status == 200
 
 
 def test_answers_say_how_to_take_them(server: Server) -> None:
     cookie = enter(server)
-    for path in ("/", "/since", "/story", "/nothing"):
+    for path in ("/", "/since", "/report", "/nothing"):
         headers = Answer(server, path, Cookie=cookie).headers
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Referrer-Policy"] == "no-referrer"
@@ -212,7 +212,7 @@ def test_what_it_tells_is_the_story_and_where_runs_are(server: Server, tmp_path:
     cookie = enter(server)
     now = json.loads(Answer(server, "/since", Cookie=cookie).body)
     assert [(run["state"], run["step"], run["strategy"]) for run in now["runs"]] == [("done", 40, HOSTILE)]
-    story = Answer(server, "/story", Cookie=cookie)
+    story = Answer(server, "/report", Cookie=cookie)
     told = json.loads(gzip.decompress(story.body))
     assert told["runs"][0]["strategy"] == HOSTILE
     assert now["version"] >= 1

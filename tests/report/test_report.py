@@ -74,7 +74,7 @@ class Scripts(html.parser.HTMLParser):
 
 
 def packed_in(text: str) -> dict[str, Any]:
-    (data,) = [body for attributes, body in Scripts(text).found if attributes.get("id") == "story"]
+    (data,) = [body for attributes, body in Scripts(text).found if attributes.get("id") == "report"]
     found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(data)))
     return found
 
@@ -134,7 +134,7 @@ def test_hostile_names_stay_data(tmp_path: Path) -> None:
 def test_the_same_runs_give_the_same_page_to_the_byte(race: Path) -> None:
     text = page.write(model.tell([race]))
     assert text == page.write(model.tell([race]))
-    (data,) = [body for attributes, body in Scripts(text).found if attributes.get("id") == "story"]
+    (data,) = [body for attributes, body in Scripts(text).found if attributes.get("id") == "report"]
     assert base64.b64decode(data)[4:8] == b"\0\0\0\0", "no time of day"
 
 

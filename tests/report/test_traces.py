@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sent how much to whom: as traced, as counted, as it follows, or not at all."""
+"""The traffic between nodes: as traced, as counted, as derived from totals, or unknown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_trace_is_read_and_its_garbage_passed_over(tmp_path: Path) -> None:
         moved(0, "compute", 0.0, 1.0),
         moved(0, "send", 1.0, 0.5, 1, 100),
         moved(0, "send", 2.0, 0.5, 1, 50),
-        moved(0, "send", 3.0, 0.5, 77, 50),  # to nobody
+        moved(0, "send", 3.0, 0.5, 77, 50),  # to no node
         moved(0, "dance", 3.0, 0.5),
         moved(5, "mean", 3.0, 0.5),
         moved(0, "mean", float("nan"), 0.5),
@@ -79,7 +79,7 @@ def test_bytes_by_peer_are_taken_where_they_were_counted(tmp_path: Path) -> None
     found = traces.traffic(replace(run, events=events), formulas.parsed("allreduce"), None)
     assert found is not None
     assert found.flow == {(a, b): 10.0 if b == (a + 1) % 3 else 2.0 for a in range(3) for b in range(3) if a != b}
-    assert found.source == "messages measured, means shared out evenly"
+    assert found.source == "messages measured, all-reduces divided evenly"
     alone = [replace(e, sent=8) for e in events]
     found = traces.traffic(replace(run, events=alone), formulas.parsed("allreduce"), None)
     assert found is not None

@@ -144,11 +144,11 @@ def test_conditions_are_no_seeds() -> None:
 
 def test_a_tie_is_nobodys_lead() -> None:
     marks = [mark(name, 0, 5.0, condition=c) for name in ("allreduce", "ps") for c in ("near", "far")]
-    assert judge(marks, TARGET, "accuracy").sentence.startswith("Nobody was alone in reaching accuracy ≥ 0.9 first")
+    assert judge(marks, TARGET, "accuracy").sentence.startswith("No strategy alone reached accuracy ≥ 0.9 first")
     marks += [mark("allreduce", 0, 5.0, condition="slow"), mark("ps", 0, 4.0, condition="slow")]
     marks += [mark("allreduce", 0, None, condition="lost"), mark("ps", 0, None, condition="lost")]
     assert judge(marks, TARGET, "accuracy").sentence == (
-        "ps reached accuracy ≥ 0.9 first under 1 of 4 conditions, several at once under 2, nobody in every run under "
+        "ps reached accuracy ≥ 0.9 first under 1 of 4 conditions, several at once under 2, none in every run under "
         "1; under the 3 where both always did it was 1.00 to 1.25 times as fast as allreduce."
     )
 
@@ -164,7 +164,7 @@ def test_all_that_cannot_be_told_apart_may_have_been_first() -> None:
 def test_seeds_that_coincide_are_no_certainty() -> None:
     """In virtual time every seed may come to the target in the same snapshot."""
     few = judge(marks_of(allreduce=(1.0, 1.0), ps=(0.95, 0.95)), TARGET, "accuracy").sentence
-    assert "that agree as closely as snapshots tell, which may be chance" in few
+    assert "that differ by less than the time between snapshots, which may be chance" in few
     assert against_baseline(marks_of(allreduce=(1.0, 1.0), ps=(0.2, 0.2)))[1].p is None
     near, far = (marks_of(allreduce=(1.0,) * 5, ps=(t,) * 5) for t in (0.95, 0.2))
     for marks, below in ((near, False), (far, True)):
@@ -236,7 +236,7 @@ def test_without_a_target_the_last_score_counts() -> None:
     marks = [RunResult("allreduce", "", i, None, 0.0, None, 0.90 + i / 100) for i in range(3)]
     marks += [RunResult("ps", "", i, None, 0.0, None, 0.95 + i / 100) for i in range(3)]
     found = judge(marks, None, "accuracy")
-    assert found.sentence.startswith("ps came to accuracy 0.96, the best: +0.05 beside allreduce")
+    assert found.sentence.startswith("ps ended with accuracy 0.96, the best: +0.05 beside allreduce")
     assert any("--target" in doubt for doubt in found.doubts)
 
 
@@ -259,7 +259,7 @@ def test_where_nothing_was_scored_speed_counts() -> None:
 def test_of_losses_lower_is_better() -> None:
     marks = [RunResult("allreduce", "", 0, None, 0.0, 0.4, 0.4), RunResult("ps", "", 0, None, 0.0, 0.3, 0.3)]
     assert "ps came closest with 0.3" in judge(marks, Target("loss", 0.1), "loss").sentence
-    assert judge(marks, None, "loss").sentence.startswith("ps came to loss 0.3")
+    assert judge(marks, None, "loss").sentence.startswith("ps ended with loss 0.3")
 
 
 @pytest.mark.parametrize("seconds", [0.0])

@@ -17,6 +17,7 @@ from orchestra.core import vectors as cuts
 from orchestra.core.comm import Comm
 from orchestra.core.ops import Handle, MeanUpdate
 from orchestra.core.vectors import is_small, weighted_mean
+from orchestra.strategies.parameter_server.consistency import bulk
 
 # Just past the limit for three workers, and sizes that neither the workers nor a cache line divides.
 EDGE = (1 << 18) // 3 + 1
@@ -254,7 +255,7 @@ def test_pushes_and_pulls_of_a_large_model(servers: int) -> None:
             return True
         part = parts[rank - workers]
         x = world.arenas[rank].vector("x", rank, part.stop - part.start)
-        for pushes in comm.rounds():
+        for pushes in bulk.rounds(comm):
             weighted_mean(x, [push.x for push in pushes], [1.0] * len(pushes))
             for push in pushes:
                 comm.start_send(push.source, x)

@@ -22,6 +22,7 @@ from orchestra.core.ops import MeanUpdate, Sleep
 from orchestra.core.vectors import LARGE, ranges, split, weighted_mean
 from orchestra.engine.middleware import Metered
 from orchestra.errors import Stalled
+from orchestra.strategies.parameter_server.consistency.bulk import rounds
 from orchestra.worlds.shared_memory.layout import ABORT
 from orchestra.worlds.shared_memory.waiting import Aborted
 
@@ -317,7 +318,7 @@ def test_rounds_are_in_rank_order_and_shrink_as_workers_leave() -> None:
                 comm.send(3, torch.ones(1))
             comm.leave()
             return []
-        return [[m.source for m in pushes] for pushes in comm.rounds()]
+        return [[m.source for m in pushes] for pushes in rounds(comm)]
 
     assert world.run(life)[3] == [[0, 1, 2], [1, 2], [2]]
 

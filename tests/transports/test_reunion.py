@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.transports.recorder import Recorder
 from tests.transports.test_exchange import SECRET, at_once, both_ways, meet, recv
 
 from orchestra.core.ops import Group, Send, Traffic
@@ -176,13 +177,13 @@ def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> No
     """Last words are heard to the end, however many there are."""
     with machines(monkeypatch, apart=True) as (a, b):
         heard: list[int] = []
-        a.hear = lambda source, said: heard.append(said["i"])
+        a.listen(Recorder(lambda said: heard.append(said["i"])))
         for i in range(2000):
-            b.note(0, {"kind": "word", "i": i})
+            b.send_control(0, {"kind": "word", "i": i})
         b._flush(b._peers[0])
         cut(b)
         time.sleep(0.2)
-        a.note(1, {"kind": "word"})
+        a.send_control(1, {"kind": "word"})
         done = threading.Event()
 
         def wait() -> None:

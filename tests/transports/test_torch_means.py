@@ -250,11 +250,17 @@ def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals
 
     def wait_in_vain() -> None:
         store = torch_collectives.file_store(tmp_path / "store", 2)
-        means = torch_collectives.TorchCollectives(store, int(os.environ["RANK"]), 2, torch.device("cpu"), patience=100)
+        means = torch_collectives.TorchCollectives(
+            store,
+            int(os.environ["RANK"]),
+            2,
+            torch.device("cpu"),
+            patience=100,
+            on_waiting=(tmp_path / "waiting").touch,
+        )
         if os.environ["RANK"] == "1":
             signal.pause()
         signal.signal(number, signal.default_int_handler)
-        means.when_waiting = (tmp_path / "waiting").touch
         means.mean(torch.zeros(3), 1.0)
 
     with Processes([wait_in_vain] * 2) as processes:

@@ -28,6 +28,7 @@ from orchestra.cli.sweep import sweep
 from orchestra.cli.top import top
 from orchestra.cli.trace import trace
 from orchestra.cli.unknown_options import explain as explain_option
+from orchestra.cli.verb import Verb
 from orchestra.cli.watch import watch
 from orchestra.engine import environment, script_names
 from orchestra.errors import Interrupted
@@ -117,8 +118,8 @@ for _verb in (
     demo, run, resume, sim, compare, sweep, recommend, top, watch, report, export, trace, probe, strategies, explain,
     doctor,
 ):  # fmt: skip
-    app.command(help=flowing(_verb.__doc__ or ""))(_verb)
+    app.command(cls=Verb, help=flowing(_verb.__doc__ or ""))(_verb)
 # What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.
-app.command(help=flowing(launch.__doc__ or ""), context_settings={"allow_interspersed_args": False})(launch)
+app.command(cls=Verb, help=flowing(launch.__doc__ or ""), context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(data.app)
 app.add_typer(lab.app)

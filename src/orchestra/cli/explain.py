@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from orchestra.cli.catalogue import StrategyOption
+    from orchestra.cli.part_text import StrategyOption
 
 
 _PAGES = {
@@ -45,31 +45,31 @@ def explain(
       orchestra explain delay         what --delay takes; likewise network, optimizer, schedule
       orchestra explain lars          an optimizer for large mini-batches; likewise lamb
     """
-    from orchestra.cli import catalogue, summary
+    from orchestra.cli import part_text, summary
     from orchestra.strategies.catalogue import PARTS
 
     if name in _PAGES:
         print(inspect.cleandoc(importlib.import_module(_PAGES[name]).__doc__ or ""), flush=True)
         return
-    cls = catalogue.find(name)
+    cls = part_text.find(name)
     if json_:
         summary.print_json(_as_record(cls))
         return
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
-    if (alias := catalogue.about_alias(name)) is not None:
+    if (alias := part_text.about_alias(name)) is not None:
         console.print(f"{textwrap.fill(alias, 100)}\n")
-    short = catalogue.short_of(cls)
-    title = catalogue.name_of(cls) + (f" (short: {short})" if short else "")
-    console.print(f"{title}: {catalogue.one_line(cls)}\n", style="bold")
+    short = part_text.short_of(cls)
+    title = part_text.name_of(cls) + (f" (short: {short})" if short else "")
+    console.print(f"{title}: {part_text.one_line(cls)}\n", style="bold")
     if cls in PARTS:
-        hosts = list(dict.fromkeys(example.split("(")[0] for example in catalogue.examples(cls)))
+        hosts = list(dict.fromkeys(example.split("(")[0] for example in part_text.examples(cls)))
         console.print(f"A part of {', '.join(hosts)}: see also `orchestra explain {hosts[0]}`.\n")
-    console.print(catalogue.page(cls))
-    _print_options(console, catalogue.options(cls))
+    console.print(part_text.page(cls))
+    _print_options(console, part_text.options(cls))
     console.print("\nExamples", style="bold")
-    for example in catalogue.examples(cls):
+    for example in part_text.examples(cls):
         quoted = f'"{example}"' if "(" in example else example
         console.print(f"  orchestra run digits --workers {1 if example == 'solo' else 4} --strategy {quoted}")
 
@@ -90,16 +90,16 @@ def _print_options(console: Console, options: list[StrategyOption]) -> None:
 
 
 def _as_record(cls: type[Any]) -> dict[str, Any]:
-    from orchestra.cli import catalogue
+    from orchestra.cli import part_text
     from orchestra.cli.strategies import as_record
     from orchestra.core.strategy import Strategy
 
-    page = {"page": catalogue.page(cls)}
+    page = {"page": part_text.page(cls)}
     if issubclass(cls, Strategy):
         return as_record(cls) | page
     return {
-        "name": catalogue.name_of(cls),
-        "about": catalogue.one_line(cls),
-        "options": [vars(option) for option in catalogue.options(cls)],
-        "examples": catalogue.examples(cls),
+        "name": part_text.name_of(cls),
+        "about": part_text.one_line(cls),
+        "options": [vars(option) for option in part_text.options(cls)],
+        "examples": part_text.examples(cls),
     } | page

@@ -13,13 +13,13 @@ import shutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from orchestra.cli import options as o
 from orchestra.cli import summary
+from orchestra.cli.train_arguments import read_target
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.runs.budget import Target, lower_is_better
 
 if TYPE_CHECKING:
-    from orchestra.cli.compare import Race
+    from orchestra.cli.race import Race
     from orchestra.recipes.recipe import Recipe
 
 _WAY = 0.9  # of the way from the first score of a run to its best
@@ -34,7 +34,7 @@ def choose(recipe: Recipe, text: str | None) -> Target:
     from orchestra.engine.scoring import figures
 
     said = text or recipe.target
-    goal = o.read_target(said) if said else None
+    goal = read_target(said) if said else None
     scores = figures(recipe.evaluate, recipe.model(), recipe.evaluation_data())
     if goal is None:
         return Target(_first_of(scores), math.nan)
@@ -48,7 +48,7 @@ def choose(recipe: Recipe, text: str | None) -> Target:
 
 def of_a_loop(text: str | None) -> Target:
     """The target, as it was said; if none was, even its name has to be found by a first run."""
-    return Target("", math.nan) if text is None else o.read_target(text)
+    return Target("", math.nan) if text is None else read_target(text)
 
 
 def _first_of(scores: Iterable[str]) -> str:

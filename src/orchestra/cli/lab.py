@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from orchestra.cli import in_lab, summary
+from orchestra.cli import options as o
 from orchestra.cli.help_text import flowing
-from orchestra.cli.options import Json, Quiet
+from orchestra.cli.verb import Verb
 from orchestra.errors import ConfigError, Interrupted, Problem
 from orchestra.formatting import plural
 
@@ -22,21 +23,21 @@ if TYPE_CHECKING:
 
 _NAME = "orchestra"  # of a lab that is given none, as in `orchestra.lab.plan`
 
-Hosts = Annotated[int, typer.Option("--hosts", "-n", metavar="N", help="How many hosts.", show_default=False)]
+Hosts = Annotated[int, o.cluster("--hosts", "-n", metavar="N", help="How many hosts.", show_default=False)]
 Rate = Annotated[
-    str | None, typer.Option(metavar="RATE", help="Of each host's link, up and down, e.g. 100mbit. Default: any.")
+    str | None, o.cluster(metavar="RATE", help="Of each host's link, up and down, e.g. 100mbit. Default: any.")
 ]
-Latency = Annotated[str, typer.Option(metavar="TIME", help="One way from host to host, e.g. 1ms.")]
-Cpu = Annotated[float | None, typer.Option(metavar="CORES", help="Of each host, e.g. 0.5. Default: any.")]
+Latency = Annotated[str, o.cluster(metavar="TIME", help="One way from host to host, e.g. 1ms.")]
+Cpu = Annotated[float | None, o.cluster(metavar="CORES", help="Of each host, e.g. 0.5. Default: any.")]
 Exceptions = Annotated[
     list[str] | None,
-    typer.Option(
+    o.cluster(
         "--host",
         metavar="K:KEY=VALUE,...",
         help="A host that differs, e.g. 3:rate=10mbit,latency=5ms,cpu=0.25; also up= and down=. May be repeated.",
     ),
 ]
-Name = Annotated[str, typer.Option(metavar="NAME", help="Labs of different names are apart.")]
+Name = Annotated[str, o.cluster(metavar="NAME", help="Labs of different names are apart.")]
 
 
 def lab(context: typer.Context) -> None:
@@ -69,7 +70,7 @@ app.callback(help=flowing(lab.__doc__ or ""), invoke_without_command=True)(lab)
 
 def up(
     hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, host: Exceptions = None,
-    name: Name = _NAME, json_: Json = False, quiet: Quiet = False,
+    name: Name = _NAME, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Build a lab. Refused where one of the same name is up, in which something may run: take it down first.
 
@@ -95,7 +96,7 @@ def up(
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="After --.", show_default=False)],
-    host: Annotated[int | None, typer.Option(metavar="K", help="Only on the K-th host, from 1. Default: all.")] = None,
+    host: Annotated[int | None, o.cluster(metavar="K", help="Only on the K-th host, from 1. Default: all.")] = None,
     name: Name = _NAME,
 ) -> NoReturn:
     """Run a command on all hosts at once, each line prefixed by its host, or on one as if you sat there.
@@ -136,8 +137,8 @@ def run(
 
 def down(
     name: Name = _NAME,
-    all_: Annotated[bool, typer.Option("--all", help="Every lab of this machine.")] = False,
-    quiet: Quiet = False,
+    all_: Annotated[bool, o.cluster("--all", help="Every lab of this machine.")] = False,
+    quiet: o.Quiet = False,
 ) -> None:
     """Take a lab down and end all that runs in it. No complaint if there is none.
 
@@ -156,7 +157,7 @@ def down(
             summary.say(f"{each}: {'taken down' if was else 'was not up'}")
 
 
-def show(name: Name = _NAME, json_: Json = False) -> None:
+def show(name: Name = _NAME, json_: o.Json = False) -> None:
     """Show a lab's hosts: address, rate, latency and share of the processor, as the kernel has them.
 
     For example:
@@ -172,7 +173,7 @@ def show(name: Name = _NAME, json_: Json = False) -> None:
         summary.say(f"not whole: half built, or its delay line died. Next: orchestra lab down --name {name}")
 
 
-def list_(json_: Json = False) -> None:
+def list_(json_: o.Json = False) -> None:
     """List the labs that are up.
 
     For example:
@@ -201,7 +202,7 @@ def compose(
     name: Name = _NAME,
     image: Annotated[
         str | None,
-        typer.Option(metavar="IMAGE", help="With ip and tc in it. Default: built from a checkout in this folder."),
+        o.cluster(metavar="IMAGE", help="With ip and tc in it. Default: built from a checkout in this folder."),
     ] = None,
 ) -> None:  # fmt: skip
     """Print the same lab as a Docker Compose file: a service for each host, which shapes its own link.
@@ -221,10 +222,10 @@ def compose(
 
 
 for _verb in (up, show, down, compose):
-    app.command(help=flowing(_verb.__doc__ or ""))(_verb)
+    app.command(cls=Verb, help=flowing(_verb.__doc__ or ""))(_verb)
 # What follows the first word of a command is the command's: `lab run ip -br address`.
-app.command(help=flowing(run.__doc__ or ""), context_settings={"allow_interspersed_args": False})(run)
-app.command("list", help=flowing(list_.__doc__ or ""))(list_)
+app.command(cls=Verb, help=flowing(run.__doc__ or ""), context_settings={"allow_interspersed_args": False})(run)
+app.command("list", cls=Verb, help=flowing(list_.__doc__ or ""))(list_)
 
 
 def _plan(

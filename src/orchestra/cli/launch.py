@@ -12,7 +12,10 @@ from typing import Annotated
 
 import typer
 
+from orchestra.cli import options as o
 from orchestra.errors import ConfigError, Problem
+
+templates = o.panel("Templates")
 
 Command = Annotated[
     list[str] | None,
@@ -20,38 +23,38 @@ Command = Annotated[
 ]
 Hosts = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="One host a line, as ssh takes it; behind it slots=2, python=..., cwd=..."),
+    o.machines(metavar="FILE", help="One host a line, as ssh takes it; behind it slots=2, python=..., cwd=..."),
 ]
-PerHost = Annotated[int, typer.Option(metavar="N", help="Processes on a host that says no slots=.")]
+PerHost = Annotated[int, o.machines(metavar="N", help="Processes on a host that says no slots=.")]
 Master = Annotated[
     str | None,
-    typer.Option(metavar="ADDRESS", help="Where the others find the first host. Default: as in the file."),
+    o.machines(metavar="ADDRESS", help="Where the others find the first host. Default: as in the file."),
 ]
-Port = Annotated[int | None, typer.Option(metavar="P", help="On the first host. Default: 29500, or a free one.")]
+Port = Annotated[int | None, o.machines(metavar="P", help="On the first host. Default: 29500, or a free one.")]
 TokenFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="With the run's token, mode 600. Default: a new token.")
+    Path | None, o.machines(metavar="FILE", help="With the run's token, mode 600. Default: a new token.")
 ]
 Python = Annotated[
-    str | None, typer.Option(metavar="PATH", help="On the hosts. Default: this command's own, at the same path.")
+    str | None, o.machines(metavar="PATH", help="On the hosts. Default: this command's own, at the same path.")
 ]
-Ssh = Annotated[str, typer.Option(metavar="COMMAND", help='E.g. "ssh -p 2222 -i key". Keys only, no passwords.')]
-Cwd = Annotated[str | None, typer.Option(metavar="DIR", help="On the hosts. Default: this folder, at the same path.")]
+Ssh = Annotated[str, o.machines(metavar="COMMAND", help='E.g. "ssh -p 2222 -i key". Keys only, no passwords.')]
+Cwd = Annotated[str | None, o.machines(metavar="DIR", help="On the hosts. Default: this folder, at the same path.")]
 Environment = Annotated[
-    list[str] | None, typer.Option("--env", metavar="NAME[=VALUE]", help="For every process. May be repeated.")
+    list[str] | None, o.machines("--env", metavar="NAME[=VALUE]", help="For every process. May be repeated.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be run where, and start nothing.")]
+DryRun = Annotated[bool, o.output("--dry-run", help="Show what would be run where, and start nothing.")]
 Print = Annotated[
     str | None,
-    typer.Option("--print", metavar="KIND", help="Print a template instead: slurm, kubernetes or docker-compose."),
+    templates("--print", metavar="KIND", help="Print a template instead: slurm, kubernetes or docker-compose."),
 ]
-Nodes = Annotated[int, typer.Option("--nodes", metavar="N", help="Machines, for --print.")]
-Image = Annotated[str | None, typer.Option(metavar="IMAGE", help="Of containers, for --print. Default: one you build.")]
+Nodes = Annotated[int, templates("--nodes", metavar="N", help="Machines, for --print.")]
+Image = Annotated[str | None, templates(metavar="IMAGE", help="Of containers, for --print. Default: one you build.")]
 
 
 def launch(
     command: Command = None, hosts: Hosts = None, per_host: PerHost = 1, master: Master = None, port: Port = None,
     token_file: TokenFile = None, python: Python = None, ssh: Ssh = "ssh", cwd: Cwd = None, env: Environment = None,
-    dry_run: DryRun = False, print_: Print = None, nodes: Nodes = 2, image: Image = None,
+    print_: Print = None, nodes: Nodes = 2, image: Image = None, dry_run: DryRun = False,
 ) -> None:  # fmt: skip
     """Run one command on many machines: every process is a node of one run.
 

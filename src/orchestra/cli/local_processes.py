@@ -24,7 +24,7 @@ from orchestra.engine.environment import WORKERS, half_set
 from orchestra.errors import Problem
 
 if TYPE_CHECKING:
-    from orchestra.launchers.process_group import Link, News
+    from orchestra.launchers.process_group import News, ProcessLink
 
 _HOST = "localhost"
 _TAKES = ("strategy", "workers", "servers", "seed", "lr_factor", "out", "token_file", "trusted", "grace")
@@ -64,7 +64,7 @@ def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool)
     return group.run(_links(command, nodes, workers, news)), group.last_words
 
 
-def _links(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, Link]:
+def _links(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, ProcessLink]:
     """To one process for each node."""
     from orchestra.launchers.hosts import argv, place
     from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess
@@ -73,7 +73,7 @@ def _links(command: Sequence[str], nodes: int, more: dict[str, str], news: News)
     mark, port = secrets.token_hex(8), _free_port()
     threads = max(1, len(os.sched_getaffinity(0)) // nodes)  # all cores for each would be too many together
     ours = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "ORCHESTRA_TOKEN": auth.new()}
-    links: dict[int, Link] = {}
+    links: dict[int, ProcessLink] = {}
     for rank in range(nodes):
         orders = {
             "do": "run",

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from orchestra.cli import options as o
 from orchestra.cli import summary
 from orchestra.cli.options import Options
@@ -30,10 +28,10 @@ _SECONDS = 3.0
 
 Batches = Annotated[
     str | None,
-    typer.Option(metavar="B,B,...", help="Batches to measure. Default: a quarter to four times the recipe's own."),
+    o.training(metavar="B,B,...", help="Batches to measure. Default: a quarter to four times the recipe's own."),
 ]
-To = Annotated[Path, typer.Option(metavar="FILE", help="Where to write what was found.")]
-Threads = Annotated[int, typer.Option(metavar="T", help="Threads of the process that computes.")]
+To = Annotated[Path, o.output(metavar="FILE", help="Where to write what was found.")]
+Threads = Annotated[int, o.cluster(metavar="T", help="Threads of the process that computes.")]
 
 
 def probe(

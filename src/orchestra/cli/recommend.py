@@ -24,6 +24,7 @@ from orchestra.cli import compare as racing
 from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
+from orchestra.cli.race import Race, options_for
 from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem
 from orchestra.formatting import plural
@@ -40,32 +41,33 @@ _ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies 
 
 Network = Annotated[
     str | None,
-    typer.Option(
+    o.cluster(
         metavar="RATE[,LATENCY]",
         help="The network between the machines, such as 50mbit or 1gbit,0.5ms. Only a script with a loop of its own "
         "goes without: it runs on this machine.",
     ),
 ]
 Straggler = Annotated[
-    str | None, typer.Option(metavar="NxF", help="N of the workers are F times slower than the others: 1x5.")
+    str | None, o.cluster(metavar="NxF", help="N of the workers are F times slower than the others: 1x5.")
 ]
 Candidates = Annotated[
-    str | None, typer.Option("--strategies", "-s", metavar="A,B,C", help="Only these. Default: the whole catalogue.")
+    str | None, o.comparison("--strategies", "-s", metavar="A,B,C", help="Only these. Default: the whole catalogue.")
 ]
-Seeds = Annotated[int, typer.Option(metavar="K", help="Runs of each candidate in the last rung.")]
+Seeds = Annotated[int, o.comparison(metavar="K", help="Runs of each candidate in the last rung.")]
 
 
 def recommend(
-    context: typer.Context, recipe: racing.Name, args: o.Args = None, network: Network = None,
-    workers: o.Workers = None, straggler: Straggler = None, delay: o.Delay = None, target: racing.Goal = None,
-    strategies: Candidates = None, seeds: Seeds = 4, epochs: o.Epochs = None, batch: o.Batch = None, lr: o.Lr = None,
-    optimizer: o.Optimizer = None, tune: racing.Tune = True, out: o.Out = None, json_: o.Json = False,
-    quiet: o.Quiet = False,
+    context: typer.Context, recipe: racing.Name, args: o.Args = None,
+    network: Network = None, workers: o.Workers = None, straggler: Straggler = None, delay: o.Delay = None,
+    strategies: Candidates = None, seeds: Seeds = 4, target: racing.Goal = None, tune: racing.Tune = True,
+    batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, epochs: o.Epochs = None,
+    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Say which strategy to use on a cluster that you describe, and why. All are simulated there, in virtual time.
 
     Every strategy of the catalogue is simulated with several values of its main option. Each has the best learning
-    rate of equally many tries, asynchronous strategies also without momentum. Round by round the slower half is
+    rate of equally many tries, asynchronous strategies also without momentum; strategies that you name, the best value
+    of their main option as well, unless you give one. Round by round the slower half is
     left out, and the others run with more seeds. Measure the compute times of a machine with `orchestra probe`,
     and pass its file: --delay FILE.
 
@@ -93,7 +95,8 @@ def recommend(
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
-    race = dataclasses.replace(race, fixed=frozenset(race.strategies))
+    if not strategies:  # the catalogue has several values of an option already
+        race = dataclasses.replace(race, fixed=frozenset(race.strategies))
     if shared.sim:  # the same ends for all; that a slow one is given up comes on top
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)
@@ -127,7 +130,7 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
     fit, unfit = [], {}
     for text in texts:
         try:
-            workers = racing.options_for(text, shared).workers or 1
+            workers = options_for(text, shared).workers or 1
             problems = list(checks.check_strategy(expression.parse(text), workers, shared.clip))
             problems += loop_runs.misfits([text]) if loop else []
         except ConfigError as error:
@@ -142,7 +145,7 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
 class SuccessiveHalving:
     """The race, rung by rung."""
 
-    def __init__(self, race: racing.Race, seeds: int, *, quiet: bool) -> None:
+    def __init__(self, race: Race, seeds: int, *, quiet: bool) -> None:
         self.race, self.seeds, self.quiet = race, seeds, quiet
         self.outcomes: dict[str, list[Outcome]] = {strategy: [] for strategy in race.strategies}
         self.left = list(race.strategies)
@@ -174,7 +177,7 @@ class SuccessiveHalving:
             race = dataclasses.replace(race, patience=_PATIENCE * best)
         self.outcomes[strategy].append(self.run_one(race, strategy, seed, place))
 
-    def run_one(self, race: racing.Race, strategy: str, seed: int, place: str) -> Outcome:
+    def run_one(self, race: Race, strategy: str, seed: int, place: str) -> Outcome:
         """One run, and a line that tells of it."""
         mark = f"[{place}] {strategy} · seed {seed}"
         outcome = race.run_one(strategy, seed, mark, quiet=self.quiet, first=False)

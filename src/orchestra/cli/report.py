@@ -12,6 +12,7 @@ import typer
 from orchestra.cli import options as o
 from orchestra.cli import summary
 from orchestra.cli.patience import patiently
+from orchestra.cli.train_arguments import read_target
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.formatting import plural
 
@@ -28,17 +29,17 @@ Runs = Annotated[
 ]
 Where = Annotated[
     Path | None,
-    typer.Option(
+    o.output(
         "--out", "-o", metavar="DIR|FILE",
         help="Folder for the report, or its one file. Default: the folder of the runs; of several, report.",
     ),
 ]  # fmt: skip
-Formats = Annotated[str, typer.Option("--format", "-f", metavar="A,B", help="Of html, md, csv, svg, png.")]
+Formats = Annotated[str, o.output("--format", "-f", metavar="A,B", help="Of html, md, csv, svg, png.")]
 Goal = Annotated[
     str | None,
-    typer.Option(metavar="SCORE=VALUE", help="The test score to measure times to. Default: that of the comparison."),
+    o.output(metavar="SCORE=VALUE", help="The test score to measure times to. Default: that of the comparison."),
 ]
-Title = Annotated[str | None, typer.Option(metavar="TEXT", help="What to call it.")]
+Title = Annotated[str | None, o.output(metavar="TEXT", help="What to call it.")]
 
 
 def report(
@@ -90,7 +91,7 @@ def _target(text: str | None) -> Target | None:
         return None
     short = {"acc": "accuracy"}
     name, equals, value = text.partition("=")
-    return o.read_target(f"{short.get(name.strip(), name)}{equals}{value}")
+    return read_target(f"{short.get(name.strip(), name)}{equals}{value}")
 
 
 def _contents(told: dict[str, Any], wanted: list[str]) -> dict[str, str | bytes]:

@@ -27,12 +27,12 @@ def resume(
     steps: o.Steps = None,
     seconds: o.Seconds = None,
     target: o.Goal = None,
-    checkpoint_every: o.CheckpointEvery = None,
     token_file: o.TokenFile = None,
     trusted: o.Trusted = False,
     grace: o.Grace = None,
     on: o.On = None,
     ray_address: o.RayAddress = "auto",
+    checkpoint_every: o.CheckpointEvery = None,
     json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:

@@ -20,16 +20,16 @@ from orchestra.runs import progress
 
 
 def run(
-    recipe: o.What, args: o.Args = None, strategy: o.Strategy = None, workers: o.Workers = None,
-    servers: o.Servers = None, epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None,
-    target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
-    lr_factor: o.LrFactor = None, momentum: o.Momentum = None, optimizer: o.Optimizer = None,
-    schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None, partition: o.Spread = None,
-    precision: o.Precision = None, device: o.Device = None, delay: o.Delay = None,
-    checkpoint_every: o.CheckpointEvery = None, out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
+    recipe: o.What, args: o.Args = None,
+    strategy: o.Strategy = None, batch: o.Batch = None, lr: o.Lr = None, lr_factor: o.LrFactor = None,
+    momentum: o.Momentum = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
+    precision: o.Precision = None, partition: o.Spread = None, seed: o.Seed = None,
+    epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None,
+    workers: o.Workers = None, servers: o.Servers = None, device: o.Device = None, delay: o.Delay = None,
     token_file: o.TokenFile = None, trusted: o.Trusted = False, order: o.Order = None, grace: o.Grace = None,
-    on: o.On = None, ray_address: o.RayAddress = "auto", evaluate_every: o.EvaluateEvery = None,
-    score_afterwards: o.ScoreAfterwards = False, trace: o.Trace = False,
+    on: o.On = None, ray_address: o.RayAddress = "auto",
+    out: o.Out = None, checkpoint_every: o.CheckpointEvery = None, evaluate_every: o.EvaluateEvery = None,
+    score_afterwards: o.ScoreAfterwards = False, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Train once: a recipe by name, or your own script.
 

@@ -9,13 +9,14 @@ from orchestra.cli.run import carry_out, conclude, find
 
 
 def sim(
-    recipe: o.What, args: o.Args = None, strategy: o.Strategy = None, workers: o.Workers = None,
-    network: o.Network = None, delay: o.Delay = None, servers: o.Servers = None, epochs: o.Epochs = None,
-    steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
-    lr_factor: o.LrFactor = None, momentum: o.Momentum = None,
-    optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None, seed: o.Seed = None,
-    partition: o.Spread = None, precision: o.Precision = None, device: o.Device = None, numerics: o.Numerics = None,
-    out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False, trace: o.Trace = False,
+    recipe: o.What, args: o.Args = None,
+    strategy: o.Strategy = None, batch: o.Batch = None, lr: o.Lr = None, lr_factor: o.LrFactor = None,
+    momentum: o.Momentum = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
+    precision: o.Precision = None, partition: o.Spread = None, seed: o.Seed = None,
+    epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None,
+    workers: o.Workers = None, servers: o.Servers = None, device: o.Device = None, delay: o.Delay = None,
+    network: o.Network = None, numerics: o.Numerics = None,
+    out: o.Out = None, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Rehearse a run on virtual machines, in virtual time: the same strategies, real gradients, real convergence.
 

@@ -21,7 +21,7 @@ def strategies(
       orchestra explain slowmo
       orchestra run digits --strategy "slowmo(tau=8, beta=0.6)"
     """
-    from orchestra.cli import catalogue, summary
+    from orchestra.cli import part_text, summary
     from orchestra.strategies.catalogue import rows
 
     if json_:
@@ -38,8 +38,8 @@ def strategies(
     table.add_column("what it does", overflow="fold")
     for cls in (row.strategy for row in rows()):
         table.add_row(
-            catalogue.name_of(cls), catalogue.short_of(cls) or "", str(cls().layout.servers or "-"),
-            catalogue.synchronous(cls), catalogue.paper(cls), catalogue.one_line(cls),
+            part_text.name_of(cls), part_text.short_of(cls) or "", str(cls().layout.servers or "-"),
+            part_text.synchronous(cls), part_text.paper(cls), part_text.one_line(cls),
         )  # fmt: skip
     summary.console_for(90).print(table)
     also = ", ".join(f"{name}: {row.name}" for row in rows() for name in row.other_names)
@@ -48,17 +48,17 @@ def strategies(
 
 def as_record(cls: type[Any]) -> dict[str, Any]:
     """A strategy for programs."""
-    from orchestra.cli import catalogue
+    from orchestra.cli import part_text
 
     return {
-        "name": catalogue.name_of(cls),
-        "short": catalogue.short_of(cls),
-        "aliases": catalogue.aliases_of(cls),
-        "about": catalogue.one_line(cls),
-        "paper": catalogue.citation(cls),
+        "name": part_text.name_of(cls),
+        "short": part_text.short_of(cls),
+        "aliases": part_text.aliases_of(cls),
+        "about": part_text.one_line(cls),
+        "paper": part_text.citation(cls),
         "servers": cls().layout.servers,
-        "synchronous": catalogue.synchronous(cls),
-        "bytes": catalogue.bytes_formula(cls),
-        "options": [vars(option) for option in catalogue.options(cls)],
-        "examples": catalogue.examples(cls),
+        "synchronous": part_text.synchronous(cls),
+        "bytes": part_text.bytes_formula(cls),
+        "options": [vars(option) for option in part_text.options(cls)],
+        "examples": part_text.examples(cls),
     }

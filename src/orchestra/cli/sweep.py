@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra.cli import compare as racing
-from orchestra.cli import concluding, goals, repeat, sources, summary
+from orchestra.cli import concluding, goals, repeat, sources, summary, tuning
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.options import Options
-from orchestra.cli.tuning import Tuning
+from orchestra.cli.race import Race
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.formatting import plural
 from orchestra.report import escaping
@@ -30,23 +30,24 @@ if TYPE_CHECKING:
 
 Grid = Annotated[
     list[str],
-    typer.Option(
+    o.comparison(
         metavar="AXIS=A,B,C",
         help="Values to try; several axes are crossed. bandwidth, latency (with --sim), straggler (how many times "
         "slower worker 0 is), workers, batch, lr.",
     ),
 ]
 Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
-TuneEach = Annotated[bool, typer.Option("--tune-each", help="Tune under each condition. Default: under the first.")]
+TuneEach = Annotated[bool, o.comparison("--tune-each", help="Tune under each condition. Default: under the first.")]
 
 
 def sweep(
     context: typer.Context, recipe: racing.Name, grid: Grid, args: o.Args = None,
-    strategies: racing.Strategies = racing.DEFAULT, workers: o.Workers = None, seeds: racing.Seeds = 1,
-    epochs: o.Epochs = None, target: racing.Goal = None, batch: o.Batch = None, lr: o.Lr = None,
-    optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None, partition: o.Spread = None,
-    device: o.Device = None, sim: o.Sim = False, network: o.Network = None, delay: o.Delay = None,
+    strategies: racing.Strategies = racing.DEFAULT, seeds: racing.Seeds = 1, target: racing.Goal = None,
     tune: racing.Tune = True, tune_each: TuneEach = False, tune_real: racing.TuneReal = False,
+    batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
+    clip: o.Clip = None, partition: o.Spread = None, epochs: o.Epochs = None,
+    workers: o.Workers = None, device: o.Device = None, delay: o.Delay = None,
+    sim: o.Sim = False, network: o.Network = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Race strategies under every condition of a grid, and print who was first in each.
@@ -69,7 +70,8 @@ def sweep(
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, device=device,
         sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
-    if problems := [*_problems(axes, sim, network, out)]:
+    fixed = "--no-tune" if not tune else "--lr" if lr is not None else "--grid lr=..." if "lr" in dict(axes) else None
+    if problems := [*_problems(axes, sim, network, out), *tuning.contradicts("tune-each", tune_each or None, fixed)]:
         raise ConfigError(problems)
     source, texts = sources.find(recipe, args or ()), o.split_strategies(strategies)
     folder = out or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-sweep-{source.label}"
@@ -80,18 +82,18 @@ def sweep(
     repeat.keep(context.obj, folder)
     goal = goals.settle(races[0][1], quiet=quiet).target  # one for all conditions
     races = [(values, replace(race, target=goal)) for values, race in races]
-    if tune and not tune_each and lr is None and "lr" not in dict(axes):
+    if not tune_each and fixed is None:
         races = _tuned_once(races, folder, real=tune_real, quiet=quiet)
     best = partial(_tuned, real=tune_real, quiet=quiet) if tune_each else lambda race: race
     _conclude(_run(races, folder, best, quiet=quiet), folder, as_json=json_, quiet=quiet)
 
 
-def _tuned(race: racing.Race, *, real: bool, quiet: bool) -> racing.Race:
-    return Tuning(race, race.seeds, real=real, quiet=quiet).run()
+def _tuned(race: Race, *, real: bool, quiet: bool) -> Race:
+    return tuning.Tuning(race, race.seeds, real=real, quiet=quiet).run()
 
 
 def _run(
-    races: list[tuple[Values, racing.Race]], folder: Path, best: Callable[[racing.Race], racing.Race], *, quiet: bool
+    races: list[tuple[Values, Race]], folder: Path, best: Callable[[Race], Race], *, quiet: bool
 ) -> list[Condition]:
     """One comparison after the other; Ctrl-C leaves the table of those that are done."""
     found: list[Condition] = []
@@ -108,11 +110,11 @@ def _run(
 
 
 def _tuned_once(
-    races: list[tuple[Values, racing.Race]], folder: Path, *, real: bool, quiet: bool
-) -> list[tuple[Values, racing.Race]]:
+    races: list[tuple[Values, Race]], folder: Path, *, real: bool, quiet: bool
+) -> list[tuple[Values, Race]]:
     """The same races, every strategy with the setting that is best for it under the first condition."""
     first = replace(races[0][1], out=folder)
-    tuned = Tuning(first, first.seeds * len(races), real=real, quiet=quiet).run()
+    tuned = tuning.Tuning(first, first.seeds * len(races), real=real, quiet=quiet).run()
     return [(values, race.like(tuned)) for values, race in races]
 
 

@@ -27,8 +27,8 @@ Run = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
-Plain = Annotated[bool, typer.Option("--plain", help="Print a table every second instead of drawing a screen.")]
-Once = Annotated[bool, typer.Option("--once", help="Print one table and leave.")]
+Plain = Annotated[bool, o.output("--plain", help="Print a table every second instead of drawing a screen.")]
+Once = Annotated[bool, o.output("--once", help="Print one table and leave.")]
 
 
 def top(run: Run = None, plain: Plain = False, once: Once = False, json_: o.Json = False) -> None:

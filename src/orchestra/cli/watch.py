@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestra.cli import options as o
 from orchestra.cli import summary
+from orchestra.cli.train_arguments import read_target
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.formatting import size
 
@@ -55,7 +55,7 @@ def watch(runs: Runs = None, target: Goal = None, port: Port = 0, no_browser: No
     from orchestra.live.page_feed import PageFeed, PageWriter
     from orchestra.live.server import Server
 
-    goal = o.read_target(target) if target is not None else None
+    goal = read_target(target) if target is not None else None
     paths = runs or [found for found in [newest(Path("runs"))] if found is not None]
     if not paths:
         raise ConfigError([Problem("RUN", "runs", "holds no run: name a folder of one")])

@@ -57,7 +57,7 @@ class AttachedRunner(Runner):
         self, spec: RunSpec, x0: Tensor, fingerprint: dict[str, Any], show: Callable[[RunStatus], None]
     ) -> RunOutcome:
         """As any other process: train or serve as process 0 says, until it sends the outcome."""
-        from orchestra.worlds.sockets.coordinator import Participant
+        from orchestra.worlds.sockets.participant import Participant
 
         return Participant(spec, x0, fingerprint, self.cluster, show).run()
 

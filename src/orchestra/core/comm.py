@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other nodes, as a strategy sees them: averages over the workers, messages, and who has left."""
+"""The other nodes, as a strategy sees them: averages over the workers, messages, and departures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,14 +21,13 @@ from orchestra.core.ops import (
     Mean,
     Message,
     Recv,
+    ReservedTag,
     Send,
     Transport,
 )
 
 if TYPE_CHECKING:
     from orchestra.core.codec import Codec
-
-_PAUSE = 0xFFFF  # a tag
 
 
 class Comm:
@@ -39,10 +38,10 @@ class Comm:
         self.rank = transport.rank  # id of this node; workers come first
         self.workers = workers
         self.servers = servers
-        self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
+        self.between_messages: Callable[[], None] = lambda: None  # called before a message is awaited
         self._paused: set[int] = set()  # workers that send nothing more for now
-        self.progress = 0.0  # epochs dealt before the gradient that this worker takes; every message carries it
-        self.known: dict[int, float] = {}  # the same of each worker's latest gradient, as far as this server knows
+        self.progress = 0.0  # epochs dealt before the gradient that this worker computes; every message carries it
+        self.known: dict[int, float] = {}  # on a server: the progress of each worker's latest gradient
         self._codec: Codec | None = None
 
     def use(self, codec: Codec | None) -> None:
@@ -53,17 +52,17 @@ class Comm:
         return (message,) if self._codec is None else self._codec.pack(message)
 
     def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
-        """The weighted mean of x over the workers, as a new tensor."""
+        """Return the weighted mean of x over the workers, as a new tensor."""
         mean = x.clone()
         self.mean_(mean, weight=weight)
         return mean
 
     def mean_(self, x: Tensor, *, weight: float = 1.0) -> float:
-        """x ← the weighted mean of x over the workers, in place. Gives the sum of the weights; if 0, x stays."""
+        """x ← the weighted mean of x over the workers, in place. Return the sum of the weights; if it is 0, x stays."""
         return self.transport.start(Mean(x, self.workers, weight)).wait()
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        """x ← x + y, in place: what an algorithm made of messages computes, in a world where that may take time."""
+        """x ← x + y, in place: the additions of an all-reduce made of messages, which may take simulated time."""
         self.transport.start(Compute(lambda: x.add_(y), numbers=x.numel())).wait()
 
     def broadcast_(self, x: Tensor, *, root: int = 0) -> None:
@@ -71,55 +70,61 @@ class Comm:
         self.transport.start(Broadcast(x, root, self.workers)).wait()
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """The x of every worker, in rank order."""
+        """Return the x of every worker, in rank order."""
         return self.transport.start(Gather(x, self.workers)).wait()
 
     def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
-        """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
+        """Send x, which may be changed as soon as this returns. The strategy defines the meaning of `tag`."""
         self._require(to)
         for message in self._packed(Send(to, x, version, weight, tag=tag, progress=self.progress)):
             self.transport.start(message).wait()
 
     def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
-        """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
+        """Begin to send x without a copy: x must not change until the handle's `wait` returns."""
         self._require(to)
         message = Send(to, x, version, weight, lend=True, progress=self.progress)
         handles = [self.transport.start(m) for m in self._packed(message)]
         return handles[0] if len(handles) == 1 else All(handles)
 
     def _require(self, other: int) -> None:
-        """Refuse a node that is not there, or oneself."""
+        """Raise if a node does not exist, or is this one."""
         if not 0 <= other < self.transport.size or other == self.rank:
             others = f"the others are among 0 to {self.transport.size - 1}"
-            raise ValueError(f"node {self.rank} has no node {other} to speak with: {others}")
+            raise ValueError(f"node {self.rank} cannot exchange messages with node {other}: {others}")
 
-    def recv(self, source: int, *, at_rest: bool = False) -> Message:
-        """The next message from one node. `at_rest`: nothing happened since the last step, so the run may be saved."""
+    @overload
+    def recv(self, source: int, *, at_rest: bool = False) -> Message: ...
+
+    @overload
+    def recv(self, source: int, *, departures: Literal[True]) -> Message | None: ...
+
+    def recv(self, source: int, *, at_rest: bool = False, departures: bool = False) -> Message | None:
+        """Return the next message from one node.
+
+        With `departures`, return None if that node has left; otherwise raise. `at_rest`: the state of this node has not
+        changed since its last step, so a checkpoint may be saved while it waits.
+        """
         self._require(source)
         message = self._next(source, at_rest=at_rest)
-        if not isinstance(message, Message):
-            raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
-        return message
+        if isinstance(message, Message):
+            return message
+        if departures:
+            return None
+        raise RuntimeError(f"node {self.transport.rank} expects a message from node {source}, which has left")
 
-    def inbox(self) -> Iterator[Message]:
-        """Messages from the workers as they come, until every worker has left."""
-        while isinstance(message := self._next(None), Message):
+    @overload
+    def inbox(self) -> Iterator[Message]: ...
+
+    @overload
+    def inbox(self, *, departures: Literal[True]) -> Iterator[Message | Departed]: ...
+
+    def inbox(self, *, departures: bool = False) -> Iterator[Message | Departed]:
+        """Yield messages from the workers in the order they arrive, until every worker has left.
+
+        With `departures`, each worker that leaves is yielded as well.
+        """
+        while (message := self._next(None, departures=departures)) is not None:
             yield message
-
-    def arrivals(self) -> Iterator[Message | Departed]:
-        """The same, and who leaves."""
-        while (came := self._next(None, departures=True)) is not None:
-            yield came
-
-    def rounds(self) -> Iterator[list[Message]]:
-        """One message from each worker that has not left, in rank order, again and again."""
-        while pushed := [m for w in self.workers.members if isinstance(m := self._next(w), Message)]:
-            yield pushed
-
-    def next_from(self, source: int) -> Message | None:
-        """The next message from one node; None if it has left."""
-        came = self._next(source)
-        return came if isinstance(came, Message) else None
 
     def _next(
         self, source: int | None, *, departures: bool = False, at_rest: bool = False
@@ -129,7 +134,7 @@ class Comm:
             came = self.transport.start(Recv(source, self.workers, departures, at_rest)).wait()
             if not isinstance(came, Message):
                 return came
-            if came.tag == _PAUSE:
+            if came.tag == ReservedTag.PAUSE:
                 self._paused.add(came.source)
                 if departures:
                     return Departed(came.source)
@@ -139,24 +144,19 @@ class Comm:
                 return whole
         return None
 
-    def see_off(self) -> None:
-        """Wait until every worker has left."""
-        for _ in self.inbox():
-            pass
-
     def pause(self) -> None:
-        """Tell the servers that this worker sends nothing more before they begin anew: to them it is as if it left."""
+        """Tell the servers that this worker pauses: until `resume` they treat it as if it had left."""
         for server in self.servers.members:
-            self.send(server, torch.empty(0), tag=_PAUSE)
+            self.send(server, torch.empty(0), tag=ReservedTag.PAUSE)
 
     def resume(self) -> bool:
-        """Begin anew after all workers have paused; False if they have left instead."""
+        """On a server, end the pause of all workers; return False if they have left instead."""
         paused = len(self._paused) == len(self.workers)
         self._paused.clear()
         return paused
 
     def dismiss(self, count: int) -> None:
-        """Go on without the last workers: so many of those that began."""
+        """Remove the last `count` of the initial workers from the group."""
         self.workers = Group(tuple(range(self.servers.members[0] - count)))
 
     def leave(self) -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from orchestra.doctor.cgroups import Groups
+from orchestra.doctor.limits import Groups
 from orchestra.doctor.trial import Finding, broken, cores, fine, limited
 from orchestra.formatting import size
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from orchestra.errors import WorkerFailed
 from orchestra.formatting import plural
-from orchestra.launchers.processes import kill_marked
+from orchestra.launchers.marked_processes import kill_marked
 
 _MARK = "ORCHESTRA_DOCTOR"
 _ALTOGETHER = 18.0  # seconds for all checks

@@ -28,10 +28,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
-from orchestra.lab.cgroups import Cgroups, find_cgroups
+from orchestra.lab.cpu_shares import Cgroups, find_cgroups
 from orchestra.lab.ip_commands import NAMESPACES, IpCommands, alone, identity, namespaces, processes_in, refuse_without
 from orchestra.lab.plan import LabPlan, Machine, host_of, owner_of, subnet_of, switch_of
-from orchestra.launchers.processes import kill_all
+from orchestra.launchers.marked_processes import kill_all
 
 DELAY_LINE = Path(__file__).resolve().with_name("delay_line.py")
 _NAMES = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc

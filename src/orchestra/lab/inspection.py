@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.lab.build import DELAY_LINE, address_in, names
-from orchestra.lab.cgroups import find_cgroups
+from orchestra.lab.cpu_shares import find_cgroups
 from orchestra.lab.ip_commands import IpCommands, namespaces, processes_in, refuse_without
 from orchestra.lab.plan import Machine, host_of, owner_of, switch_of
-from orchestra.launchers.processes import arguments_of
+from orchestra.launchers.marked_processes import arguments_of
 
 
 @dataclass(frozen=True, kw_only=True)

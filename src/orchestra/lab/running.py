@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Interrupted, Problem
-from orchestra.lab.cgroups import find_cgroups
+from orchestra.lab.cpu_shares import find_cgroups
 from orchestra.lab.inspection import LabState
 from orchestra.lab.plan import host_of, told
+from orchestra.launchers.marked_processes import exit_status, kill_marked
 from orchestra.launchers.process_group import LocalProcess, News, ProcessGroup
-from orchestra.launchers.processes import exit_status, kill_marked
 
 _MARK = "ORCHESTRA_LAB_RUN"
 _GRACE = 5.0  # seconds between asking to end and killing

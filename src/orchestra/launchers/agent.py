@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from orchestra.launchers.processes import ending_with_parent, exit_status, kill_marked
+from orchestra.launchers.marked_processes import ending_with_parent, exit_status, kill_marked
 
 _MARK = "ORCHESTRA_LAUNCH"
 _PATIENCE = 10.0  # seconds for killed processes to end

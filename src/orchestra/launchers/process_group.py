@@ -27,7 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, BinaryIO, Literal, Protocol
 
 from orchestra.errors import ClusterError, ConfigError, Stopped, WorkerLost
-from orchestra.launchers.processes import ending_with_parent, exit_status
+from orchestra.launchers.marked_processes import ending_with_parent, exit_status
 
 Output = tuple[Literal["out", "err"], bytes]
 Ended = tuple[Literal["end"], int]
@@ -45,7 +45,7 @@ _REFUSED = ConfigError.exit_code  # of processes that find something wrong with 
 _CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
 
 
-class Link(Protocol):
+class ProcessLink(Protocol):
     """Connection to one process. What the process prints, and its end, is put into the queue of news."""
 
     def send(self, message: str) -> None:
@@ -147,7 +147,7 @@ class ProcessGroup:
     patient: bool = True
     out: BinaryIO | None = None  # where output goes, with the host in front of every line; None: as it says above
     err: BinaryIO | None = None
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, ProcessLink] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)  # in the order in which they ended
     tails: dict[int, deque[bytes]] = field(default_factory=dict)
     asked: int | None = None  # the signal that this process was sent
@@ -157,7 +157,7 @@ class ProcessGroup:
     _killed: bool = False
     _failed: tuple[int, ...] = ()  # before the others were asked to stop, in order
 
-    def run(self, links: Mapping[int, Link]) -> int:
+    def run(self, links: Mapping[int, ProcessLink]) -> int:
         """Pass on output and signals until all processes have ended; return the exit code of the whole."""
         self.links = dict(links)
         self.tails = {rank: deque(maxlen=_TAIL) for rank in links}

@@ -24,9 +24,9 @@ from typing import Any
 from orchestra.engine.environment import STARTED_BY
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.launchers.hosts import PORT, LaunchHost, ProcessSlot, argv, place, seats
+from orchestra.launchers.marked_processes import ending_with_parent
 from orchestra.launchers.preflight import Answer, agree
 from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess, News, ProcessGroup
-from orchestra.launchers.processes import ending_with_parent
 
 _CONNECT = 10  # seconds to connect to a host
 _ANSWER = 30.0  # seconds for a host to say its versions

@@ -4,7 +4,7 @@
     GET /?token=T       the page, once: from then on T is worth nothing, and the browser has a cookie instead
     GET /               the page, with the cookie
     GET /since          where the runs are, and the version of their story
-    GET /story          the story, compressed
+    GET /report         the story, compressed
 
 Anything else is refused, and so is any Host but ours: a name of somebody else's that leads to 127.0.0.1 does not lead
 here. No path is ever looked up in a file system.
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         now, story, version = self.server.telling.since()
         if asked.path == "/since":
             return self._give(now, {"Content-Type": "application/json"})
-        if asked.path == "/story":
+        if asked.path == "/report":
             about = {"Content-Type": "application/json", "Content-Encoding": "gzip", "X-Version": str(version)}
             return self._give(story, about)
         return self._refuse()

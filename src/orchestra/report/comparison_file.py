@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison wrote down in its table.json that the folders of its runs do not tell."""
+"""What a comparison wrote to its table.json that the folders of its runs do not hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestra.runs.reading import NONSENSE, object_in
 
 @dataclass(frozen=True)
 class Failure:
-    """A run that did not come to its end."""
+    """A run that failed."""
 
     folder: Path
     strategy: str
@@ -26,7 +26,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was raced for, and what was learned."""
+    """The target of a comparison, its verdict and its failed runs."""
 
     folder: Path
     target: Target
@@ -36,7 +36,7 @@ class Comparison:
 
 
 def _comparison(folder: Path, found: dict[str, Any]) -> Comparison | None:
-    """What the table of a folder tells; None if there is none, or none that can be read."""
+    """Return the comparison in the table of a folder; None if there is none that can be read."""
     if (target := _target(found)) is None:
         return None
     return Comparison(
@@ -55,7 +55,7 @@ def _target(found: dict[str, Any]) -> Target | None:
 
 
 def _notes(run: Path) -> Iterator[dict[str, Any]]:
-    """Where else than in a table the target and the baseline of a run may be written: in its note, in its budget."""
+    """Yield the target and the baseline from a run's note and from its budget."""
     config = object_in(run / "config.json")
     note, budget = config.get("note"), config.get("budget")
     yield note["race"] if isinstance(note, dict) and isinstance(note.get("race"), dict) else {}
@@ -65,7 +65,7 @@ def _notes(run: Path) -> Iterator[dict[str, Any]]:
 
 
 class ComparisonFiles:
-    """Those that the runs at and below some folders are part of."""
+    """The comparisons to which the runs at and below some folders belong."""
 
     def __init__(self, paths: Sequence[Path], runs: Sequence[Path]) -> None:
         def inside(folder: Path) -> bool:
@@ -85,7 +85,7 @@ class ComparisonFiles:
         self._whole = every[0] if every and len(written) == 1 and inside(every[0].folder) else None
 
     def whole(self, target: Target | None) -> Comparison | None:
-        """The one comparison that the runs are all of, if they are told to its own target."""
+        """Return the one comparison to which all runs belong, if it had this target."""
         return self._whole if self._whole is not None and self._whole.target == target else None
 
 
@@ -94,7 +94,7 @@ def _failures(folder: Path, rows: Any) -> Iterator[Failure]:
         for outcome in _objects(row.get("outcomes")):
             match row.get("strategy"), outcome:
                 case str(strategy), {"seed": int(seed), "run": str(run), "failed": str(why)}:
-                    # Where it is now: comparisons are moved from one machine to another.
+                    # The path relative to this folder: comparisons are moved from one machine to another.
                     yield Failure(folder.joinpath(*Path(run).parts[-2:]), strategy, seed, why)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's events as columns of numbers, few enough to draw: what a page holds does not grow with the run."""
+"""A run's events as columns of numbers, few enough to draw: the size of a page does not grow with the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestra.runs.events import Event, Logged, Sampled, Scored, Stepped
 
 Column = npt.NDArray[np.float64]
 MOST = 2000  # points of a curve
-BUCKETS = 120  # of the training loss, which is noise from batch to batch
+BUCKETS = 120  # of the training loss, which is noisy from batch to batch
 QUANTILES = 101
 SAID = 400  # points of what a strategy logged
 
@@ -55,28 +55,28 @@ class StepColumns:
         return self._column[name]
 
     def of(self, node: int, name: str) -> Column:
-        """A column of one node."""
+        """Return a column of one node."""
         column: Column = self[name][self._rows[node]]
         return column
 
     def gained(self, node: int, name: str) -> Column:
-        """How much a total grew in each step of a node."""
+        """Return by how much a total grew in each step of a node."""
         return np.diff(self.of(node, name), prepend=0.0)
 
     def total(self, name: str) -> Column:
-        """A total over all nodes, after each step of any."""
+        """Return a total over all nodes, after each step of any node."""
         gained = np.zeros(len(self["t"]))
         for node, rows in self._rows.items():
             gained[rows] = self.gained(node, name)
         return np.cumsum(gained)
 
     def traffic(self) -> Column:
-        """Bytes that a worker had sent and received, on average, after each step of any."""
+        """Return the bytes sent and received by a node, on average, after each step of any node."""
         return (self.total("sent") + self.total("received")) / max(1, len(self.nodes))
 
 
 def training(steps: StepColumns) -> dict[str, list[float]]:
-    """The loss of training by time, samples and bytes: means of buckets, with the least and the most in each."""
+    """Return the training loss by time, samples and bytes: bucket means, with each bucket's minimum and maximum."""
     known = ~np.isnan(steps["loss"])
     count = int(known.sum())
     if not count:
@@ -95,7 +95,7 @@ def training(steps: StepColumns) -> dict[str, list[float]]:
 
 
 def scored(scores: Sequence[Scored], steps: StepColumns) -> dict[str, Any]:
-    """What was evaluated, by time, samples and bytes."""
+    """Return the scores by time, samples and bytes."""
     times = np.array([s.t for s in scores])
     bytes_then = np.interp(times, steps["t"], steps.traffic(), left=0.0) if len(steps["t"]) else times * 0
     names = sorted({name for s in scores for name in s.metrics})
@@ -110,7 +110,7 @@ def scored(scores: Sequence[Scored], steps: StepColumns) -> dict[str, Any]:
 
 
 def logged(events: Sequence[Event], names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """What strategies had to say, by time: the mean of what nodes said of one step."""
+    """Return the values that strategies logged, by time: means over the nodes that logged the same step."""
     found = {}
     for name in names:
         said = np.array([(e.step, e.t, e.value) for e in events if isinstance(e, Logged) and e.name == name])
@@ -125,9 +125,9 @@ def logged(events: Sequence[Event], names: Sequence[str]) -> dict[str, dict[str,
 
 
 def step_times(steps: StepColumns, lost: Dropped | None = None) -> list[dict[str, Any]]:
-    """How long the steps of each worker took: quantiles, from the shortest to the longest.
+    """Return quantiles of the step times of each worker, from the shortest to the longest.
 
-    Each is that of a step; of steps that a long run has dropped, to within 5 %.
+    Each quantile is the time of a step; for steps whose events a long run has dropped, it is exact to within 5 %.
     """
     shares, found = np.linspace(0, 1, QUANTILES), []
     for node in steps.nodes:
@@ -145,7 +145,7 @@ def step_times(steps: StepColumns, lost: Dropped | None = None) -> list[dict[str
 
 
 def lanes(steps: StepColumns, most: int) -> list[dict[str, Any]]:
-    """A timeline: when steps ended and what they were made of, in whole microseconds, `together` steps in a block."""
+    """Return a timeline: ends of steps and their parts, in whole microseconds, `together` steps in a block."""
     found = []
     for node in steps.nodes:
         ends = steps.of(node, "t")
@@ -159,7 +159,7 @@ def lanes(steps: StepColumns, most: int) -> list[dict[str, Any]]:
 
 
 def coarser(lanes: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The same timeline with no more than so many blocks in a lane."""
+    """Return the same timeline with at most `most` blocks in a lane."""
     return [_coarser(lane, -(-len(lane["t"]) // most)) for lane in lanes]
 
 
@@ -175,13 +175,13 @@ def _coarser(lane: dict[str, Any], together: int) -> dict[str, Any]:
 
 
 def _micro(totals: Column) -> list[int]:
-    """How much totals grew, in whole microseconds that add up."""
+    """Return by how much totals grew, in whole microseconds that add up."""
     whole = np.maximum.accumulate(np.rint(totals * 1e6))
     return [int(x) for x in np.diff(whole, prepend=0.0)]
 
 
 def thinned(x: Column, y: Column, most: int = MOST) -> npt.NDArray[np.intp]:
-    """Which points to keep so that a curve looks the same: of every bucket the lowest and the highest, and the ends."""
+    """Return the indices of points to keep so that a curve looks the same: each bucket's extremes, and the ends."""
     if len(x) <= most:
         return np.arange(len(x))
     filled = np.nan_to_num(y, nan=float(np.nanmedian(y)))
@@ -193,5 +193,5 @@ def thinned(x: Column, y: Column, most: int = MOST) -> npt.NDArray[np.intp]:
 
 
 def rounded(column: Column) -> list[float]:
-    """Six digits are more than anybody sees, and a third of the file."""
+    """Round to six significant digits: more are not visible, and make the file three times as large."""
     return [float(f"{x:.6g}") for x in column]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales, axes and marks as SVG: just enough for the figures of a report, with nothing to install."""
+"""Scales, axes and marks as SVG: enough for the figures of a report, without a plotting library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SINE, _COSINE = math.sin(math.pi / 3), 0.5
 
 @dataclass(frozen=True)
 class Scale:
-    """Numbers to pixels."""
+    """A map from numbers to pixels."""
 
     low: float
     high: float
@@ -23,12 +23,12 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Where a value is."""
+        """Return the pixel of a value."""
         a, b, x = (math.log(v) if self.log else v for v in (self.low, self.high, value))
         return self.start + (self.end - self.start) * (x - a) / ((b - a) or 1.0)
 
     def ticks(self) -> list[float]:
-        """Round numbers within it, some five of them."""
+        """Return about five round numbers within the scale."""
         if self.log:
             tens = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [f * 10.0**k for k in tens for f in (1, 3) if self.low <= f * 10.0**k <= self.high]
@@ -38,7 +38,7 @@ class Scale:
 
 
 def scale(values: Sequence[float], start: float, end: float, *, zero: bool = False, log: bool = False) -> Scale:
-    """A scale that holds these values."""
+    """Return a scale that covers these values."""
     low, high = min(values), max(values)
     if zero:
         low = min(0.0, low)
@@ -48,7 +48,7 @@ def scale(values: Sequence[float], start: float, end: float, *, zero: bool = Fal
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Some five of them.
+    """Return about five round numbers in a range.
 
     >>> _round_numbers(0.0, 1.0)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -61,7 +61,7 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """As people read it.
+    """Format a number for people.
 
     >>> number(12000.0), number(0.25), number(0.0)
     ('12,000', '0.25', '0')
@@ -71,7 +71,7 @@ def number(value: float) -> str:
 
 @dataclass
 class Drawing:
-    """A figure in the making: a title, a frame for the data, and marks."""
+    """A figure: a title, a frame for the data, and the marks drawn so far."""
 
     title: str
     width: float = 640
@@ -84,19 +84,19 @@ class Drawing:
 
     @property
     def across(self) -> tuple[float, float]:
-        """Where the frame begins and ends, from left to right."""
+        """The left and the right end of the frame."""
         return self.left, self.width - self.right
 
     @property
     def upwards(self) -> tuple[float, float]:
-        """Where the frame begins and ends, from the bottom up."""
+        """The bottom and the top of the frame."""
         return self.height - self.bottom, self.top
 
     def text(
         self, x: float, y: float, text: str, *, anchor: str = "start", size: float = 12, colour: str = INK,
         bold: bool = False,
     ) -> None:  # fmt: skip
-        """Words."""
+        """Draw text."""
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size:g}" fill="{colour}"{weight}>'
@@ -107,7 +107,7 @@ class Drawing:
         self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1, opacity: float = 1,
         dashes: str = "",
     ) -> None:  # fmt: skip
-        """Straight from point to point."""
+        """Draw straight lines from point to point."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
         self.parts.append(
@@ -116,14 +116,14 @@ class Drawing:
         )
 
     def bar(self, x: float, y: float, width: float, height: float, colour: str, *, edge: str = "none") -> None:
-        """A rectangle."""
+        """Draw a rectangle."""
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}" height="{height:.1f}" fill="{colour}" '
             f'stroke="{edge}" stroke-width="2.5"/>'
         )
 
     def mark(self, x: float, y: float, marker: str, colour: str, *, hollow: bool = False, r: float = 5) -> None:
-        """A strategy's own mark."""
+        """Draw a strategy's marker."""
         fill, edge = ("#ffffff", colour) if hollow else (colour, "#ffffff")
         shape = f'<path d="{_shape(marker, r)}"' if marker != "circle" else f'<circle r="{r:g}"'
         self.parts.append(
@@ -132,7 +132,7 @@ class Drawing:
         )
 
     def x_axis(self, x: Scale, label: str, *, grid: bool = False, ticks: Sequence[float] | None = None) -> None:
-        """Along the bottom."""
+        """Draw the axis at the bottom."""
         bottom, top = self.upwards
         for tick in x.ticks() if ticks is None else ticks:
             self.line([(x(tick), top if grid else bottom), (x(tick), bottom + 5)], LINE)
@@ -140,7 +140,7 @@ class Drawing:
         self.text(self.across[1], bottom + 38, f"{label} →", anchor="end", colour=SOFT)
 
     def y_axis(self, y: Scale, label: str) -> None:
-        """Along the left."""
+        """Draw the axis on the left."""
         left, right = self.across
         for tick in y.ticks():
             self.line([(left, y(tick)), (right, y(tick))], LINE)
@@ -148,8 +148,8 @@ class Drawing:
         self.text(6, self.top - 8, f"↑ {label}", colour=SOFT)
 
     def svg(self) -> str:
-        """The file."""
-        fits = max(7, min(14, 1.65 * self.width / len(self.title)))  # a title may hold a condition, which may be long
+        """Return the figure as an SVG file."""
+        fits = max(7, min(14, 1.65 * self.width / len(self.title)))  # a title may contain a long condition
         heading = (
             f'<text x="6" y="18" font-size="{fits:.3g}" font-weight="600" fill="{INK}">{html.escape(self.title)}</text>'
         )
@@ -162,7 +162,7 @@ class Drawing:
 
 
 def _shape(marker: str, r: float) -> str:
-    """A path around the origin, as large as a circle of radius r looks."""
+    """Return a path around the origin that looks as large as a circle of radius r."""
     match marker:
         case "square":
             return _ring([(-r, -r), (r, -r), (r, r), (-r, r)], 0.9)

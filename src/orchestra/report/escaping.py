@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and messages as plain text in documents and spreadsheets, whatever they hold."""
+"""Escaping, so that names and messages appear as plain text in documents and spreadsheets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMULAS = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def markdown(text: str) -> str:
-    r"""Text that Markdown shows as it is, on one line.
+    r"""Escape text so that Markdown shows it unchanged, on one line.
 
     >>> markdown("a|b <i>\n=1"), markdown("# x"), markdown("1. x"), markdown("http://x")
     ('a\\|b \\<i\\> =1', '\\# x', '1\\. x', 'http\\://x')
@@ -32,13 +32,13 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; the first line is its head."""
+    """Return a table in Markdown; the first line is its head."""
     head, *rows = ["| " + " | ".join(map(markdown, line)) + " |" for line in lines]
     return "\n".join([head, "|" + " --- |" * len(lines[0]), *rows])
 
 
 def cell(value: Any) -> Any:
-    """A value for a CSV file: text that a spreadsheet would evaluate gets an apostrophe in front.
+    """Return a value for a CSV file: text that a spreadsheet would evaluate gets an apostrophe in front.
 
     >>> cell("=1+1"), cell(" @x"), cell("a=1"), cell(-3)
     ("'=1+1", "' @x", 'a=1', -3)

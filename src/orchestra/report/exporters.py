@@ -4,11 +4,11 @@
     train/loss, train/lr, train/epoch       mean over the workers that did a step, by step
     time/compute, time/communicate, time/wait       shares of the workers' time, over the last steps
     traffic/sent, traffic/received          bytes of a worker until then, on average
-    train/staleness                         age of the gradients that came, in updates, on average over a step's
-    test/...                                what was evaluated
+    train/staleness                         age of the gradients received in a step, in updates, on average
+    test/...                                scores
 
-All against steps; the time of each is that of the run, virtual or real, counted from when it began. Nothing is sent
-anywhere but where the tool was told to.
+All against steps; the time of each is that of the run, virtual or real, counted from its beginning. Nothing is sent
+except to the address that the tool was given.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from orchestra.runs.reading import RunRecord
 RECENT = 32  # steps over which shares are taken
 _KINDS = ("compute", "communicate", "wait")
 _TOGETHER = 1000  # figures that MLflow takes at once
-_LONGEST = 500  # characters that MLflow takes of a setting, and we of a complaint
-_RETRIES = "3"  # of MLflow, unless its user said otherwise: its own seven take four minutes
+_LONGEST = 500  # characters that MLflow takes of a setting, and we of an error message
+_RETRIES = "3"  # of MLflow, unless the user set a number: its default of seven takes four minutes
 
 
 @dataclass(frozen=True)
 class MetricRow:
-    """All that is known at one step."""
+    """All figures of one step."""
 
     step: int
     t: float  # seconds since the run began
@@ -48,7 +48,7 @@ class MetricRow:
 
 
 def rows(run: RunRecord) -> list[MetricRow]:
-    """A run's figures, in order of steps."""
+    """Return a run's figures, in order of steps."""
     figures: dict[int, dict[str, float]] = defaultdict(dict)
     times: dict[int, float] = {}
     for step, t, found in (*_steps(run), *_staleness(run), *_scores(run)):
@@ -86,7 +86,7 @@ def _shares(before: dict[int, Stepped], events: Sequence[Stepped]) -> dict[str, 
 
 
 def _staleness(run: RunRecord) -> _Some:
-    """Servers count updates: as many as there are workers make a step."""
+    """Yield the mean staleness of each step. Servers count updates, of which as many as workers make a step."""
     said: dict[int, list[Logged]] = defaultdict(list)
     for e in run.events:
         if isinstance(e, Logged) and e.name == "staleness":
@@ -102,7 +102,7 @@ def _scores(run: RunRecord) -> _Some:
 
 
 def _plain(name: str) -> str:
-    """What every tool takes for a name."""
+    """Return a name that every tool accepts."""
     return re.sub(r"[^\w.-]", "_", name)[:100] or "_"
 
 
@@ -110,7 +110,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-# Where it goes.
+# The tools.
 
 # A run, its figures, what to call it, and when it began, in seconds since the epoch.
 Sink = Callable[[RunRecord, Sequence[MetricRow], str, float], None]
@@ -118,7 +118,7 @@ Sink = Callable[[RunRecord, Sequence[MetricRow], str, float], None]
 
 @contextmanager
 def _in_a_line(what: str, advice: str = "") -> Iterator[None]:
-    """Tell what a tool complains about, whatever it raises, in a line."""
+    """Turn any exception of a tool into an `EnvironmentProblem` of one line."""
     try:
         yield
     except Exception as error:
@@ -127,7 +127,7 @@ def _in_a_line(what: str, advice: str = "") -> Iterator[None]:
 
 
 def tensorboard(folder: Path) -> Sink:
-    """Event files below a folder, one folder for each run."""
+    """Return a sink that writes event files, one folder for each run."""
     needed("tensorboard", "tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -146,10 +146,10 @@ def tensorboard(folder: Path) -> Sink:
 
 
 def wandb(project: str) -> Sink:
-    """Runs of a project of Weights & Biases; offline where WANDB_MODE says so."""
+    """Return a sink that logs runs to a project of Weights & Biases; offline if WANDB_MODE is so set."""
     module = needed("wandb", "wandb")
 
-    @_in_a_line("Weights & Biases does not take it", " With WANDB_MODE=offline it is kept here, to be synced later.")
+    @_in_a_line("Weights & Biases refused the run", " With WANDB_MODE=offline it is kept here, to be synced later.")
     def write(run: RunRecord, figures: Sequence[MetricRow], name: str, began: float) -> None:
         with module.init(project=project, name=name, config=run.config) as there:
             for row in figures:
@@ -159,17 +159,17 @@ def wandb(project: str) -> Sink:
 
 
 def mlflow(uri: str) -> Sink:
-    """Runs of the experiment `orchestra` at a tracking server, a database or a folder."""
+    """Return a sink that logs runs of the experiment `orchestra` to a tracking server, a database or a folder."""
     module = needed("mlflow", "mlflow")
     entities = importlib.import_module("mlflow.entities")
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # who names a folder means it
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the user may name a folder
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _RETRIES)
-    heard = partial(_in_a_line, f"MLflow at {uri} does not take it")
-    with heard():
+    readable = partial(_in_a_line, f"MLflow at {uri} refused the run")
+    with readable():
         module.set_tracking_uri(uri)
         module.set_experiment("orchestra")
 
-    @heard()
+    @readable()
     def write(run: RunRecord, figures: Sequence[MetricRow], name: str, began: float) -> None:
         metrics = [
             entities.Metric(figure, value, round((began + row.t) * 1e3), row.step)
@@ -187,7 +187,7 @@ def mlflow(uri: str) -> Sink:
 
 
 def needed(module: str, extra: str) -> Any:
-    """A tool that not everybody has."""
+    """Import an optional package; raise `EnvironmentProblem` with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -195,9 +195,9 @@ def needed(module: str, extra: str) -> Any:
 
 
 def export(paths: Sequence[Path], sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
-    """Give all runs at and below these folders to the sinks; what they were called, and which could not be read."""
+    """Give all runs at and below these folders to the sinks; return their names, and those that could not be read."""
     done, refused = [], []
-    above = Path(os.path.commonpath([path.resolve() for path in paths]))  # what names begin below: no two are alike
+    above = Path(os.path.commonpath([path.resolve() for path in paths]))  # names are relative to it, so all differ
     for folder in reading.find(paths):
         try:
             run = reading.load(folder)

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestra.errors import EnvironmentProblem
 from orchestra.report.drawing import INK, SOFT, Drawing, number, scale
-from orchestra.report.plots import FIGURES, Runs, Story, by_strategy, lines, with_names
+from orchestra.report.plots import FIGURES, Report, Runs, by_strategy, lines, with_names
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _PATIENCE = 60.0  # seconds that a browser may take for a figure
@@ -24,29 +24,29 @@ _MOST_CONDITIONS = 12
 _LONGEST = 60  # characters of a condition in the name of a file
 
 
-def draw(story: Story) -> dict[str, str]:
-    """Every figure that there is something to show in, by the name of its file."""
+def draw(report: Report) -> dict[str, str]:
+    """Return every figure for which there is data, by the name of its file."""
     found: dict[str, Drawing] = {}
-    conditions = story["conditions"][:_MOST_CONDITIONS]
+    conditions = report["conditions"][:_MOST_CONDITIONS]
     for condition, slug in zip(conditions, slugs(conditions), strict=True):
-        runs = [run for run in story["runs"] if run["condition"] == condition]
+        runs = [run for run in report["runs"] if run["condition"] == condition]
         for name, make in FIGURES.items():
-            if (drawing := make(story, runs)) is not None:
+            if (drawing := make(report, runs)) is not None:
                 drawing.title += f" · {condition}" if condition else ""
                 found[f"{name}-{slug}" if slug else name] = drawing
-    if len(story["conditions"]) > 1:
-        found |= _scaling(story) | {"conditions": _conditions(story)}
+    if len(report["conditions"]) > 1:
+        found |= _scaling(report) | {"conditions": _conditions(report)}
     return {name: drawing.svg() for name, drawing in found.items()}
 
 
-def left_out(story: Story) -> list[str]:
-    """Conditions without figures of their own: there would be too many."""
-    found: list[str] = story["conditions"][_MOST_CONDITIONS:]
+def left_out(report: Report) -> list[str]:
+    """Return the conditions without figures of their own, beyond the first twelve."""
+    found: list[str] = report["conditions"][_MOST_CONDITIONS:]
     return found
 
 
 def slugs(conditions: Sequence[str]) -> list[str]:
-    """Conditions as parts of names of files, no two alike.
+    """Return conditions as parts of file names, no two alike.
 
     >>> slugs(["", "batch 8 · lr 0.1", "batch 8, lr 0.1"])
     ['', 'batch-8-lr-0-1', 'batch-8-lr-0-1-2']
@@ -63,19 +63,19 @@ def slugs(conditions: Sequence[str]) -> list[str]:
 # All conditions.
 
 
-def _scaling(story: Story) -> dict[str, Drawing]:
-    """What more nodes bring, where all else is equal."""
+def _scaling(report: Report) -> dict[str, Drawing]:
+    """Draw the throughput against the number of nodes, one figure for each set of equal other settings."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for run in story["runs"]:
+    for run in report["runs"]:
         rest = " · ".join(part for part in run["condition"].split(" · ") if not part.startswith("workers "))
         groups.setdefault(rest, []).append(run)
-    drawn = {rest: _against_nodes(story, rest, runs) for rest, runs in groups.items()}
+    drawn = {rest: _against_nodes(report, rest, runs) for rest, runs in groups.items()}
     names = zip(drawn, slugs([*drawn]), strict=True)
     return {f"scaling-{slug}" if slug else "scaling": d for rest, slug in names if (d := drawn[rest]) is not None}
 
 
-def _against_nodes(story: Story, condition: str, runs: Runs) -> Drawing | None:
-    """Samples a second; the ideal is as many times the best that a node did where there were the fewest."""
+def _against_nodes(report: Report, condition: str, runs: Runs) -> Drawing | None:
+    """Draw samples per second against nodes; the ideal line scales the best rate per node at the fewest nodes."""
     speeds: dict[str, list[tuple[float, float]]] = {}
     for name, own in by_strategy(runs).items():
         at: dict[int, list[float]] = {}
@@ -89,32 +89,32 @@ def _against_nodes(story: Story, condition: str, runs: Runs) -> Drawing | None:
     fewest, most = min(points)[0], max(points)[0]
     each = max(speed / n for n, speed in points if n == fewest)
     d = with_names(
-        "What more nodes bring; dashed: as many times the best" + f" · {condition}" * bool(condition), [*speeds]
+        "Throughput by nodes; dashed: linear speed-up of the best" + f" · {condition}" * bool(condition), [*speeds]
     )
     x = scale([fewest, most], *d.across, log=True)
     y = scale([each * fewest, each * most, *(speed for _, speed in points)], *d.upwards, log=True)
     d.x_axis(x, "nodes, servers counted", ticks=_apart(sorted({n for n, _ in points})))
     d.y_axis(y, "samples a second")
     d.line([(x(n), y(each * n)) for n in (fewest, most)], INK, dashes="5 4")
-    lines(story, d, x, y, speeds)
+    lines(report, d, x, y, speeds)
     return d
 
 
 def _apart(ticks: Sequence[float]) -> list[float]:
-    """Not so many that they touch."""
+    """Return the ticks without those that would touch others."""
     kept: list[float] = []
     for tick in ticks:
         kept += [tick] if not kept or tick / kept[-1] > 1.2 else []
     return kept
 
 
-def _conditions(story: Story) -> Drawing:
-    """Who wins where: seconds, and who may have been the first of each condition boxed."""
-    names = [s["name"] for s in story["strategies"]]
-    conditions = story["conditions"]
+def _conditions(report: Report) -> Drawing:
+    """Draw the seconds of each strategy under each condition; those that may have been first are boxed."""
+    names = [s["name"] for s in report["strategies"]]
+    conditions = report["conditions"]
     deep = max(condition.count(" · ") + 1 for condition in conditions)
     left = 18 + 6.8 * max(map(len, names))
-    goal = f"Median seconds to {story['target']['text']}" if story["target"] else "Median seconds of a run"
+    goal = f"Median seconds to {report['target']['text']}" if report["target"] else "Median seconds of a run"
     d = Drawing(goal, width=left + 112 * len(conditions) + 16, height=62 + 15 * deep + 42 * len(names), left=left)
     top = 44 + 15 * deep
     for j, name in enumerate(names):
@@ -122,18 +122,18 @@ def _conditions(story: Story) -> Drawing:
     for i, condition in enumerate(conditions):
         for k, line in enumerate(condition.split(" · ")):
             d.text(left + 112 * i + 54, 44 + 15 * k, line, anchor="middle", size=11, colour=SOFT)
-        times = {name: _time(story, name, condition) for name in names}
+        times = {name: _time(report, name, condition) for name in names}
         best = min((t for t in times.values() if t is not None), default=None)
         for j, name in enumerate(names):
-            first = story["firsts"].get(condition, [])
+            first = report["firsts"].get(condition, [])
             word = "" if name not in first else "first" if len(first) == 1 else "tie"
             _cell(d, left + 112 * i, top + 42 * j, times[name], best, word)
     return d
 
 
-def _time(story: Story, name: str, condition: str) -> float | None:
-    own = [r for r in story["runs"] if r["strategy"] == name and r["condition"] == condition]
-    times = [r["reached"] if story["target"] else r["seconds"] for r in own]
+def _time(report: Report, name: str, condition: str) -> float | None:
+    own = [r for r in report["runs"] if r["strategy"] == name and r["condition"] == condition]
+    times = [r["reached"] if report["target"] else r["seconds"] for r in own]
     return statistics.median(times) if own and None not in times else None
 
 
@@ -152,15 +152,15 @@ def _cell(d: Drawing, x: float, y: float, time: float | None, best: float | None
 # Pixels.
 
 
-def pictures(story: Story) -> dict[str, bytes]:
-    """The same figures as PNG, which takes a browser."""
+def pictures(report: Report) -> dict[str, bytes]:
+    """Return the same figures as PNG, drawn by a browser."""
     browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         raise EnvironmentProblem(
             "PNG figures are drawn by Chromium, and there is none here. Install it (apt-get install chromium), or take "
             "--format svg, which needs nothing."
         )
-    return dict(_photographed(draw(story), browser))
+    return dict(_photographed(draw(report), browser))
 
 
 def _photographed(figures: dict[str, str], browser: str) -> Iterator[tuple[str, bytes]]:
@@ -173,7 +173,7 @@ def _photographed(figures: dict[str, str], browser: str) -> Iterator[tuple[str, 
             source, target = folder / f"{name}.svg", folder / f"{name}.png"
             source.write_text(text, encoding="utf-8")
             flags = ["--headless=new", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}"]
-            flags += ["--no-sandbox"] * (os.geteuid() == 0)  # root has none; what is drawn is our own
+            flags += ["--no-sandbox"] * (os.geteuid() == 0)  # Chromium refuses a sandbox to root; the file is our own
             flags += [f"--force-device-scale-factor={_SHARP}", f"--window-size={width},{height}"]
             command = [browser, *flags, f"--screenshot={target}", source.as_uri()]
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy should have cost, by the formula on its page, and the bounds it promises."""
+"""The bytes that a strategy should have sent by its formula in the catalogue, and the bounds that it keeps."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from orchestra.strategies.parameter_server.consistency import SSP
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes that a worker sends, on average over the workers."""
+    """The bytes that a worker sends, on average over the workers."""
 
     text: str  # with S for the bytes of the model, N for the workers
     bytes: float
 
 
 def catalogue() -> list[str]:
-    """The strategies there are, as they are shown, sorted."""
+    """Return the display names of all strategies, sorted."""
     return sorted(row.short or row.name for row in rows())
 
 
 def parsed(text: str) -> Strategy[Any] | None:
-    """A strategy from its text; None if it is somebody's own."""
+    """Return a strategy from its text; None if the catalogue does not know it."""
     try:
         return expression.parse(text)
     except ConfigError:
@@ -38,7 +38,7 @@ def parsed(text: str) -> Strategy[Any] | None:
 def sent(
     strategy: Strategy[Any] | None, workers: int, steps: int, parameters: int, abandoned: float = 0.0
 ) -> Formula | None:
-    """What each of so many workers sends in so many steps, some of them given up; None where nothing tells."""
+    """Return what each worker sends in these steps, `abandoned` of them without a push; None without a formula."""
     formula = None if strategy is None else row_of(strategy).formula
     if strategy is None or formula is None:
         return None
@@ -51,7 +51,7 @@ def sent(
 
 
 def bound(strategy: Strategy[Any] | None) -> tuple[str, int] | None:
-    """The figure that a strategy keeps within a bound, and the bound."""
+    """Return the figure that a strategy keeps within a bound, and the bound."""
     match strategy:
         case ParameterServer(consistency=SSP(staleness=s)):
             return "gap", s

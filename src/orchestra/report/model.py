@@ -27,7 +27,7 @@ from orchestra.runs.events import Logged, NodeEnded, Stepped
 from orchestra.runs.reading import RunRecord, Unreadable
 
 BLOCKS = 300_000  # of all timelines together
-MOST_NODES = 128  # in a matrix of who sent to whom
+MOST_NODES = 128  # in a traffic matrix
 _COUNTED = ("staleness", "gap")  # what is shown as a histogram
 _MOST_NAMES = 12  # of what a strategy logged
 Load = Callable[[Path], RunRecord]
@@ -38,9 +38,9 @@ def tell(
     paths: Sequence[Path], *, target: Target | None = None, title: str | None = None, load: Load = reading.load,
     describe: Describe | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Read all runs at and below these folders. Raises a `ConfigError` if there is none that can be read.
+    """Read all runs at and below these folders; raise `ConfigError` if none of them can be read.
 
-    Who tells of the same runs again and again gives a `load` and a `describe` that remember.
+    A caller that reads the same runs repeatedly passes a `load` and a `describe` that cache.
     """
     refused: list[dict[str, str]] = []
     folders = _folders(paths)
@@ -65,7 +65,7 @@ def tell(
 
 
 def _end(failed: Failure | None) -> dict[str, Any]:
-    """What reached the target and then failed counts as failed."""
+    """Return the fields that mark a failed run; a run that reached the target and then failed counts as failed."""
     return {"failed": None} if failed is None else {"failed": failed.why, "reached": None}
 
 
@@ -80,14 +80,14 @@ def _folders(paths: Sequence[Path]) -> list[Path]:
 
 
 class _Representatives:
-    """The first run of each strategy under each condition has a timeline; together they share the room there is."""
+    """Chooses the runs that get a timeline: the first of each strategy under each condition. They share `BLOCKS`."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.room = BLOCKS // max(1, len(folders))
         self.seen: set[str] = set()
 
     def blocks_for(self, run: RunRecord) -> int | None:
-        """How many blocks a worker's lane may have; None: no timeline."""
+        """Return how many blocks a worker's lane may have; None: no timeline."""
         mine = {name: text for name, text in settings.settings_of(run).items() if name != "seed"}
         key = json.dumps(mine, sort_keys=True)
         if key in self.seen:
@@ -97,7 +97,7 @@ class _Representatives:
 
 
 def without_events(run: RunRecord) -> RunRecord:
-    """What is still needed of a run when its figures are taken; a long one fills the memory."""
+    """Return a run without its events and scores, which fill the memory when a run is long."""
     return replace(run, events=(), scores=())
 
 
@@ -105,7 +105,7 @@ def without_events(run: RunRecord) -> RunRecord:
 
 
 def describe_run(run: RunRecord, target: Target | None, blocks: int | None) -> dict[str, Any]:
-    """One run; with a timeline of so many blocks a worker, unless that is None."""
+    """Return all figures of one run; with a timeline of at most `blocks` blocks per worker, unless that is None."""
     facts, steps = run.facts, curves.StepColumns(run.events)
     strategy = formulas.parsed(facts.strategy)
     lost = dropped_events.of(run.events)
@@ -148,22 +148,22 @@ def _said(run: RunRecord, name: str) -> list[int]:
 
 
 def _names(run: RunRecord) -> list[str]:
-    """What strategies logged, but for what is counted."""
+    """Return the names that strategies logged, without those shown as histograms."""
     names = {e.name for e in run.events if isinstance(e, Logged) and isinstance(e.name, str)}
     return sorted(names - {*_COUNTED})[:_MOST_NAMES]
 
 
 def _scores(run: RunRecord, target: Target | None) -> dict[str, Any]:
-    """When the target was reached, and how good the model was."""
+    """Return when the target was reached, and the best and the final score."""
     if target is None:
         return {"reached": None, "since": 0.0, "best": None, "final": None}
     found = asdict(achieved(run.scores, target))
-    lost = found["best"] is not None and found["final"] is None  # a model that was lost has no score
+    lost = found["best"] is not None and found["final"] is None  # a model with non-finite values has no score
     return {"reached": found.pop("seconds"), **found} | ({"final": "not finite"} if lost else {})
 
 
 def _nodes(run: RunRecord, trace: traces.OpTrace | None) -> list[dict[str, Any]]:
-    """Where the time of each node went: at its end, or as far as it came."""
+    """Return how each node spent its time, from its last event."""
     last: dict[int, Stepped | NodeEnded] = {}
     for e in run.events:
         if isinstance(e, NodeEnded) or (isinstance(e, Stepped) and not isinstance(last.get(e.node), NodeEnded)):
@@ -182,7 +182,7 @@ def _nodes(run: RunRecord, trace: traces.OpTrace | None) -> list[dict[str, Any]]
 
 
 def _trace(trace: traces.OpTrace) -> dict[str, Any]:
-    """The ops as columns, in whole microseconds."""
+    """Return the ops as columns, in whole microseconds."""
     return {
         "node": [op.node for op in trace.ops],
         "kind": [traces.KINDS.index(op.kind) for op in trace.ops],
@@ -272,7 +272,7 @@ def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[RunResult
 
 
 def _firsts(marks: Sequence[RunResult], told: Sequence[dict[str, Any]], target: Target | None) -> dict[str, list[str]]:
-    """Of each condition; without a target, who came first to the end."""
+    """Return the strategies that were first under each condition: at the target, or without one at the end."""
     if target is None:
         marks = [replace(m, seconds=r["seconds"], since=r["seconds"]) for m, r in zip(marks, told, strict=False)]
     groups = dict.fromkeys(mark.condition for mark in marks)
@@ -280,7 +280,7 @@ def _firsts(marks: Sequence[RunResult], told: Sequence[dict[str, Any]], target: 
 
 
 def _intervals(marks: Sequence[RunResult]) -> Iterator[dict[str, Any]]:
-    """Of the median time to the target of each strategy under each condition."""
+    """Yield the interval of the median time to the target, for each strategy under each condition."""
     for condition, strategy in dict.fromkeys((mark.condition, mark.strategy) for mark in marks):
         times = times_of([mark for mark in marks if (mark.condition, mark.strategy) == (condition, strategy)])
         if len(times) > 1:
@@ -290,7 +290,7 @@ def _intervals(marks: Sequence[RunResult]) -> Iterator[dict[str, Any]]:
 def _missing(
     absent: Sequence[Failure], told: Sequence[dict[str, Any]], about: Sequence[RunRecord]
 ) -> Iterator[RunResult]:
-    """Runs that failed before there was anything to read count as well, under the condition of those beside them."""
+    """Yield results of runs that failed before they wrote anything, under the condition of the runs beside them."""
     for failure in absent:
         race = [r for r, run in zip(told, about, strict=True) if run.path.parent.parent == failure.folder.parent.parent]
         beside = next((r for r in race if r["strategy"] == failure.strategy), (race or told)[0])
@@ -298,7 +298,7 @@ def _missing(
 
 
 def _happened(run: dict[str, Any]) -> Iterator[str]:
-    """What a run has to say beside its figures."""
+    """Yield remarks on a run: missing data, failure, skipped and dropped gradients."""
     name = run["name"]
     if run["missing"]:
         yield f"{name}: {run['missing']}."
@@ -313,7 +313,7 @@ def _happened(run: dict[str, Any]) -> Iterator[str]:
 
 
 def _warnings(told: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What runs warned of, each text once; which of several did not learn is in the verdict."""
+    """Yield the warnings of all runs, each text once. The verdict already says which of several did not learn."""
     names = defaultdict[str, list[str]](list)
     for run in told:
         for text in run["warnings"]:
@@ -325,13 +325,13 @@ def _warnings(told: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _left_out(refused: Sequence[dict[str, str]], absent: Sequence[Failure]) -> list[dict[str, str]]:
-    """Why there is nothing of some runs: that they failed says more than that they cannot be read."""
+    """Return why some runs are missing. Where a run failed, that reason replaces "cannot be read"."""
     found = {r["name"]: r["why"] for r in refused} | {str(f.folder): f"it failed: {f.why}" for f in absent}
     return [{"name": name, "why": why} for name, why in found.items()]
 
 
 def _learned(race: Comparison | None, doubts: Sequence[str]) -> dict[str, Any]:
-    """What a comparison has to say beyond the verdict and its doubts."""
+    """Return the explanations and the fairness notes of a comparison, without those that the verdict repeats."""
     words, fair = ((), ()) if race is None else (race.learned[1:], race.fairness)
     return {"why": [text for text in words if text not in doubts], "fairness": [*fair]}
 
@@ -344,11 +344,11 @@ def _goal(target: Target | None) -> dict[str, Any] | None:
 
 
 def _title(equal: dict[str, str], names: Sequence[str], about: Sequence[RunRecord]) -> str:
-    """What was trained, by the name of its file or else of its folder, and how."""
+    """Return a title: the name of the recipe or else of the folder, the strategies, and the number of workers."""
     what = Path(equal["recipe"]).name if "recipe" in equal else about[0].path.name if len(about) == 1 else "runs"
-    who = names[0] if len(names) == 1 else f"{len(names)} strategies"
+    strategies = names[0] if len(names) == 1 else f"{len(names)} strategies"
     workers = f", {equal['workers']} workers" if "workers" in equal else ""
-    return f"{what}: {who}{workers}"
+    return f"{what}: {strategies}{workers}"
 
 
 def _only(all_of_it: dict[str, str], names: Sequence[str]) -> dict[str, str]:

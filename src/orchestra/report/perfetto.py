@@ -20,14 +20,14 @@ from orchestra.runs.reading import config_of, sound_ones
 from orchestra.runs.status import name_of
 
 _MICRO = 1e6
-_BRIEF = 0.1  # µs that a slice is long at least: arrows begin and end at slices
+_BRIEF = 0.1  # µs, the shortest slice: arrows begin and end at slices
 _COLOURS = {"compute": "thread_state_running", "send": "rail_response", "receive": "rail_load", "wait": "grey"}
 
 Record = dict[str, Any]
 
 
 def records(run: Path) -> Iterator[Record]:
-    """The entries of a trace, of one run; raises `Unreadable` if it is none."""
+    """Yield the entries of a run's trace; raise `Unreadable` if the folder holds no run."""
     config = config_of(run)
     yield from _names(run, config)
     moved = sorted(moves(run), key=lambda e: e.t)
@@ -38,7 +38,7 @@ def records(run: Path) -> Iterator[Record]:
     began = {id(got): sent.began for sent, got in pairs}
     for e in moved:
         about = {"bytes": e.bytes} | ({} if e.peer is None else {"with": e.peer})
-        # Before a message was sent there was nothing to do but wait for it.
+        # Until a message was sent, its receiver waited.
         sent_at = min(max(e.began, began.get(id(e), e.began)), e.t)
         if sent_at > e.began:
             yield _slice("wait", e.node, e.began, sent_at, about)
@@ -67,7 +67,7 @@ def _names(run: Path, config: dict[str, Any]) -> Iterator[Record]:
 
 
 def _steps(run: Path, config: dict[str, Any]) -> Iterator[Record]:
-    """Of a run that was not traced: where the time of each step went, one share after the other."""
+    """Yield slices for a run that was not traced: the shares of each step's time, one after the other."""
     for path in sorted(run.glob("events-*.jsonl")):
         before = (0.0, 0.0, 0.0, 0.0)
         for e in sound_ones(read(path), config):
@@ -81,7 +81,7 @@ def _steps(run: Path, config: dict[str, Any]) -> Iterator[Record]:
 
 
 def write(run: Path, path: Path) -> int:
-    """Write the trace, compressed if the name ends in .gz, whole or not at all; gives the number of entries."""
+    """Write the trace atomically, compressed if the name ends in .gz; return the number of entries."""
     draft, count = path.with_name(path.name + ".tmp"), 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(draft, "wt", encoding="utf-8") as file:
@@ -96,5 +96,5 @@ def write(run: Path, path: Path) -> int:
 
 
 def _about(run: Path) -> Iterator[Record]:
-    """A trace without any entry is none: viewers refuse it."""
+    """Yield one entry in any case: viewers refuse a trace without entries."""
     yield {"name": "process_labels", "ph": "M", "pid": 0, "args": {"labels": run.name}}

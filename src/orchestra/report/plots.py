@@ -22,69 +22,69 @@ _GRID = 160  # points of a median over seeds
 _FEW = 12  # points of a line that are all marked
 _ENOUGH = 6  # times, for a 95 % interval of their median
 
-Story = dict[str, Any]
+Report = dict[str, Any]
 Runs = Sequence[dict[str, Any]]
 Curve = list[tuple[float, float]]
 
 
-def look(story: Story, strategy: str) -> tuple[str, str]:
-    """The colour and the marker of a strategy."""
-    found = next(s for s in story["strategies"] if s["name"] == strategy)
+def look(report: Report, strategy: str) -> tuple[str, str]:
+    """Return the colour and the marker of a strategy."""
+    found = next(s for s in report["strategies"] if s["name"] == strategy)
     return COLOURS[found["colour"]][0], found["marker"]
 
 
 def by_strategy(runs: Runs) -> dict[str, list[dict[str, Any]]]:
-    """The runs of each strategy."""
+    """Return the runs of each strategy."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         found.setdefault(run["strategy"], []).append(run)
     return found
 
 
-def _seconds(story: Story) -> str:
-    return "virtual seconds" if story["virtual"] else "seconds"
+def _seconds(report: Report) -> str:
+    return "virtual seconds" if report["virtual"] else "seconds"
 
 
 # Lines.
 
 
 def with_names(title: str, names: Sequence[str]) -> Drawing:
-    """A drawing with room for names on its right."""
+    """Return a drawing with room for names on its right."""
     return Drawing(title, right=min(220, 34 + 6.6 * max(map(len, names))))
 
 
 def lines(
-    story: Story, d: Drawing, x: Scale, y: Scale, curves: dict[str, Curve], *, stairs: bool = False
+    report: Report, d: Drawing, x: Scale, y: Scale, curves: dict[str, Curve], *, stairs: bool = False
 ) -> None:  # fmt: skip
-    """A line for each strategy with a mark at each of its points, at some of many, and its name beside the end.
+    """Draw a line for each strategy with marks at its points (or at some of many) and its name beside the end.
 
-    Of many points other ones are marked in each line: of two lines that are the same both are seen.
+    Where only some points are marked, they differ from line to line, so that two equal lines are both seen.
     """
     for i, (name, curve) in enumerate(curves.items()):
-        colour, marker = look(story, name)
+        colour, marker = look(report, name)
         corners = [(t, v) for k, (t, _) in enumerate(curve) for _, v in curve[max(0, k - 1) : k + 1]]
         d.line([(x(t), y(v)) for t, v in (corners if stairs else curve)], colour, width=2)
         apart = max(1, len(curve) // 6) if len(curve) > _FEW else 1
         for t, v in curve[(apart // 2 + i * apart // 5) % apart :: apart]:
             d.mark(x(t), y(v), marker, colour, r=4)
-    _names(story, d, [(y(curve[-1][1]), name) for name, curve in curves.items()])
+    _names(report, d, [(y(curve[-1][1]), name) for name, curve in curves.items()])
 
 
-def _names(story: Story, d: Drawing, heights: Sequence[tuple[float, str]]) -> None:
-    """On the right, and apart from each other."""
+def _names(report: Report, d: Drawing, heights: Sequence[tuple[float, str]]) -> None:
+    """Write the names on the right, without overlap."""
     last = -math.inf
     for height, name in sorted(heights):
         last = max(height, last + 16)
-        colour, marker = look(story, name)
+        colour, marker = look(report, name)
         d.mark(d.across[1] + 12, last, marker, colour, r=4)
         d.text(d.across[1] + 21, last + 4, name, size=11)
 
 
 def _over_time(
-    story: Story, runs: Runs, title: str, label: str, pick: Callable[[dict[str, Any]], Curve], *,
+    report: Report, runs: Runs, title: str, label: str, pick: Callable[[dict[str, Any]], Curve], *,
     log: bool = False, target: float | None = None,
 ) -> Drawing | None:  # fmt: skip
-    """The median over seeds of each strategy, and single seeds as thin lines."""
+    """Draw the median over seeds of each strategy, and single seeds as thin lines."""
     drawn = [(run, curve) for run in runs if (curve := pick(run))]
     points = [point for _, curve in drawn for point in curve]
     if len(points) < 2:
@@ -94,20 +94,20 @@ def _over_time(
     d = with_names(title, [*groups])
     x = scale([t for t, _ in points], *d.across, zero=True)
     y = scale([v for _, v in points], *d.upwards, log=log)
-    d.x_axis(x, _seconds(story))
+    d.x_axis(x, _seconds(report))
     d.y_axis(y, label)
     if target is not None and y.low <= target <= y.high:
         d.line([(d.left, y(target)), (d.across[1], y(target))], INK, dashes="5 4")
     for name, curves in groups.items():
         for curve in curves if len(curves) > 1 else []:
-            d.line([(x(t), y(v)) for t, v in curve], look(story, name)[0], width=0.8, opacity=0.45)
-    # One that has just begun must not cut the median of the others short.
-    lines(story, d, x, y, {name: median(over[name] or curves) for name, curves in groups.items()})
+            d.line([(x(t), y(v)) for t, v in curve], look(report, name)[0], width=0.8, opacity=0.45)
+    # A run that has just begun must not shorten the median of the others.
+    lines(report, d, x, y, {name: median(over[name] or curves) for name, curves in groups.items()})
     return d
 
 
 def median(curves: Sequence[Curve]) -> Curve:
-    """Of several curves, as far as all of them go.
+    """Return the median of several curves over the range that all of them cover.
 
     >>> median([[(0.0, 1.0), (2.0, 3.0)], [(0.0, 5.0), (1.0, 5.0)], [(0.0, 9.0), (4.0, 9.0)]])[-1]
     (1.0, 5.0)
@@ -116,7 +116,7 @@ def median(curves: Sequence[Curve]) -> Curve:
         return curves[0]
     low, high = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
     grid = np.unique([low, high, *(t for curve in curves for t, _ in curve if low <= t <= high)])
-    if len(grid) > _GRID:  # else there is a point wherever one was measured, and nowhere else
+    if len(grid) > _GRID:  # else the points are those that were measured
         grid = np.linspace(low, high, _GRID)
     heights = [np.interp(grid, *np.transpose(curve)) for curve in curves]
     return [*zip(grid.tolist(), np.median(heights, axis=0).tolist(), strict=True)]
@@ -127,8 +127,8 @@ def _seeds(runs: Runs) -> str:
     return f"median of {seeds} seeds, single ones thin" if seeds > 1 else "one seed"
 
 
-def _score(story: Story, runs: Runs) -> Drawing | None:
-    metric, goal = story["metric"], story["target"]
+def _score(report: Report, runs: Runs) -> Drawing | None:
+    metric, goal = report["metric"], report["target"]
 
     def pick(run: dict[str, Any]) -> Curve:
         values = run["scores"]["metrics"].get(metric, []) if run["scores"] else []
@@ -136,29 +136,29 @@ def _score(story: Story, runs: Runs) -> Drawing | None:
 
     value = goal["value"] if goal is not None and goal["metric"] == metric else None
     what = _seeds(runs) if value is None else f"{_seeds(runs)}; dashed: target {value:g}"
-    return _over_time(story, runs, f"Test {metric} ({what})", str(metric), pick, target=value)
+    return _over_time(report, runs, f"Test {metric} ({what})", str(metric), pick, target=value)
 
 
-def _loss(story: Story, runs: Runs) -> Drawing | None:
+def _loss(report: Report, runs: Runs) -> Drawing | None:
     def pick(run: dict[str, Any]) -> Curve:
         return [*zip(run["training"]["t"], run["training"]["loss"], strict=True)] if run["training"] else []
 
-    return _over_time(story, runs, f"Training loss ({_seeds(runs)})", "loss", pick, log=True)
+    return _over_time(report, runs, f"Training loss ({_seeds(runs)})", "loss", pick, log=True)
 
 
-def _consensus(story: Story, runs: Runs) -> Drawing | None:
-    """How far apart the replicas were, which only a trace tells."""
+def _consensus(report: Report, runs: Runs) -> Drawing | None:
+    """Draw the distance between the replicas, as logged by the strategy."""
 
     def pick(run: dict[str, Any]) -> Curve:
         said = run["logged"].get("consensus")
         return [*zip(said["t"], said["value"], strict=True)] if said else []
 
-    return _over_time(story, runs, "Consensus distance (first seed)", "distance from the mean", pick, log=True)
+    return _over_time(report, runs, "Consensus distance (first seed)", "distance from the mean", pick, log=True)
 
 
-def _step_times(story: Story, runs: Runs) -> Drawing | None:
-    """How many of the steps took no longer: workers and seeds taken together."""
-    # Of every worker there are as many quantiles, each of which stands for as many steps as it did.
+def _step_times(report: Report, runs: Runs) -> Drawing | None:
+    """Draw the distribution of step times over all workers and seeds."""
+    # Every worker has the same number of quantiles, each weighted by the worker's number of steps.
     times = {name: [(t, worker["count"] / len(worker["seconds"]))
                     for run in own for worker in run["step_times"] for t in worker["seconds"] if t > 0]
              for name, own in by_strategy(runs).items()}  # fmt: skip
@@ -168,14 +168,14 @@ def _step_times(story: Story, runs: Runs) -> Drawing | None:
     d = with_names("How long steps took, those of all workers together", [*times])
     x = scale([t for found in times.values() for t, _ in found], *d.across, log=True)
     y = scale([0.0, 100.0], *d.upwards)
-    d.x_axis(x, f"{_seconds(story)} of a step")
+    d.x_axis(x, f"{_seconds(report)} of a step")
     d.y_axis(y, "% of the steps took no longer")
-    lines(story, d, x, y, {name: shares(found) for name, found in times.items()}, stairs=True)
+    lines(report, d, x, y, {name: shares(found) for name, found in times.items()}, stairs=True)
     return d
 
 
 def shares(weighted: Sequence[tuple[float, float]]) -> Curve:
-    """Values in order of size, and how many per cent of the weights lie there or below.
+    """Return the values in order of size, each with the per cent of the weights at or below it.
 
     >>> shares([(0.1, 9.0), (0.5, 1.0)])
     [(0.1, 90.0), (0.5, 100.0)]
@@ -187,9 +187,9 @@ def shares(weighted: Sequence[tuple[float, float]]) -> Curve:
 # Points.
 
 
-def _cost(story: Story, runs: Runs, cost: Callable[[dict[str, Any]], float], label: str) -> Drawing | None:
-    """The score in the end, and what it cost; a line through those whom nobody beats in both."""
-    metric = story["metric"]
+def _cost(report: Report, runs: Runs, cost: Callable[[dict[str, Any]], float], label: str) -> Drawing | None:
+    """Draw the final score against its cost, with a line through the strategies that no other beats in both."""
+    metric = report["metric"]
     groups = by_strategy([run for run in runs if metric in run["metrics"]])
     if len(groups) < 2:
         return None
@@ -199,23 +199,23 @@ def _cost(story: Story, runs: Runs, cost: Callable[[dict[str, Any]], float], lab
     d = with_names(f"Final {metric} and its cost: means, least to most", [*groups])
     x = scale([c for own in found.values() for c, _ in own], *d.across, zero=True)
     y = scale([v for own in found.values() for _, v in own], *d.upwards)
-    d.x_axis(x, label or _seconds(story), grid=True)
-    d.y_axis(y, f"final {metric}; dashed: nobody is better in both")
-    front = unbeaten([*means.values()], lower=story["metrics"].get(metric, False))
+    d.x_axis(x, label or _seconds(report), grid=True)
+    d.y_axis(y, f"final {metric}; dashed: none is better in both")
+    front = unbeaten([*means.values()], lower=report["metrics"].get(metric, False))
     corners = [(x(c), y(v)) for i, (c, _) in enumerate(front) for _, v in front[max(0, i - 1) : i + 1]]
     d.line(corners, SOFT, dashes="3 3")
     for name, (c, v) in means.items():
-        colour, marker = look(story, name)
+        colour, marker = look(report, name)
         (low, high), (least, most) = ((min(side), max(side)) for side in zip(*found[name], strict=True))
         d.line([(x(low), y(v)), (x(high), y(v))], colour)
         d.line([(x(c), y(least)), (x(c), y(most))], colour)
         d.mark(x(c), y(v), marker, colour, r=6)
-    _names(story, d, [(y(v), name) for name, (_, v) in means.items()])
+    _names(report, d, [(y(v), name) for name, (_, v) in means.items()])
     return d
 
 
 def unbeaten(points: Curve, *, lower: bool) -> Curve:
-    """Of costs and scores those that no other is as good as for less, the cheapest first.
+    """Return the Pareto front of points (cost, score), the cheapest first.
 
     >>> unbeaten([(1.0, 0.5), (2.0, 0.4), (3.0, 0.9)], lower=False)
     [(1.0, 0.5), (3.0, 0.9)]
@@ -235,18 +235,18 @@ def _rows(title: str, names: Sequence[str], **more: Any) -> Drawing:
     return Drawing(title, height=100 + 34 * len(names), left=left, **more)
 
 
-def _race(story: Story, runs: Runs) -> Drawing | None:
-    if story["target"] is None:
+def _race(report: Report, runs: Runs) -> Drawing | None:
+    if report["target"] is None:
         return None
     groups = by_strategy(runs)
     times = {name: [r["reached"] for r in own if r["reached"] is not None] for name, own in groups.items()}
     order = sorted(groups, key=lambda n: (len(times[n]) < len(groups[n]), statistics.median(times[n] or [math.inf])))
-    d = _rows(f"Time to {story['target']['text']}: median and {_interval(times.values())}", order, right=60)
+    d = _rows(f"Time to {report['target']['text']}: median and {_interval(times.values())}", order, right=60)
     x = scale([r["reached"] or r["seconds"] for r in runs], *d.across, zero=True)
-    d.x_axis(x, _seconds(story), grid=True)
+    d.x_axis(x, _seconds(report), grid=True)
     for i, name in enumerate(order):
         height = d.top + 14 + 34 * i
-        colour, marker = look(story, name)
+        colour, marker = look(report, name)
         d.text(d.left - 10, height + 4, name, anchor="end")
         if found := times[name]:
             d.line([(x(end), height) for end in median_interval(found)], colour, width=2.5)
@@ -262,13 +262,13 @@ def _race(story: Story, runs: Runs) -> Drawing | None:
 
 
 def _interval(times: Any) -> str:
-    """What the line beside a median is."""
+    """Return what the line beside a median shows."""
     enough = {len(found) >= _ENOUGH for found in times if len(found) > 1}
     few = f"; of less than {_ENOUGH} runs least to most" if len(enough) > 1 else ""
     return f"its 95 % interval{few}" if True in enough else "least to most"
 
 
-def _bytes(story: Story, runs: Runs) -> Drawing | None:
+def _bytes(report: Report, runs: Runs) -> Drawing | None:
     groups = by_strategy(runs)
     sent = {name: statistics.fmean(r["sent_per_worker"] for r in own) for name, own in groups.items()}
     if not any(sent.values()):
@@ -279,7 +279,7 @@ def _bytes(story: Story, runs: Runs) -> Drawing | None:
     for i, (name, own) in enumerate(groups.items()):
         height = d.top + 14 + 34 * i
         d.text(d.left - 10, height + 4, name, anchor="end")
-        d.bar(x(0), height - 9, x(sent[name] / 1e6) - x(0), 18, look(story, name)[0])
+        d.bar(x(0), height - 9, x(sent[name] / 1e6) - x(0), 18, look(report, name)[0])
         known = [r["formula"]["bytes"] for r in own if r["formula"]]
         if known:
             d.line([(x(statistics.fmean(known) / 1e6), height + dy) for dy in (-13, 13)], INK, width=2.5)
@@ -287,8 +287,8 @@ def _bytes(story: Story, runs: Runs) -> Drawing | None:
     return d
 
 
-def _waiting(story: Story, runs: Runs) -> Drawing | None:
-    """The workers' mean shares of time."""
+def _waiting(report: Report, runs: Runs) -> Drawing | None:
+    """Draw the workers' mean shares of time."""
     groups = {name: [n for r in own for n in r["nodes"] if n["role"] == "worker" and n["seconds"] > 0]
               for name, own in by_strategy(runs).items()}  # fmt: skip
     groups = {name: nodes for name, nodes in groups.items() if nodes}
@@ -311,8 +311,8 @@ def _waiting(story: Story, runs: Runs) -> Drawing | None:
     return d
 
 
-def _histogram(story: Story, runs: Runs, name: str, title: str, unit: str) -> Drawing | None:
-    """One for each strategy, one below the other on one axis; dashed: the bound that it keeps."""
+def _histogram(report: Report, runs: Runs, name: str, title: str, unit: str) -> Drawing | None:
+    """Draw one histogram per strategy, one below the other on one axis; dashed: the strategy's bound."""
     groups, counts = by_strategy(runs), dict[str, Counter[int]]()
     for strategy, own in groups.items():
         counts[strategy] = sum((Counter(dict(run["counts"].get(name, []))) for run in own), Counter())
@@ -329,7 +329,7 @@ def _histogram(story: Story, runs: Runs, name: str, title: str, unit: str) -> Dr
         d.text(d.left, floor - 62, f"{strategy}: mean {mean:.3g}, at most {max(found)}", size=11)
         for value, n in found.items():
             high = 52 * n / max(found.values())
-            d.bar(x(value - 0.42), floor - high, x(value + 0.42) - x(value - 0.42), high, look(story, strategy)[0])
+            d.bar(x(value - 0.42), floor - high, x(value + 0.42) - x(value - 0.42), high, look(report, strategy)[0])
         d.line([(d.left, floor), (d.across[1], floor)], LINE)
         if strategy in bounds:
             edge = x(bounds[strategy] + 0.5)
@@ -337,7 +337,7 @@ def _histogram(story: Story, runs: Runs, name: str, title: str, unit: str) -> Dr
     return d
 
 
-FIGURES: dict[str, Callable[[Story, Runs], Drawing | None]] = {
+FIGURES: dict[str, Callable[[Report, Runs], Drawing | None]] = {
     "score": _score,
     "training-loss": _loss,
     "time-to-target": _race,

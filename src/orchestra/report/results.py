@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs achieved, and how strategies rank by it: one rule for the terminal and for the page."""
+"""The results of runs and the ranking of strategies: one rule for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from orchestra.runs.events import Scored
 
 @dataclass(frozen=True)
 class Achieved:
-    """What the scores of one run come to."""
+    """The time to the target and the scores of one run."""
 
     seconds: float | None = None  # to the target
-    since: float = 0.0  # the target was missed at this time yet: the truth lies between
+    since: float = 0.0  # last time at which the target was missed: the true time lies between
     best: float | None = None
-    final: float | None = None  # also where that is no number: the model is none, then
+    final: float | None = None  # NaN if the final model has non-finite values
 
 
 def achieved(scores: Sequence[Scored], target: Target) -> Achieved:
-    """When the target was reached, and how good the model was."""
-    trained = [s for s in scores if s.number]  # not the initial model: its score is no result
+    """Return when the target was reached, and the best and the final score."""
+    trained = [s for s in scores if s.number]  # without the initial model
     values = [value for s in trained if (value := s.metrics.get(target.metric)) is not None and math.isfinite(value)]
     first = next((i for i, s in enumerate(scores) if target.reached(s.metrics)), None)
     return Achieved(
@@ -38,27 +38,27 @@ def achieved(scores: Sequence[Scored], target: Target) -> Achieved:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run achieved, and which one that was."""
+    """The result of one run, with its strategy, condition and seed."""
 
     strategy: str
     condition: str
     seed: int
     seconds: float | None  # to the target
-    since: float  # the target was missed at this time yet
+    since: float  # last time at which the target was missed
     best: float | None
     final: float | None
     speed: float | None = None  # samples a second
     failed: bool = False
-    unlearned: str | None = None  # that it did not learn, and what may be the reason
+    unlearned: str | None = None  # a message if the run did not learn, with the likely reason
 
 
 def times_of(marks: Sequence[RunResult]) -> list[float]:
-    """Seconds to the target, of the runs that reached it."""
+    """Return the seconds to the target of the runs that reached it."""
     return [mark.seconds for mark in marks if mark.seconds is not None]
 
 
 def unlearned_of(marks: Sequence[RunResult]) -> str | None:
-    """That runs of one strategy did not learn, how many of them, and what may be the reason; None if all learned.
+    """Return how many runs of one strategy did not learn, and the likely reason; None if all learned.
 
     >>> lost = RunResult("ps", "", 0, None, 0.0, 0.1, 0.1, unlearned="did not learn (rate too large?)")
     >>> unlearned_of([lost, RunResult("ps", "", 1, 3.0, 2.9, 0.9, 0.9)])
@@ -73,7 +73,7 @@ def unlearned_of(marks: Sequence[RunResult]) -> str | None:
 
 
 def always(marks: Sequence[RunResult]) -> bool:
-    """Whether every one of these runs reached the target: only then is there a time to compare."""
+    """Return whether every one of these runs reached the target: only then is there a time to compare."""
     return len(times_of(marks)) == len(marks)
 
 
@@ -81,10 +81,11 @@ Standing = tuple[bool, bool, int, float, float, str]
 
 
 def standing(marks: Sequence[RunResult], target: Target | None) -> Standing:
-    """A key to rank by, from all runs of one strategy.
+    """Return a sort key that ranks a strategy, from all its runs.
 
-    By median time; then those that did not always reach the target, by how often they did and how near they came; those
-    with failures last. Names come last, so that the same runs are told in the same order everywhere.
+    Strategies that always reached the target come first, by median time; then the others, those with failed runs last,
+    by how often they reached it and by their best score. Ties are broken by name, so that the order is the same
+    everywhere.
     """
     sign = 1 if target is None or lower_is_better(target.metric) else -1
     times = times_of(marks)

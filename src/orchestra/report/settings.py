@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs have in common, in what they differ, and what to type to have them again."""
+"""The settings that runs share, those in which they differ, and the commands that repeat the runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 from orchestra.runs import reading
 from orchestra.runs.reading import RunRecord
 
-# Not a condition: what is compared, chance, and where one stood.
-_WHO = ("strategy", "servers", "seed", "version of the working directory")
+# Not a condition: what is compared, chance, and the folder in which the command was typed.
+_IDENTITY = ("strategy", "servers", "seed", "version of the working directory")
 _NOT_TYPED = ("out", "sim", "token_file", "trusted", "order")
 
 
 def settings_of(run: RunRecord) -> dict[str, str]:
-    """All that a run was told, as text."""
-    config, told = run.config, run.options
+    """Return all settings of a run, as text."""
+    config, options = run.config, run.options
     cluster = config["cluster"]
     versions = config.get("versions")
     versions = versions if isinstance(versions, dict) else {}
@@ -31,8 +31,8 @@ def settings_of(run: RunRecord) -> dict[str, str]:
         **{name: config.get(name) for name in ("workers", "servers", "seed", "batch")},
         "budget": _budget(run),
         "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
-        "network": cluster.get("network") or told.get("network"),
-        "delay": told.get("delay") or cluster.get("delay"),
+        "network": cluster.get("network") or options.get("network"),
+        "delay": options.get("delay") or cluster.get("delay"),
         "numerics": cluster.get("numerics"),
         **{name: config.get(name) for name in ("optimizer", "schedule", "clip", "precision", "accumulate")},
         **{name: config.get(name) for name in ("partition", "device", "threads", "data", "parameters", "model")},
@@ -42,7 +42,7 @@ def settings_of(run: RunRecord) -> dict[str, str]:
 
 
 def _budget(run: RunRecord) -> Any:
-    """Without the time after which a run is given up: that says how fast others were, not what was asked for."""
+    """Return the budget without the time limit of a comparison, which follows from the speed of the other runs."""
     budget = run.config.get("budget")
     if run.note.get("patience") is None or not isinstance(budget, list):
         return budget
@@ -56,27 +56,27 @@ def _text(value: Any) -> str:
 
 
 def split(all_settings: Sequence[dict[str, str]]) -> tuple[dict[str, str], list[str]]:
-    """What is equal in all runs, and the names of what is not."""
+    """Return the settings that are equal in all runs, and the names of the others."""
     names = list(dict.fromkeys(name for settings in all_settings for name in settings))
     values = {name: {settings.get(name) for settings in all_settings} for name in names}
     equal = {name: found for name in names if len(values[name]) == 1 and (found := next(iter(values[name])))}
     return equal, [name for name in names if name not in equal]
 
 
-# Conditions: what was varied apart from the strategy and the seed.
+# Conditions: settings that vary apart from the strategy and the seed.
 
 
 def conditions(all_settings: Sequence[dict[str, str]]) -> list[str]:
-    """The condition of every run, in a few words; empty where there is only one."""
-    # Gradients taken together are those taken alone but for rounding, and which it is depends on what pays.
+    """Return the condition of every run, in a few words; empty where there is only one."""
+    # Batched gradients equal single ones up to rounding, and which kind is used depends on what is faster.
     all_settings = [s | {"numerics": "real"} if s.get("numerics") == "batched" else s for s in all_settings]
-    varied = [name for name in split(all_settings)[1] if name not in _WHO and _is_varied(name, all_settings)]
+    varied = [name for name in split(all_settings)[1] if name not in _IDENTITY and _is_varied(name, all_settings)]
     short = {name: shortened([settings.get(name, "-") for settings in all_settings]) for name in varied}
     return [" · ".join(f"{name} {short[name][i]}" for name in varied) for i in range(len(all_settings))]
 
 
 def _is_varied(name: str, all_settings: Sequence[dict[str, str]]) -> bool:
-    """Within a strategy: that one strategy runs with fewer workers is no condition."""
+    """Return whether a setting varies within a strategy: one strategy with fewer workers is no condition."""
     values = defaultdict[str | None, set[str | None]](set)
     for settings in all_settings:
         values[settings.get("strategy")].add(settings.get(name))
@@ -84,7 +84,7 @@ def _is_varied(name: str, all_settings: Sequence[dict[str, str]]) -> bool:
 
 
 def shortened(texts: Sequence[str]) -> list[str]:
-    """The words in which texts differ.
+    """Return the words in which texts differ.
 
     >>> shortened(["constant:0.05 slow:1x1", "constant:0.05 slow:1x5"])
     ['slow:1x1', 'slow:1x5']
@@ -102,7 +102,7 @@ _NUMBER = re.compile(rf"(\d+(?:\.\d+)?(?:e-?\d+)?)({'|'.join(_UNITS)})?(?![a-z])
 
 
 def natural(text: str) -> list[Any]:
-    """A key to sort conditions by, which counts numbers and knows their units.
+    """Return a sort key for conditions that compares numbers with their units.
 
     >>> sorted(["1gbit", "100mbit", "10mbit"], key=natural)
     ['10mbit', '100mbit', '1gbit']
@@ -119,13 +119,13 @@ def natural(text: str) -> list[Any]:
 
 
 def commands(runs: Sequence[RunRecord]) -> list[str]:
-    """What to type to have all of it again: the command that made many, else run by run."""
+    """Return the commands that repeat the runs: the command of a whole comparison, else one per run."""
     found = (_command_above(run) or _one(run) for run in runs)
     return [*dict.fromkeys(command for command in found if command is not None)]
 
 
 def _command_above(run: RunRecord) -> str | None:
-    """Of a comparison, two folders above its runs; of a sweep, three."""
+    """Return the command of a comparison (two folders above its runs) or of a sweep (three)."""
     for folder in run.path.resolve().parents[1:3]:
         words = reading.object_in(folder / "command.json").get("command")
         if isinstance(words, list):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a difference between measurements can be trusted: paired intervals, tests, and Holm's correction.
+"""Significance of differences between measurements: paired intervals, tests, and Holm's correction.
 
 Runs with the same seed see the same samples from the same start, so they are compared pair by pair. Times are compared
-as ratios, whose logarithms are averaged: twice as fast and twice as slow then cancel, as they should.
+as ratios, whose logarithms are averaged, so that twice as fast and twice as slow cancel.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_ENOUGH = 3  # pairs from which on their spread says how likely chance is
-_ROUNDING = 1e-9  # of a figure: what differs by less is the same
+_ENOUGH = 3  # pairs needed for a p-value
+_ROUNDING = 1e-9  # relative; smaller differences count as equal
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its interval. There is none of a single pair, nor of pairs that are all alike."""
+    """A figure with its interval. A single pair has no interval, nor have pairs that are all alike."""
 
     value: float
     low: float | None
     high: float | None
     p: float | None  # of no difference, two-sided
     n: int  # pairs
-    blurred: bool = False  # the pairs agree more closely than they were measured: the interval is that of measuring
+    blurred: bool = False  # the pairs differ by less than the measurement error, which then gives the interval
 
     def includes(self, nothing: float) -> bool:
-        """Whether the interval holds the value that stands for no difference."""
+        """Return whether the interval contains `nothing`, the value that means no difference."""
         return self.low is not None and self.high is not None and self.low <= nothing <= self.high
 
 
 def ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, blur: float = 0.0) -> Estimate:
-    """How many times larger `a` is than `b`, pair by pair: the geometric mean of the ratios, and Student's interval.
+    """Return how many times larger `a` is than `b`: the geometric mean of the paired ratios, with Student's interval.
 
-    Every ratio is known to no more than a `blur`, as in `difference` of logarithms.
+    `blur` is the standard measurement error of the mean logarithm, as in `difference`.
 
     >>> e = ratio([2.0, 4.0, 8.0], [1.0, 2.0, 4.0])
     >>> round(e.value, 12), e.n
@@ -47,13 +47,13 @@ def ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, blur
 
 
 def _exp(x: float) -> float:
-    return math.exp(min(x, 700.0))  # of a ratio that nobody measured: large, but still a number
+    return math.exp(min(x, 700.0))  # finite even for the end of a very wide interval
 
 
 def difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, blur: float = 0.0) -> Estimate:
-    """How much larger `a` is than `b`, pair by pair: the mean, and Student's interval.
+    """Return how much larger `a` is than `b`: the mean of the paired differences, with Student's interval.
 
-    Measuring may err by a standard deviation of `blur`, in all pairs alike: more of them do not make up for it.
+    `blur` is the standard deviation of a measurement error that all pairs share, so that more pairs do not reduce it.
     """
     gaps = [x - y for x, y in zip(a, b, strict=True)]
     n, mean = len(gaps), statistics.fmean(gaps)
@@ -61,7 +61,7 @@ def difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95,
         return Estimate(mean, None, None, None, n)
     spread = statistics.stdev(gaps) / math.sqrt(n)
     error = max(spread, blur)
-    if error <= _ROUNDING * max(map(abs, (*a, *b))):  # all alike: no measure of how far chance may carry them
+    if error <= _ROUNDING * max(map(abs, (*a, *b))):  # all alike: the spread says nothing about chance
         return Estimate(mean, None, None, None, n)
     reach = t_quantile(confidence, n - 1) * error
     p = 1 - t_within(abs(mean) / error, n - 1) if n >= _ENOUGH else None
@@ -69,7 +69,7 @@ def difference(a: Sequence[float], b: Sequence[float], confidence: float = 0.95,
 
 
 def t_within(t: float, nu: int) -> float:
-    """P(|T| ≤ t) for Student's T with ν degrees of freedom, in closed form (Abramowitz and Stegun 26.7.3, 26.7.4).
+    """Return P(|T| ≤ t) for Student's T with ν degrees of freedom (closed form: Abramowitz and Stegun 26.7.3-4).
 
     >>> round(t_within(1.0, 1), 12), round(t_within(2**0.5, 2), 12)
     (0.5, 0.707106781187)
@@ -87,7 +87,7 @@ def t_within(t: float, nu: int) -> float:
 
 
 def t_quantile(confidence: float, nu: int) -> float:
-    """The t with P(|T| ≤ t) = confidence.
+    """Return the t with P(|T| ≤ t) = confidence.
 
     >>> [round(t_quantile(0.95, nu), 3) for nu in (1, 2, 4, 30)]
     [12.706, 4.303, 2.776, 2.042]
@@ -102,7 +102,7 @@ def t_quantile(confidence: float, nu: int) -> float:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a median by order of size; from less than six values that is least and most."""
+    """Return the 95 % interval of a median by order statistics; of less than six values the minimum and maximum."""
     ordered, n, cut = sorted(values), len(values), 0
     while n >= 6 and 2 * sum(math.comb(n, i) for i in range(cut + 2)) / 2**n <= 0.05:
         cut += 1
@@ -110,7 +110,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """The p-values of several tests made at once (Holm 1979): the smallest counts as often as there are tests.
+    """Return p-values corrected for several tests made at once (Holm 1979).
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]

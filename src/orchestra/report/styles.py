@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One colour and one marker for each strategy, in every figure.
 
-The colours are those of Okabe and Ito, which people tell apart whatever their eyes; a name says which, the page and the
-figures know how each looks on light and on dark. A strategy has the colour of its place in the sorted catalogue, so it
-looks the same in all reports; where a report has two that would look alike, as variants of one strategy do, the second
-takes a colour that is free, and when all are taken the next marker.
+The colours are those of Okabe and Ito, which colour-blind people can distinguish. Each has a name; the page and the
+figures map it to a light and a dark shade. A strategy has the colour of its place in the sorted catalogue, so it looks
+the same in all reports. Where two strategies of a report would look alike, as variants of one strategy do, the second
+takes a free colour, and when all colours are taken, the next marker.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _INSTEAD = ("sky", "purple", "orange", "green", "vermillion", "blue", "yellow", 
 
 @dataclass(frozen=True)
 class Style:
-    """How a strategy looks."""
+    """The colour and the marker of a strategy."""
 
     colour: str
     marker: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the style for JSON."""
         return asdict(self)
 
 
 def looks(names: Sequence[str], catalogue: Sequence[str]) -> dict[str, Style]:
-    """How each of these strategies looks beside the others.
+    """Return a style for each of these strategies, no two alike while styles last.
 
     >>> looks(["slowmo", "allreduce"], ["allreduce", "slowmo"])["allreduce"]
     Style(colour='blue', marker='circle')
@@ -54,7 +54,7 @@ def looks(names: Sequence[str], catalogue: Sequence[str]) -> dict[str, Style]:
 
 
 def _choices(place: int) -> list[Style]:
-    """From what suits a place best to what would do as well."""
+    """Return all styles in order of preference for a place in the catalogue."""
     colours, own = [*COLOURS], place % len(COLOURS)
     ordered = [colours[own], *(c for c in _INSTEAD if c != colours[own])]
     markers = [MARKERS[(place + i) % len(MARKERS)] for i in range(len(MARKERS))]

@@ -29,7 +29,7 @@ def table(
     runs: Sequence[dict[str, Any]], marks: Sequence[RunResult], target: Target | None, metric: str | None,
     baseline: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Headings and lines of text: a line for each strategy under each condition, the fastest first."""
+    """Return headings and lines of text: a line for each strategy under each condition, the fastest first."""
     lines: list[list[str]] = []
     groups = sorted({mark.condition for mark in marks}, key=natural)
     for condition in groups:
@@ -38,7 +38,7 @@ def table(
         for against in sorted(by, key=lambda a: standing(by[a], target)):
             own = [r for r in runs if r["condition"] == condition and r["strategy"] == against.strategy]
             race = _race(by[against], against) if target is not None else []
-            lost = unlearned_of(by[against])  # in full once
+            lost = unlearned_of(by[against])  # with its reason in one column only
             figures = _figures_of(own, metric, lost.partition(" (")[0] if lost and target is not None else lost)
             lines.append([condition] * (len(groups) > 1) + [against.strategy, *race, *figures])
     return {"head": [*["condition"] * (len(groups) > 1), *_head(target, metric)], "lines": lines}
@@ -50,7 +50,7 @@ def _head(target: Target | None, metric: str | None) -> list[str]:
 
 
 def _figures_of(own: Sequence[dict[str, Any]], metric: str | None, unlearned: str | None) -> list[str]:
-    """Of the runs that there are; every one may have failed before there was anything to tell."""
+    """Return the cells of the runs that exist: every run may have failed before it wrote anything."""
     final = [run["metrics"][metric] for run in own if metric in run["metrics"]]
     but = "" if unlearned is None else f", {unlearned}"
     score = [f"{statistics.fmean(final):.4g}{but}" if final else but.removeprefix(", ") or "-"] if metric else []
@@ -105,30 +105,30 @@ _LEGEND = (
 )
 
 
-def legend(story: dict[str, Any]) -> str:
-    """What the columns are."""
-    return (_RACE_LEGEND.format(baseline=story["verdict"]["baseline"]) if story["target"] else "") + _LEGEND
+def legend(report: dict[str, Any]) -> str:
+    """Return an explanation of the columns."""
+    return (_RACE_LEGEND.format(baseline=report["verdict"]["baseline"]) if report["target"] else "") + _LEGEND
 
 
-def markdown(story: dict[str, Any]) -> str:
-    """A report for a document."""
-    equal = story["settings"]["equal"]
+def markdown(report: dict[str, Any]) -> str:
+    """Return the report as Markdown."""
+    equal = report["settings"]["equal"]
     parts = [
-        f"# {escaping.markdown(story['title'])}",
-        f"**{escaping.markdown(story['verdict']['sentence'])}**",
-        *(escaping.markdown(doubt) for doubt in story["verdict"]["doubts"]),
-        escaping.table([story["table"]["head"], *story["table"]["lines"]]),
-        escaping.markdown(legend(story)),
-        *_list("Why", story["why"]),
-        *_list("Fairness", story["fairness"]),
-        *_list("What happened", story["happened"]),
+        f"# {escaping.markdown(report['title'])}",
+        f"**{escaping.markdown(report['verdict']['sentence'])}**",
+        *(escaping.markdown(doubt) for doubt in report["verdict"]["doubts"]),
+        escaping.table([report["table"]["head"], *report["table"]["lines"]]),
+        escaping.markdown(legend(report)),
+        *_list("Why", report["why"]),
+        *_list("Fairness", report["fairness"]),
+        *_list("What happened", report["happened"]),
         "## Settings",
         escaping.table([["setting", "value"], *([name, value] for name, value in equal.items())]),
     ]
-    if story["commands"]:
+    if report["commands"]:
         # Indented, not fenced: a name may hold what ends a fence.
-        parts += ["## To have it again", "\n".join(f"    {command}" for command in story["commands"])]
-    parts += _list("Not read", [f"{r['name']}: {r['why']}" for r in story["refused"]])
+        parts += ["## To repeat it", "\n".join(f"    {command}" for command in report["commands"])]
+    parts += _list("Not read", [f"{r['name']}: {r['why']}" for r in report["refused"]])
     return "\n\n".join(parts) + "\n"
 
 
@@ -136,21 +136,21 @@ def _list(heading: str, points: Sequence[str]) -> list[str]:
     return [f"## {heading}", "\n".join(f"- {escaping.markdown(point)}" for point in points)] if points else []
 
 
-def runs_csv(story: dict[str, Any]) -> str:
-    """A line for each run."""
-    metrics = sorted({name for run in story["runs"] for name in run["metrics"]})
+def runs_csv(report: dict[str, Any]) -> str:
+    """Return a CSV file with a line for each run."""
+    metrics = sorted({name for run in report["runs"] for name in run["metrics"]})
     head = [*_RUN, *(f"final {name}" for name in metrics)]
-    lines = ([*(run[name] for name in _RUN), *(run["metrics"].get(name) for name in metrics)] for run in story["runs"])
+    lines = ([*(run[name] for name in _RUN), *(run["metrics"].get(name) for name in metrics)] for run in report["runs"])
     return _csv([head, *lines])
 
 
-def curves_csv(story: dict[str, Any]) -> str:
-    """A line for each point of each curve."""
+def curves_csv(report: dict[str, Any]) -> str:
+    """Return a CSV file with a line for each point of each curve."""
     lines: list[Sequence[Any]] = [("run", "strategy", "condition", "seed", "figure", "t", "samples", "bytes", "value")]
-    for run in story["runs"]:
-        who = (run["name"], run["strategy"], run["condition"], run["seed"])
+    for run in report["runs"]:
+        of = (run["name"], run["strategy"], run["condition"], run["seed"])
         for figure, points in _figures(run):
-            lines += [(*who, figure, *point) for point in points]
+            lines += [(*of, figure, *point) for point in points]
     return _csv(lines)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sent how much to whom, and when: from a trace where there is one, else as far as totals tell.
+"""The traffic between nodes: from a trace where there is one, else derived from totals where possible.
 
-A traced run has files `trace-*.jsonl` with one line for each op, and each node's last event says how many bytes of
-messages it sent to whom; what all do together is not in there, and is shared out evenly.
+A traced run has files `trace-*.jsonl` with one line for each op, and each node's last event holds the bytes of
+messages that it sent to each other node. Traffic of collectives is not in there; it is divided evenly.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from orchestra.strategies.catalogue import (
 )
 
 KINDS = ("compute", "send", "receive", "mean")
-_TOGETHER = {"broadcast": "mean", "gather": "mean"}  # all are what everybody does at once
+_TOGETHER = {"broadcast": "mean", "gather": "mean"}  # all collectives are shown as one kind
 MOST = 40_000  # ops of a run in a page
-_MOST_SEEN = 2_000_000  # ops of a run that are looked at
+_MOST_SEEN = 2_000_000  # ops of a run that are read
 Flow = dict[tuple[int, int], float]  # bytes by sender and receiver
 
 
 def moves(run: Path) -> Iterator[OpTraced]:
-    """Every op of a run that was traced, file by file. Lines that make no sense are passed over."""
+    """Yield every op of a traced run, file by file; skip lines that make no sense."""
     for path in _files(run):
         yield from _moves(path)
 
@@ -63,7 +63,7 @@ def _makes_sense(e: OpTraced) -> bool:
 
 
 def messages(moved: Iterable[OpTraced]) -> Iterator[tuple[OpTraced, OpTraced]]:
-    """Sends with their receipts: what one node sends another comes in the order in which it was sent."""
+    """Yield each send with its receive. Messages from one node to another arrive in the order of sending."""
     sent: dict[tuple[int, int], list[OpTraced]] = defaultdict(list)
     got: dict[tuple[int, int], list[OpTraced]] = defaultdict(list)
     for e in moved:
@@ -72,22 +72,22 @@ def messages(moved: Iterable[OpTraced]) -> Iterator[tuple[OpTraced, OpTraced]]:
         elif e.peer is not None and e.kind == "receive":
             got[e.peer, e.node].append(e)
     for way, ones in sent.items():
-        yield from zip(ones, got[way], strict=False)  # the last may never have been read
+        yield from zip(ones, got[way], strict=False)  # the last messages may not have been received
 
 
 @dataclass
 class OpTrace:
-    """What a trace tells: the first ops, and if all were read, seconds of each node by kind and bytes between nodes."""
+    """The first ops of a trace; if all were read, also the seconds of each node by kind and bytes between nodes."""
 
     spent: dict[int, dict[str, float]] = field(default_factory=dict)
     flow: Flow = field(default_factory=dict)
     ops: list[OpTraced] = field(default_factory=list)
-    met: list[float | None] = field(default_factory=list)  # of each op: when a send was received, a receipt sent
-    left_out: int = 0  # ops that there was no room for
+    met: list[float | None] = field(default_factory=list)  # of each op: when a send was received, a receive sent
+    left_out: int = 0  # ops beyond the limit
 
 
 def read(run: Path, nodes: int, most: int = MOST) -> OpTrace | None:
-    """The trace of a run, if it was traced."""
+    """Return the trace of a run, if it was traced."""
     trace, unread, until, paths = OpTrace(), 0, math.inf, _files(run)
     room = _MOST_SEEN // max(1, len(paths))
     for path in paths:
@@ -101,7 +101,7 @@ def read(run: Path, nodes: int, most: int = MOST) -> OpTrace | None:
     met: dict[int, float] = {}
     for sent, got in messages(trace.ops):
         met[id(sent)], met[id(got)] = got.t, sent.began
-    if not unread:  # else totals of nodes tell more
+    if not unread:  # else the totals in the nodes' last events are more complete
         trace.spent, trace.flow = _totals(trace.ops)
     kept = min(most, bisect_right(trace.ops, until, key=lambda op: op.began))
     trace.left_out = unread + len(trace.ops) - kept
@@ -116,7 +116,7 @@ def _lines(path: Path) -> int:
 
 
 def _ours(ops: Iterable[OpTraced], nodes: int) -> Iterator[OpTraced]:
-    """Those of nodes and kinds that there are."""
+    """Yield the ops of known nodes and kinds."""
     for op in ops:
         op.kind = _TOGETHER.get(op.kind, op.kind)
         if op.peer is not None and op.peer >= nodes:
@@ -137,19 +137,19 @@ def _totals(ops: Iterable[OpTraced]) -> tuple[dict[int, dict[str, float]], Flow]
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Bytes between nodes, and how they are known."""
+    """Bytes between nodes, and their source."""
 
     flow: Flow
     source: str  # "measured", or how it follows from totals
 
 
 def traffic(run: RunRecord, strategy: Strategy[Any] | None, trace: OpTrace | None) -> LinkTraffic | None:
-    """Bytes from each node to each other; None where only a trace would tell."""
+    """Return the bytes from each node to each other; None where only a trace would hold them."""
     ended = [e for e in run.events if isinstance(e, NodeEnded)]
     measured = {(e.node, int(peer)): float(size) for e in ended for peer, size in e.sent_to.items()}
     if measured:
         flow = _with_means(measured, ended, run.facts.workers)
-        return LinkTraffic(flow, "measured" if flow == measured else "messages measured, means shared out evenly")
+        return LinkTraffic(flow, "measured" if flow == measured else "messages measured, all-reduces divided evenly")
     if trace is not None and trace.flow:
         return LinkTraffic(trace.flow, "measured")
     workers = {e.node: e for e in ended if e.node < run.facts.workers}
@@ -159,7 +159,7 @@ def traffic(run: RunRecord, strategy: Strategy[Any] | None, trace: OpTrace | Non
 
 
 def _with_means(messages: Flow, ended: list[NodeEnded], workers: int) -> Flow:
-    """Messages, and what workers sent beside them: in a mean, as much to every other."""
+    """Add the traffic of collectives to that of messages: the same amount to every other worker."""
     flow = defaultdict[tuple[int, int], float](float, messages)
     for e in ended:
         rest = e.sent - sum(e.sent_to.values())
@@ -182,5 +182,5 @@ def _derived(strategy: Strategy[Any] | None, workers: dict[int, NodeEnded], serv
             )
         case AllReduce(algorithm="native") | LocalSGD() | SyncEASGD() | SlowMo(base=Solo()) if n > 1:
             even = {(w, v): e.sent / (n - 1) for w, e in workers.items() for v in workers if v != w}
-            return LinkTraffic(even, "from totals: in a mean every worker sends as much to every other")
+            return LinkTraffic(even, "from totals: in an all-reduce every worker sends as much to every other")
     return None

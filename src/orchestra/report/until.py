@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of a run did up to a moment, as when the target was reached: samples, and where the time went."""
+"""The workers' samples and shares of time up to a moment of a run, such as that at which the target was reached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestra.runs.events import Event, Stepped
 
 @dataclass(frozen=True)
 class Until:
-    """The samples of all workers, and how they spent their time: four shares that add up to 1."""
+    """The samples of all workers up to a moment, and how they spent their time: four shares that add up to 1."""
 
     seconds: float
     samples: float
@@ -25,12 +25,12 @@ class Until:
 
     @property
     def rate(self) -> float:
-        """Samples a second, of all workers together."""
+        """Samples per second of all workers together."""
         return self.samples / self.seconds
 
 
 def until(events: Iterable[Event], workers: int, seconds: float) -> Until | None:
-    """Add up what the first nodes, the workers, did up to a moment; None if nothing can be told.
+    """Add up what the first nodes, the workers, did up to a moment; return None if there are no samples or no time.
 
     A step counts in proportion to the part of it that lies before the moment.
     """
@@ -52,7 +52,7 @@ _TOTALS = attrgetter("samples", "compute", "communicate", "wait")
 
 
 def _at(steps: list[Stepped], seconds: float) -> tuple[float, ...]:
-    """Samples and seconds of one worker at a moment; last the seconds since its last step, if no step follows."""
+    """Return one worker's samples and seconds at a moment; last its idle seconds, if no step follows."""
     i = bisect_right(steps, seconds, key=attrgetter("t"))
     before, t = (_TOTALS(steps[i - 1]), steps[i - 1].t) if i else ((0.0,) * 4, 0.0)
     if i == len(steps):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was learned, in one sentence with its interval, and how far it can be trusted."""
+"""The verdict of a comparison: one sentence with its interval, and its caveats."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from orchestra.report.results import RunResult, always, standing, times_of, unle
 from orchestra.report.statistics import Estimate, difference, holm, ratio
 from orchestra.runs.budget import Target, lower_is_better
 
-CHANCE = 0.05  # what is less likely than this counts as a difference
-USELESS = 10  # times that the ends of an interval may be apart
-SLIGHT = 1.1  # times as fast that is a tie where it may be chance
+CHANCE = 0.05  # p-values below this count as a difference
+USELESS = 10  # ratio of an interval's ends above which it says nothing
+SLIGHT = 1.1  # a smaller speed-up that may be chance counts as a tie
 
 
 @dataclass(frozen=True)
 class Against:
-    """A strategy beside the baseline, seed by seed under one condition."""
+    """A strategy compared with the baseline, seed by seed under one condition."""
 
     strategy: str
     baseline: str
@@ -32,7 +32,7 @@ class Against:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The sentence, and what to keep in mind."""
+    """The sentence, and its caveats."""
 
     sentence: str
     doubts: tuple[str, ...]
@@ -53,7 +53,7 @@ def judge(
     if target is None:
         advice = ("Give --target SCORE=VALUE to compare times.",) if len(names) > 1 else ()
         return Verdict(_by_score(marks, names, baseline, metric, len(groups)), (*lost, *advice), baseline)
-    race = _Race(marks, names, baseline, target, unit)
+    race = _Standings(marks, names, baseline, target, unit)
     if len(groups) > 1:
         return Verdict(race.over(groups), (*lost, *race.caveats()), baseline)
     doubts = (*race.doubts(), *lost, *race.caveats())
@@ -61,23 +61,23 @@ def judge(
 
 
 def _unlearned(marks: Sequence[RunResult], names: Sequence[str]) -> list[str]:
-    """Which strategies did not learn, in all runs or in some."""
+    """Return a sentence for each strategy that did not learn in some or all runs."""
     found = {name: unlearned_of([mark for mark in marks if mark.strategy == name]) for name in names}
     return [f"{name} {words}." for name, words in found.items() if words is not None]
 
 
 def baseline_of(names: Sequence[str], wanted: str | None = None) -> str:
-    """What the others are compared with: who is wanted and takes part, or all-reduce, or the first."""
+    """Return the baseline of a comparison: the wanted strategy if it took part, else all-reduce, else the first."""
     return next((name for name in names if name == wanted), "allreduce" if "allreduce" in names else names[0])
 
 
 def goal(target: Target) -> str:
-    """A target in words."""
+    """Return a target in words."""
     return f"{target.metric} {'≤' if lower_is_better(target.metric) else '≥'} {target.value:g}"
 
 
 def interval(e: Estimate, digits: str = ".2f") -> str:
-    """An interval in words, or why there is none."""
+    """Return an interval in words, or why there is none."""
     if e.n == 1:
         return "one pair of runs: too little for an interval"
     pairs = f"{e.n} pairs of runs with equal seeds"
@@ -86,19 +86,19 @@ def interval(e: Estimate, digits: str = ".2f") -> str:
     if is_useless(e) and digits == ".2f":
         why = "snapshots are too far apart" if e.blurred else "too few"
         return f"{e.n} pairs of runs: {why} for an interval that says anything"
-    agree = " that agree as closely as snapshots tell" if e.blurred else ""
+    agree = " that differ by less than the time between snapshots" if e.blurred else ""
     return f"95 % interval {e.low:{digits}} to {e.high:{digits}}, {pairs}{agree}"
 
 
 def is_useless(speed: Estimate) -> bool:
-    """Whether an interval of ratios is so wide that it says nothing."""
+    """Return whether an interval of ratios is so wide that it says nothing."""
     return speed.low is not None and speed.high is not None and speed.high > USELESS * speed.low
 
 
 def pairs(
     marks: Iterable[RunResult], a: str, b: str, figure: Callable[[RunResult], float | None]
 ) -> tuple[list[float], list[float]]:
-    """A figure of two strategies, where both have it under the same condition with the same seed."""
+    """Return a figure of two strategies, paired by condition and seed, where both have it."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     for mark in marks:
         if (value := figure(mark)) is not None:
@@ -112,26 +112,26 @@ def _seconds(mark: RunResult) -> float | None:
 
 
 def _width(mark: RunResult) -> float | None:
-    """Of the snapshot in which the target was reached, as a share of the time to it."""
+    """Return the interval between the two snapshots around the target, as a share of the time to the target."""
     seconds = _seconds(mark)
     return None if seconds is None else min(1.0, max(0.0, 1 - mark.since / seconds))
 
 
 def lead(marks: Sequence[RunResult], a: str, b: str) -> Estimate | None:
-    """How many times as fast as `b` strategy `a` reached the target, seed by seed; None unless both always did."""
+    """Return how many times as fast as `b` strategy `a` reached the target; None unless both always did."""
     if not always([mark for mark in marks if mark.strategy in (a, b)]):
         return None
     own, other = pairs(marks, a, b, _seconds)
     if not own:
         return None
-    # A time is that of the snapshot, the truth anywhere since the last one: evenly spread, 1/√12 of the width. Seeds
-    # that share their snapshots share that error as well, so that it does not shrink with their number.
+    # A measured time is that of a snapshot; the true time is uniform since the previous one (σ = width/√12). Seeds
+    # share their snapshots and so this error, which therefore does not shrink with their number.
     widths, others = pairs(marks, a, b, _width)
     return ratio(other, own, blur=math.hypot(*widths, *others) / math.sqrt(12 * len(own)))
 
 
 def against_baseline(marks: Sequence[RunResult], baseline: str | None = None) -> list[Against]:
-    """How many times as fast as the baseline each strategy was, with Holm's correction for their number."""
+    """Return how many times as fast as the baseline each strategy was, with Holm's correction for their number."""
     names = list(dict.fromkeys(mark.strategy for mark in marks))
     baseline = baseline_of(names, baseline)
     speeds = {name: lead(marks, name, baseline) if name != baseline else None for name in names}
@@ -141,7 +141,7 @@ def against_baseline(marks: Sequence[RunResult], baseline: str | None = None) ->
 
 
 def ranked(marks: Sequence[RunResult], target: Target | None) -> list[tuple[float, str]]:
-    """Strategies that always reached the target, by their median time under one condition."""
+    """Return the strategies that always reached the target under one condition, by their median time."""
     names = dict.fromkeys(mark.strategy for mark in marks)
     own = [[mark for mark in marks if mark.strategy == name] for name in names]
     order = sorted(filter(always, own), key=lambda found: standing(found, target))
@@ -149,17 +149,20 @@ def ranked(marks: Sequence[RunResult], target: Target | None) -> list[tuple[floa
 
 
 def firsts(marks: Sequence[RunResult], target: Target | None) -> list[str]:
-    """Who may have been the first to reach the target under one condition: several, where snapshots do not tell."""
+    """Return the strategies that may have reached the target first under one condition.
+
+    They are several where the first one's time lies between the same two snapshots.
+    """
     order = ranked(marks, target)
     since = {name: statistics.median(m.since for m in marks if m.strategy == name) for _, name in order}
     return [name for time, name in order if time == order[0][0] or since[name] < order[0][0]]
 
 
 def tied(marks: Sequence[RunResult], target: Target | None) -> list[str]:
-    """The first to reach the target under one condition, and all that cannot be told apart from it.
+    """Return the strategy that reached the target first under one condition, and those tied with it.
 
-    A strategy is tied with the first if snapshots do not tell which came before, or if the first is less than a tenth
-    faster and the interval of that ratio holds 1.
+    A strategy is tied with the first if the snapshots do not show which was faster, or if the first is less than 10 %
+    faster and the interval of that ratio contains 1.
     """
     order, close = [name for _, name in ranked(marks, target)], firsts(marks, target)
     leads = {name: lead(marks, order[0], name) for name in order[1:]}
@@ -168,7 +171,7 @@ def tied(marks: Sequence[RunResult], target: Target | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Race:
+class _Standings:
     marks: Sequence[RunResult]
     names: Sequence[str]
     baseline: str
@@ -181,18 +184,18 @@ class _Race:
 
     @cached_property
     def tied(self) -> tuple[str, ...]:
-        """Those that share the first place."""
+        """The strategies that share the first place."""
         return tuple(tied(self.marks, self.target))
 
     def of(self, name: str) -> list[RunResult]:
-        """The runs of a strategy."""
+        """Return the runs of a strategy."""
         return [mark for mark in self.marks if mark.strategy == name]
 
     def sentence(self) -> str:
-        """Under one condition."""
+        """Return the sentence for a single condition."""
         order = ranked(self.marks, self.target)
         if not order:
-            return self._nobody()
+            return self._none_did()
         if len(self.tied) > 1:
             return self._tie(dict((name, time) for time, name in order))
         time, first = order[0]
@@ -205,7 +208,7 @@ class _Race:
         return f"{said}{'; no other did in every run' if rival is None else self._beside(first, rival)}."
 
     def _tie(self, times: dict[str, float]) -> str:
-        """That nothing is ahead of all others, and how far from a difference that is."""
+        """Return the sentence for a tie, with the differences between the tied strategies."""
         runs, first = len(self.of(self.tied[0])), self.tied[0]
         of = f", medians of {runs} runs" if runs > 1 else ""
         seconds = listed([f"{times[name]:.3g}" for name in self.tied])
@@ -228,7 +231,7 @@ class _Race:
             return f", before {rival}"
         return f"; {rival} did in {hits} of {runs} runs" if hits else f"; {rival} did not"
 
-    def _nobody(self) -> str:
+    def _none_did(self) -> str:
         sign = 1 if lower_is_better(self.target.metric) else -1
         near = min((m for m in self.marks if m.best is not None), key=lambda m: sign * (m.best or 0), default=None)
         if near is None:
@@ -243,18 +246,16 @@ class _Race:
         return f"{text}; {near.strategy} came closest with {near.best:.4g}."
 
     def over(self, groups: Sequence[str]) -> str:
-        """Under several conditions: how often who was first, not a mean of what cannot be put together."""
+        """Return the sentence for several conditions: how often each strategy was first (times do not average)."""
         within = ([m for m in self.marks if m.condition == group] for group in groups)
         found = [names for marks in within if (names := firsts(marks, self.target))]
         if not found:
-            return self._nobody()
+            return self._none_did()
         alone = Counter(names[0] for names in found if len(names) == 1)
-        ties, nobody = len(found) - alone.total(), len(groups) - len(found)
-        rest = f", several at once under {ties}" * bool(ties) + f", nobody in every run under {nobody}" * bool(nobody)
+        ties, never = len(found) - alone.total(), len(groups) - len(found)
+        rest = f", several at once under {ties}" * bool(ties) + f", none in every run under {never}" * bool(never)
         if not alone:
-            return (
-                f"Nobody was alone in reaching {goal(self.target)} first under any of {len(groups)} conditions{rest}."
-            )
+            return f"No strategy alone reached {goal(self.target)} first under any of {len(groups)} conditions{rest}."
         order = sorted(alone.items(), key=lambda item: (-item[1], item[0] == self.baseline, item[0]))
         (best, count), *others = order
         rest = "".join(f", {name} under {times}" for name, times in others) + rest
@@ -262,7 +263,7 @@ class _Race:
         return f"{text}{rest}{self._range(best, groups)}."
 
     def _range(self, best: str, groups: Sequence[str]) -> str:
-        """How far ahead of the baseline, from condition to condition."""
+        """Return the range over the conditions of the lead over the baseline, in words."""
         within = ([m for m in self.marks if m.condition == group] for group in groups)
         found = [e.value for marks in within if best != self.baseline and (e := lead(marks, best, self.baseline))]
         if not found:
@@ -272,7 +273,7 @@ class _Race:
         return f"; under {where} it was {ends} times as fast as {self.baseline}"
 
     def doubts(self) -> list[str]:
-        """Where the lead over the next strategy may be chance."""
+        """Return a caveat if the lead over the second strategy may be chance."""
         order = [name for _, name in ranked(self.marks, self.target)]
         if len(order) < 2 or order[1] in self.tied or self.baseline in order[:2]:
             return []
@@ -280,22 +281,22 @@ class _Race:
         return [f"Its lead over {order[1]} could be chance ({interval(e)})."] if e and e.includes(1.0) else []
 
     def caveats(self) -> list[str]:
-        """What holds under one condition and under many."""
+        """Return caveats that hold for one condition and for several."""
         missed = sorted(name for name in self.names if not always(self.of(name)))
-        told = 0 < len(missed) < len(self.names)  # that nobody did is the sentence
-        found = [f"Not reached in every run, if in any: {', '.join(missed)}."] if told else []
+        some = 0 < len(missed) < len(self.names)  # if all missed it, the sentence says that
+        found = [f"Not reached in every run, if in any: {', '.join(missed)}."] if some else []
         if len({m.seed for m in self.marks}) == 1:
-            found.append("One seed only: small differences may be chance. More of them would tell.")
+            found.append("One seed only: small differences may be chance. Use more seeds to find out.")
         return found
 
 
 def _rival(order: Sequence[str], baseline: str) -> str | None:
-    """Whom to compare the first with: the baseline, or if that is itself the first, the second."""
+    """Return the strategy to compare the first with: the baseline, or the second if the first is the baseline."""
     return baseline if order[0] != baseline else order[1] if len(order) > 1 else None
 
 
 def _times(e: Estimate, other: str, p: float | None = None) -> str:
-    """A ratio in words; `p`, where there is one, is corrected for the number of strategies, the interval is not."""
+    """Return a ratio in words; `p`, if given, is corrected for the number of strategies, the interval is not."""
     unsure = ""
     if not is_useless(e) and (e.includes(1.0) if p is None else p >= CHANCE):
         unsure = ", which may be chance" + ("" if e.includes(1.0) else " where so many are compared")
@@ -303,7 +304,7 @@ def _times(e: Estimate, other: str, p: float | None = None) -> str:
 
 
 def _by_speed(marks: Sequence[RunResult], names: Sequence[str], baseline: str, conditions: int) -> str:
-    """Where nothing was scored, as in a rehearsal of timing only."""
+    """Return the sentence for runs without scores, such as simulations of timing only."""
     ends = {name: [m.speed for m in marks if m.strategy == name and m.speed] for name in names}
     means = {name: statistics.fmean(found) for name, found in ends.items() if found}
     if not means:
@@ -320,13 +321,13 @@ def _by_speed(marks: Sequence[RunResult], names: Sequence[str], baseline: str, c
 def _by_score(
     marks: Sequence[RunResult], names: Sequence[str], baseline: str, metric: str | None, conditions: int
 ) -> str:
-    """Without a target there is no time to compare, only how good the models were in the end."""
+    """Return the sentence for runs without a target, which compares the final scores."""
     assert metric is not None
     sign = 1 if lower_is_better(metric) else -1
     ends = {name: [m.final for m in marks if m.strategy == name and m.final is not None] for name in names}
     means = {name: statistics.fmean(found) for name, found in ends.items() if found}
     order = sorted(means, key=lambda name: sign * means[name])
-    said = f"{order[0]} came to {metric} {means[order[0]]:.4g}"
+    said = f"{order[0]} ended with {metric} {means[order[0]]:.4g}"
     if len(names) == 1:
         return f"{said}."
     if conditions > 1:

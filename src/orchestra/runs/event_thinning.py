@@ -29,9 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 HEAD, TAIL = 1000, 2000  # events of a series that are kept at both ends
-_MOST, _LEAST = 1 << 14, 16  # samples kept of a series between them
+_MOST, _LEAST = 1 << 14, 2  # samples kept of a series between them
 _ALL, _ONE = 512 << 20, 16 << 20  # bytes of all nodes' files together, and of one of them
-_SMALLEST = 1 << 20  # bytes
 _NAMES = 200  # figures that have a series of their own; all others share one
 _VALUES = 512  # bars of a histogram
 _OCTAVE = 16  # bars of the histogram of durations between one duration and twice that: 4.4 % wide
@@ -44,7 +43,7 @@ Key = tuple[str, str]  # kind of event; the name of what was logged
 
 def limit(nodes: int) -> int:
     """Return how many bytes the events of one node may take in a run of `nodes` nodes."""
-    return max(_SMALLEST, min(_ONE, _ALL // max(1, nodes)))
+    return min(_ONE, _ALL // max(1, nodes))
 
 
 def bar_of(seconds: float) -> int:
@@ -159,7 +158,7 @@ class _Found:
         while True:
             stay = np.zeros(len(series), dtype=np.bool_)
             for mine in rows:
-                stay[mine] = _stay(t[mine], samples)
+                stay[mine] = ends_and_samples(t[mine], samples)
             if stay.sum() <= room or samples <= _LEAST:
                 return stay
             samples //= 2
@@ -171,7 +170,7 @@ class _Found:
         return {*lines[-_KEPT_APART:]}
 
 
-def _stay(t: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.bool_]:
+def ends_and_samples(t: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.bool_]:
     """Keep the first and the last events, and the last event of each of `samples` time intervals between them."""
     head, tail = min(HEAD, samples), min(TAIL, samples)
     stay = np.ones(len(t), dtype=np.bool_)

@@ -241,7 +241,8 @@ class EventLog:
             self._thin_at = self._whole + limit // 4
             return
         self._file.close()
-        self._file, self._whole, self._thin_at = thinner, thinner.seek(0, 2), limit
+        self._file, self._whole = thinner, thinner.seek(0, 2)
+        self._thin_at = max(limit, 2 * self._whole)  # the sums alone may exceed the limit of a very large run
 
     def __enter__(self) -> Self:
         return self

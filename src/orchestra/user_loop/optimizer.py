@@ -181,7 +181,7 @@ class PreparedOptimizer(optim.Optimizer):
         node = self._driver.runtime.node
         clip = {CLIP: [node.clip or False]}
         if None not in found.get("lr", [None]):
-            found["lr"] = [rate * node.inner.factor for rate in found["lr"]]
+            found["lr"] = [rate * node.optimizer.factor for rate in found["lr"]]
         return clip | {name: values for name, values in found.items() if None not in values}
 
     def finish(self, *, also: Iterable[nn.Module | Tensor] = ()) -> None:

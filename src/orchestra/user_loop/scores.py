@@ -20,11 +20,11 @@ from torch import Tensor
 
 from orchestra.engine import checkpoint
 from orchestra.errors import ConfigError, Problem
+from orchestra.runs import score_file
 from orchestra.runs.events import Scored, encode
 from orchestra.user_loop.peers import Peers
 from orchestra.worlds.sockets.control_messages import FIGURES
 
-_NAME = "scores.jsonl"
 _HOME = 0
 
 
@@ -63,12 +63,11 @@ class LoopScores:
             return
         if self._rank != _HOME:
             about = {"number": scored.number, "t": t, "step": step, "samples": samples, "figures": metrics}
-            self._peers.exchange.note(_HOME, {"kind": "score", **about})
+            self._peers.messenger.send_control(_HOME, {"kind": "score", **about})
             return
         self._keep(_HOME, scored)
         try:
-            with (self._folder / _NAME).open("a", encoding="utf-8") as file:
-                file.write(encode(scored))
+            score_file.ScoreFile(self._folder).append(scored)
         except OSError as error:
             if not self._warned:
                 print(f"warning: a score could not be written: {error}. It is tried again at the end.", file=sys.stderr)
@@ -84,8 +83,9 @@ class LoopScores:
     def write(self) -> None:
         """As worker 0, when all have given theirs: the mean of each, at the time of worker 0 if it gave one."""
         if self._folder is not None and self._by_number:
-            lines = [encode(_mean([*self._by_number[n].items()])) for n in sorted(self._by_number)]
-            checkpoint.write_text(self._folder / _NAME, "".join(lines))
+            means = [_mean([*self._by_number[n].items()]) for n in sorted(self._by_number)]
+            kept = score_file.thinned(means, score_file.LIMIT)
+            checkpoint.write_text(self._folder / score_file.NAME, "".join(map(encode, kept)))
 
 
 def _mean(given: list[tuple[int, Scored]]) -> Scored:

@@ -89,7 +89,7 @@ class StateDict:
             "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
             "counts": [node.steps, node.samples, node.skipped],
             "position": self._handle.position(),
-            "pace": node.inner.pace,
+            "pace": node.optimizer.pace,
             "rng": node.rng.get_state(),
         }
 
@@ -100,11 +100,11 @@ class StateDict:
         if saved is not None:
             self._check(saved)
         runtime, node = self._driver.runtime, self._driver.runtime.node
-        pace = node.inner.pace if saved is None else saved["pace"]
+        pace = node.optimizer.pace if saved is None else saved["pace"]
         states = self._by_layer(plain) if self._on_servers else None
         self._driver.drop()
         self._handle.loaded = True
-        node.inner.restore({"optimizer": plain if states is None else plain | {"state": {}}, **pace})
+        node.optimizer.restore({"optimizer": plain if states is None else plain | {"state": {}}, **pace})
         if saved is not None:
             self._restore(saved)
         if runtime.layout.model_location == "servers":

@@ -11,9 +11,9 @@ from orchestra.core.ops import Compute, Done, Handle, Sleep
 
 def compute(op: Compute[Any], undisturbed: Callable[[Sleep], bool]) -> Handle[Any]:
     """Call it; what is not wanted any more is found out before and after, not in the middle."""
-    if op.unless is None:
+    if op.cancel_on is None:
         return Done(op.fn())
-    glance = Sleep(0, op.unless)
+    glance = Sleep(0, op.cancel_on)
     if not undisturbed(glance):
         return Done(None)
     value = op.fn()

@@ -65,14 +65,14 @@ def file_store(path: Path, workers: int) -> Store:
     return FileStore(str(path), workers)
 
 
-def tcp_store(exchange: Messenger, rank: int, workers: int, host: str, patience: float) -> Callable[[], Store]:
+def tcp_store(messenger: Messenger, rank: int, workers: int, host: str, patience: float) -> Callable[[], Store]:
     """A store on the first worker, which listens at `host` only; the others learn where through the run's messages.
 
     To connect to it may take as long as anything between machines, so that is left to whoever can wait.
     """
     limit = timedelta(seconds=patience)
     if rank:
-        address, _, port = bytes(exchange.take(0).x.tolist()).decode().rpartition(":")
+        address, _, port = bytes(messenger.receive_piece(0).x.tolist()).decode().rpartition(":")
         return lambda: TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=limit)
     door = listen(host)
     door_port = door.getsockname()[1]
@@ -80,7 +80,7 @@ def tcp_store(exchange: Messenger, rank: int, workers: int, host: str, patience:
         host, door_port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=door.detach()
     )
     where = torch.tensor(list(f"{host}:{door_port}".encode()), dtype=torch.uint8)
-    All([exchange.give(other, where, 1.0) for other in range(1, workers)]).wait()
+    All([messenger.send_piece(other, where, 1.0) for other in range(1, workers)]).wait()
     return lambda: store
 
 
@@ -177,7 +177,11 @@ class _Sum:
 
 
 class TorchCollectives:
-    """The means of all workers. `host`: this machine's address in the run's network, where Gloo listens."""
+    """The means of all workers.
+
+    `host` is this machine's address in the run's network, where Gloo listens. `on_waiting` is called again and again
+    for as long as a mean takes.
+    """
 
     def __init__(
         self,
@@ -188,9 +192,10 @@ class TorchCollectives:
         *,
         host: str = "127.0.0.1",
         patience: float = 300.0,
+        on_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers = workers
-        self.when_waiting: Callable[[], None] = lambda: None  # now and then, for as long as a mean takes
+        self._on_waiting = on_waiting
         self._patience = patience
         self._blocks = device.type == "cpu"  # NCCL has the GPU wait
         try:
@@ -262,7 +267,7 @@ class TorchCollectives:
 
     def _wait(self, work: Work) -> None:
         try:
-            _await(work, self.when_waiting) if self._blocks else work.wait()
+            _await(work, self._on_waiting) if self._blocks else work.wait()
         except BaseException:
             _never_end(self._backend)
             raise

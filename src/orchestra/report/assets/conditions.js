@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who wins where: a map of strategies and conditions, and what more workers bring.
+// The fastest strategy under each condition, and throughput by number of workers.
 
 import { figure } from "./dom.js";
 import { mean, median, number, percent, seconds } from "./format.js";
 import { roundTicks } from "./curves.js";
-import { brief, colours, runs, shown, symbols, told } from "./state.js";
+import { brief, colours, runs, shown, symbols, loaded } from "./state.js";
 
 const INK = "#1b1f24"; // cells are light in both themes
 
-// Seconds to the target, or in all where there is none. Who is switched off was first all the same.
+// Seconds to the target, or of the whole run without one. Strategies that are switched off still count for the first place.
 function cells() {
   const groups = d3.group(
-    told.story.runs,
+    loaded.report.runs,
     (run) => run.condition,
     (run) => run.strategy,
   );
   const found = [];
   for (const [condition, members] of groups) {
     const column = [...members].map(([strategy, own]) => {
-      const times = own.map((run) => (told.story.target ? run.reached : run.seconds)).filter((t) => t != null);
+      const times = own.map((run) => (loaded.report.target ? run.reached : run.seconds)).filter((t) => t != null);
       return {
         condition,
         strategy,
@@ -28,7 +28,7 @@ function cells() {
       };
     });
     const best = d3.min(column, (c) => c.time);
-    const first = told.story.firsts[condition] ?? [];
+    const first = loaded.report.firsts[condition] ?? [];
     for (const cell of column)
       Object.assign(cell, {
         ratio: cell.time == null ? null : cell.time / best,
@@ -40,7 +40,7 @@ function cells() {
 }
 
 export function heat() {
-  const order = () => told.story.conditions.filter((condition) => cells().some((c) => c.condition === condition));
+  const order = () => loaded.report.conditions.filter((condition) => cells().some((c) => c.condition === condition));
   const rank = () =>
     d3
       .sort(
@@ -140,17 +140,17 @@ export function heat() {
       c.first ?? "",
     ]),
   ];
-  const what = told.story.target ? `Median seconds to ${told.story.target.text}` : "Median seconds of a run";
+  const what = loaded.report.target ? `Median seconds to ${loaded.report.target.text}` : "Median seconds of a run";
   return figure(
-    "Who wins under which condition",
-    `${what}; the first of each condition is boxed, several where they cannot be told apart; the others are told as times its seconds. A fraction: the target was not reached in every run.`,
+    "The first strategy under each condition",
+    `${what}; the first of each condition is boxed, several where they are tied; the others are multiples of its seconds. A fraction: the target was not reached in every run.`,
     draw,
     rows,
     "There is only one condition: see orchestra sweep.",
   );
 }
 
-// Samples a second against nodes. The ideal is as many times the best that the fewest nodes did.
+// Samples a second against nodes. The ideal line scales the best rate per node at the fewest nodes.
 // What is left of a condition when only the number of workers may differ.
 const beside = (condition) =>
   condition
@@ -184,7 +184,7 @@ function scales() {
 
 export const scaled = () => scales().length > 0;
 
-// Not so many that they touch.
+// Ticks without those that would touch others.
 function nodeTicks(all) {
   const kept = [];
   for (const n of d3.sort(new Set(all.map((p) => p.nodes)))) if (!kept.length || n / kept.at(-1) > 1.2) kept.push(n);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How old gradients were, how far apart replicas, and whatever else strategies had to say.
+// How old gradients were, how far apart replicas, and what else strategies logged.
 
 import { el, figure } from "./dom.js";
 import { roundTicks } from "./curves.js";

@@ -13,7 +13,7 @@ export function ticks(axis) {
   return axis === "bytes" ? (x) => bytes(x) : (x) => number(x);
 }
 
-// Without what was not finite: a model that was lost has no score, least of all zero.
+// Without what was not finite: a model with non-finite values has no score.
 function finite({ x, y }) {
   const known = (_, i) => y[i] != null;
   return { x: x.filter(known), y: y.filter(known) };
@@ -32,7 +32,7 @@ function collect(pick) {
     const curves = drawn(members);
     if (!curves.length) continue;
     const over = drawn(members.filter((run) => run.over));
-    const settled = over.length ? over : curves; // one that has just begun must not cut the median of the others short
+    const settled = over.length ? over : curves; // a run that has just begun must not shorten the median of the others
     const start = Math.max(...settled.map((curve) => curve.x[0]));
     const end = Math.max(start, Math.min(...settled.map((curve) => curve.x.at(-1))));
     let middle = settled[0];
@@ -51,7 +51,7 @@ function collect(pick) {
 
 const points = (curve, more) => curve.x.map((x, i) => ({ x, y: curve.y[i], ...more }));
 
-// A mark at each point of a line, at a few of many, so that it is known by more than its colour.
+// A mark at each point of a line, or at some of many, so that lines differ in more than colour.
 function along(curve, strategy, order) {
   const all = points(curve, { strategy });
   if (all.length <= FEW) return all;

@@ -63,7 +63,7 @@ export function selection(id, legend, options, chosen, choose) {
   return el("label", { for: id }, `${legend} `, list);
 }
 
-// A figure: title, caption, drawing, and the same as a table for those who cannot or would not look.
+// A figure: title, caption, drawing, and the same data as a table, for screen readers.
 // `draw(width)` gives an element or null, `rows()` gives [head, lines].
 export function figure(title, caption, draw, rows = null, nothing = "There is nothing to show here.") {
   const drawing = el("div", { class: "drawing" });

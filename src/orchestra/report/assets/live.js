@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The same pages while runs go on: asks who served them what is new, and keeps what the reader has chosen.
+// The same pages while runs go on: polls the server for new data, and keeps what the reader has chosen.
 
 import { el, grid } from "./dom.js";
 import { bytes, number, percent, seconds } from "./format.js";
 import { go, parts, redraw } from "./main.js";
-import { shown, told } from "./state.js";
+import { shown, loaded } from "./state.js";
 
 const EVERY = 1000; // milliseconds
 const OVER = ["done", "stopped", "failed", "died"];
@@ -12,13 +12,13 @@ const SAID = {
   done: "The run has ended.",
   stopped: "The run was stopped before its end.",
   failed: "The run failed.",
-  died: "The run is dead.",
-  silent: "Nothing is heard of the run.",
+  died: "The run died.",
+  silent: "The run has not written anything for a while.",
 };
-let version = 0; // of the story that is shown
-let heard = null; // when there was last an answer
+let version = 0; // of the report that is shown
+let answered = null; // time of the last answer
 
-// Strip: how it goes, in a line that is always in sight.
+// Strip: the state of the run, in a line that is always visible.
 
 const state = el("strong", { role: "status", "aria-live": "polite" });
 const figures = el("span");
@@ -63,10 +63,10 @@ function duration(s) {
 
 const now = el("div", { "data-live": "yes", id: "now" });
 const KINDS = ["compute", "communicate", "wait"];
-const HEAD = ["node", "step", "loss", "gradient age", ...KINDS, "samples/s", "traffic", "last heard", "state"];
+const HEAD = ["node", "step", "loss", "gradient age", ...KINDS, "samples/s", "traffic", "last event", "state"];
 
 function line(node) {
-  const known = node.rate != null; // of servers nothing is, until they end
+  const known = node.rate != null; // figures of servers are known only at their end
   return [
     node.name,
     number(node.step),
@@ -96,25 +96,25 @@ function nodes(runs) {
   else now.append(fresh);
 }
 
-// A new story in place of the old one. What is the same stays and figures draw themselves: nothing chosen is lost.
+// A new report in place of the old one. Unchanged parts stay, and figures draw themselves, so that no choice of the reader is lost.
 
-function update(story) {
-  const before = told.story.runs[shown.run]?.name;
-  told.story = story;
-  if (!(shown.metric in story.metrics)) shown.metric = story.metric;
-  if (!story.conditions.includes(shown.condition)) shown.condition = story.conditions[0];
+function update(report) {
+  const before = loaded.report.runs[shown.run]?.name;
+  loaded.report = report;
+  if (!(shown.metric in report.metrics)) shown.metric = report.metric;
+  if (!report.conditions.includes(shown.condition)) shown.condition = report.conditions[0];
   shown.run = Math.max(
     0,
-    story.runs.findIndex((run) => run.name === before),
+    report.runs.findIndex((run) => run.name === before),
   );
   const pages = document.querySelectorAll("main > section").length;
-  const { words, bar, main } = parts(story);
+  const { words, bar, main } = parts(report);
   morph(document.getElementById("words"), words);
   morph(document.querySelector(".bar"), bar);
   morph(document.getElementById("main"), main);
   if (document.querySelectorAll("main > section").length !== pages) go();
   place();
-  document.title = story.title;
+  document.title = report.title;
   redraw();
 }
 
@@ -139,22 +139,22 @@ function place() {
 
 async function ask() {
   const { runs, version: newest, trouble } = await get("/since");
-  heard = new Date();
+  answered = new Date();
   if (newest !== version) {
-    update(await get("/story"));
+    update(await get("/report"));
     version = newest;
   }
   say(runs, trouble);
   nodes(runs);
 }
 
-class Gone extends Error {}
+class Unreachable extends Error {}
 
 async function get(path) {
   const answer = await fetch(path).catch((error) => {
-    throw new Gone(error.message);
+    throw new Unreachable(error.message);
   });
-  if (!answer.ok) throw new Gone(`${answer.status}`);
+  if (!answer.ok) throw new Unreachable(`${answer.status}`);
   return answer.json();
 }
 
@@ -164,9 +164,9 @@ async function follow() {
   } catch (error) {
     strip.dataset.state = "gone";
     write(state, "No longer connected.");
-    const until = heard ? heard.toLocaleTimeString() : "now";
-    write(figures, `What was told until ${until} is shown. Start orchestra watch again for more.`);
-    if (!(error instanceof Gone)) console.error(error); // ours, not the network's
+    const until = answered ? answered.toLocaleTimeString() : "now";
+    write(figures, `The figures are those of ${until}. Start orchestra watch again for more.`);
+    if (!(error instanceof Unreachable)) console.error(error); // ours, not the network's
   }
   setTimeout(follow, strip.dataset.state === "gone" ? 5 * EVERY : EVERY);
 }
@@ -175,7 +175,7 @@ function begin() {
   history.replaceState(null, "", `/${location.hash}`); // the token in the address was for one use
   document.querySelector(".bar").before(strip);
   document.querySelector("footer").textContent =
-    `Neural Orchestra ${told.story.version}. This page is served by orchestra watch on this machine. ` +
+    `Neural Orchestra ${loaded.report.version}. This page is served by orchestra watch on this machine. ` +
     "Figures are drawn by Observable Plot and D3 (ISC licence).";
   place();
   follow();

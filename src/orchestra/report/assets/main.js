@@ -6,7 +6,7 @@ import { choices, el, grid, selection } from "./dom.js";
 import { count, seconds } from "./format.js";
 import { efficiency, heat, scaled, scaling } from "./conditions.js";
 import { histogram, names, said } from "./consistency.js";
-import { AXES, runs, shown, swatch, told, unpack } from "./state.js";
+import { AXES, runs, shown, swatch, loaded, unpack } from "./state.js";
 import { pareto, race } from "./race.js";
 import { timeline } from "./timeline.js";
 import { againstFormula, matrix, network } from "./traffic.js";
@@ -15,19 +15,19 @@ import { breakdown, stepTimes, workerTimes } from "./workers.js";
 
 // Pages.
 
-function overview(story) {
+function overview(report) {
   return [
-    ...learned(story),
+    ...learned(report),
     el("div", { class: "controls" }, axisSwitch("overview"), conditionChoice("overview")),
-    hero(story),
-    results(story),
-    fairness(story),
+    hero(report),
+    results(report),
+    fairness(report),
   ];
 }
 
-function hero(story) {
-  if (!story.metric || !story.runs.some((run) => run.scores?.t.length > 1)) return lossFigure();
-  return scoreFigure(story);
+function hero(report) {
+  if (!report.metric || !report.runs.some((run) => run.scores?.t.length > 1)) return lossFigure();
+  return scoreFigure(report);
 }
 
 const seedsWords = () => {
@@ -35,7 +35,7 @@ const seedsWords = () => {
   return seeds > 1 ? `Median over ${seeds} seeds, single seeds as thin lines.` : "One seed.";
 };
 
-function scoreFigure(story) {
+function scoreFigure(report) {
   return lines(
     "Test score",
     () => `The model's ${shown.metric} against ${AXES[shown.axis]}, evaluated off the clock. ${seedsWords()}`,
@@ -45,7 +45,7 @@ function scoreFigure(story) {
         return shown.metric;
       },
       get target() {
-        return story.target?.metric === shown.metric ? story.target.value : null;
+        return report.target?.metric === shown.metric ? report.target.value : null;
       },
       nothing: "Nothing was scored.",
     },
@@ -61,10 +61,10 @@ function lossFigure() {
   );
 }
 
-function compare(story) {
+function compare(report) {
   return [
-    el("div", { class: "controls" }, axisSwitch("compare"), metricChoice(story), conditionChoice("compare")),
-    el("div", { class: "pair" }, scoreFigure(story), lossFigure()),
+    el("div", { class: "controls" }, axisSwitch("compare"), metricChoice(report), conditionChoice("compare")),
+    el("div", { class: "pair" }, scoreFigure(report), lossFigure()),
     el("div", { class: "pair" }, race(), pareto()),
   ];
 }
@@ -94,8 +94,8 @@ function conditionsPage() {
   return [heat(), scaled() ? el("div", { class: "pair" }, scaling(), efficiency()) : null];
 }
 
-function settingsPage(story) {
-  const { equal, different, of } = story.settings;
+function settingsPage(report) {
+  const { equal, different, of } = report.settings;
   const copy = (text) =>
     el(
       "button",
@@ -107,8 +107,8 @@ function settingsPage(story) {
     );
   return [
     el("h2", {}, "To have it again"),
-    ...(story.commands.length
-      ? story.commands.map((text) =>
+    ...(report.commands.length
+      ? report.commands.map((text) =>
           el(
             "div",
             {},
@@ -128,22 +128,22 @@ function settingsPage(story) {
           el("h2", {}, "Different"),
           grid(
             ["run", ...different],
-            story.runs.map((run, i) => [run.name, ...different.map((name) => of[i][name] ?? "–")]),
+            report.runs.map((run, i) => [run.name, ...different.map((name) => of[i][name] ?? "–")]),
             { left: true, label: "Settings in which runs differ" },
           ),
         ]
       : []),
-    ...(story.refused.length
+    ...(report.refused.length
       ? [
           el("h2", {}, "Not read"),
           grid(
             ["folder", "why"],
-            story.refused.map((r) => [r.name, r.why]),
+            report.refused.map((r) => [r.name, r.why]),
             { left: true },
           ),
         ]
       : []),
-    el("p", { class: "note" }, `Made by orchestra ${story.version} from ${count(story.runs.length, "run")}.`),
+    el("p", { class: "note" }, `Made by orchestra ${report.version} from ${count(report.runs.length, "run")}.`),
   ];
 }
 
@@ -162,8 +162,8 @@ function axisSwitch(page) {
   });
 }
 
-function metricChoice(story) {
-  const all = Object.keys(story.metrics);
+function metricChoice(report) {
+  const all = Object.keys(report.metrics);
   if (all.length < 2) return null;
   return selection(
     "metric",
@@ -178,11 +178,11 @@ function metricChoice(story) {
 }
 
 function conditionChoice(page) {
-  if (told.story.conditions.length < 2) return null;
+  if (loaded.report.conditions.length < 2) return null;
   return selection(
     `condition-${page}`,
     "Condition",
-    told.story.conditions.map((name) => [name, name]),
+    loaded.report.conditions.map((name) => [name, name]),
     shown.condition,
     (name) => {
       shown.condition = name;
@@ -193,7 +193,7 @@ function conditionChoice(page) {
 }
 
 function runChoice(page, fits = () => true) {
-  const options = told.story.runs.flatMap((run, i) =>
+  const options = loaded.report.runs.flatMap((run, i) =>
     fits(run) ? [[i, `${run.strategy}${run.condition ? ` · ${run.condition}` : ""} · seed ${run.seed}`]] : [],
   );
   const list = selection(`run-${page}`, "Run", options, shown.run, (i) => {
@@ -205,7 +205,7 @@ function runChoice(page, fits = () => true) {
   return el("div", { class: "controls" }, list);
 }
 
-function filters(story) {
+function filters(report) {
   const box = ({ name }) => {
     const label = el(
       "label",
@@ -226,7 +226,7 @@ function filters(story) {
     );
     return label;
   };
-  return el("fieldset", { class: "chips", "aria-label": "Strategies shown" }, ...story.strategies.map(box));
+  return el("fieldset", { class: "chips", "aria-label": "Strategies shown" }, ...report.strategies.map(box));
 }
 
 function themeButton() {
@@ -262,11 +262,11 @@ const PAGES = [
     "timeline",
     "Timeline",
     () => [runChoice("timeline", (run) => run.lanes), timeline()],
-    (story) => story.runs.some((run) => run.lanes?.length),
+    (report) => report.runs.some((run) => run.lanes?.length),
   ],
   ["communication", "Communication", communication, () => true],
   ["consistency", "Consistency", consistencyPage, () => true],
-  ["conditions", "Conditions", conditionsPage, (story) => story.conditions.length > 1],
+  ["conditions", "Conditions", conditionsPage, (report) => report.conditions.length > 1],
   ["settings", "Settings", settingsPage, () => true],
 ];
 
@@ -283,7 +283,7 @@ export function go() {
     else link.removeAttribute("aria-current");
     document.getElementById(link.hash.slice(1)).hidden = link !== here;
   }
-  // Not scrollIntoView: from there the Tab key would go on, past what comes before.
+  // Not scrollIntoView: the Tab key would then go on from there.
   const nav = here.parentElement;
   nav.scrollLeft = here.offsetLeft - nav.offsetLeft - (nav.clientWidth - here.clientWidth) / 2;
   redraw();
@@ -295,14 +295,14 @@ function skip(event) {
   document.getElementById("main").focus();
 }
 
-// What is made of a story alone: who looks at runs as they go on makes it again.
-export function parts(story) {
-  const pages = PAGES.filter(([, , , fits]) => fits(story));
-  const nodes = story.runs.length === 1 ? seconds(story.runs[0].seconds) : `${count(story.runs.length, "run")}`;
-  const virtual = story.virtual ? "rehearsed in virtual time" : null;
-  const sub = [nodes, virtual, story.target ? `target ${story.target.text}` : null].filter(Boolean).join(" · ");
+// What is made from the report alone: the live page makes it again for each new report.
+export function parts(report) {
+  const pages = PAGES.filter(([, , , fits]) => fits(report));
+  const nodes = report.runs.length === 1 ? seconds(report.runs[0].seconds) : `${count(report.runs.length, "run")}`;
+  const virtual = report.virtual ? "simulated in virtual time" : null;
+  const sub = [nodes, virtual, report.target ? `target ${report.target.text}` : null].filter(Boolean).join(" · ");
   return {
-    words: el("div", { id: "words" }, el("h1", {}, story.title), el("p", { class: "sub" }, sub)),
+    words: el("div", { id: "words" }, el("h1", {}, report.title), el("p", { class: "sub" }, sub)),
     bar: el(
       "div",
       { class: "bar" },
@@ -310,24 +310,24 @@ export function parts(story) {
         "div",
         { class: "wide" },
         el("nav", { "aria-label": "Pages" }, ...pages.map(([id, name]) => el("a", { href: `#${id}` }, name))),
-        filters(story),
+        filters(report),
       ),
     ),
     main: el(
       "main",
       { class: "wide", id: "main", tabindex: -1 },
-      ...pages.map(([id, name, make]) => el("section", { id, "aria-label": name, hidden: true }, ...make(story))),
+      ...pages.map(([id, name, make]) => el("section", { id, "aria-label": name, hidden: true }, ...make(report))),
     ),
   };
 }
 
-function build(story) {
-  told.story = story;
-  shown.metric = story.metric;
-  shown.condition = d3.greatest(story.conditions, (name) => story.runs.filter((run) => run.condition === name).length);
-  const telling = [(run) => run.trace, (run) => run.traffic?.flow.length, (run) => run.lanes, () => true];
-  shown.run = telling.map((tells) => story.runs.findIndex(tells)).find((i) => i >= 0);
-  const { words, bar, main } = parts(story);
+function build(report) {
+  loaded.report = report;
+  shown.metric = report.metric;
+  shown.condition = d3.greatest(report.conditions, (name) => report.runs.filter((run) => run.condition === name).length);
+  const fits = [(run) => run.trace, (run) => run.traffic?.flow.length, (run) => run.lanes, () => true];
+  shown.run = fits.map((fit) => report.runs.findIndex(fit)).find((i) => i >= 0);
+  const { words, bar, main } = parts(report);
   document.body.replaceChildren(
     el("a", { class: "skip", href: "#main", onclick: skip }, "To the content"),
     el("header", { class: "wide" }, el("div", { class: "top" }, words, themeButton())),
@@ -336,7 +336,7 @@ function build(story) {
     el(
       "footer",
       { class: "wide" },
-      `Neural Orchestra ${story.version}. This file holds all its data and asks no network for anything. Figures are drawn by Observable Plot and D3 (ISC licence).`,
+      `Neural Orchestra ${report.version}. This file holds all its data and asks no network for anything. Figures are drawn by Observable Plot and D3 (ISC licence).`,
     ),
   );
   addEventListener("hashchange", () => {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long to the target, and what it cost to become how good.
+// The time to the target, and the final score against its cost.
 
 import { apart, NARROW, ticks, write } from "./curves.js";
 import { figure } from "./dom.js";
 import { count, mean, median, number, seconds } from "./format.js";
-import { axisLabel, brief, byStrategy, colours, runs, shown, symbols, told } from "./state.js";
+import { axisLabel, brief, byStrategy, colours, runs, shown, symbols, loaded } from "./state.js";
 
 const ENOUGH = 6; // times, for a 95 % interval of their median
 
@@ -21,12 +21,12 @@ export function race() {
         cap,
         always: times.length === members.length,
         middle: times.length ? median(times) : null,
-        reach: told.story.intervals.find((i) => i.strategy === strategy && i.condition === shown.condition)?.ends,
+        reach: loaded.report.intervals.find((i) => i.strategy === strategy && i.condition === shown.condition)?.ends,
       };
     });
   const order = (a, b) => b.always - a.always || (a.middle ?? Infinity) - (b.middle ?? Infinity);
   const draw = (width) => {
-    if (!told.story.target) return null;
+    if (!loaded.report.target) return null;
     const rows = measure().sort(order);
     if (!rows.length) return null;
     const narrow = width < 420;
@@ -46,7 +46,7 @@ export function race() {
       marginRight: 62,
       marginBottom: 40,
       x: {
-        label: `${axisLabel("t")} to ${told.story.target.text} →`,
+        label: `${axisLabel("t")} to ${loaded.report.target.text} →`,
         labelAnchor: "right",
         labelArrow: "none",
         grid: true,
@@ -143,13 +143,13 @@ export function race() {
   return figure("Time to the target", caption, draw, rows, "No target is known: give --target SCORE=VALUE.");
 }
 
-// What nobody beats in both: the score in the end, and what it cost.
+// The final score against its cost; a line through the strategies that no other beats in both.
 export function pareto() {
   const cost = { t: "seconds", samples: "samples", bytes: null };
   const costOf = (run) =>
     shown.axis === "bytes" ? run.sent_per_worker + run.received_per_worker : run[cost[shown.axis]];
   const measure = () => {
-    const lower = told.story.metrics[shown.metric];
+    const lower = loaded.report.metrics[shown.metric];
     const found = [...byStrategy(runs())].flatMap(([strategy, members]) => {
       const own = members.filter((run) => run.metrics[shown.metric] != null);
       if (!own.length) return [];
@@ -237,11 +237,11 @@ export function pareto() {
     return chart;
   };
   const rows = () => [
-    ["strategy", axisLabel(), `final ${shown.metric}`, "nobody better in both"],
+    ["strategy", axisLabel(), `final ${shown.metric}`, "none better in both"],
     measure().map((p) => [p.strategy, ticks(shown.axis)(p.x), number(p.y, 4), p.front ? "yes" : "no"]),
   ];
   const caption = () =>
-    `Final ${shown.metric} against the whole run's ${axisLabel()}: means over seeds, from least to most. On the dashed line: nobody is better in both.`;
+    `Final ${shown.metric} against the whole run's ${axisLabel()}: means over seeds, from least to most. On the dashed line: none is better in both.`;
   return figure("What it cost to become that good", caption, draw, rows, "This takes two strategies with scores.");
 }
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The story, what of it is shown, and how a strategy looks: the same everywhere.
+// The report, what of it is shown, and the look of each strategy.
 
 import { svg } from "./dom.js";
 
-export const told = { story: null };
+export const loaded = { report: null };
 export const shown = { axis: "t", metric: null, off: new Set(), condition: null, run: 0 };
 
 export const AXES = { t: "time", samples: "samples", bytes: "bytes" };
 
 export async function unpack() {
-  const packed = atob(document.getElementById("story").textContent.trim());
+  const packed = atob(document.getElementById("report").textContent.trim());
   const binary = new Uint8Array(packed.length);
   for (let i = 0; i < packed.length; i++) binary[i] = packed.charCodeAt(i);
   const plain = new Blob([binary]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -17,13 +17,13 @@ export async function unpack() {
 }
 
 export function axisLabel(axis = shown.axis) {
-  if (axis === "t") return told.story.virtual ? "virtual seconds" : "seconds";
+  if (axis === "t") return loaded.report.virtual ? "virtual seconds" : "seconds";
   return axis === "samples" ? "samples, of all workers" : "bytes sent and received by a worker";
 }
 
 // Runs of strategies that are not switched off, under the condition that is looked at.
 export function runs({ anyCondition = false } = {}) {
-  return told.story.runs.filter(
+  return loaded.report.runs.filter(
     (run) => !shown.off.has(run.strategy) && (anyCondition || run.condition === shown.condition),
   );
 }
@@ -33,7 +33,7 @@ export function byStrategy(some) {
 }
 
 export function lookOf(strategy) {
-  return told.story.strategies.find((s) => s.name === strategy);
+  return loaded.report.strategies.find((s) => s.name === strategy);
 }
 
 export function colourOf(strategy) {
@@ -41,18 +41,18 @@ export function colourOf(strategy) {
 }
 
 export function colours() {
-  const names = told.story.strategies.map((s) => s.name);
+  const names = loaded.report.strategies.map((s) => s.name);
   return { domain: names, range: names.map(colourOf) };
 }
 
 export function symbols() {
   return {
-    domain: told.story.strategies.map((s) => s.name),
-    range: told.story.strategies.map((s) => SHAPES[s.marker]),
+    domain: loaded.report.strategies.map((s) => s.name),
+    range: loaded.report.strategies.map((s) => SHAPES[s.marker]),
   };
 }
 
-// Those of d3, and a triangle on its tip.
+// Symbols of d3, and a triangle on its tip.
 const SHAPES = {
   circle: d3.symbolCircle,
   square: d3.symbolSquare,
@@ -89,7 +89,7 @@ export function nameOf(run, node) {
 // A strategy in fewer letters, where that still says which: ps(consistency=asp) is ps(asp).
 export function brief(strategy, most = 18) {
   const short = (name) => name.replace(/\w+=/g, "");
-  const alike = told.story.strategies.filter((s) => short(s.name) === short(strategy)).length > 1;
+  const alike = loaded.report.strategies.filter((s) => short(s.name) === short(strategy)).length > 1;
   const text = strategy.length <= most || alike ? strategy : short(strategy);
   return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }

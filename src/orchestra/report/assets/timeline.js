@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every node did when. Far away each column of pixels shows shares of time; near enough, single steps and messages.
+// The timeline of every node. Far away each column of pixels shows shares of time; near enough, single steps and messages.
 
 import { el, keys } from "./dom.js";
 import { seconds } from "./format.js";
@@ -54,7 +54,7 @@ export function timeline() {
   };
 
   function open() {
-    const kept = run?.name === chosen().name && (from > 0 || to < end); // a run that goes on, looked at closely
+    const kept = run?.name === chosen().name && (from > 0 || to < end); // a run that goes on, zoomed in
     run = chosen();
     lanes = run.lanes ? lanesOf(run) : [];
     end = d3.max(run.nodes, (n) => n.seconds) || 1;
@@ -184,7 +184,7 @@ export function timeline() {
     for (const i of row.values()) pen.clearRect(LEFT, i, width - LEFT, LANE);
     for (const op of visible) {
       if (!row.has(op.node)) continue;
-      // Before a message was sent there was nothing to do but wait for it.
+      // Until a message was sent, its receiver waited.
       const sent = op.kind === "receive" && op.met > op.began ? Math.min(op.met, op.began + op.took) : op.began;
       bar(pen, "wait", x(op.began), x(sent), row.get(op.node), LANE);
       bar(pen, op.kind, x(sent), x(op.began + op.took), row.get(op.node), LANE);

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes: against the formula, between every two nodes, and on the way.
+// Bytes: against the formula, between every two nodes, and as messages in motion.
 
 import { el, figure, svg } from "./dom.js";
 import { bytes, mean } from "./format.js";
 import { brief, byStrategy, colours, nameOf, runs } from "./state.js";
 import { chosen } from "./workers.js";
 
-const MOST = 128; // nodes; as in story.py
+const MOST = 128; // nodes; as in model.py
 
 function missing() {
   const { workers, servers, sent_total } = chosen();
   if (!sent_total) return "Nothing was sent.";
   return workers + servers > MOST
     ? `More than ${MOST} nodes are not drawn.`
-    : "Only totals are known: run it with --trace to see who sent what to whom.";
+    : "Only totals are known: run it with --trace to see the messages between nodes.";
 }
 
 // What a worker sent, and a tick where the formula on the strategy's page would have it.
@@ -26,7 +26,7 @@ export function againstFormula() {
         sent: mean(members.map((run) => run.sent_per_worker)),
         received: mean(members.map((run) => run.received_per_worker)),
         formula: known.length ? mean(known.map((run) => run.formula.bytes)) : null,
-        text: known[0]?.formula.text ?? "no formula: it depends on who came when",
+        text: known[0]?.formula.text ?? "no formula: it depends on the order of arrival",
       };
     });
   const draw = (width) => {
@@ -88,7 +88,7 @@ export function againstFormula() {
   return figure("Bytes of a worker against the formula", caption, draw, rows);
 }
 
-// Who sent how much to whom.
+// Bytes from each node to each other.
 export function matrix() {
   const cells = () => {
     const run = chosen();
@@ -160,7 +160,7 @@ export function matrix() {
   ];
   const caption = () =>
     `${chosen().strategy}, seed ${chosen().seed}${chosen().traffic ? `; ${chosen().traffic.source}` : ""}.`;
-  return figure("Who sent how much to whom", caption, draw, rows, missing);
+  return figure("Bytes from each node to each other", caption, draw, rows, missing);
 }
 
 const mixed = (share) => `color-mix(in oklab, var(--accent) ${Math.round(8 + 92 * share)}%, var(--paper))`;
@@ -307,7 +307,7 @@ function replayed(run, edges) {
   const way = new Map(edges.map((e) => [`${e.from} ${e.to}`, e]));
   const most = d3.max(sends, (i) => sizes[i]) || 1;
   const [start, end] = [d3.min(sends, (i) => began[i]) ?? 0, d3.max(sends, (i) => began[i] + took[i]) ?? 1];
-  const least = (end - start) * 0.01; // shorter than this nobody would see it
+  const least = (end - start) * 0.01; // shorter ones would not be visible
   return (now, dots) => {
     const t = start + ((now / 20) % 1) * (end - start);
     const there = sends.filter(

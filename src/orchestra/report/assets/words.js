@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the first page says in words: who won, how far to trust that, why, and what was the same for all.
+// The words of the first page: the verdict, its caveats, the reasons, and what was the same for all.
 
 import { el, grid } from "./dom.js";
 import { swatch } from "./state.js";
 
 const list = (attributes, texts) => el("ul", attributes, ...texts.map((text) => el("li", {}, text)));
 
-export function learned(story) {
-  const doubts = [...story.verdict.doubts, ...warnings(story)];
+export function learned(report) {
+  const doubts = [...report.verdict.doubts, ...warnings(report)];
   return [
-    el("p", { class: "verdict", id: "verdict" }, story.verdict.sentence),
+    el("p", { class: "verdict", id: "verdict" }, report.verdict.sentence),
     doubts.length ? list({ class: "doubts" }, doubts) : null,
-    story.why.length ? el("div", { class: "why" }, el("h2", {}, "Why"), list({}, story.why)) : null,
+    report.why.length ? el("div", { class: "why" }, el("h2", {}, "Why"), list({}, report.why)) : null,
   ];
 }
 
@@ -20,21 +20,21 @@ function warnings({ happened, refused }) {
   return [...happened.slice(0, 8), ...more, ...refused.map((r) => `${r.name} is not in this report: ${r.why}.`)];
 }
 
-export function results(story) {
-  const column = story.table.head.indexOf("strategy");
-  const lines = story.table.lines.map((line) =>
+export function results(report) {
+  const column = report.table.head.indexOf("strategy");
+  const lines = report.table.lines.map((line) =>
     line.map((text, i) => (i === column ? el("span", {}, swatch(text), text) : text)),
   );
   return el(
     "div",
     {},
     el("h2", {}, "Results"),
-    grid(story.table.head, lines, { left: column + 1, label: "Results" }),
-    el("p", { class: "note" }, story.legend),
+    grid(report.table.head, lines, { left: column + 1, label: "Results" }),
+    el("p", { class: "note" }, report.legend),
   );
 }
 
-export function fairness(story) {
-  if (!story.fairness.length) return null;
-  return el("aside", { class: "box", "aria-label": "Fairness" }, el("h2", {}, "Fairness"), list({}, story.fairness));
+export function fairness(report) {
+  if (!report.fairness.length) return null;
+  return el("aside", { class: "box", "aria-label": "Fairness" }, el("h2", {}, "Fairness"), list({}, report.fairness));
 }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where each node's time went, and how long steps took.
+// Each node's shares of time, and step times.
 
 import { el, figure, keys } from "./dom.js";
 import { roundTicks } from "./curves.js";
 import { count, number, percent, seconds } from "./format.js";
-import { byStrategy, colours, nameOf, runs, shown, symbols, told } from "./state.js";
+import { byStrategy, colours, nameOf, runs, shown, symbols, loaded } from "./state.js";
 
 export const KINDS = ["compute", "communicate", "send", "receive", "wait", "other"];
 const MOST = 64; // nodes drawn one by one
 const MOST_LINES = 16;
 
 export function chosen() {
-  return told.story.runs[shown.run];
+  return loaded.report.runs[shown.run];
 }
 
 function shares(run) {
@@ -27,7 +27,7 @@ function shares(run) {
   });
 }
 
-// One bar for each node of a run, the most patient first.
+// One bar for each node of a run, the longest waiting first.
 export function breakdown() {
   const measure = () => shares(chosen()).sort((a, b) => b.spent.wait / b.whole - a.spent.wait / a.whole);
   const draw = (width) => {
@@ -98,11 +98,11 @@ export function breakdown() {
   return figure("Where the time went", caption, draw, rows, "No node has reported yet.");
 }
 
-// How many of the steps took no longer than so many seconds: one line for each strategy, workers taken together.
+// The distribution of step times: one line for each strategy, over all its workers.
 export function stepTimes() {
   const measure = () =>
     [...byStrategy(runs())].flatMap(([strategy, members]) => {
-      // Of every worker there are as many quantiles, each of which stands for as many steps as it did.
+      // Every worker has the same number of quantiles, each weighted by the worker's number of steps.
       const each = (w) => w.seconds.map((x) => ({ x, steps: w.count / w.seconds.length }));
       const found = d3.sort(
         members.flatMap((run) => run.step_times.flatMap(each)),

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from orchestra.core.ops import Departed, Done, Handle, Leave, Message, RangeStamp, Recv, Send, Sleep, Traffic
+from orchestra.engine.checkpoint_protocol import IdleListener
 from orchestra.worlds.shared_memory.layout import SLEEPING, UNDER_WAY, Arena
 from orchestra.worlds.shared_memory.waiting import Waiter
 
@@ -31,8 +32,7 @@ class Mailbox:
     """One node's messages, to and from everybody."""
 
     def __init__(self, arena: Arena, rank: int, waiter: Waiter, traffic: Traffic, near: Collection[int] = ()) -> None:
-        self.when_idle: Callable[[], None] = lambda: None  # before this node sleeps for want of a message
-        self.when_at_rest: Callable[[], None] = lambda: None  # likewise, if it is as it was after its last step
+        self._idle_listener: IdleListener | None = None
         self._arena = arena
         self._words = arena.words
         self._plan = plan = arena.plan
@@ -55,6 +55,10 @@ class Mailbox:
         self._headers_to = [[plan.header(rank, node, k) for k in range(UNDER_WAY)] for node in nodes]
         self._headers_by = [[plan.header(node, rank, k) for k in range(UNDER_WAY)] for node in nodes]
         self._slots_free = [[0, 0] for _ in nodes]  # once so many messages are released, each of the two slots is free
+
+    def listen_idle(self, listener: IdleListener) -> None:
+        """From now on, tell a listener when this node is about to sleep because there is no message."""
+        self._idle_listener = listener
 
     # Sending.
 
@@ -133,9 +137,8 @@ class Mailbox:
         def ready() -> bool:
             if self._arrived(sources) is not None or all(self._left[s] for s in sources):
                 return True
-            if op.at_rest:
-                self.when_at_rest()
-            self.when_idle()
+            if self._idle_listener is not None:
+                self._idle_listener.on_idle(at_rest=op.at_rest)
             return False
 
         def whom() -> str:
@@ -158,13 +161,13 @@ class Mailbox:
             return self._sleep(op)
 
     def _sleep(self, op: Sleep) -> bool:
-        if op.unless is None:
+        if op.cancel_on is None:
             time.sleep(op.seconds)
             return True
         until, bell = time.perf_counter() + op.seconds, self._bell[self._rank]
         while True:
             seen = self._words[bell]
-            if self._arrived(op.unless.members) is not None:
+            if self._arrived(op.cancel_on.members) is not None:
                 return False
             left = until - time.perf_counter()
             if left <= 0:

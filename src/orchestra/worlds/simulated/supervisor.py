@@ -75,7 +75,7 @@ class Simulation:
         self.seen_at, self.still = 0.0, 0
         self.random: dict[int, Any] = {}  # where each node's generators stand
         self.at_dice = -1  # the node whose they are now
-        self.traces: list[_Log] = []
+        self.traces: list[_BufferedLog] = []
         self.snapped = Counter[int]()  # workers that set a snapshot aside, by its number
         self.done: list[Promise[None]] = []  # of workers that wait for the others to be done
 
@@ -109,7 +109,7 @@ class Simulation:
             snapshot.write(self.spec.run / snapshot.FINAL, 0, x0)
         return Ending(self.stopped_by, self.warnings)
 
-    def _close(self, logs: list[_Log]) -> None:
+    def _close(self, logs: list[_BufferedLog]) -> None:
         for log in logs:
             log.close()
         for pause in files.PAUSES:
@@ -137,7 +137,7 @@ class Simulation:
 
     # Nodes.
 
-    def _nodes(self) -> list[tuple[Node, Metered, _Log]]:
+    def _nodes(self) -> list[tuple[Node, Metered, _BufferedLog]]:
         """Every node with its own module, vectors and random numbers; the data are there once."""
         spec, x0 = self.spec, self.prepared.x0.to(self.spec.device)
         shared = x0.clone() if spec.updated != "whole" else None
@@ -188,7 +188,7 @@ class Simulation:
 
         return answer
 
-    def _timed_nodes(self) -> list[tuple[Node, Metered, _Log]]:
+    def _timed_nodes(self) -> list[tuple[Node, Metered, _BufferedLog]]:
         spec, x0 = self.spec, self.prepared.x0
         data, momenta = samples.read(spec.data()), momenta_of(spec, x0)
         born = []
@@ -199,24 +199,24 @@ class Simulation:
             born.append((timed(spec, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
         return born
 
-    def _log(self, rank: int) -> _Log:
+    def _log(self, rank: int) -> _BufferedLog:
         limit = None if self.spec.trace else event_thinning.limit(self.nodes)
-        return _Log(self.spec.run / f"events-{rank}.jsonl", limit)
+        return _BufferedLog(self.spec.run / f"events-{rank}.jsonl", limit)
 
-    def _connect(self, rank: int, log: _Log) -> tuple[Metered, Comm]:
+    def _connect(self, rank: int, log: _BufferedLog) -> tuple[Metered, Comm]:
         spec, transport = self.spec, self.transports[rank]
         transport.lasts = compute_times.sampler(self.delay, spec.seed, rank)
         if not self.timing_only:
             transport.computing = partial(self._compute, rank)
         traced: Transport = transport
         if spec.trace:
-            self.traces.append(_Log(spec.run / f"trace-{rank}.jsonl"))
+            self.traces.append(_BufferedLog(spec.run / f"trace-{rank}.jsonl"))
             apart = spec.strategy.layout.model_location == "apart"
             traced = Traced(transport, self.traces[-1].write, log.write, apart=apart)
         meter = Metered(traced)
         return meter, Comm(meter, *spec.groups)
 
-    def _living(self, node: Node, meter: Metered, log: _Log) -> Callable[[], None]:
+    def _living(self, node: Node, meter: Metered, log: _BufferedLog) -> Callable[[], None]:
         name = name_of(node.rank, self.spec.workers)
 
         def show(row: NodeStatus) -> None:
@@ -289,7 +289,7 @@ def _shared(feed: Any, device: torch.device) -> Any:
     return each(lambda t: t.to(device), feed.data) if samples.is_columns(feed.data) else feed.data
 
 
-class _Log:
+class _BufferedLog:
     """Keeps events in memory and appends them to a file now and then: a thousand nodes cannot all hold one open.
 
     A file of more than `limit` bytes is thinned out.
@@ -325,7 +325,7 @@ class _Log:
 
 @dataclass
 class _SimulatedRuntime(node_loop.NodeRuntime):
-    log: _Log
+    log: _BufferedLog
 
 
 @dataclass

@@ -45,11 +45,11 @@ class _TimedNode(Node):
     """Takes its time over gradients, averages and updates, and does nothing."""
 
     def __init__(
-        self, comm: Comm, inner: Any, x: Tensor, at_once: bool, log: Log, spec: RunSpec, feed: Any = None
+        self, comm: Comm, optimizer: Any, x: Tensor, at_once: bool, log: Log, spec: RunSpec, feed: Any = None
     ) -> None:
         last = None if feed is None else spec.last_step
-        more: dict[str, Any] = {"last_step": last, "placement": spec.placement, "fuses": spec.updated == "own range"}
-        super().__init__(comm, inner, x, log=log, seed=spec.seed, feed=feed, **more)
+        more: dict[str, Any] = {"last_step": last, "placement": spec.placement, "fuses": spec.fused}
+        super().__init__(comm, optimizer, x, log=log, seed=spec.seed, feed=feed, **more)
         self._at_once = at_once
         self._parts: dict[torch.dtype, Sequence[Tensor]] = {}
 
@@ -73,7 +73,7 @@ class _TimedNode(Node):
         """Count, and take one's time over it."""
         if self.feed is None:
             self.steps += 1
-        self.inner.step(g)
+        self.optimizer.step(g)
         self._pass_over(self.x.numel())
 
     def _pass_over(self, numbers: int) -> None:
@@ -160,7 +160,7 @@ class _Stream:
     """Full batches, without samples in them."""
 
     draws = False
-    shared_anew: int | None = None
+    reshared: int | None = None
 
     def __init__(self, batch: int, workers: int, steps_per_epoch: int | None) -> None:
         self.batch, self._workers = batch, workers
@@ -189,4 +189,4 @@ class _Stream:
 
     def reshare(self, size: int) -> None:
         """From here on only so many workers have batches."""
-        self.shared_anew = self._left = size
+        self.reshared = self._left = size

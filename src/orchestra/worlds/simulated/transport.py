@@ -113,7 +113,7 @@ class SimulatedTransport:
         answer = self.computing(op)
         if op.work:
             self._step += 1
-            if not self._sleep(Sleep(self.lasts(self._step - 1), op.unless)):
+            if not self._sleep(Sleep(self.lasts(self._step - 1), op.cancel_on)):
                 return None
         elif op.numbers:
             self._pass_over(op.numbers)
@@ -130,13 +130,13 @@ class SimulatedTransport:
         promise.wait()
 
     def _sleep(self, op: Sleep) -> bool:
-        if op.unless is None:
+        if op.cancel_on is None:
             self._pause(op.seconds)
             return True
-        if any(self._boxes.get(source) for source in op.unless.members):
+        if any(self._boxes.get(source) for source in op.cancel_on.members):
             return False
         promise: Promise[bool] = Promise(self._kernel, _time_to_pass)
-        self._alarm = (op.unless, promise)
+        self._alarm = (op.cancel_on, promise)
         self._kernel.after(op.seconds, _keep_once, promise)
         undisturbed = promise.wait()
         self._alarm = None

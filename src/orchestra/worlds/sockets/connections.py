@@ -34,7 +34,11 @@ _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Connections:
-    """One node's connections. `accept` is called with every message that is whole."""
+    """One node's connections.
+
+    `accept` is called with every message that is complete; `reconnected` when a broken connection was replaced: with
+    the node, the seconds it took, and what had broken the connection.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Connections:
         run: int,
         connections: dict[int, socket.socket],
         accept: Callable[[Connection, wire.Frame, Tensor], None],
+        reconnected: Callable[[int, float, str], None],
         *,
         largest: int,
         patience: float,
@@ -50,14 +55,13 @@ class Connections:
         arranged: Pairing,
     ) -> None:
         self.lost: dict[int, WorkerLost] = {}  # nodes whose connection broke, and what to say of it
-        self.when_reunited: Callable[[int, float, str], None] = lambda node, seconds, why: None
         self.ahead = AHEAD
         self.patience = patience  # seconds
-        self._rank, self._workers, self._run, self._accept = rank, workers, run, accept
+        self._rank, self._workers, self._run = rank, workers, run
+        self._accept, self._reconnected = accept, reconnected
         self._largest = largest  # bytes
         self._summed = summed  # bodies are checked here, since nothing below does
-        self._reunion = arranged.reunion
-        self._selector = selectors.DefaultSelector()
+        self._reunion, self._selector = arranged.reunion, selectors.DefaultSelector()
         keeps = arranged.reunion.nodes if arranged.reunion is not None else frozenset()
         self.peers = {
             node: Connection(
@@ -295,7 +299,7 @@ class Connections:
         if peer.parted is None:
             seconds = time.perf_counter() - parted
             _warn(f"{self.names([peer.rank])} was found after {seconds:.1f} s and is connected again: {peer.why}")
-            self.when_reunited(peer.rank, seconds, peer.why)
+            self._reconnected(peer.rank, seconds, peer.why)
 
     def close(self, until: float) -> None:
         """Hang up; by then even if somebody does not listen."""

@@ -12,38 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from orchestra.engine import checkpoint, expression
+from orchestra.engine import checkpoint
 from orchestra.engine.control import NO_MORE_STEPS
 from orchestra.engine.runner import Ending, RunOutcome
 from orchestra.engine.snapshot import FINAL, make_elsewhere
 from orchestra.engine.spec import RunSpec
 from orchestra.engine.supervisor import RunSupervisor, counting
-from orchestra.errors import EnvironmentProblem, Interrupted, OrchestraError, Stopped, WorkerFailed, WorkerLost
-from orchestra.runs.status import NodeStatus, RunStatus
+from orchestra.errors import EnvironmentProblem, OrchestraError, Stopped, WorkerFailed
+from orchestra.runs.status import NodeStatus
 from orchestra.worlds.sockets import control_messages, rank_order
 from orchestra.worlds.sockets.control_messages import HOME
-from orchestra.worlds.sockets.file_transfer import FileReceiver, FileSender, files_of, largest_file, part_of
+from orchestra.worlds.sockets.file_transfer import FileReceiver, files_of, largest_file
 from orchestra.worlds.sockets.messenger import Messenger
-from orchestra.worlds.sockets.session import Session
-from orchestra.worlds.sockets.wire import BadFrame
+from orchestra.worlds.sockets.session import LONGEST_TRACEBACK, REPORT_EVERY, SIGNAL_ECHO, Session
 
 if TYPE_CHECKING:
     from orchestra.clusters.attached import Attached
-
-_ECHO = 2.0  # seconds in which a second signal is the same: a terminal and torchrun both pass Ctrl-C on
-_GLANCE = 0.25  # seconds between two reports to whoever watches
-_LONGEST = 10_000  # characters of a traceback
 
 
 @dataclass
@@ -61,19 +55,18 @@ class Coordinator(RunSupervisor):
         asked, spec = time.perf_counter(), self.spec
         self.prepared.scorer.start(apart=True)  # before there are connections, which another process would hold open
         self.session = session = Session(spec, self.prepared.x0, self.cluster, self.prepared.fingerprint)
-        with counting(self, echo=_ECHO):
-            self.exchange, self.transport = session.exchange, session.transport
+        with counting(self, echo=SIGNAL_ECHO):
+            self.messenger, self.transport = session.messenger, session.transport
             largest = largest_file(self.prepared.x0)
             rescue = partial(make_elsewhere, spec.launch)
             self.files = FileReceiver(spec.run, files_of, largest, self._could_not_keep, rescue)
-            self.exchange.hear, self.exchange.take_in = self._listen, self.files.take_in
-            self.exchange.when_waiting = self._glance
+            self.messenger.listen(self)
             self.transport.control.learn("save_wanted", self.prepared.resumed_from)
             try:
                 self._share_order()
                 broken_off = session.run_node(spec, tell=self.hear, show=self._show, asked=asked)
                 self.hear({"kind": "done", "node": HOME, "interrupted": broken_off})
-                self.exchange.attend(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
+                self.messenger.wait_until(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
                 self.settle()
             except BaseException as error:
                 raise self._end_for_all(error) from None
@@ -87,7 +80,7 @@ class Coordinator(RunSupervisor):
         self.marker = spec.run / f".launch-{spec.launch}"
         self.marker.write_text(spec.launch, encoding="ascii")
         resume = None if spec.checkpoint is None else spec.checkpoint.name
-        self.exchange.tell_all(
+        self.messenger.send_control_to_all(
             {"kind": "order", "run": str(spec.run), "launch": spec.launch, "resume": resume,
              "resumed_from": self.prepared.resumed_from}
         )  # fmt: skip
@@ -102,8 +95,8 @@ class Coordinator(RunSupervisor):
         text = json.dumps(record | measured).replace("Infinity", "null")
         checkpoint.write_text(self.spec.run / "topology.json", text)
 
-    def _listen(self, source: int, said: dict[str, Any]) -> None:
-        """Somebody tells something."""
+    def on_control(self, source: int, said: dict[str, Any]) -> None:
+        """Handle a control message from another node."""
         control_messages.check(source, said)
         match said["kind"]:
             case "far-off":
@@ -111,7 +104,7 @@ class Coordinator(RunSupervisor):
             case "file":
                 self.files.expect(source, said)
             case "report":
-                self.reports[source] = NodeStatus(*said["row"])
+                self.reports[source] = NodeStatus(**said["status"])
             case "begun":
                 self.answers[source] = said["step"]
                 self._name_last_step()
@@ -126,6 +119,14 @@ class Coordinator(RunSupervisor):
                 self.hear({"kind": "save-failed", "node": source, "step": said["step"], "error": str(error)})
             case _ if not self.transport.hear(said):
                 self.hear(said | {"node": source})
+
+    def on_file_piece(self, source: int, piece: bytes) -> None:
+        """Take the next piece of a file that another node has announced."""
+        self.files.take_in(source, piece)
+
+    def on_reconnected(self, node: int, seconds: float, cause: str) -> None:
+        """Log that a broken connection was replaced."""
+        self.session.log_reconnected(node, seconds, cause)
 
     def _told_of_failure(self, said: dict[str, Any]) -> OrchestraError:
         """What another raised. Its own process ends with the error's exit code, this one as a consequence."""
@@ -159,8 +160,8 @@ class Coordinator(RunSupervisor):
         if self.spec.checkpoint is not None:
             name = f"{self.spec.checkpoint.name}/{checkpoint.part_name(to)}"
             data = (self.spec.checkpoint / checkpoint.part_name(to)).read_bytes()
-            self.exchange.note(to, {"kind": "file", "path": name, "bytes": len(data)})
-            self.exchange.ship(to, data)
+            self.messenger.send_control(to, {"kind": "file", "path": name, "bytes": len(data)})
+            self.messenger.send_file(to, data)
 
     # The run as a whole.
 
@@ -168,7 +169,7 @@ class Coordinator(RunSupervisor):
         """Start the clock, and let the nodes go."""
         if self.marker is not None:
             self.marker.unlink(missing_ok=True)
-        self.exchange.tell_all({"kind": "go", "at": self.prepared.resumed_at})
+        self.messenger.send_control_to_all({"kind": "go", "at": self.prepared.resumed_at})
         self.transport.go(self.prepared.resumed_at)
 
     def seconds(self) -> float:
@@ -192,12 +193,12 @@ class Coordinator(RunSupervisor):
         if len(self.answers) == self.session.workers and not control.stop_at:
             control.write("stop_at", control.last_step([*self.answers.values()]))
 
-    def _glance(self) -> None:
-        """Now and then, while this node waits: see whether everybody is there, and whether it is time to stop."""
+    def on_waiting(self) -> None:
+        """Check, while this node waits, whether every node is still connected and whether it is time to stop."""
         self.session.require_everybody()
         self.consider_stopping()
         now = time.perf_counter()
-        if now - self._shown > _GLANCE:
+        if now - self._shown > REPORT_EVERY:
             self._shown = now
             self.prepared.show(self.progress())
 
@@ -210,7 +211,7 @@ class Coordinator(RunSupervisor):
 
     def _tell(self, told: Callable[[], RunOutcome]) -> None:
         """Tell the others how it went."""
-        _tell_all(self.exchange, self.nodes, told())
+        _tell_all(self.messenger, self.nodes, told())
 
     def _close(self) -> None:
         self.session.close()
@@ -219,7 +220,7 @@ class Coordinator(RunSupervisor):
         """The run ends here: what everybody is told, and what this process raises."""
         error = self.session.cause_of(error)
         if not isinstance(error, OrchestraError | KeyboardInterrupt):
-            error = WorkerFailed(self.session.name, traceback.format_exc()[-_LONGEST:])
+            error = WorkerFailed(self.session.name, traceback.format_exc()[-LONGEST_TRACEBACK:])
         if self.marker is not None:
             self.marker.unlink(missing_ok=True)
         code = error.exit_code if isinstance(error, OrchestraError) else 130
@@ -228,164 +229,16 @@ class Coordinator(RunSupervisor):
         return error
 
 
-class Participant:
-    """Any other process."""
-
-    def __init__(
-        self, spec: RunSpec, x0: Tensor, about: dict[str, Any], cluster: Attached, show: Callable[[RunStatus], None]
-    ) -> None:
-        self.spec, self.x0, self.about, self.cluster, self.show = spec, x0, about, cluster, show
-        self.signals, self.signal_name = 0, ""
-        self.order: dict[str, Any] | None = None
-        self.over: dict[str, Any] | None = None
-        self.model = bytearray()
-        self.files: FileReceiver | None = None
-        self._reported = 0.0
-        self._told_of_signal = False
-
-    def run(self) -> RunOutcome:
-        """Take part to the end."""
-        asked = time.perf_counter()
-        self.session = session = Session(self.spec, self.x0, self.cluster, self.about)
-        with counting(self, echo=_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
-            self.exchange, self.transport, self.rank = session.exchange, session.transport, session.rank
-            self.exchange.hear, self.exchange.take_in = self._listen, self._take_in
-            self.exchange.when_waiting = self._glance
-            try:
-                whom = "worker 0 to say where the run folder is"
-                self._await(lambda: self.order is not None or self.over is not None, whom)
-                if self.order is not None:  # else all was done another day
-                    spec, tell = self._receive_order(self.order, Path(scratch))
-                    broken_off = session.run_node(spec, tell=tell, show=self._show, asked=asked)
-                    tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
-                self._await(lambda: self.over is not None and len(self.model) == self.over["bytes"], "worker 0")
-            except BaseException as error:
-                raise self._end_for_all(error) from None
-            session.close()
-        assert self.over is not None
-        return RunOutcome(self.over["run"], self.over["metrics"], self.over["summary"], bytes(self.model))
-
-    def _receive_order(self, order: dict[str, Any], scratch: Path) -> tuple[RunSpec, Callable[[dict[str, Any]], None]]:
-        """What only home knows: the run folder, and what to go on from."""
-        self.show(self._progress(Path(order["run"])))
-        folder, launch, resume = Path(order["run"]), str(order["launch"]), order["resume"]
-        self.transport.control.learn("save_wanted", int(order["resumed_from"]))
-        if _reads(folder / f".launch-{launch}") == launch:
-            saved = None if resume is None else folder / "checkpoints" / resume
-            return replace(self.spec, run=folder, launch=launch, checkpoint=saved), self._tell
-        mine, largest = part_of(self.rank), largest_file(self.x0)
-        self.files = FileReceiver(scratch / "checkpoint", lambda source: mine, largest, _could_not_keep)
-        sender = FileSender(self.exchange, scratch / "run", HOME)
-        sender.folder.mkdir()
-        self.exchange.note(HOME, {"kind": "far-off", "node": self.rank})
-        part = None if resume is None else self.files.folder / resume / checkpoint.part_name(self.rank)
-        self._await(lambda: part is None or part.exists(), "worker 0 to send a checkpoint")
-
-        def tell(said: dict[str, Any]) -> None:
-            sender.bring()
-            self._tell(said)
-
-        return replace(self.spec, run=sender.folder, launch=launch, checkpoint=part and part.parent), tell
-
-    def _progress(self, folder: Path) -> RunStatus:
-        """All that this process can show of the run."""
-        spec = self.spec
-        shown = expression.show(spec.strategy)
-        return RunStatus(folder, shown, spec.workers, spec.servers, spec.last_step, False, 0.0, ())
-
-    def _tell(self, said: dict[str, Any]) -> None:
-        self.exchange.note(HOME, said)
-
-    def _listen(self, source: int, said: dict[str, Any]) -> None:
-        control_messages.check(source, said)
-        match said["kind"]:
-            case "order":
-                self.order = said
-            case "file" if self.files is not None and source == HOME:
-                self.files.expect(source, said)
-            case "over":
-                self.over = said
-            case "stopped":
-                raise Stopped(said["message"], said["code"])
-            case _:
-                self.transport.hear(said)
-                asked = said["kind"] == "control" and said["field"] == "stop_asked"
-                if asked and self.rank < self.session.workers:
-                    self._tell({"kind": "begun", "step": self._begun()})
-
-    def _begun(self) -> int:
-        done = self.transport.control.is_done(self.rank)
-        return NO_MORE_STEPS if done else self.transport.begun
-
-    def _take_in(self, source: int, piece: bytes) -> None:
-        if self.over is not None and source == HOME:
-            self.model += piece
-            if len(self.model) > self.over["bytes"]:
-                raise BadFrame(f"node {source} sent more of the model than the {self.over['bytes']:,} bytes announced")
-        elif self.files is not None:
-            self.files.take_in(source, piece)
-
-    def _await(self, ready: Callable[[], bool], whom: str) -> None:
-        self.exchange.attend(ready, lambda: whom, forever=True)
-
-    def _glance(self) -> None:
-        if self.over is None:
-            self.session.require_everybody()
-            if self.exchange.is_gone(HOME):
-                raise Stopped("worker 0 left before it told how the run went: see what it said", 1)
-        if self.signals and not self._told_of_signal:
-            self._told_of_signal = True
-            self._tell({"kind": "signal", "name": self.signal_name})
-
-    def _show(self, row: NodeStatus) -> None:
-        if time.perf_counter() - self._reported > _GLANCE:
-            self._reported = time.perf_counter()
-            self._tell({"kind": "report", "row": list(row)})
-
-    def raise_interrupted(self) -> None:
-        """A second signal: go at once."""
-        raise Interrupted(f"stopped by {self.signal_name}.")
-
-    def _end_for_all(self, error: BaseException) -> BaseException:
-        """This process cannot go on: home is told why, the others who it was."""
-        error = self.session.cause_of(error)
-        if isinstance(error, Stopped):
-            self.session.close()
-            return error
-        code = error.exit_code if isinstance(error, OrchestraError) else 1
-        if isinstance(error, WorkerLost | Interrupted | Stopped):
-            said = {"message": str(error), "code": code}
-        elif isinstance(error, OrchestraError):
-            self._tell({"kind": "refused", "node": self.rank, "error": type(error).__name__, "message": str(error)})
-            said = {"message": f"{self.session.name}: {error}", "code": code}
-        else:
-            trace = traceback.format_exc()[-_LONGEST:]
-            self._tell({"kind": "failed", "node": self.rank, "traceback": trace})
-            error, said = WorkerFailed(self.session.name, trace), {"message": f"{self.session.name} failed", "code": 1}
-        self.session.give_up(said)
-        return error
-
-
 def announce_finished(spec: RunSpec, x0: Tensor, about: dict[str, Any], cluster: Attached, told: RunOutcome) -> None:
     """As home of a run that is over already: tell the others."""
     with contextlib.closing(Session(spec, x0, cluster, about)) as session:
-        _tell_all(session.exchange, spec.workers + spec.servers, told)
+        _tell_all(session.messenger, spec.workers + spec.servers, told)
 
 
-def _tell_all(exchange: Messenger, nodes: int, told: RunOutcome) -> None:
+def _tell_all(messenger: Messenger, nodes: int, told: RunOutcome) -> None:
     said = asdict(told)
     model = said.pop("model")
     for node in range(1, nodes):
         with contextlib.suppress(OrchestraError):  # who is lost now has done its part
-            exchange.note(node, {"kind": "over", **said, "bytes": len(model)})
-            exchange.ship(node, model)
-
-
-def _could_not_keep(source: int, path: Path, error: OSError) -> None:
-    raise EnvironmentProblem(f"the checkpoint that node {source} sent could not be written to {path}: {error}")
-
-
-def _reads(path: Path) -> str | None:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="ascii")
-    return None
+            messenger.send_control(node, {"kind": "over", **said, "bytes": len(model)})
+            messenger.send_file(node, model)

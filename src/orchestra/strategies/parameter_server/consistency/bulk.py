@@ -16,12 +16,20 @@ Bytes per worker and step: S sent, S received.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from orchestra.core.comm import Comm
 from orchestra.core.node import Node
-from orchestra.core.ops import Handle
+from orchestra.core.ops import Handle, Message
 from orchestra.core.strategy import Updates
 from orchestra.strategies.parameter_server.consistency.base import Consistency, Correction, ServerState, exchange
+
+
+def rounds(comm: Comm) -> Iterator[list[Message]]:
+    """Yield one message from each worker that has not left, in rank order, until all have left."""
+    while pushes := [m for worker in comm.workers.members if (m := comm.recv(worker, departures=True)) is not None]:
+        yield pushes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +45,9 @@ class BSP(Consistency):
     def serve(self, node: Node, s: ServerState, correction: Correction) -> None:
         """Average every round of pushes, none of which is stale."""
         answers: list[Handle[None]] = []
-        for pushes in node.comm.rounds():
+        for pushes in rounds(node.comm):
             for answer in answers:
-                answer.wait()  # at once: whoever pushes again has read the last answer
+                answer.wait()  # returns at once: a worker that pushes again has read the last answer
             if samples := node.average(pushes):
                 node.update(node.g)
                 node.samples += int(samples)

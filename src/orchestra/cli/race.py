@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strategies that race to a target: what each runs with, one run, and all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestra.cli import fairness, in_lab, loop_runs, sources, summary
+from orchestra.cli import options as o
+from orchestra.cli.cluster_options import is_solo
+from orchestra.cli.concluding import conclude
+from orchestra.cli.loop_runs import Loop
+from orchestra.cli.options import Options
+from orchestra.errors import ConfigError, Interrupted, OrchestraError, WorkerFailed
+from orchestra.runs import progress
+
+if TYPE_CHECKING:
+    from orchestra.cli.candidates import Setting
+    from orchestra.cli.table import Outcome, Table
+    from orchestra.recipes.recipe import Recipe
+    from orchestra.runs.budget import Epochs, Steps, Target
+
+_SNAPSHOTS = 40  # of a run: how finely the time to the target is told
+
+
+@dataclass(frozen=True)
+class Race:
+    """Everything is checked; nothing has run yet."""
+
+    source: sources.Source
+    recipe: Recipe | Loop
+    strategies: tuple[str, ...]
+    shared: Options
+    seeds: int
+    target: Target
+    out: Path
+    lab: str | None = None  # the network that each runs in
+    fixed: frozenset[str] = frozenset()  # strategies of which the main option was given
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # what they run with, as tuned
+    tries: int = 0  # of each, before
+    tuned: str = ""  # where these took place
+    snapshots: int = _SNAPSHOTS  # of a run
+    patience: float | None = None  # seconds after which a run is given up
+    stream: float | None = None  # samples in a pass over the data, if that has no index
+
+    @property
+    def epochs(self) -> float:
+        """How long each run is."""
+        return self.shared.epochs if self.shared.epochs is not None else self.recipe.epochs
+
+    def run(self, *, quiet: bool) -> Table:
+        """Run all, seed after seed, and put the table together. Ctrl-C ends with the table of what is done."""
+        outcomes: dict[str, list[Outcome]] = {strategy: [] for strategy in self.strategies}
+        plan = [(seed, strategy) for seed in range(self.seeds) for strategy in self.strategies]
+        try:
+            for i, (seed, strategy) in enumerate(plan):
+                mark = f"[{i + 1}/{len(plan)}] {strategy} · seed {seed}"
+                outcome = self.run_one(strategy, seed, mark, quiet=quiet, first=i == 0)
+                outcomes[strategy].append(outcome)
+                if not quiet:
+                    summary.say(f"{mark}: {self.told(outcome)}")
+        except Interrupted:
+            if any(outcomes.values()):
+                table = self.table(outcomes)
+                conclude(table, self.out, as_json=False, quiet=quiet, fair=self.fairness(table))
+            raise
+        return self.table(outcomes)
+
+    def run_one(self, strategy: str, seed: int, mark: str, *, quiet: bool, first: bool) -> Outcome:
+        """One run; if it fails, that is its outcome, but for mistakes in the very first."""
+        from orchestra.cli.table import Outcome, judge
+        from orchestra.engine import expression, warnings
+
+        folder = self.out / _slug(strategy) / f"seed{seed}"
+        chosen = dataclasses.replace(self.options_of(strategy, seed), out=str(folder))
+        about = {"recipe": self.source.name, "options": chosen.given(), "patience": self.patience, "race": self.about()}
+        try:
+            if isinstance(self.recipe, Loop):
+                loop_runs.run(self.source, chosen, self.target)
+                return judge(folder, seed, self.target)
+            if self.lab is not None:
+                nodes = (chosen.workers or 1) + expression.parse(strategy).layout.servers
+                chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / self.snapshots, score_afterwards=True)
+                if not self.source.holds_recipe:  # a script may have other ends
+                    chosen = dataclasses.replace(chosen, epochs=self.epochs)
+                in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab, self.source.args)
+                return judge(folder, seed, self.target)
+            known = warnings.silent() if strategy in self.settings else nullcontext()
+            with progress.choose(quiet=quiet, title=mark) as display, known:
+                sources.train_recipe(
+                    self.recipe,
+                    chosen.changes(),
+                    evaluate_every=self._every(strategy),
+                    score_afterwards=True,
+                    progress=display,
+                    note=about | {"args": list(self.source.args)},
+                )
+        except Interrupted:
+            raise
+        except OrchestraError as error:
+            if first and isinstance(error, ConfigError):
+                raise  # nothing has run: better to say so than to fail as often as there are runs
+            return Outcome(seed, folder, failed=_reason(error))
+        return judge(folder, seed, self.target)
+
+    def like(self, tuned: Race) -> Race:
+        """The same race, every strategy with its setting in another."""
+        return dataclasses.replace(
+            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuned=tuned.tuned
+        )
+
+    def options_of(self, strategy: str, seed: int) -> Options:
+        """The options of one run, but for its folder."""
+        tuned = self.settings[strategy].options if strategy in self.settings else {}
+        limit = {} if self.patience is None else {"seconds": self.patience}
+        chosen = options_for(strategy, self.shared, seed=seed, **tuned, **limit)
+        if chosen.epochs is None or chosen.epochs % 1 == 0 or (steps := self._steps(strategy, chosen.epochs)) is None:
+            return chosen
+        return dataclasses.replace(chosen, epochs=None, steps=steps)  # only whole passes over a stream end a run
+
+    def _steps(self, strategy: str, epochs: float) -> int | None:
+        """What epochs of a stream are in steps of a worker; None if it has no end, or the data has an index."""
+        if self.stream is None or isinstance(self.recipe, Loop) or math.isinf(self.stream):
+            return None
+        workers = options_for(strategy, self.shared).workers or 2
+        return max(1, math.ceil(epochs * self.stream / (workers * (self.shared.batch or self.recipe.batch)) - 1e-9))
+
+    def _every(self, strategy: str) -> Epochs | Steps:
+        """Between two scores of a run."""
+        from orchestra.runs.budget import Epochs, Steps
+
+        steps = self._steps(strategy, self.epochs / self.snapshots)
+        return Epochs(self.epochs / self.snapshots) if steps is None else Steps(steps)
+
+    def about(self) -> dict[str, Any]:
+        """What is noted of it with each run, for whoever looks before there is a table."""
+        from orchestra.report.verdict import baseline_of
+
+        target = {"metric": self.target.metric, "value": self.target.value}
+        return {"target": target, "baseline": baseline_of(self.strategies)}
+
+    def told(self, outcome: Outcome) -> str:
+        """How a run went, in a line."""
+        if outcome.facts is None:
+            return f"failed: {outcome.failed}"
+        unit = "virtual s" if outcome.facts.virtual else "s"
+        name, total = self.target.metric, f"{outcome.facts.seconds:.2f} {unit} in all"
+        total += "".join(f"; {text}" for text in (outcome.facts.missing, outcome.facts.unlearned) if text)
+        if outcome.seconds is None:
+            best = "no score is a number" if outcome.best is None else f"best {outcome.best:.4g}"
+            return f"{name} {self.target.value:g} not reached, {best}; {total}"
+        return f"{name} {self.target.value:g} after {outcome.seconds:.2f} {unit}; {total}, final {outcome.final:.4g}"
+
+    def table(self, outcomes: dict[str, list[Outcome]]) -> Table:
+        """The figures of the runs so far."""
+        from orchestra.cli.table import StrategyRow, Table
+        from orchestra.engine import expression
+        from orchestra.report.verdict import baseline_of
+
+        servers = {text: expression.parse(text).layout.servers for text in outcomes}
+        rows = [
+            StrategyRow(text, options_for(text, self.shared).workers or 1, servers[text], tuple(found))
+            for text, found in outcomes.items()
+            if found
+        ]
+        baseline = baseline_of([row.strategy for row in rows] or self.strategies)
+        workers = self.shared.workers or 2
+        what = (self.recipe.name, self.target, workers, self.seeds, self.epochs, baseline, tuple(rows))
+        return Table(*what, self._world(), self.shared.target is not None, bool(self.settings), self.settings)
+
+    def fairness(self, table: Table) -> list[str]:
+        """What all had in common, as the folders of the runs say."""
+        return [*fairness.examine(table), fairness.rates(self)]
+
+    def _world(self) -> str:
+        """Where it takes place, if that is not here."""
+        if self.lab is not None:
+            return f"in a laboratory: {self.lab}"
+        if not self.shared.sim:
+            return ""
+        delay = self.shared.delay or o.DELAY
+        return f"virtual seconds: network {self.shared.network or o.NETWORK}, delay {delay}"
+
+
+def options_for(strategy: str, shared: Options, **more: Any) -> Options:
+    """The options of one run. A strategy that runs alone has one worker, and a machine that is not slow."""
+    alone: dict[str, Any] = {"workers": 1} if is_solo(strategy) else {}
+    slow = re.search(r"\s*\bslow:(\d+)x\S+", shared.delay or "")
+    if alone and slow is not None and int(slow[1]) < (shared.workers or 1):
+        alone["delay"] = (shared.delay or "").replace(slow[0], "")
+    return Options(**shared.given() | {"strategy": strategy} | alone | more)
+
+
+def _reason(error: OrchestraError) -> str:
+    text = error.traceback if isinstance(error, WorkerFailed) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if isinstance(error, WorkerFailed) else " ".join(lines)
+
+
+def _slug(text: str) -> str:
+    return "-".join(filter(None, "".join(c if c.isalnum() or c == "." else " " for c in text).split()))
