@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,12 @@ def read(text: str, source: sources.Source | None = None) -> tuple[float, ...]:
     if len(rates) < 2 or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
         raise ConfigError([Problem("lrs", text, "must be two or more different rates above 0: 0.02,0.05,0.1")])
     return rates
+
+
+def contradicts(option: str, value: object, fixed: str | None) -> Iterator[Problem]:
+    """An option that asks for tuning beside one that fixes the learning rate."""
+    if value is not None and fixed is not None:
+        yield Problem(option, value, f"tunes learning rates, and {fixed} fixes them: leave one of them out")
 
 
 @dataclass(frozen=True)
@@ -212,7 +218,7 @@ class Tuning:
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
         tries = max(len(found) for found in tried.values())
-        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries)
+        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries, tuned=self.where)
 
     @property
     def _sign(self) -> int:
@@ -274,29 +280,44 @@ class Tuning:
             sys.stderr.flush()
 
     def _race_of(self, setting: Setting, epochs: float) -> Race:
-        """A race of one try: in simulation, if the strategy can be simulated, and until the target."""
-        from orchestra.engine import expression
-
+        """A race of one try, until the target."""
         race = self.race
         if isinstance(race.recipe, Loop):
             return dataclasses.replace(race, settings={setting.strategy: setting}, out=race.out / "tuning")
-        simulated = (
-            not self.real and race.lab is None and expression.parse(setting.strategy).layout.model_location != "shared"
-        )
         target = f"{race.target.metric}={race.target.value:g}"
-        shared = dataclasses.replace(race.shared, epochs=epochs, target=target, sim=simulated or race.shared.sim)
+        shared = dataclasses.replace(
+            race.shared, epochs=epochs, target=target, sim=self._simulates(setting.strategy) or None
+        )
         return dataclasses.replace(
             race, shared=shared, settings={setting.strategy: setting}, snapshots=_SNAPSHOTS, out=race.out / "tuning"
         )
 
+    def _simulates(self, strategy: str) -> bool:
+        """Whether the tries of a strategy are simulated."""
+        from orchestra.engine import expression
+
+        race = self.race
+        if race.shared.sim or self.real or race.lab is not None or isinstance(race.recipe, Loop):
+            return bool(race.shared.sim)
+        return expression.parse(strategy).layout.model_location != "shared"
+
+    @property
+    def where(self) -> str:
+        """Where tries take place."""
+        if self.race.lab is not None:
+            return "in the laboratory"
+        apart = [name for name in self.race.strategies if not self._simulates(name)]
+        if len(apart) == len(self.race.strategies):
+            return "on real processes"
+        return "in simulation" + (f", {' and '.join(apart)} on real processes" if apart else "")
+
     def _estimate(self) -> str:
         """How much is tried, and how long it will take at most."""
         plan, race = self.plan, self.race
-        where = "as the race runs" if self.real else "in simulation"
         seconds = plan.most * tuning_cost.seconds_of_an_epoch(race)
         took = f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
         return (
-            f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {where}, seeds {race.seeds} and "
+            f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
             f"{race.seeds + 1}: {took} at most, for fewer epochs than those of the race. --no-tune leaves it out."
         )
 
