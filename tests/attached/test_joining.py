@@ -56,7 +56,7 @@ def test_who_has_another_token_gets_nowhere(tmp_path: Path) -> None:
         home, stranger = processes.outcomes()
     assert home.code == stranger.code == 4
     assert "node 1 did not connect" in home.error
-    assert "Has it the same token?" in stranger.error
+    assert "Compare the two tokens" in stranger.error
 
 
 def test_a_token_for_one_machine_is_in_a_private_folder_and_gone_afterwards(
@@ -264,7 +264,7 @@ def test_who_cannot_agree_on_an_order_hangs_up(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, value)
     job, here = SimpleNamespace(workers=2, servers=0), socket.create_server(("127.0.0.1", 0))
     with here, socket.create_connection(here.getsockname()) as line:
-        monkeypatch.setattr(session, "_meet", lambda *_: {1: line})
+        monkeypatch.setattr(session, "_connect", lambda *_: {1: line})
         monkeypatch.setattr(session, "_arrange", fail)
         with pytest.raises(ClusterError, match="no order"):
             session.Session(job, torch.zeros(3), Attached(), {})  # type: ignore[arg-type]
@@ -337,12 +337,12 @@ def test_that_a_network_is_trusted_is_told_when_a_run_begins(
             begin(tmp_path / f"run-{rank}-{len(given)}", **given)
         return capsys.readouterr().err
 
-    monkeypatch.setattr(session, "_meet", nobody)
+    monkeypatch.setattr(session, "_connect", nobody)
     for name, value in {**environ_of(0, 2, free_port()), "ORCHESTRA_TOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
     said = told(0, trusted=True)
     assert said.count("orchestra: the network is trusted: connections are authenticated, but not encrypted.") == 1
-    assert "do not even ask for the token" in said
+    assert "do not even check the token" in said
     assert "the network is trusted" not in told(0)
     assert "the network is trusted" not in told(1, trusted=True)
     if begin is not begin_run:

@@ -206,7 +206,7 @@ def test_it_is_told_when_a_node_is_looked_for_and_when_it_is_found(
         while not a._peers[1].reported:
             a._connections.pump(0.05)
         at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: ") and "worker 1" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if " to worker 1 a" in line]
     assert len(told) == 2
     assert re.search(
         r"lost the connection to worker 1 at \d\d:\d\d:\d\d: its .* broke: .* Reconnecting, .*for 3 s\.$", told[0]

@@ -69,7 +69,7 @@ def test_a_short_word_does_not_wait_for_more_when_connections_are_measured(
         seen.append(is_prompt(sock))
         return really(sock, first=first)
 
-    monkeypatch.setattr(link_probe, "_there_and_back", look)
+    monkeypatch.setattr(link_probe, "_round_trip", look)
     sockets = meet(2, trusted=trusted)
     at_once(lambda: link_probe.measure(0, sockets[0]), lambda: link_probe.measure(1, sockets[1]))
     for each in sockets:
