@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from orchestra.cli.table import Table
 
 _SECONDS = 10.0  # of real processes
-_SLOW: dict[str, Any] = {"network": "10mbit,1ms", "delay": "lognormal:0.02,0.3 slow:1x4"}
-_FAST: dict[str, Any] = {"network": "10gbit,0.1ms", "delay": "lognormal:0.02,0.3"}
+_SLOW: dict[str, Any] = {"network": "10mbit,1ms", "compute_time": "lognormal:0.02,0.3", "straggler": "1x4"}
+_FAST: dict[str, Any] = {"network": "10gbit,0.1ms", "compute_time": "lognormal:0.02,0.3"}
 # Learning rates as tuned by: orchestra compare digits --sim -n 4 --network 10mbit,1ms
-#   --delay "lognormal:0.02,0.3 slow:1x4" -s "allreduce,ps,ps(consistency=asp),localsgd,slowmo" --seeds 3
+#   --compute-time lognormal:0.02,0.3 --straggler 1x4 -s "allreduce,ps,ps(consistency=asp),localsgd,slowmo" --seeds 3
 _TUNED = {"allreduce": 0.169, "ps": 0.169, "ps(consistency=asp)": 0.008, "localsgd(tau=4)": 0.2, "slowmo(tau=4)": 0.2}
 _TRIES = 18  # of each, in that command
 _SEEDS = 3

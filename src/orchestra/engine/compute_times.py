@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a worker computes on a mini-batch: distributions to rehearse with, and to slow real runs down by.
+"""How long a worker computes on a mini-batch: distributions for simulations, and to slow down real runs.
 
-Every duration is a pure function of (seed, worker, step), so a real run and its rehearsal meet the same delays, and
-whoever is late is late in both.
+Every duration is a pure function of (seed, worker, step), so a real run and its simulation have the same compute times,
+and the same worker is late in both.
 
     constant:0.05                every step takes 50 ms
     constant:0.05,0.05,0.1       likewise, but those of worker 2 take 100 ms; further workers take turns
@@ -13,7 +13,7 @@ whoever is late is late in both.
                                  step and end with probability 0.2: slow steps come in a row
     probe.json                   as `orchestra probe` measured it on a machine, at the run's own batch
     ... pause:0.01,2             besides, with probability 0.01 a step, 2 s in which nothing happens
-    ... slow:1x5                 worker 0 takes 5 times as long
+    ... slow:1x5                 worker 0 takes 5 times as long; on the command line: --straggler 1x5
 """
 
 from __future__ import annotations
