@@ -22,6 +22,7 @@ from tests.zoo import train
 from orchestra import Attached, Steps
 from orchestra.core.ops import Traffic
 from orchestra.engine.supervisor import RunSupervisor
+from orchestra.runs.status import NodeStatus
 from orchestra.worlds.sockets import control_messages, file_transfer, wire
 from orchestra.worlds.sockets.file_transfer import FileReceiver, files_of, part_of
 from orchestra.worlds.sockets.messenger import Messenger
@@ -30,7 +31,7 @@ from orchestra.worlds.sockets.wire import BadFrame
 # All that processes say, as they say it.
 SAID: list[tuple[int, dict[str, Any]]] = [
     (1, {"kind": "ready", "node": 1}),
-    (1, {"kind": "report", "row": [1.0, 2, float("nan"), 0.0, 0.0, 0.0, 8, 8, 0.1, float("inf")]}),
+    (1, {"kind": "report", "status": NodeStatus(1, 2, float("nan"), 0, 0, 0, 8, 8, 0.1, float("inf"))._asdict()}),
     (2, {"kind": "control", "field": "begun", "of": 2, "value": 2**32 - 1}),
     (2, {"kind": "file", "path": "events-2.jsonl", "bytes": 0}),
     (2, {"kind": "refused", "node": 2, "error": "Diverged", "message": "..."}),
@@ -40,10 +41,10 @@ SAID: list[tuple[int, dict[str, Any]]] = [
     (0, {"kind": "over", "run": "/a/run", "metrics": {"loss": 0.1}, "summary": {}, "bytes": 100}),
     (1, {"kind": "finished", "steps": 7, "how": "finish", "left": None}),
     (0, {"kind": "folder", "path": "/a/run", "mark": ".mark"}),
-    (1, {"kind": "settings", "name": "lr", "first": 0, "values": [0.1, 1e-3]}),
+    (1, {"kind": "settings", "name": "lr", "first_group": 0, "by_group": [0.1, 1e-3]}),
     (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 96, "figures": {"accuracy": 0.5}}),
-    (1, {"kind": "settings", "name": "betas", "first": 1024, "values": [[0.9, 0.95]]}),
-    (1, {"kind": "settings", "name": "nesterov", "first": 0, "values": [True]}),
+    (1, {"kind": "settings", "name": "betas", "first_group": 1024, "by_group": [[0.9, 0.95]]}),
+    (1, {"kind": "settings", "name": "nesterov", "first_group": 0, "by_group": [True]}),
 ]
 
 
@@ -68,10 +69,10 @@ def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, An
         (0, {"kind": "order", "run": "", "launch": "a", "resume": "../step-00000001", "resumed_from": 0}, "resume = "),
         (0, {"kind": "order", "run": "", "launch": "../a", "resume": None, "resumed_from": 0}, "launch = "),
         (1, {"kind": "failed", "traceback": "x" * 10**6}, "traceback = 'xxx"),
-        (1, {"kind": "settings", "name": "lr", "first": 0, "values": [float("nan")]}, "values = "),
+        (1, {"kind": "settings", "name": "lr", "first_group": 0, "by_group": [float("nan")]}, "by_group = "),
         (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 9, "figures": {"x": "1"}}, "figures = "),
         (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 9, "figures": {}}, "figures = "),
-        (1, {"kind": "settings", "name": "betas", "first": 0, "values": [[0.9, float("inf")]]}, "values = "),
+        (1, {"kind": "settings", "name": "betas", "first_group": 0, "by_group": [[0.9, float("inf")]]}, "by_group = "),
         (1, {}, "of kind None"),
     ],
 )
@@ -89,7 +90,7 @@ values = st.recursive(
 kinds = st.sampled_from([said["kind"] for _, said in SAID]) | values
 anything = st.dictionaries(
     st.sampled_from(
-        ["kind", "node", "field", "of", "value", "path", "bytes", "row", "at", "steps", "step", "message", "code"]
+        ["kind", "node", "field", "of", "value", "path", "bytes", "status", "at", "steps", "step", "message", "code"]
     ),
     values,
 )
@@ -188,10 +189,10 @@ def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sent: list[Any] = []
 
     class Notes:
-        def note(self, to: int, said: dict[str, Any]) -> None:
+        def send_control(self, to: int, said: dict[str, Any]) -> None:
             sent.append(said["bytes"])
 
-        def ship(self, to: int, data: bytes) -> None:
+        def send_file(self, to: int, data: bytes) -> None:
             sent.append(data)
 
     log = tmp_path / "events-1.jsonl"
@@ -270,8 +271,8 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
 
         def live(self: Any, spec: Any, **given: Any) -> bool:
             if os.environ["RANK"] == "1":
-                self.exchange.note(0, {"kind": "file", "path": "../../evil", "bytes": 3})
-                self.exchange.ship(0, b"abc")
+                self.messenger.send_control(0, {"kind": "file", "path": "../../evil", "bytes": 3})
+                self.messenger.send_file(0, b"abc")
             return lived(self, spec, **given)
 
         lived = Session.run_node
@@ -287,19 +288,19 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
 def test_hanging_up_takes_one_moment_for_all() -> None:
     """However many do not listen; and nothing is taken in once it has begun."""
     ours, theirs = zip(*[_tcp() for _ in range(4)], strict=True)
-    exchange = Messenger(
+    messenger = Messenger(
         0, 5, 1, dict(enumerate(ours, start=1)), largest=1 << 20, patience=5, traffic=Traffic(), summed=False
     )
     listener = Recorder()
-    exchange.listen(listener)
+    messenger.listen(listener)
     for node in range(1, 5):
         for _ in range(200):
-            exchange.note(node, {"kind": "x" * 100_000})  # more than the kernel takes
+            messenger.send_control(node, {"kind": "x" * 100_000})  # more than the kernel takes
     began = time.monotonic()
-    exchange.close(within=0.5)
+    messenger.close(within=0.5)
     assert time.monotonic() - began < 1.0
     piece = torch.zeros(4, dtype=torch.uint8)
-    exchange._accept(exchange._peers[1], wire.Frame(wire.FILE, 1, 0, numel=4), piece)
+    messenger._accept(messenger._peers[1], wire.Frame(wire.Kind.FILE, 1, 0, numel=4), piece)
     assert not listener.pieces
     for sock in theirs:
         sock.close()

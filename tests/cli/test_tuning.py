@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from tests.cli.conftest import Orchestra
+from torch.utils.data import IterableDataset
 
-from orchestra.cli import compare, sources, tuning
+from orchestra.cli import compare, fairness, sources, streams, tuning, tuning_cost
 from orchestra.cli.candidates import Setting, grid, settings
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
@@ -89,7 +90,8 @@ def test_sooner_at_the_target_is_better_and_then_the_score_at_one_time() -> None
 
 def made(found: Callable[[Setting], TuningResult], names: tuple[str, ...], out: Path, seeds: int = 3) -> Tuning:
     """A tuning of which the outcomes are known beforehand."""
-    race = compare.prepare(sources.find("digits"), [*names], Options(workers=2, sim=True), seeds, None, out)
+    sim = None if "hogwild" in names else True
+    race = compare.prepare(sources.find("digits"), [*names], Options(workers=2, sim=sim), seeds, None, out)
     tuned = Tuning(race, seeds, quiet=True)
     tuned._one = lambda setting, epochs, seed: found(setting)  # type: ignore[method-assign]
     return tuned
@@ -137,6 +139,31 @@ def test_a_strategy_that_always_fails_races_as_it_is(tmp_path: Path) -> None:
     assert race.settings["allreduce"].options == {}
 
 
+@pytest.mark.parametrize(
+    ("shared", "lab", "real", "said"),
+    [
+        (Options(workers=2, sim=True), None, False, "in simulation"),
+        (Options(workers=2), None, False, "in simulation, hogwild on real processes"),
+        (Options(workers=2), None, True, "on real processes"),
+        (Options(workers=2), "10mbit,1ms", False, "in the laboratory"),
+    ],
+)
+def test_where_it_takes_place_is_said(
+    shared: Options, lab: str | None, real: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of the estimate and of the page, and what the tries do."""
+    monkeypatch.setattr(tuning_cost, "seconds_of_an_epoch", lambda race: 1.0)
+    tuned = made(best_at(0.06), ("allreduce", "hogwild") if "hogwild" in said else ("allreduce",), tmp_path)
+    tuned.race, tuned.real = replace(tuned.race, shared=shared, lab=lab), real
+    assert f"12 tries each, {said}, seeds" in tuned._estimate()
+    race = tuned.run()
+    assert fairness.rates(race).startswith(f"tuned {said}, each the best of 12 tries")
+    tries = {name: tuned._race_of(Setting(name), 1.0) for name in tuned.race.strategies}
+    assert {name: (race.shared.sim, race.lab) for name, race in tries.items()} == {
+        name: (True if said.startswith("in simulation") and name == "allreduce" else None, lab) for name in tries
+    }
+
+
 # What it changes.
 
 
@@ -177,8 +204,8 @@ def test_the_estimate_is_measured_until_it_can_be_told_from_noise(
         (out / "config.json").write_text('{"data": "1437 samples", "batch": 16}')
         return 0.3 + 0.002 * count
 
-    monkeypatch.setattr(tuning, "_seconds_of", took)
-    seconds = tuning._seconds_of_an_epoch(made(best_at(0.1), ("allreduce",), tmp_path).race)
+    monkeypatch.setattr(tuning_cost, "_seconds_of", took)
+    seconds = tuning_cost.seconds_of_an_epoch(made(best_at(0.1), ("allreduce",), tmp_path).race)
     assert steps == [1, 1, 9, 129]
     assert seconds == pytest.approx(0.002 * 1437 / 16)
 
@@ -239,6 +266,79 @@ def test_tries_are_kept_where_tuning_was_stopped(tmp_path: Path, monkeypatch: py
     assert again == kept  # everything was known
 
 
+STREAM = """
+import torch
+import orchestra
+from torch.utils.data import IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        random = torch.Generator().manual_seed(0)
+        for _ in range(640):
+            x = torch.randn(4, generator=random)
+            yield x, x[:3].argmax()
+
+def test():
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))
+    return x, x[:, :3].argmax(1)
+
+def accuracy(model, data):
+    return {"accuracy": float((model(data[0]).argmax(1) == data[1]).float().mean())}
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.5)
+
+def linear():
+    return torch.nn.Linear(4, 3)
+
+what = dict(model=linear, data=Stream, loss=torch.nn.functional.cross_entropy, optimizer=sgd, batch=16)
+what |= dict(evaluate=accuracy, evaluation_data=test)
+"""
+AS_RECIPE = 'RECIPE = orchestra.Recipe(name="a", about="", epochs=2.0, target="accuracy=0.8", **what)'
+AS_SCRIPT = "orchestra.train(budget=orchestra.Epochs(2), cluster=orchestra.Local(workers=2), **what)"
+
+
+@pytest.mark.parametrize("ending", [AS_RECIPE, AS_SCRIPT])
+def test_strategies_are_tuned_on_a_stream(ending: str, orchestra: Orchestra) -> None:
+    """Its parts of an epoch are steps: only whole passes over a stream end a run."""
+    Path("mine.py").write_text(f"{STREAM}\n{ending}\n")
+    said = orchestra("compare", "mine.py", "--sim", "-n", "2", "-s", "allreduce,solo", "--seeds", "1", "--out", "c")
+    assert said.code == 0, said.err
+    assert "· tuned ·" in said.out
+    configs = {path.parts[1]: json.loads(path.read_text()) for path in Path("c").rglob("config.json")}
+    assert {name: config["budget"] for name, config in configs.items()} == {
+        "allreduce": ["epochs=2.0"],
+        "solo": ["epochs=2.0"],
+    }
+    assert {name: config["snapshot_every"] for name, config in configs.items()} == {"allreduce": 1, "solo": 2}
+    race = compare.prepare(sources.find("mine.py"), ["allreduce"], Options(workers=2, sim=True), 1, None, Path("d"))
+    tries = [Tuning(race, 1)._race_of(Setting(name), 0.5).options_of(name, 1) for name in ("allreduce", "solo")]
+    assert [(one.epochs, one.steps) for one in tries] == [(None, 10), (None, 20)]
+
+
+def test_on_a_stream_without_an_end_nothing_is_tuned(
+    orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(streams, "_LONGEST", 0.0)
+    Path("mine.py").write_text(f"{STREAM}\n{AS_RECIPE}\n")
+    said = orchestra("compare", "mine.py", "--sim", "-n", "2", "-s", "allreduce", "--seeds", "1", "--out", "c")
+    assert said.code == 0, said.err
+    assert "untuned: the data is a stream that did not end within a minute" in said.err
+    assert "· untuned ·" in said.out
+
+
+def test_a_stream_that_says_its_length_is_not_read() -> None:
+    class Long(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError
+
+        def __len__(self) -> int:
+            return 640
+
+    assert streams.samples_of(Long) == 640
+    assert streams.samples_of(lambda: torch.zeros(3)) is None
+
+
 def test_a_sweep_tunes_once(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned: list[Path] = []
 
@@ -258,6 +358,21 @@ def test_a_sweep_tunes_once(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatc
     tuned.clear()
     assert orchestra("sweep", "digits", *QUICK[:-1], "each", *grid, "--tune-each").code == 0
     assert len(tuned) == 2
+
+
+@pytest.mark.parametrize("fixed", [("--no-tune",), ("--lr", "0.1"), ("--grid", "lr=0.1,0.2")])
+def test_tuning_that_is_asked_for_and_forbidden_is_refused(fixed: tuple[str, ...], orchestra: Orchestra) -> None:
+    said = orchestra("sweep", "digits", *QUICK, "--grid", "bandwidth=10mbit,1gbit", "--tune-each", *fixed)
+    assert said.code == 2
+    assert f"tunes learning rates, and {fixed[0]}" in said.err
+    assert "tune-each = True" in said.err
+    if fixed[0] == "--grid":
+        return
+    for option in (("--lrs", "0.1,0.2"), ("--tune-real",)):
+        said = orchestra("compare", "digits", *QUICK, *option, *fixed)
+        assert said.code == 2
+        assert f"{fixed[0]} fixes them" in said.err
+    assert not Path("out").exists()
 
 
 def test_rates_that_were_given_are_not_widened(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from tests.report.folders import make_run
-from tests.zoo import train
+from tests.zoo import adam, make_large, train
 
-from orchestra import AllReduce, Steps
+from orchestra import ASP, AllReduce, DelayCompensated, ParameterServer, Steps
 from orchestra.engine import checkpoint, resume, snapshot
 from orchestra.errors import CheckpointError, ConfigError, OrchestraError
 from orchestra.live.follower import Follower
@@ -266,6 +266,30 @@ def test_a_hostile_checkpoint_falls_back_to_the_one_before(how: str, tmp_path: P
     assert told in complaints[0]
 
 
+def test_a_part_that_is_too_large_for_the_model_falls_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would take hours to see that it is not what the manifest says, or all memory, if it is."""
+    run = tmp_path / "run"
+    train(AllReduce(), run, workers=2, budget=Steps(4), checkpoint_every=Steps(2))
+    newest = run / "checkpoints" / "step-00000004"
+    sparse(newest / "node-1.safetensors")
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"]["node-1.safetensors"]["bytes"] = 1 << 40
+    (newest / "manifest.json").write_text(json.dumps(checkpoint.sealed(manifest)))
+    (run / "ending.json").unlink()
+    result = within(lambda: train(AllReduce(), run, workers=2, budget=Steps(5), resume=True))
+    assert result.summary.steps == 5
+    assert "has 1,099,511,627,776 bytes, more than" in capsys.readouterr().err
+
+
+def test_no_part_of_a_real_run_is_nearly_as_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a server keeps what each worker read, beside x and Adam's state."""
+    strategy = ParameterServer(consistency=ASP(), correction=DelayCompensated(adaptive=True))
+    train(strategy, tmp_path, workers=3, model=make_large, optimizer=adam, budget=Steps(2), checkpoint_every=Steps(1))
+    parts = [part.stat().st_size for part in tmp_path.glob("checkpoints/step-*/node-*")]
+    monkeypatch.setattr(files, "SMALL", 0)  # that much is for words
+    assert 10 * max(parts) < resume.largest_part(make_large(), 4) < 200 * max(parts)
+
+
 @pytest.mark.parametrize("how", EVIL)
 def test_a_part_that_is_none_is_named(how: str, tmp_path: Path) -> None:
     """Also where nothing was verified before."""
@@ -302,7 +326,7 @@ def test_a_part_that_tells_no_time_is_named_when_resuming(tmp_path: Path) -> Non
     assert resume.clock(found) == 0.5
     for part in ({}, {"cost": [float("inf")], "counts": [0, 0, 0, 1]}, {"cost": [], "counts": 3}, [1]):
         checkpoint.write_tree(path / "node-0.safetensors", part)
-        with pytest.raises(CheckpointError, match="tells neither the time"):
+        with pytest.raises(CheckpointError, match="holds neither the time"):
             resume.clock(found)
 
 

@@ -213,7 +213,7 @@ def test_sigterm_stops_a_loop_likewise(tmp_path: Path) -> None:
 
 
 def test_stopped_before_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    early = "import orchestra._prepare as p; p._meet = lambda *given: os.kill(os.getpid(), 2)"
+    early = "import orchestra.user_loop.joining as p; p._meet = lambda *given: os.kill(os.getpid(), 2)"
     assert scripts(1, before=early) == [(130, "stopped by SIGINT before the loop began.\n")]
 
 

@@ -234,7 +234,7 @@ def test_groups_of_layers_go_with_servers(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_process")
 def test_momenta_of_groups_are_not_handed_over(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="several groups, and what it keeps of them cannot be handed over: use"):
+    with pytest.raises(ConfigError, match="several groups, and its state for them cannot be transferred: use"):
         train("switch(when=atshare(share=0.5))", tmp_path, optimizer=two_groups)
 
 

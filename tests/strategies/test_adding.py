@@ -31,7 +31,7 @@ assert "Growing" in orchestra.__all__
 strategy = orchestra.Growing(tau=3)
 assert expression.parse(expression.show(strategy)) == strategy
 assert expected_traffic(strategy, RunSize(workers=2, steps=7, layers=(10,))).workers == [4 * 40] * 2
-assert "## Growing { #growing }" in pages.catalogue()
+assert "\\n## Growing\\n" in pages.catalogue()
 mine = [example for example in EXAMPLES if isinstance(example, orchestra.Growing)]
 assert strategy in mine and len(mine) > 1
 for example in mine:

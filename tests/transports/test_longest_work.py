@@ -10,7 +10,7 @@ import pytest
 from tests.transports.test_reunion import machines
 
 from orchestra.worlds.sockets import messenger
-from orchestra.worlds.sockets.shm_ring import longest_of
+from orchestra.worlds.sockets.shm_ring import activity_of
 
 
 def test_work_counts_from_the_beginning_of_the_run_and_waits_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_work_counts_from_the_beginning_of_the_run_and_waits_do_not(monkeypatch:
         clock.now += work
         with a.waiting():
             clock.now += wait
-            return longest_of(peer.inlet)
+            return activity_of(peer.inlet).longest
 
     with machines(monkeypatch, apart=False) as (a, b), monkeypatch.context() as patch:
         patch.setattr(messenger, "time", clock)

@@ -23,7 +23,7 @@ def read(header: bytes, *, source: int = 3, number: int = 7, largest: int = 1 <<
 
 
 @given(
-    kind=st.sampled_from([wire.BODY, wire.FAREWELL, wire.PIECE]),
+    kind=st.sampled_from([wire.Kind.MESSAGE, wire.Kind.FAREWELL, wire.Kind.PIECE]),
     dtype=st.sampled_from(DTYPES),
     numel=st.integers(0, 1 << 17),
     tag=st.integers(0, 2**32 - 1),
@@ -54,7 +54,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 @given(bit=st.integers(0, 8 * wire.LENGTH - 1))
 def test_one_flipped_bit_is_seen(bit: int) -> None:
-    header = bytearray(wire.encode(wire.Frame(wire.BODY, 3, 7, torch.float32, 5), RUN))
+    header = bytearray(wire.encode(wire.Frame(wire.Kind.MESSAGE, 3, 7, torch.float32, 5), RUN))
     header[bit // 8] ^= 1 << bit % 8
     with pytest.raises(wire.BadFrame):
         read(bytes(header))
@@ -62,7 +62,7 @@ def test_one_flipped_bit_is_seen(bit: int) -> None:
 
 def forged(offset: int, form: str, value: int) -> bytes:
     """A header with one field changed by somebody who knows how to sum it up again."""
-    header = bytearray(wire.encode(wire.Frame(wire.BODY, 3, 7, torch.float32, 5), RUN))
+    header = bytearray(wire.encode(wire.Frame(wire.Kind.MESSAGE, 3, 7, torch.float32, 5), RUN))
     struct.pack_into(form, header, offset, value)
     header[-4:] = struct.pack("<I", zlib.crc32(bytes(header[:-4])))
     return bytes(header)
@@ -88,10 +88,10 @@ def test_a_forgery_is_named(header: bytes, complaint: str) -> None:
 def test_a_damaged_body_is_refused() -> None:
     x = torch.arange(10.0)
     body = wire.body_of(x)
-    frame = wire.Frame(wire.BODY, 3, 7, x.dtype, x.numel(), check=wire.sum_of(body))
+    frame = wire.Frame(wire.Kind.MESSAGE, 3, 7, x.dtype, x.numel(), check=wire.sum_of(body))
     wire.checked(frame, body)
     x[3] = 3.0001
-    with pytest.raises(wire.BadFrame, match="message 7 of node 3 came damaged"):
+    with pytest.raises(wire.BadFrame, match="message 7 of node 3 was damaged"):
         wire.checked(frame, body)
 
 
@@ -107,6 +107,6 @@ def test_a_sum_sees_every_flipped_bit(data: bytes, place: int) -> None:
 def test_the_bytes_of_a_body_are_the_tensor_itself(dtype: torch.dtype) -> None:
     x = torch.zeros(6, dtype=dtype)
     body = wire.body_of(x)
-    assert len(body) == wire.Frame(wire.BODY, 0, 0, dtype, 6).nbytes
+    assert len(body) == wire.Frame(wire.Kind.MESSAGE, 0, 0, dtype, 6).nbytes
     body[0] = 1
     assert x[0] != 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestra.cli import candidates, claims, goals, in_lab, loop_runs, repeat, sources, tuning
+from orchestra.cli import candidates, claims, goals, in_lab, loop_runs, repeat, sources, streams, tuning
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.concluding import conclude
@@ -113,6 +113,9 @@ def compare(
       orchestra compare digits --sim -n 8 --seeds 5 --lrs 0.02,0.05,0.1 --assert "slowmo.time < allreduce.time"
     """
     refuse_under_launcher("compare")
+    fixed = "--no-tune" if not tune else "--lr" if lr is not None else None
+    if problems := [*tuning.contradicts("lrs", lrs, fixed), *tuning.contradicts("tune-real", tune_real or None, fixed)]:
+        raise ConfigError(problems)
     source = sources.find(recipe, args or ())
     shared = Options(
         workers=workers, epochs=epochs, batch=batch, lr=lr,
@@ -126,7 +129,7 @@ def compare(
         claims.parse(text, race.strategies)  # what cannot be understood is refused before anything runs
     repeat.keep(context.obj, race.out)
     race = goals.settle(race, quiet=quiet)
-    if rates or (tune and lr is None):
+    if fixed is None:
         race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
     said = [claims.parse(text, race.strategies) for text in asserted or []]
     table = race.run(quiet=quiet)
@@ -161,9 +164,8 @@ def prepare(
     if problems:
         raise ConfigError(problems)
     names = tuple(dict.fromkeys(expression.show(expression.parse(text)) for text in texts))
-    return Race(
-        source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, candidates.fixed(texts)
-    )
+    what = (source, recipe, names, shared, seeds, goal, out or _new_folder(source.label), lab, candidates.fixed(texts))
+    return Race(*what, stream=None if isinstance(recipe, Loop) else streams.samples_of(recipe.data))
 
 
 def _read(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from orchestra.cli.candidates import Setting
     from orchestra.cli.table import Outcome, Table
     from orchestra.recipes.recipe import Recipe
-    from orchestra.runs.budget import Target
+    from orchestra.runs.budget import Epochs, Steps, Target
 
 _SNAPSHOTS = 40  # of a run: how finely the time to the target is told
 
@@ -44,8 +45,10 @@ class Race:
     fixed: frozenset[str] = frozenset()  # strategies of which the main option was given
     settings: Mapping[str, Setting] = field(default_factory=dict)  # what they run with, as tuned
     tries: int = 0  # of each, before
+    tuned: str = ""  # where these took place
     snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
+    stream: float | None = None  # samples in a pass over the data, if that has no index
 
     @property
     def epochs(self) -> float:
@@ -74,7 +77,6 @@ class Race:
         """One run; if it fails, that is its outcome, but for mistakes in the very first."""
         from orchestra.cli.table import Outcome, judge
         from orchestra.engine import expression, warnings
-        from orchestra.runs.budget import Epochs
 
         folder = self.out / _slug(strategy) / f"seed{seed}"
         chosen = dataclasses.replace(self.options_of(strategy, seed), out=str(folder))
@@ -95,7 +97,7 @@ class Race:
                 sources.train_recipe(
                     self.recipe,
                     chosen.changes(),
-                    evaluate_every=Epochs(self.epochs / self.snapshots),
+                    evaluate_every=self._every(strategy),
                     score_afterwards=True,
                     progress=display,
                     note=about | {"args": list(self.source.args)},
@@ -110,13 +112,32 @@ class Race:
 
     def like(self, tuned: Race) -> Race:
         """The same race, every strategy with its setting in another."""
-        return dataclasses.replace(self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries)
+        return dataclasses.replace(
+            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuned=tuned.tuned
+        )
 
     def options_of(self, strategy: str, seed: int) -> Options:
         """The options of one run, but for its folder."""
         tuned = self.settings[strategy].options if strategy in self.settings else {}
         limit = {} if self.patience is None else {"seconds": self.patience}
-        return options_for(strategy, self.shared, seed=seed, **tuned, **limit)
+        chosen = options_for(strategy, self.shared, seed=seed, **tuned, **limit)
+        if chosen.epochs is None or chosen.epochs % 1 == 0 or (steps := self._steps(strategy, chosen.epochs)) is None:
+            return chosen
+        return dataclasses.replace(chosen, epochs=None, steps=steps)  # only whole passes over a stream end a run
+
+    def _steps(self, strategy: str, epochs: float) -> int | None:
+        """What epochs of a stream are in steps of a worker; None if it has no end, or the data has an index."""
+        if self.stream is None or isinstance(self.recipe, Loop) or math.isinf(self.stream):
+            return None
+        workers = options_for(strategy, self.shared).workers or 2
+        return max(1, math.ceil(epochs * self.stream / (workers * (self.shared.batch or self.recipe.batch)) - 1e-9))
+
+    def _every(self, strategy: str) -> Epochs | Steps:
+        """Between two scores of a run."""
+        from orchestra.runs.budget import Epochs, Steps
+
+        steps = self._steps(strategy, self.epochs / self.snapshots)
+        return Epochs(self.epochs / self.snapshots) if steps is None else Steps(steps)
 
     def about(self) -> dict[str, Any]:
         """What is noted of it with each run, for whoever looks before there is a table."""
@@ -156,7 +177,7 @@ class Race:
 
     def fairness(self, table: Table) -> list[str]:
         """What all had in common, as the folders of the runs say."""
-        return fairness.examine(table, self.settings, self.tries, self.shared.lr)
+        return [*fairness.examine(table), fairness.rates(self)]
 
     def _world(self) -> str:
         """Where it takes place, if that is not here."""

@@ -16,15 +16,13 @@ import json
 import math
 import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli import candidates, sources, summary
+from orchestra.cli import candidates, sources, summary, tuning_cost
 from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.errors import ConfigError, Problem
@@ -40,8 +38,10 @@ _TRIES = 12  # of a strategy
 _KEPT = 3  # one in so many tries goes on, three times as long
 _LONGEST = 0.25  # of the epochs, in the first rung
 _SNAPSHOTS = 10  # scores of a try
-_MEASURED = (8, 128)  # steps from which the time of an epoch is estimated: more where the first take too short a time
-_ENOUGH = 1.0  # seconds that can be told from the noise
+_ENDLESS = (
+    "the data is a stream that did not end within a minute, so that a part of it cannot be told in steps. Give its "
+    "Dataset a __len__, the samples of a pass."
+)
 
 
 def read(text: str, source: sources.Source | None = None) -> tuple[float, ...]:
@@ -55,6 +55,12 @@ def read(text: str, source: sources.Source | None = None) -> tuple[float, ...]:
     if len(rates) < 2 or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
         raise ConfigError([Problem("lrs", text, "must be two or more different rates above 0: 0.02,0.05,0.1")])
     return rates
+
+
+def contradicts(option: str, value: object, fixed: str | None) -> Iterator[Problem]:
+    """An option that asks for tuning beside one that fixes the learning rate."""
+    if value is not None and fixed is not None:
+        yield Problem(option, value, f"tunes learning rates, and {fixed} fixes them: leave one of them out")
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,9 @@ class Tuning:
         self._kept = _read(race.out)
         if isinstance(race.recipe, Loop):
             return self._run_loop()
+        if race.stream is not None and math.isinf(race.stream):
+            summary.say(f"untuned: {_ENDLESS}")
+            return race
         if not self.quiet:
             summary.say(self._estimate())
         tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
@@ -209,7 +218,7 @@ class Tuning:
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
         tries = max(len(found) for found in tried.values())
-        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries)
+        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries, tuned=self.where)
 
     @property
     def _sign(self) -> int:
@@ -271,29 +280,44 @@ class Tuning:
             sys.stderr.flush()
 
     def _race_of(self, setting: Setting, epochs: float) -> Race:
-        """A race of one try: in simulation, if the strategy can be simulated, and until the target."""
-        from orchestra.engine import expression
-
+        """A race of one try, until the target."""
         race = self.race
         if isinstance(race.recipe, Loop):
             return dataclasses.replace(race, settings={setting.strategy: setting}, out=race.out / "tuning")
-        simulated = (
-            not self.real and race.lab is None and expression.parse(setting.strategy).layout.model_location != "shared"
-        )
         target = f"{race.target.metric}={race.target.value:g}"
-        shared = dataclasses.replace(race.shared, epochs=epochs, target=target, sim=simulated or race.shared.sim)
+        shared = dataclasses.replace(
+            race.shared, epochs=epochs, target=target, sim=self._simulates(setting.strategy) or None
+        )
         return dataclasses.replace(
             race, shared=shared, settings={setting.strategy: setting}, snapshots=_SNAPSHOTS, out=race.out / "tuning"
         )
 
+    def _simulates(self, strategy: str) -> bool:
+        """Whether the tries of a strategy are simulated."""
+        from orchestra.engine import expression
+
+        race = self.race
+        if race.shared.sim or self.real or race.lab is not None or isinstance(race.recipe, Loop):
+            return bool(race.shared.sim)
+        return expression.parse(strategy).layout.model_location != "shared"
+
+    @property
+    def where(self) -> str:
+        """Where tries take place."""
+        if self.race.lab is not None:
+            return "in the laboratory"
+        apart = [name for name in self.race.strategies if not self._simulates(name)]
+        if len(apart) == len(self.race.strategies):
+            return "on real processes"
+        return "in simulation" + (f", {' and '.join(apart)} on real processes" if apart else "")
+
     def _estimate(self) -> str:
         """How much is tried, and how long it will take at most."""
         plan, race = self.plan, self.race
-        where = "as the race runs" if self.real else "in simulation"
-        seconds = plan.most * _seconds_of_an_epoch(race)
+        seconds = plan.most * tuning_cost.seconds_of_an_epoch(race)
         took = f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
         return (
-            f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {where}, seeds {race.seeds} and "
+            f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
             f"{race.seeds + 1}: {took} at most, for fewer epochs than those of the race. --no-tune leaves it out."
         )
 
@@ -325,32 +349,6 @@ def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
 
     scores = [(s.t, s.metrics.get(metric)) for s in scores_of(outcome.run)]
     return tuple((t, value) for t, value in scores if value is not None and math.isfinite(value))
-
-
-def _seconds_of_an_epoch(race: Race) -> float:
-    """Seconds of this machine that one epoch takes in simulation: measured on a few steps of one worker."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        _seconds_of(race, 1, out / "first")  # the first run of a process takes longer
-        one = _seconds_of(race, 1, out / "one")
-        for steps in _MEASURED:
-            took = _seconds_of(race, 1 + steps, out / str(steps)) - one
-            if took >= _ENOUGH:
-                break
-        config = object_in(out / "one" / "config.json")
-    batches = int(str(config.get("data")).partition(" ")[0]) / int(config["batch"])
-    return batches * max(0.0, took) / steps
-
-
-def _seconds_of(race: Race, steps: int, out: Path) -> float:
-    assert not isinstance(race.recipe, Loop)
-    few = dataclasses.replace(
-        race.shared, strategy="solo", workers=1, steps=steps, epochs=None, target=None, sim=True,
-        compute_time=None, straggler=None, network=None, trace=None, out=str(out),
-    )  # fmt: skip
-    began = time.perf_counter()
-    sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)
-    return time.perf_counter() - began
 
 
 def _read(out: Path) -> dict[str, dict[str, Any]]:

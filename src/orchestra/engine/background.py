@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process beside the one that trains: it calls a function again and again, with the lowest priority and one thread.
+"""A process beside the one that trains: it calls a function on request, with the lowest priority and one thread.
 
     the caller                          the process, forked before there are any connections
     ask(argument)               →       function(argument)
     the answer, or an error     ←       a line of JSON
 
-It has a copy of all that the caller had, so nothing is pickled. It ends with the caller, however that ends.
+It has a copy of the caller's memory, so nothing is pickled. It ends with the caller, however that ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 
-_GLANCE = 0.2  # seconds between two looks whether the answer is still wanted
+_GLANCE = 0.2  # seconds between two checks whether the answer is still wanted
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 
 
@@ -33,11 +33,11 @@ class BackgroundFailed(Exception):
 
 
 class BackgroundProcess:
-    """One such process."""
+    """The caller's side of the background process."""
 
     def __init__(self, function: Callable[[str], str]) -> None:
         self._mine, theirs = socket.socketpair()
-        _flush()  # else both processes would write what waits
+        _flush()  # else both processes would write what is buffered
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the child needs none of them
             self.pid = os.fork()
@@ -47,9 +47,10 @@ class BackgroundProcess:
         self._rest = b""
 
     def ask(self, argument: str, wanted: Callable[[], bool]) -> str | None:
-        """The function's answer; None if it is no longer wanted. Raises `Failed`, or an OSError if there is no process.
+        """Return the function's answer; None if it is no longer wanted.
 
-        A function that does not come to an end costs the caller nothing but this answer.
+        Raise `BackgroundFailed` if the function raised, and OSError if the process has died. A function that never
+        returns costs the caller nothing but this answer.
         """
         self._mine.sendall(json.dumps(argument).encode() + b"\n")
         while b"\n" not in self._rest:
@@ -66,12 +67,12 @@ class BackgroundProcess:
         return str(said["answer"])
 
     def kill(self) -> None:
-        """End the process at once; an answer that is awaited becomes an error."""
+        """Kill the process; a pending `ask` raises."""
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the process at once, and let go of it."""
+        """Kill the process, and reap it."""
         self.kill()
         with contextlib.suppress(OSError):
             os.waitpid(self.pid, 0)
@@ -79,7 +80,7 @@ class BackgroundProcess:
 
 
 def _live(line: socket.socket, other: socket.socket, function: Callable[[str], str]) -> None:
-    """Answer until the caller is gone. Never returns: what follows in the program is the caller's to do."""
+    """Answer until the caller ends. Never return: the rest of the program is the caller's."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that changes, on disk, whole or not at all.
+"""Checkpoints: all state of a run on disk, written atomically.
 
     checkpoints/step-00000120/node-0.safetensors …    one file per node: tensors, and the structure around them as JSON
                               manifest.json            format, step, fingerprint of the model, SHA-256 of every file
@@ -60,8 +60,8 @@ def write_tree(path: Path, tree: Any, *, durable: bool = True) -> None:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file straight from the tensors' own memory; the library would copy all of it twice first."""
-    widest_first = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each lies aligned
+    """Write a safetensors file straight from the tensors' memory; the library would copy all of it twice first."""
+    widest_first = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # so that each is aligned
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for key, tensor in widest_first:
@@ -69,7 +69,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
         header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    if path.is_symlink():  # to something that is not ours to write to
+    if path.is_symlink():  # do not write through a link
         path.unlink()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -92,7 +92,7 @@ def read_tree(path: Path) -> Any:
 
 
 def has_tensor(path: Path, name: str) -> bool:
-    """Whether a tree of names that `write_tree` wrote has a tensor of this name; no tensor is read for that."""
+    """Return whether a dict that `write_tree` wrote has a tensor of this name, without reading any tensor."""
     try:
         files.open_regular(path).close()
         with safe_open(path, framework="pt") as file:
@@ -103,7 +103,7 @@ def has_tensor(path: Path, name: str) -> bool:
 
 
 def outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """The structure of a tree as JSON can hold it; its tensors go to `tensors`."""
+    """Return the structure of a tree as JSON; add its tensors to `tensors`."""
     match tree:
         case Tensor():
             if tree.dtype not in _NAMES:
@@ -127,7 +127,7 @@ def outline(tree: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def fill(structure: Any, tensors: dict[str, Tensor]) -> Any:
-    """The tree that `outline` made this of, with dicts for dataclasses."""
+    """Return the tree from its outline and tensors, with dicts for dataclasses."""
     match structure:
         case {"$": "tensor", "key": key}:
             return tensors[key]
@@ -141,7 +141,7 @@ def fill(structure: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def restore_into(state: Any, saved: dict[str, Any]) -> None:
-    """Put saved values into a state made by `init`; only what has a place there is taken from the file."""
+    """Copy saved values into a state made by `init`; only fields of the state are read from the file."""
     for field in fields(state):
         value = saved[field.name]
         current = getattr(state, field.name)
@@ -158,52 +158,52 @@ def restore_into(state: Any, saved: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole."""
+    """A checkpoint that was verified."""
 
     path: Path
     step: int
     manifest: dict[str, Any]
 
     def node(self, rank: int) -> Any:
-        """What one node wrote."""
+        """Return the part that one node wrote."""
         return read_tree(self.path / part_name(rank))
 
 
 def part_name(rank: int) -> str:
-    """File name of a node's part."""
+    """Return the file name of a node's part."""
     return f"node-{rank}.safetensors"
 
 
 def name_of(step: int) -> str:
-    """Folder name of a checkpoint."""
+    """Return the folder name of a checkpoint."""
     return f"step-{step:08d}"
 
 
 def found_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by step, the newest last; drafts are left out."""
+    """Return the checkpoints in a folder, by step, the newest last; drafts are left out."""
     return [path for _, path in files.numbered(folder, _NAME)]
 
 
 def parts_in(folder: Path) -> dict[int, Path]:
-    """The parts in a folder, by node."""
+    """Return the parts in a folder, by node."""
     return dict(files.numbered(folder, _PART))
 
 
 def draft(folder: Path, step: int) -> Path:
-    """Where nodes write their parts of a checkpoint."""
+    """Return the folder to which nodes write their parts of a checkpoint."""
     return folder / f"{name_of(step)}.tmp"
 
 
 def open_draft(folder: Path, step: int) -> Path:
-    """Make that folder, if no other node has."""
+    """Make the draft folder, if no other node has; return its path."""
     path = draft(folder, step)
-    folder.mkdir(exist_ok=True)  # not its parents: a run folder that was deleted is not made again
+    folder.mkdir(exist_ok=True)  # without parents: a deleted run folder stays deleted
     path.mkdir(exist_ok=True)
     return path
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -226,26 +226,29 @@ def commit(folder: Path, step: int, about: dict[str, Any]) -> Path:
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add the SHA-256 of all else in a manifest: the step and the settings are covered as the files are."""
+    """Add to a manifest the SHA-256 of its other entries, which covers the step and the settings."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     text = json.dumps(rest, sort_keys=True)
     return rest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def newest(folder: Path) -> tuple[Checkpoint, list[str]]:
-    """The newest whole checkpoint, and what was wrong with any newer one that had to be passed over."""
+def newest(folder: Path, largest: int | None = None) -> tuple[Checkpoint, list[str]]:
+    """Return the newest whole checkpoint, and the errors of newer ones that had to be skipped.
+
+    `largest`: upper bound on the bytes of a part of this run, since the sizes in the manifest may be forged.
+    """
     complaints: list[str] = []
     for path in reversed(found_in(folder)):
         try:
-            return verify(path), complaints
+            return verify(path, largest), complaints
         except CheckpointError as error:
             complaints.append(str(error))
     detail = "".join(f"\n  {c}" for c in complaints)
     raise CheckpointError(f"no usable checkpoint in {folder}.{detail or ' The run stopped before it wrote one.'}")
 
 
-def verify(path: Path) -> Checkpoint:
-    """Check a checkpoint against its manifest: all files there, inside it, of the right size and content."""
+def verify(path: Path, largest: int | None = None) -> Checkpoint:
+    """Check a checkpoint against its manifest: all files must be inside it, with the right size and content."""
     try:
         manifest = files.read_json(path / "manifest.json")
         if manifest["format"] != FORMAT:
@@ -261,7 +264,7 @@ def verify(path: Path) -> Checkpoint:
             names = ", ".join(sorted(missing)[:5]) + (", …" if len(missing) > 5 else "")
             raise ValueError(f"the parts {names} are missing")
         for name, expected in manifest["files"].items():
-            _verify_part(path, name, expected)
+            _verify_part(path, name, expected, largest)
         return Checkpoint(path, step, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not whole: {error}") from None
@@ -274,28 +277,29 @@ def _whole(manifest: dict[str, Any], name: str, least: int, most: int) -> int:
     return number
 
 
-def _verify_part(path: Path, name: str, expected: dict[str, Any]) -> None:
+def _verify_part(path: Path, name: str, expected: dict[str, Any], largest: int | None) -> None:
     file = path / name
     if file.is_symlink() or file.resolve().parent != path.resolve():
         raise ValueError(f"{name} lies outside the checkpoint")
+    files.open_regular(file, most=largest).close()
     if file.stat().st_size != expected["bytes"]:
         raise ValueError(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")
     if digest(file) != expected["sha256"]:
         raise ValueError(f"{name} was changed: its SHA-256 is not the one in the manifest")
 
 
-# Files that appear whole.
+# Atomic writes.
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all."""
+    """Write a small file atomically."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # what lies there may be a link to something else
+    temporary.unlink(missing_ok=True)  # it may be a link to something else
     try:
         with temporary.open("xb") as file:
             file.write(content)
@@ -317,6 +321,6 @@ def sync(path: Path) -> None:
 
 
 def fingerprint(shapes: dict[str, tuple[torch.Size, torch.dtype]]) -> str:
-    """A short hash of parameter names, shapes and dtypes, in order."""
+    """Return a short hash of parameter names, shapes and dtypes, in order."""
     text = json.dumps([[name, list(shape), str(dtype)] for name, (shape, dtype) in shapes.items()])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: who saves when, agreed upon through values that all nodes can read.
+"""The checkpoint protocol: when each node saves, agreed upon through values that all nodes can read.
 
-    in step             all workers save after the same step and wait for the servers, which save when every worker has;
+    lockstep            all workers save after the same step and wait for the servers, which save when every worker has;
                         after the last step as well
-    each at its pace    the first worker that is not done asks the others, who save at the end of the step they are in:
-                        nobody waits for another to catch up; or before a step that others do not let them begin
-    with one x          worker 0 saves it for all, when the others have saved and wait for that, or are done
+    own pace            the first worker that is not done asks the others, which save at the end of their current step
+                        without waiting for each other, or before a step that other workers keep them from beginning
+    one shared x        worker 0 saves x for all, when the others have saved and wait, or are done
 
-Workers that are done stay, so that they can be asked.
+Workers that are done stay until the end, so that they can still save.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class IdleListener(Protocol):
 
 
 class Inbox(Protocol):
-    """Where a node's messages arrive."""
+    """The messages of a node that were not read yet."""
 
     def listen_idle(self, listener: IdleListener) -> None:
         """From now on, tell a listener when this node is about to sleep because there is no message."""
 
     def has_mail(self) -> bool:
-        """Whether a message from anybody lies here unread."""
+        """Return whether there is an unread message."""
         ...
 
     def ring(self, node: int) -> None:
-        """Make a node look around."""
+        """Wake a node, so that it checks the shared values."""
 
 
 class CoordinatedTransport(Transport, Protocol):
@@ -55,17 +55,17 @@ class CoordinatedTransport(Transport, Protocol):
         """Block until every node is ready."""
 
     def await_saved(self, node: int, label: int, *, lockstep: bool) -> None:
-        """Block until a server has saved a checkpoint, which it does when every worker has."""
+        """Block until a node has saved a checkpoint, which it does when every worker has."""
 
     def await_bell(self, ready: Callable[[], bool]) -> None:
-        """Block, for as long as it takes, until something happens that concerns this node."""
+        """Block until `ready`, which is checked whenever this node is woken; there is no time-out."""
 
     def ring_everybody(self) -> None:
-        """Make every node look around."""
+        """Wake every node."""
 
 
 class NodeCheckpointer:
-    """One node's share of it."""
+    """The checkpoint protocol of one node."""
 
     def __init__(self, runtime: NodeRuntime, control: Control, transport: CoordinatedTransport, log: EventLog) -> None:
         self._runtime = runtime
@@ -86,7 +86,7 @@ class NodeCheckpointer:
     # A worker's side.
 
     def after_step(self, before: int) -> None:
-        """Save if it is time: the worker had done `before` steps a moment ago."""
+        """Save if a checkpoint is due or wanted; the worker had done `before` steps before this one."""
         control, runtime = self._control, self._runtime
         due = crossed(before, runtime.node.steps, runtime.spec.checkpoint_steps) and not spent(runtime)
         if self._runtime.lockstep:
@@ -101,11 +101,11 @@ class NodeCheckpointer:
             self._save_with_servers(control.save_wanted)
 
     def after_steps(self) -> None:
-        """Save the end as well, where all stand at the same step; of others, the newest there is has to do."""
+        """Save after the last step if workers are in lockstep; otherwise the newest checkpoint has to do."""
         runtime, steps = self._runtime, self._runtime.node.steps
         if runtime.spec.checkpoint_steps is None or not runtime.lockstep or steps <= self._saved_as:
             return
-        # Who is to break off after this very step would be taken to have done so: all see alike whether that is asked.
+        # If the run is stopped after this very step, `break_off` saves instead. All workers decide alike.
         if self._transport.proceed(steps, lockstep=True) or not self.interrupted():
             self._save_together()
 
@@ -115,14 +115,14 @@ class NodeCheckpointer:
         self._save_with_servers(self._runtime.node.steps)
 
     def _while_at_rest(self) -> None:
-        """Save if asked to while another lets this worker wait: it might do so until this one has saved."""
+        """Save if asked to while this worker waits for another, which may itself wait for this checkpoint."""
         wanted, began = self._control.save_wanted, self._runtime.node.now()
         if wanted > self._saved_as and not self._runtime.lockstep:
             self._save_with_servers(wanted)
-            self._transport.traffic.waited -= self._runtime.node.now() - began  # it will be taken for waiting
+            self._transport.traffic.waited -= self._runtime.node.now() - began  # the caller counts it as waiting
 
     def interrupted(self) -> bool:
-        """Whether the run is broken off, to go on another day."""
+        """Return whether the run is interrupted and may be resumed later."""
         return self._control.stop_asked == INTERRUPTED
 
     def break_off(self) -> None:
@@ -135,8 +135,8 @@ class NodeCheckpointer:
     def stay(self) -> bool:
         """Wait after the last step until all workers are done, so that a checkpoint is still possible.
 
-        False if the run is broken off before that: then this worker's part is saved, and there is no final model yet.
-        Whether it is, everybody sees alike: some worker stopped with steps left to do.
+        Return False if the run is interrupted before that: then this worker's part is saved, and there is no final
+        model yet. All nodes decide alike, by whether some worker stopped with steps left to do.
         """
         control, workers = self._control, range(self._runtime.spec.workers)
         control.write("begun", NO_MORE_STEPS, self._runtime.rank)
@@ -164,7 +164,7 @@ class NodeCheckpointer:
     # A server's side.
 
     def after_service(self) -> bool:
-        """Save once more if the run is broken off; False then, since there is no final model yet."""
+        """Save once more and return False if the run is interrupted: there is no final model yet."""
         if self.interrupted():
             self._await_lingerers()
         self._save_with_workers()
@@ -173,11 +173,11 @@ class NodeCheckpointer:
     def _while_idle(self) -> None:
         began = self._runtime.node.now()
         if self._save_with_workers():
-            self._transport.traffic.waited -= self._runtime.node.now() - began  # it will be taken for waiting
+            self._transport.traffic.waited -= self._runtime.node.now() - began  # the caller counts it as waiting
         report(self._runtime)
 
     def _save_with_workers(self) -> bool:
-        """Save when every worker has saved under the same label, and so waits or has left."""
+        """Save once every worker has saved under the same label, and so waits or has left; return whether it saved."""
         labels = {self._control.saved(w) for w in range(self._runtime.spec.workers)}
         label = min(labels)
         if len(labels) > 1 or label <= self._saved_as:
@@ -188,7 +188,7 @@ class NodeCheckpointer:
         return True
 
     def _await_lingerers(self) -> None:
-        """Wait for workers that left long ago to save as well, unless all were done before the run was stopped."""
+        """Wait until workers that are done have saved as well, unless all were done before the run was stopped."""
         self._transport.await_bell(self._settled)
         workers = range(self._runtime.spec.workers)
         if any(not self._control.is_done(w) for w in workers):
@@ -197,12 +197,12 @@ class NodeCheckpointer:
     # Both.
 
     def _save(self, label: int) -> None:
-        """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator is told."""
+        """Write this node's part of a checkpoint. A full disk does not end the training: the coordinator warns."""
         runtime = self._runtime
         self._saved_as = label
         if self._one_x and runtime.rank == 0:
             self._await_writers(label)
-        self._log.flush()  # what a resumed run remembers must not be less than what it has done
+        self._log.flush()  # the log of a resumed run must reach up to its checkpoint
         try:
             folder = checkpoint.open_draft(runtime.spec.run / "checkpoints", label)
             checkpoint.write_tree(folder / checkpoint.part_name(runtime.rank), everything(runtime))
@@ -214,16 +214,16 @@ class NodeCheckpointer:
         self._control.write("saved", label, runtime.rank, wake=True)
 
     def _save_with_servers(self, label: int) -> None:
-        """Save, and wait until whoever holds x has saved as well: with every worker here, nothing is in flight."""
+        """Save, and wait until the holders of x have saved: while every worker waits here, no message is in flight."""
         self._save(label)
         runtime, waited = self._runtime, self._transport.traffic.waited
         for holder in (0,) if self._one_x and runtime.rank else runtime.node.comm.servers.members:
             self._transport.mailbox.ring(holder)
             self._transport.await_saved(holder, label, lockstep=runtime.lockstep)
-        self._transport.traffic.waited = waited  # that was saving, no part of the strategy
+        self._transport.traffic.waited = waited  # saving is no part of the strategy
 
     def _await_writers(self, label: int) -> None:
-        """Wait until nobody else writes to x any more: then it holds the very updates that the others have saved."""
+        """Wait until no other worker writes to x: then x holds the same updates as the others' saved states."""
         waited, others = self._transport.traffic.waited, range(1, self._runtime.spec.workers)
         self._transport.await_bell(
             lambda: all(self._control.is_done(w) or self._control.saved(w) >= label for w in others)
@@ -231,7 +231,7 @@ class NodeCheckpointer:
         self._transport.traffic.waited = waited
 
     def _settled(self) -> bool:
-        """Whether every worker has either done all its steps or saved because it must stop."""
+        """Return whether every worker has either done all its steps or saved because it must stop."""
         at = self._control.stop_at
         return at != 0 and all(
             self._control.is_done(w) or self._control.saved(w) == at for w in range(self._runtime.spec.workers)

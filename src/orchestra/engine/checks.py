@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at everything that was asked for, before any process starts, and list all that cannot work."""
+"""Checks of the arguments, the model and the data before any process starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_numbers(
     precision: object,
     optimizer: object,
 ) -> Iterator[Problem]:
-    """Plain arguments: their types and ranges."""
+    """Yield plain arguments whose type or range is wrong."""
     for name, value, least in (
         ("batch", batch, 1),
         ("accumulate", accumulate, 1),
@@ -68,7 +68,7 @@ def check_numbers(
 def check_optimizer(
     optimizer: Callable[..., torch.optim.Optimizer], module: nn.Module, strategy: Strategy[Any]
 ) -> Iterator[Problem]:
-    """Build the optimizer once to see that it can be built, with a sane learning rate, and fits the strategy."""
+    """Build the optimizer once; yield its problems, unusable learning rates, and misfits with the strategy."""
     try:
         made = optimizer(list(trainable(module).values()))
         rates = [float(group["lr"]) for group in made.param_groups]
@@ -89,7 +89,7 @@ def check_optimizer(
 
 
 def _check_layerwise(made: torch.optim.Optimizer, module: nn.Module, strategy: Strategy[Any]) -> Iterator[Problem]:
-    """What does not go with an optimizer that looks at whole layers, or has several groups of them."""
+    """Yield what does not go with an optimizer that looks at whole layers, or has several groups of them."""
     layers, kind = list(trainable(module).values()), type(made).__name__
     dtypes = sorted({str(p.dtype) for p in trainable(module).values()})
     if len(dtypes) > 1:
@@ -98,7 +98,7 @@ def _check_layerwise(made: torch.optim.Optimizer, module: nn.Module, strategy: S
             f"looks at whole layers or has several groups, which goes with one dtype, not with {', '.join(dtypes)}",
         )  # fmt: skip
     if strategy.needs.momenta:
-        message = "looks at whole layers or has several groups, and what it keeps of them cannot be handed over: use "
+        message = "looks at whole layers or has several groups, and its state for them cannot be transferred: use "
         yield Problem("optimizer", kind, f"{message}momenta=reset")
     layout = strategy.layout
     if layout.servers > 1 and layout.placement == "even" and type(made) not in ELEMENTWISE:
@@ -116,14 +116,14 @@ def _check_layerwise(made: torch.optim.Optimizer, module: nn.Module, strategy: S
 
 
 def check_placement(strategy: Strategy[Any], module: nn.Module) -> Iterator[Problem]:
-    """No server may be left without a layer."""
+    """Yield a problem if a server would hold no layer."""
     layers, layout = sum(p.numel() > 0 for p in trainable(module).values()), strategy.layout
     if layout.placement == "layers" and layout.servers > layers:
         yield Problem("strategy.servers", layout.servers, f"is more than the {layers} layers, none of which is cut")
 
 
 def check_layers(module: nn.Module, workers: int, name: str = "") -> Iterator[Problem]:
-    """Layers that need a process group of torch.distributed; `name` is where the module stands in the model."""
+    """Yield layers that need a process group of torch.distributed; `name` is the module's name in the model."""
     names = [where for where, part in module.named_modules(prefix=name) if isinstance(part, nn.SyncBatchNorm)]
     if workers > 1 and names:
         message = (
@@ -135,7 +135,7 @@ def check_layers(module: nn.Module, workers: int, name: str = "") -> Iterator[Pr
 
 
 def check_strategy(strategy: Strategy[Any], workers: int, clip: float | None) -> Iterator[Problem]:
-    """Fields, demands, and what does not go together."""
+    """Yield wrong fields of a strategy, its own problems, and incompatible arguments."""
     found = [*check_fields(strategy, "strategy")]
     yield from found
     if found:
@@ -147,13 +147,13 @@ def check_strategy(strategy: Strategy[Any], workers: int, clip: float | None) ->
 
 
 def check_norm(name: str, most: object) -> Iterator[Problem]:
-    """A bound that a norm can have."""
+    """Yield a problem if this is no bound for a norm."""
     if not (isinstance(most, int | float) and math.isfinite(most) and most > 0):
         yield Problem(name, most, "must be the largest allowed norm of the gradient, above zero, or None")
 
 
 def check_whole(strategy: Strategy[Any], name: str, most: float) -> Iterator[Problem]:
-    """What is clipped must be whole on the node that clips it."""
+    """Yield a problem if a server that clips sees only a range of the gradient."""
     servers = [phase for phase in strategy.layout.phases() if phase.model_location == "servers"]
     if any(phase.servers > 1 and phase.updates.clip == "mean" for phase in servers):
         message = "needs the norm of the whole mean, but each server sees only its range: use servers=1"
@@ -161,7 +161,7 @@ def check_whole(strategy: Strategy[Any], name: str, most: float) -> Iterator[Pro
 
 
 def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterator[Problem]:
-    """Enough samples, of one length, finite, and divisible as asked."""
+    """Yield the problems of the data: too few samples, unequal lengths, non-finite values, an impossible partition."""
     if isinstance(data, IterableDataset):
         if partition is not None and not isinstance(partition, IID):
             yield Problem(
@@ -192,7 +192,7 @@ def check_data(data: Any, *, batch: int, workers: int, partition: Any) -> Iterat
 
 
 def _columns(data: Any) -> Iterator[Problem]:
-    """Tensors with a first dimension, of one length, finite."""
+    """Yield tensors without a first dimension, of unequal lengths, or with non-finite values."""
     if not samples.is_columns(data):
         return
     named = dict(data.items() if isinstance(data, Mapping) else enumerate(data))
@@ -216,7 +216,7 @@ def _divisible(data: Any, partition: Any, workers: int) -> Iterator[Problem]:
         return
     whole = samples.is_columns(data)
     if whole and not isinstance(partition, LabelSorted | Dirichlet):
-        return  # one's own need not look at labels
+        return  # a partition of the user's own need not use labels
     one = data if whole else data[0]
     sample = torch.as_tensor(target_of(one))
     if sample.dim() != int(whole) or sample.is_floating_point():

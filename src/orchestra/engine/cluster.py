@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run takes place: the description of a cluster. `clusters/runners.py` says what carries runs out there."""
+"""The description of a cluster, where a run takes place. `clusters/runners.py` maps each cluster to its runner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Device = Literal["cpu", "cuda", "auto"]
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a cluster can do."""
+    """The abilities of a cluster."""
 
     one_memory: bool = True  # its workers can share one x
     checkpoints: bool = True  # runs there are saved and resumed
@@ -33,7 +33,7 @@ class Abilities:
 
 @dataclass(frozen=True)
 class Resources:
-    """What each process of a run has on a cluster."""
+    """The resources of each process of a run on a cluster."""
 
     device: str  # "cpu" or "cuda"
     threads: int
@@ -49,16 +49,16 @@ class Cluster(ABC):
 
     @property
     def abilities(self) -> Abilities:
-        """What can be done there."""
+        """What the cluster can do."""
         return Abilities()
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this process keeps the run folder, and tells other processes what to do."""
+        """Whether this process coordinates the run and owns the run folder."""
         return True
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what makes a run there impossible."""
+        """Yield the reasons why no run is possible on this cluster."""
         if not isinstance(self.workers, int) or isinstance(self.workers, bool) or self.workers < 1:
             yield Problem("cluster.workers", self.workers, "must be a whole number of at least 1")
         if self.device not in ("cpu", "cuda", "auto"):
@@ -71,7 +71,7 @@ class Cluster(ABC):
         return self
 
     def check_model(self, given: TrainArguments, module: nn.Module, data: Any) -> Iterator[Problem]:
-        """Yield what the arguments ask for and this model and data do not allow there."""
+        """Yield what the arguments ask for but this model and data do not allow on this cluster."""
         return iter(())
 
     def resolved(self, given: TrainArguments, strategy: Strategy[Any], module: nn.Module, data: Any) -> Cluster:
@@ -79,7 +79,7 @@ class Cluster(ABC):
         return self
 
     def resources(self, nodes: int) -> Resources:
-        """Return what each of `nodes` processes has."""
+        """Return the resources of each of `nodes` processes."""
         return Resources(resolve_device(self.device), share_of_cores(nodes))
 
     def about(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a worker computes on a mini-batch: distributions for simulations, and to slow down real runs.
+"""Distributions of the time that a worker computes on a mini-batch: for simulations, and to slow real runs down.
 
-Every duration is a pure function of (seed, worker, step), so a real run and its simulation have the same compute times,
-and the same worker is late in both.
+Every duration is a pure function of (seed, worker, step), so a real run and its simulation have the same delays and
+the same stragglers.
 
     constant:0.05                every step takes 50 ms
     constant:0.05,0.05,0.1       likewise, but those of worker 2 take 100 ms; further workers take turns
@@ -12,7 +12,7 @@ and the same worker is late in both.
     markov:0.05,5,0.02,0.2       50 ms in good times, 5 times as long in bad ones, which begin with probability 0.02 a
                                  step and end with probability 0.2: slow steps come in a row
     probe.json                   as `orchestra probe` measured it on a machine, at the run's own batch
-    ... pause:0.01,2             besides, with probability 0.01 a step, 2 s in which nothing happens
+    ... pause:0.01,2             in addition, with probability 0.01 a step, a pause of 2 s
     ... slow:1x5                 worker 0 takes 5 times as long; on the command line: --straggler 1x5
 """
 
@@ -37,7 +37,7 @@ _NORMAL = statistics.NormalDist()
 
 
 def uniform(seed: int, *key: int) -> float:
-    """A number in (0, 1) drawn for one purpose, the same whenever it is asked for."""
+    """Return a number in (0, 1) that depends only on the seed and the key."""
     return (fold(seed, *key) + 0.5) / 2**63
 
 
@@ -46,45 +46,45 @@ class Delay(ABC):
 
     @abstractmethod
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """How long this worker's step takes."""
+        """Return the seconds that this worker's step takes."""
 
     @abstractmethod
     def mean(self) -> float:
-        """Seconds on average, of a worker that is not slowed."""
+        """Return the mean seconds of a worker that is not slowed."""
 
     def at(self, batch: int) -> Delay:
-        """For mini-batches of so many samples: the same, unless it was measured by batch."""
+        """Return the distribution for mini-batches of this size: the same one, unless it was measured by batch."""
         return self
 
 
 @dataclass(frozen=True)
 class ConstantTime(Delay):
-    """Always the same."""
+    """The same time for every step."""
 
     time: float  # seconds
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """The same."""
+        """Return the constant."""
         return self.time
 
     def mean(self) -> float:
-        """The same."""
+        """Return the constant."""
         return self.time
 
 
 @dataclass(frozen=True)
 class Exponential(Delay):
-    """T = Δ + Exp. The slowest of N takes Δ + H_N times the mean of the exponential part."""
+    """T = Δ + Exp. The slowest of N takes on average Δ + H_N times the mean of the exponential part."""
 
     shift: float  # Δ, seconds
-    scale: float  # mean of what comes on top, seconds
+    scale: float  # mean of the exponential part, seconds
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """Δ - scale · ln U."""
+        """Return Δ - scale · ln U."""
         return self.shift - self.scale * math.log(uniform(seed, worker, step))
 
     def mean(self) -> float:
-        """Δ + scale."""
+        """Return Δ + scale."""
         return self.shift + self.scale
 
 
@@ -92,15 +92,15 @@ class Exponential(Delay):
 class Pareto(Delay):
     """T = x_m · U^(-1/α): a heavy tail."""
 
-    scale: float  # x_m, the least, seconds
+    scale: float  # x_m, the minimum, seconds
     alpha: float
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """By inversion."""
+        """Draw by inversion."""
         return float(self.scale * uniform(seed, worker, step) ** (-1 / self.alpha))
 
     def mean(self) -> float:
-        """Infinite for α ≤ 1."""
+        """Return the mean, infinite for α ≤ 1."""
         return math.inf if self.alpha <= 1 else self.scale * self.alpha / (self.alpha - 1)
 
 
@@ -112,18 +112,18 @@ class LogNormal(Delay):
     sigma: float
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """By inversion."""
+        """Draw by inversion."""
         z = _NORMAL.inv_cdf(uniform(seed, worker, step))
         return self.average * math.exp(self.sigma * z - self.sigma**2 / 2)
 
     def mean(self) -> float:
-        """c."""
+        """Return c."""
         return self.average
 
 
 @dataclass(frozen=True)
 class Markov(Delay):
-    """Good times and bad ones, each lasting for a while: without that, asynchronous methods look too good."""
+    """Good and bad times, each lasting for a while: with independent steps, asynchronous methods look too good."""
 
     time: float  # seconds, in good times
     factor: float  # in bad ones
@@ -132,7 +132,7 @@ class Markov(Delay):
     _past: dict[tuple[int, int], list[bool]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """Follow the chain up to the step; what is known is not drawn again."""
+        """Follow the chain up to the step; earlier states are cached."""
         bad = self._past.setdefault((seed, worker), [False])
         while len(bad) <= step:
             u = uniform(seed, worker, len(bad))
@@ -140,51 +140,51 @@ class Markov(Delay):
         return self.time * (self.factor if bad[step] else 1.0)
 
     def mean(self) -> float:
-        """In the long run."""
+        """Return the mean of the stationary distribution."""
         share = self.begin / (self.begin + self.end) if self.begin + self.end else 0.0
         return self.time * (1 + share * (self.factor - 1))
 
 
 @dataclass(frozen=True)
 class RecordedTimes(Delay):
-    """What was recorded: one sequence per worker, repeated when it is over; workers beyond take turns."""
+    """Recorded times: one sequence per worker, repeated at its end; further workers reuse the sequences in turn."""
 
     times: tuple[tuple[float, ...], ...]
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """As it was."""
+        """Return the recorded time."""
         own = self.times[worker % len(self.times)]
         return own[step % len(own)]
 
     def mean(self) -> float:
-        """Of all that was recorded."""
+        """Return the mean of all recorded times."""
         return statistics.fmean([t for own in self.times for t in own])
 
 
 @dataclass(frozen=True)
 class Drawn(Delay):
-    """One of several durations, each as likely as the others."""
+    """One of several durations, all equally likely."""
 
     times: tuple[float, ...]  # seconds
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """By lot."""
+        """Draw one duration."""
         return self.times[int(uniform(seed, worker, step) * len(self.times))]
 
     def mean(self) -> float:
-        """Of them all."""
+        """Return the mean of the durations."""
         return statistics.fmean(self.times)
 
 
 @dataclass(frozen=True)
 class Measured(Delay):
-    """What a probe found at several batches; between two of them on the line through both."""
+    """Times that a probe measured at several batches, interpolated linearly between them."""
 
-    batch: int  # the one meant where none is given
+    batch: int  # used where no other is given
     times: tuple[tuple[int, tuple[float, ...]], ...]  # seconds of steps by batch, in ascending order
 
     def at(self, batch: int) -> Delay:
-        """The durations measured at the closest batch, scaled to this one."""
+        """Return the durations measured at the closest batch, scaled to this one."""
         closest, own = min(self.times, key=lambda each: abs(math.log(each[0] / batch)))
         middle = statistics.median(own)
         # Fewer samples never take less than their share of the time.
@@ -192,7 +192,7 @@ class Measured(Delay):
         return Drawn(own if batch == closest else tuple(t * here / middle for t in own))
 
     def _line(self, batch: int) -> float:
-        """Through the two sizes around a batch, or the two at the end beyond which it lies."""
+        """Return the time on the line through the two measured batches around this one, or nearest to it."""
         points = [(size, statistics.median(own)) for size, own in self.times]
         if len(points) == 1:
             return points[0][1] * batch / points[0][0]
@@ -200,29 +200,29 @@ class Measured(Delay):
         return ta + (tb - ta) * (batch - a) / (b - a)
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """At the batch of the workload that was probed."""
+        """Draw a time at the batch of the probed workload."""
         return self.at(self.batch).seconds(seed, worker, step)
 
     def mean(self) -> float:
-        """At the batch of the workload that was probed."""
+        """Return the mean at the batch of the probed workload."""
         return self.at(self.batch).mean()
 
 
 @dataclass(frozen=True)
 class Pause(Delay):
-    """Now and then nothing happens for a while."""
+    """A base distribution with occasional pauses."""
 
     base: Delay
     probability: float  # per step
     time: float  # seconds
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """The base's, and the pause if there is one."""
+        """Return the base's time, plus the pause if there is one."""
         pause = self.time if uniform(seed, worker, step, 1) < self.probability else 0.0
         return self.base.seconds(seed, worker, step) + pause
 
     def mean(self) -> float:
-        """The base's and the pauses'."""
+        """Return the mean of the base plus that of the pauses."""
         return self.base.mean() + self.probability * self.time
 
     def at(self, batch: int) -> Delay:
@@ -239,11 +239,11 @@ class Slow(Delay):
     factor: float
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """The base's, or a multiple."""
+        """Return the base's time, or a multiple of it for the slow workers."""
         return self.base.seconds(seed, worker, step) * (self.factor if worker < self.count else 1.0)
 
     def mean(self) -> float:
-        """Of the others."""
+        """Return the mean of the other workers."""
         return self.base.mean()
 
     def at(self, batch: int) -> Delay:
@@ -263,7 +263,7 @@ _KINDS: dict[str, type[Delay]] = {
 def parse(text: str) -> Delay:
     """Read `KIND:NUMBERS` or the name of a probe's file, then any of `pause:P,SECONDS` and `slow:COUNTxFACTOR`.
 
-    Between the words stand blanks or semicolons.
+    Words are separated by blanks or semicolons.
 
     >>> parse("constant:0.05 slow:1x5")
     Slow(base=ConstantTime(time=0.05), count=1, factor=5.0)
@@ -300,7 +300,7 @@ def _kind(word: str) -> Delay:
 
 
 def measured(path: Path) -> Measured:
-    """The computing times in a probe's file."""
+    """Return the computing times in a probe's file."""
     found = measurements.read(path)
     return Measured(found.batch, tuple(sorted(found.compute.items())))
 
@@ -313,7 +313,7 @@ def _numbers(word: str, text: str, wanted: Sequence[str]) -> list[float]:
 
 
 def _number(text: str) -> float:
-    """A number, or seconds given in another unit; NaN if it is neither.
+    """Parse a number, or seconds given in another unit; return NaN if the text is neither.
 
     >>> _number("0.05"), _number("50ms")
     (0.05, 0.05)
@@ -328,7 +328,7 @@ def _number(text: str) -> float:
 
 
 def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
-    """What no duration can be drawn from."""
+    """Yield a problem for every value from which no duration can be drawn."""
     for name, value in vars(delay).items():
         if isinstance(value, Delay):
             yield from problems(value, where)
@@ -355,7 +355,7 @@ def read(given: Delay | str | None) -> Delay | None:
 
 
 def look(given: Delay | str) -> Iterator[Problem]:
-    """What is wrong with delays as they were given."""
+    """Yield the problems of delays as they were given."""
     try:
         delay = parse(given) if isinstance(given, str) else given
     except ValueError as error:
@@ -371,6 +371,6 @@ Sampler = Callable[[int], float]
 
 
 def sampler(delay: Delay, seed: int, worker: int) -> Sampler:
-    """One worker's durations by step."""
-    apart = fold(seed, 7)  # not the numbers that anything else draws with this seed
+    """Return a function from the step to one worker's duration."""
+    apart = fold(seed, 7)  # independent of all other draws with this seed
     return lambda step: delay.seconds(apart, worker, step)

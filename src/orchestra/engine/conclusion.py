@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves when its training is over: the model, the scores, the summary.
+"""The conclusion of a run after its training: the model, the scores, the summary.
 
-The model is written first: scoring may take long, and be broken off. If the disk is full, everything is tried again for
-some seconds; then the model goes to the system's folder for temporary files, and the error says where it is and how to
-conclude the run when there is room again.
+The model is written first, since scoring may take long and be interrupted. If the disk is full, every write is tried
+again for some seconds; then the model is written to the system's folder for temporary files, and the error says where
+it is and how to conclude the run once there is room.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from orchestra.runs.facts import Facts, facts_of
 
 @dataclass(frozen=True)
 class Conclusion:
-    """Puts the end of one run into its folder."""
+    """Writes the results of one run to its folder."""
 
     folder: Path
     launch: str
@@ -36,7 +36,7 @@ class Conclusion:
     how_to_resume: str
 
     def conclude(self, how: Ending, show: Show) -> tuple[dict[str, float], Facts]:
-        """Write everything; gives the scores of the final model, and the facts of the run."""
+        """Write everything; return the scores of the final model, and the facts of the run."""
         elsewhere = snapshot.elsewhere(self.launch)
         if run_lock.is_gone(self.folder):
             raise RunFolderGone(self.folder)
@@ -74,19 +74,19 @@ class Conclusion:
 
     @property
     def _then(self) -> str:
-        """What to do when the disk is full."""
+        """Advice for a full disk."""
         if any((self.folder / "checkpoints").glob("step-*[0-9]")):
             return f"Make room, and conclude the run with {self.how_to_resume}"
         return "The run kept no checkpoint to resume from (checkpoint_every=..., --checkpoint-every)."
 
     def _score(self, how: Ending, parts: list[snapshot.SnapshotPart], show: Show) -> dict[str, float] | None:
-        """The scores of the final model, after those of all snapshots; None if that is broken off."""
+        """Score all remaining snapshots and the final model; return the latter's scores, None if interrupted."""
         scorer = self.scorer
         try:
             scorer.rest(show)
             metrics = scorer.last(max(scorer.done, default=0) + 1, parts).metrics
         except KeyboardInterrupt:
-            how.warnings.append("scoring was broken off: some snapshots have no scores, nor has the final model")
+            how.warnings.append("scoring was interrupted: some snapshots have no scores, nor has the final model")
             metrics = None
         how.warnings.extend(scorer.warnings)
         return metrics

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all nodes of a run know about its course: when to stop, what to save, how far each of them is.
+"""The control values that all nodes of a run can read: when to stop, what to save, how far each node is.
 
     stop_asked     0, or why the workers are asked to stop: BUDGET_SPENT or INTERRUPTED
     stop_at        the step that no worker begins any more; 0 until it is known. Also the label of the last checkpoint
@@ -7,8 +7,8 @@
     begun(w)       the step that worker w is in; NO_MORE_STEPS once it has done its last
     saved(n)       label of the newest part of a checkpoint that node n has written
 
-Each value has one writer at a time. How a value reaches the other nodes is up to the world: in memory that all of them
-map, or in a message.
+Each value has one writer at a time. How a value reaches the other nodes depends on the world: through shared memory, or
+in a message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Control(ABC):
 
     @abstractmethod
     def read(self, field: OfRun | OfNode, node: int = 0) -> int:
-        """A value as this node knows it."""
+        """Return a value as this node knows it."""
 
     @abstractmethod
     def write(self, field: OfRun | OfNode, value: int, node: int = 0, *, wake: bool = False) -> None:
@@ -51,15 +51,15 @@ class Control(ABC):
         return self.read("save_wanted")
 
     def saved(self, node: int) -> int:
-        """Label of the newest part of a checkpoint that a node has written."""
+        """Return the label of the newest part of a checkpoint that a node has written."""
         return self.read("saved", node)
 
     def is_done(self, worker: int) -> bool:
-        """Whether a worker has done its last step."""
+        """Return whether a worker has done its last step."""
         return self.read("begun", worker) == NO_MORE_STEPS
 
     def last_step(self, begun: list[int]) -> int:
-        """The step to stop at: past every step that was begun, so that no worker has to go back.
+        """Return the step to stop at: past every step that was begun, so that no worker has to go back.
 
         It also labels the checkpoint of this moment, which must be the newest.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment says of this process, for those who cannot wait for torch."""
+"""What the environment says about this process; importable without torch, which is slow to import."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from types import TracebackType
 from orchestra.errors import ConfigError, Exposed, Problem
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-WORKERS = "ORCHESTRA_WORKERS"  # how many of the processes are meant to be workers, where somebody has said it
-STARTED_BY = "ORCHESTRA_STARTED_BY"  # the command that did, up to what it was to start
-STARTED_ON = "ORCHESTRA_STARTED_ON"  # or the cluster that did, as `orchestra resume` takes it
+WORKERS = "ORCHESTRA_WORKERS"  # how many of the processes are to be workers, if the launcher was given a number
+STARTED_BY = "ORCHESTRA_STARTED_BY"  # the launching command, without the program that it started
+STARTED_ON = "ORCHESTRA_STARTED_ON"  # or the launching cluster, in the form that `orchestra resume` takes
 _OWN = ("RANK", "LOCAL_RANK")  # what is wrong with these concerns one process only
 
 
 def launched() -> bool:
-    """Whether this process was started as one of several: by torchrun, `orchestra launch` or the like."""
+    """Return whether this process was started as one of several: by torchrun, `orchestra launch` or the like."""
     return all(os.environ.get(name) for name in NEEDED)
 
 
-# What this process was told of its place: data may have been cut by it. Per place: a process may come to another.
+# What this process was told of its rank: data may have been divided by it. By rank, which a process may change.
 _kept: set[tuple[str | None, ...]] = set()
 _told: dict[tuple[str | None, ...], set[int]] = {}
 
@@ -32,30 +32,30 @@ def _here() -> tuple[str | None, ...]:
 
 
 def keep_order() -> None:
-    """Let ranks stay as they were started, from now on."""
+    """Do not let this process change its rank from now on."""
     _kept.add(_here())
 
 
 def keeps_order() -> bool:
-    """Whether this process was told its rank, so that it must not become another."""
+    """Return whether the user's program knows its rank, so that the rank must not change."""
     return _here() in _kept
 
 
 def tell_workers(count: int) -> None:
-    """Remember how many workers this process was told of."""
+    """Remember a number of workers that the user's program was told."""
     _told.setdefault(_here(), set()).add(count)
 
 
 def told_workers() -> set[int]:
-    """Give the numbers of workers that this process was told of."""
+    """Return the numbers of workers that the user's program was told."""
     return _told.get(_here(), set())
 
 
 def half_set() -> list[Problem]:
-    """What is missing where the rest is there: this process was meant to be one of several, and would train alone."""
+    """Return a problem if only some of the variables are set, so that the process would train alone by mistake."""
     missing = [name for name in NEEDED if not os.environ.get(name)]
     there = [name for name in NEEDED if name not in missing]
-    if not missing or not {"RANK", "WORLD_SIZE"} & {*there}:  # where to meet says nothing of whether there are others
+    if not missing or not {"RANK", "WORLD_SIZE"} & {*there}:  # an address alone does not mean several processes
         return []
     message = (
         f"{_are(missing)} not set, but {' and '.join(there)} {_are(there)}: start with torchrun or `orchestra launch`, "
@@ -69,12 +69,12 @@ def _are(names: Sequence[str]) -> str:
 
 
 def is_member() -> bool:
-    """Whether another process of the run speaks for it."""
+    """Return whether this process is one of several, other than rank 0, which reports for the run."""
     return launched() and os.environ["RANK"] != "0"
 
 
 def is_told_by_another(error: BaseException) -> bool:
-    """Whether the first process of this machine runs into the same, and says so: once is enough."""
+    """Return whether the first process of this machine raises the same error and prints it."""
     if not launched() or os.environ.get("LOCAL_RANK", "0") in ("", "0"):
         return False
     if isinstance(error, ConfigError):
@@ -83,7 +83,7 @@ def is_told_by_another(error: BaseException) -> bool:
 
 
 def hush(error: BaseException) -> None:
-    """Let a script end by an error as it would, but without a word."""
+    """Let a script end by this error without printing it."""
     before = sys.excepthook
 
     def say(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:

@@ -30,7 +30,7 @@ _LONGEST = 1000  # characters of an expression
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What may stand in one kind of expression."""
+    """The names that one kind of expression may use."""
 
     what: str
     example: str
@@ -38,16 +38,16 @@ class _Vocabulary:
     make: Callable[[Callable[..., Any], dict[str, Any]], Any] = lambda cls, arguments: cls(**arguments)
 
     def options(self, name: str) -> list[str]:
-        """The names of an entry's arguments, first the one to show."""
+        """Return the names of an entry's arguments; the first one serves as an example."""
         return [option for option in inspect.signature(self.known[name]).parameters if option != "params"]
 
     def takes_words(self, name: str, option: str) -> bool:
-        """Whether an option takes one of a few words."""
+        """Return whether an option takes one of a few words."""
         entry = self.known[name]
         return dataclasses.is_dataclass(entry) and get_origin(get_type_hints(entry).get(option)) is Literal
 
     def demand(self, name: str, option: str) -> str | None:
-        """What an option must be, if it is a number or a yes or no."""
+        """Return what an option must be, if it is a number or a boolean."""
         entry = self.known[name]
         if not dataclasses.is_dataclass(entry):
             return _demand_by_default(inspect.signature(entry).parameters[option].default)
@@ -61,24 +61,24 @@ class _Vocabulary:
         return message + limits.get((least is not None, most is not None), "") + example
 
     def refuse(self, text: str, message: str) -> ConfigError:
-        """An error about a text."""
+        """Return an error about a text."""
         return ConfigError([Problem(self.what, text, message)])
 
 
 def names() -> dict[str, type[Any]]:
-    """Return every name that may stand in a strategy, those of the script that runs included."""
+    """Return every name that a strategy's text may use, including classes of the running script."""
     found = {name: row.strategy for row in rows() for name in row.names}
     return _in_script() | found | _by_name(*PARTS)
 
 
 def _in_script() -> dict[str, type[Any]]:
-    """Return the strategies of the program that runs, and of the files that were given on the command line."""
+    """Return the strategies defined in the running program and in the files given on the command line."""
     found = [value for names in (vars(sys.modules["__main__"]), *script_names.current()) for value in [*names.values()]]
     return _by_name(*(v for v in found if isinstance(v, type) and issubclass(v, Strategy) and is_dataclass(v)))
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """What to say about a name that no strategy or part has."""
+    """Return the message for a name that no strategy or part has."""
     return ABSENT.get(name.lower()) or f"no strategy or part is called {name!r}; {nearest(name, known)}"
 
 
@@ -98,7 +98,7 @@ def parse(text: str) -> Strategy[Any]:
 
 
 def parse_optimizer(text: str) -> Factory:
-    """Read an optimizer, as what makes it from parameters.
+    """Read an optimizer; return a function that makes it from parameters.
 
     >>> parse_optimizer("sgd(lr=0.1)").keywords
     {'lr': 0.1}
@@ -124,7 +124,7 @@ def parse_schedule(text: str) -> Curve:
 
 
 def show(part: Any) -> str:
-    """The shortest text that reads back as this strategy or schedule.
+    """Return the shortest text that reads back as this strategy or schedule.
 
     >>> show(parse("slowmo( tau = 12, beta=0.6 )"))
     'slowmo(beta=0.6)'
@@ -210,7 +210,7 @@ def _make(name: str, keywords: list[ast.keyword], text: str, words: _Vocabulary)
 
 
 def _argument(name: str, option: str, value: ast.expr, text: str, words: _Vocabulary) -> Any:
-    # An option that takes one of a few words takes them without quotes, also where a part is called so.
+    # An option that takes one of a few words takes them without quotes, even if a part has the same name.
     if isinstance(value, ast.Name) and words.takes_words(name.lower(), option):
         return value.id
     try:
@@ -219,13 +219,13 @@ def _argument(name: str, option: str, value: ast.expr, text: str, words: _Vocabu
         demand, where = words.demand(name.lower(), option), f"{words.what} {name}.{option}"
         if demand is not None:
             raise ConfigError([Problem(where, ast.unparse(value), demand)]) from None
-        # A problem of the whole text is one of this option; a part's own options have their place already.
+        # A problem of the whole text becomes one of this option; a part's own options already have their place.
         own = [p if p.where != words.what else Problem(where, ast.unparse(value), p.message) for p in error.problems]
         raise ConfigError(own) from None
 
 
 def _plain(tree: ast.expr) -> Any:
-    """The value of a literal; of anything else its text."""
+    """Return the value of a literal; of anything else its text."""
     try:
         return ast.literal_eval(tree)
     except (ValueError, TypeError):
@@ -233,7 +233,7 @@ def _plain(tree: ast.expr) -> Any:
 
 
 def _demand_by_default(default: Any) -> str | None:
-    """What an option must be that has such a default."""
+    """Return what an option with this default must be."""
     match default:
         case bool():
             return "must be True or False"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the fields of a strategy, of a part of one, or of a schedule have the right types and lie in their ranges."""
+"""Checks that the fields of a strategy, of a part of one, or of a schedule have the right types and ranges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_fields(part: Any, where: str) -> Iterator[Problem]:
         if message:
             yield Problem(name, value, message)
         elif value is None:
-            continue  # allowed by its type, and in no range
+            continue  # the type allows it, and no range applies
         elif isinstance(value, float) and not math.isfinite(value):
             yield Problem(name, value, "must be a finite number")
         elif least is not None and value < least:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is, as text to compare: with a checkpoint, or with what another machine is about to do."""
+"""The settings of a run as text, to compare with a checkpoint or with the settings on another machine."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -29,35 +30,36 @@ from orchestra.model.replica import persistent_buffers, trainable
 from orchestra.runs.budget import Target
 
 _LOOKED_AT = 16  # samples
-_MOST_SAID = 12_000  # bytes about a model, what it begins with, an optimizer, or its groups
+_MOST = 12_000  # bytes about a model, its initial values, an optimizer, or its groups
 _OPENING = 1 << 16  # elements
 _SOON = 2.0  # seconds
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of a function, say, in a module's settings
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class ModelCheck(Protocol):
     """Compares this process's model and data with those of the caller."""
 
-    def require_same(self, module: nn.Module, data: Any, seed: int) -> None:
-        """Raise if they differ."""
+    def require_same(self, module: nn.Module, data: Any, apart: Any, seed: int) -> None:
+        """Raise if the model, the data or the samples set apart for validation differ from the caller's."""
 
     def require_same_outputs(self, module: nn.Module, data: Any, seed: int) -> None:
-        """Raise if the model computes something else with the caller's parameters."""
+        """Raise if the model computes other outputs than the caller's with the same parameters."""
 
 
 def initial(x: Tensor) -> str:
-    """A sum of the parameters in the beginning."""
+    """Return a hash of the initial parameters."""
     return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()[:16]
 
 
 def samples(data: Any) -> str | None:
-    """A sum of some samples, if there are tensors in them; None of a stream."""
+    """Return a hash of some samples, if they hold tensors; None for a stream."""
     some = [field for _, fields in _some(data) for field in fields.values()]
     return _sum(some) if some else None
 
 
 def about(spec: RunSpec, module: nn.Module) -> dict[str, Any]:
-    """What a checkpoint can be resumed with."""
+    """Return the settings under which a checkpoint can be resumed."""
     shapes = {name: (p.shape, p.dtype) for name, p in trainable(module).items()}
     found = {
         "strategy": expression.show(spec.strategy),
@@ -73,7 +75,7 @@ def about(spec: RunSpec, module: nn.Module) -> dict[str, Any]:
         "clip": spec.clip,
         "accumulate": spec.accumulate,
         "partition": repr(spec.partition) if spec.partition is not None else "IID()",
-        # Who holds which part of x depends on it.
+        # The division of x among the nodes depends on the device.
         "device": f"{spec.device}, one each" if spec.torch_means and spec.one_memory else spec.device,
     }
     if spec.one_memory:
@@ -82,7 +84,7 @@ def about(spec: RunSpec, module: nn.Module) -> dict[str, Any]:
 
 
 def fingerprint(version: str, spec: RunSpec, module: nn.Module, data: Any) -> dict[str, Any]:
-    """Return what all processes of a run must have in common: the most telling first; of what has parts, each part."""
+    """Return what all processes of a run must have in common, part by part, the most informative differences first."""
     made_by = (spec.model, spec.data, spec.loss, spec.optimizer, spec.evaluate)
     optimizer = spec.optimizer(list(trainable(module).values()))
     return {
@@ -96,11 +98,12 @@ def fingerprint(version: str, spec: RunSpec, module: nn.Module, data: Any) -> di
         "checkpoint_every": repr(spec.checkpoint_every),
         **parts_of_beginning(module),
         **parts_of_data(data),
+        **parts_of_validation(spec.validation_samples()),
     }
 
 
 def code(version: str, given: Iterable[Any]) -> dict[str, Any]:
-    """What is run: versions, and the sources of this package, of the script and of what defines the things given."""
+    """Return versions, and hashes of this package, of the script, and of the modules that define the given objects."""
     return {
         "version of orchestra": version,
         "version of torch": torch.__version__.partition("+")[0],
@@ -110,15 +113,15 @@ def code(version: str, given: Iterable[Any]) -> dict[str, Any]:
 
 
 def versions(version: str) -> dict[str, str]:
-    """What is run, for people: versions, and the commit of the repository that it was started in, if it was in one."""
+    """Return the versions for people to read, and the commit of the working directory if it is in a repository."""
     found = {"orchestra": version, "torch": torch.__version__, "python": platform.python_version()}
     commit = _commit()
     return found if commit is None else found | {"the working directory": commit}
 
 
-@lru_cache  # what is imported stays as it was in the beginning
+@lru_cache  # imported code does not change during the process
 def _commit() -> str | None:
-    """Of the working directory, and whether files differ from it; None where git is missing or does not say it soon."""
+    """Return the commit of the working directory, and whether files differ from it; None if git does not answer."""
     how = ("--porcelain=v2", "--branch", "--no-ahead-behind", "--untracked-files=no", "--ignore-submodules=dirty")
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "status", *how]
     try:
@@ -133,12 +136,12 @@ def _commit() -> str | None:
 
 @lru_cache
 def _sources(folder: Path) -> dict[str, str]:
-    """A sum for every file, so that the first that differs can be named."""
+    """Return a hash for every file, so that the first that differs can be named."""
     return {path.relative_to(folder).as_posix(): _digest(path) for path in sorted(folder.rglob("*.py"))}
 
 
 def _scripts(given: Iterable[Any]) -> dict[str, str]:
-    """Of the user's own files, wherever on a machine they are; what is installed has a version."""
+    """Return hashes of the user's own files, without their paths. Installed packages have a version instead."""
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     modules = {"__main__", *(_module_of(thing) for thing in given)}
     found = {}
@@ -152,7 +155,7 @@ def _scripts(given: Iterable[Any]) -> dict[str, str]:
 
 
 def _module_of(thing: Any) -> str:
-    """Where a function or a class is defined, or that of an object."""
+    """Return the module in which a function, a class, or the class of an object is defined."""
     while isinstance(thing, partial):
         thing = thing.func
     return str(getattr(thing, "__module__", None) or type(thing).__module__)
@@ -163,7 +166,7 @@ def _digest(path: Path) -> str:
 
 
 def budget_of(given: TrainArguments) -> list[str]:
-    """A budget as text."""
+    """Return a budget as text."""
 
     def value(part: Any) -> Any:
         return f"{part.metric}:{part.value}" if isinstance(part, Target) else part.count
@@ -172,13 +175,13 @@ def budget_of(given: TrainArguments) -> list[str]:
 
 
 def _some(data: Any) -> Iterator[tuple[int, dict[Any, Tensor]]]:
-    """Samples from all over the data, each with its index, and their fields by name or place; none of a stream."""
+    """Yield samples spread over the data, each with its index and its fields by name or place; none of a stream."""
     if isinstance(data, IterableDataset):
         return
     whole = SampleStore(data)
     step = max(1, len(whole) // _LOOKED_AT)
     for index in range(0, len(whole), step)[:_LOOKED_AT]:
-        # One by one: they need not fit into a batch together.
+        # One by one: their shapes may differ, so that they form no batch.
         taken = whole.take([index])
         fields = taken.items() if isinstance(taken, Mapping) else enumerate(taken)
         yield index, {name: field for name, field in fields if isinstance(field, Tensor)}
@@ -192,7 +195,7 @@ def _sum(tensors: Iterable[Tensor]) -> str:
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> str:
-    """An optimizer's class and hyper-parameters."""
+    """Return an optimizer's class and hyper-parameters."""
     found = [dict(sorted(param_groups.settings(group).items())) for group in optimizer.param_groups]
     return f"{type(optimizer).__name__} {found}"
 
@@ -203,7 +206,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> str:
 def in_parts(
     about: dict[str, Any], strategy: Strategy[Any], module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """What a run is, with every part of what has parts in place of a sum of them."""
+    """Return the settings of a run, with composite settings replaced by their parts."""
     parts = {
         "strategy": parts_of_strategy(strategy),
         "model": parts_of_model(module),
@@ -216,7 +219,7 @@ def in_parts(
 
 
 def parts_of_strategy(strategy: Any) -> dict[str, Any]:
-    """Its name and every setting.
+    """Return the name of a strategy and each of its settings.
 
     >>> parts_of_strategy(expression.parse("localsgd(tau=3)"))
     {'strategy': 'localsgd', 'tau of the strategy': 3}
@@ -228,43 +231,63 @@ def parts_of_strategy(strategy: Any) -> dict[str, Any]:
 
 
 def parts_of_model(module: nn.Module) -> dict[str, str]:
-    """The shape of every parameter, frozen ones too, and of every buffer.
+    """Return the shape of every parameter and buffer, frozen ones included, and the class and settings of every module.
 
-    >>> parts_of_model(nn.Linear(3, 2))
-    {'parameter weight': '2×3 float32', 'parameter bias': '2 float32'}
+    >>> parts_of_model(nn.Linear(3, 2, bias=False))
+    {'parameter weight': '2×3 float32', 'model': 'Linear(in_features=3, out_features=2, bias=False)'}
     """
     found = {f"parameter {name}": shape_of(p) for name, p in module.named_parameters()}
     found |= {f"buffer {name}": shape_of(b) for name, b in persistent_buffers(module).items()}
-    return _no_longer_than(_MOST_SAID, found, "what else the model has")
+    found |= modules_of(module)
+    return _no_longer_than(_MOST, found, "what else the model has")
+
+
+def modules_of(module: nn.Module) -> dict[str, str]:
+    """Return the class of every module, in order, and its settings as it prints them."""
+    found = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        try:
+            settings = _ADDRESS.sub("", part.extra_repr())
+        except Exception:  # of user code
+            settings = ""
+        found[f"module {name}" if name else "model"] = type(part).__name__ + (f"({settings})" if settings else "")
+    return found
 
 
 def parts_of_beginning(module: nn.Module) -> dict[str, str]:
-    """A sum of what is in every parameter and buffer before the first step."""
+    """Return a hash of every parameter and buffer before the first step."""
     found = {**dict(module.named_parameters()), **persistent_buffers(module)}
     sums = {f"sum of the initial {name}": _sum([tensor])[:8] for name, tensor in found.items()}
-    return _no_longer_than(_MOST_SAID, sums, "what else the model begins with")
+    return _no_longer_than(_MOST, sums, "what else the model begins with")
 
 
-def parts_of_data(data: Any) -> dict[str, str]:
-    """Of some samples, the shapes and a sum.
+def parts_of_validation(apart: Any) -> dict[str, str | int]:
+    """Return the number of validation samples, if there are any, and the shapes and a hash of some."""
+    if apart is None:
+        return {}
+    return {"number of validation samples": len(SampleStore(apart)), **parts_of_data(apart, "validation sample")}
+
+
+def parts_of_data(data: Any, what: str = "sample") -> dict[str, str]:
+    """Return the shapes and a hash of some samples.
 
     >>> parts_of_data((torch.zeros(2, 3), torch.tensor([1, 2])))["sample 1"]
     '3 float32, a number int64, in sum 772ba160'
     """
     return {
-        f"sample {index}": ", ".join([*map(_field, sample.items()), f"in sum {_sum(sample.values())[:8]}"])
+        f"{what} {index}": ", ".join([*map(_field, sample.items()), f"in sum {_sum(sample.values())[:8]}"])
         for index, sample in _some(data)
     }
 
 
 def _field(entry: tuple[Any, Tensor]) -> str:
-    """The shape of a field of a sample, with its name if it has one."""
+    """Return the shape of a field of a sample, with its name if it has one."""
     name, field = entry
     return f"{name} {shape_of(field[0])}" if isinstance(name, str) else shape_of(field[0])
 
 
 def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its class and every hyper-parameter; of other groups than the first, what they have of their own.
+    """Return an optimizer's class and every hyper-parameter; of further groups those that differ from the first.
 
     >>> parts_of_optimizer(torch.optim.Rprop(nn.Linear(3, 2).parameters(), lr=0.1))["lr of the optimizer"]
     0.1
@@ -278,27 +301,27 @@ def parts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for number, group in enumerate(others, start=1):
         own = {name: value for name, value in group.items() if value != first.get(name)}
         found |= {f"{name} of group {number} of the optimizer": value for name, value in own.items()}
-    return _no_longer_than(_MOST_SAID, found, "what else the optimizer has")
+    return _no_longer_than(_MOST, found, "what else the optimizer has")
 
 
 def parts_of_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    """The group of every layer, where not all are in one."""
+    """Return the group of every layer; nothing if there is only one group."""
     layers = trainable(module)
     if param_groups.is_one(optimizer, [*layers.values()]):
         return {}
     numbers = param_groups.members(optimizer, [*layers.values()])
     found = {f"group of {name}": number for name, number in zip(layers, numbers, strict=True)}
-    return _no_longer_than(_MOST_SAID, found, "the groups of what else there is")
+    return _no_longer_than(_MOST, found, "the groups of what else there is")
 
 
 def shape_of(p: Tensor) -> str:
-    """Shape and dtype as text, and whether a parameter is frozen."""
+    """Return shape and dtype as text, and whether a parameter is frozen."""
     frozen = ", frozen" if isinstance(p, nn.Parameter) and not p.requires_grad else ""
     return f"{'×'.join(map(str, p.shape)) or 'a number'} {str(p.dtype).removeprefix('torch.')}{frozen}"
 
 
 def opening_sum(tensor: Tensor) -> str:
-    """A sum of the first elements of a tensor, of which there may be very many."""
+    """Return a hash of the first elements of a tensor, which may be very large."""
     return _sum([tensor.reshape(-1)[:_OPENING]])
 
 
@@ -307,7 +330,7 @@ def _plain(value: Any) -> Any:
 
 
 def _no_longer_than(most: int, found: dict[str, Any], rest: str) -> dict[str, Any]:
-    """What fits into so many bytes as it is, and a sum of the rest: introductions are short."""
+    """Return the entries that fit into `most` bytes, and a hash of the rest under the name `rest`."""
     kept: dict[str, Any] = {}
     for name, value in found.items():
         most -= len(json.dumps({name: value}))

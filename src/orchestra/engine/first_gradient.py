@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small gradient on a copy of the model, before any process starts: what fails here would fail on every worker."""
+"""One small gradient on a copy of the model before any process starts, since errors would occur on every worker."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def try_gradient(
 ) -> Iterator[Problem]:
     """Compute one small gradient on a copy of the model.
 
-    Misfits that can be named become problems; an exception out of the user's own code comes through as it is. `warn`
-    hears of a loss that is a sum.
+    Yield known mistakes as problems; let other exceptions of the user's code pass. Call `warn` about a loss that is a
+    sum.
     """
     few = min(batch, _FEW)
     try:
@@ -55,7 +55,7 @@ def try_gradient(
 
 
 def _some(data: Any, few: int) -> list[Any]:
-    """Samples to look at: of a stream the first few, of a Dataset the first, of columns none."""
+    """Return samples to check: of a stream the first few, of a Dataset the first, of columns none."""
     if isinstance(data, IterableDataset):
         stream = iter(data)
         return [next(stream) for _ in range(few)]
@@ -69,7 +69,7 @@ def _pieces_missing(sample: Pieces, loss: Loss | None) -> Iterator[Problem]:
 
 
 def _arguments(module: nn.Module, sample: Pieces, loss: Loss | None) -> Iterator[Problem]:
-    """Entries of a dict that are no arguments of the model, and a loss that nothing computes."""
+    """Yield entries of a dict that the model does not take, and a missing loss that the model does not compute."""
     signature, target = inspect.signature(module.forward), place_of_target(sample)
     call = f"{type(module).__name__}.forward({', '.join(signature.parameters)})"
     own = f"must be given, such as F.cross_entropy: without it the model gets the target as well, but {call} does not"
@@ -96,7 +96,7 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
 
 
 def _takes(signature: inspect.Signature, name: str) -> bool:
-    """Whether there is an argument of this name, or one for all names."""
+    """Return whether there is an argument of this name, or one for all names."""
     parameters = signature.parameters.values()
     named = (p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return name in named or any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -125,7 +125,7 @@ def _one_gradient(module: nn.Module, sample: Pieces, loss: Loss | None, data: An
 
 
 def _judge(module: nn.Module, value: Any) -> Iterator[Problem]:
-    """Whether a loss can be trained with."""
+    """Yield the reasons why a loss cannot be trained with."""
     if not isinstance(value, Tensor) or value.dim() != 0:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         yield Problem("loss", shape, "must give one number (a tensor without dimensions): take its mean")
@@ -140,7 +140,7 @@ def _judge(module: nn.Module, value: Any) -> Iterator[Problem]:
 
 
 def _classes(loss: Any, output: Any, data: Any) -> Iterator[Problem]:
-    """Class numbers that the model has no output for, where the loss is known to take class numbers."""
+    """Yield class numbers beyond the model's outputs, if the loss is known to take class numbers."""
     takes_classes = loss in (nn.functional.cross_entropy, nn.functional.nll_loss) or isinstance(
         loss, nn.CrossEntropyLoss | nn.NLLLoss
     )
@@ -162,9 +162,9 @@ def _classes(loss: Any, output: Any, data: Any) -> Iterator[Problem]:
 
 @torch.no_grad()
 def _at_the_ends(module: nn.Module, sample: Pieces, loss: Loss | None, data: Any) -> Iterator[Problem]:
-    """Labels out of range, found by the loss of the samples with the smallest and the largest label.
+    """Yield labels out of range, found by the loss of the samples with the smallest and the largest label.
 
-    Only an error that names a label counts. Whatever else such a loss may do, training itself will show.
+    Only an error that names a label counts; other errors show in training.
     """
     labels, seen = _labels(data), target_of(sample)
     if labels is None or not error_hints.is_classes(seen) or len(labels) != len(SampleStore(data)):
@@ -185,7 +185,7 @@ def _at_the_ends(module: nn.Module, sample: Pieces, loss: Loss | None, data: Any
 
 
 def _labels(data: Any) -> Tensor | None:
-    """One number for each sample by which its labels can be compared, where all are at hand."""
+    """Return the label of every sample as one tensor of class numbers, if all are in memory; else None."""
     if isinstance(data, IterableDataset):
         return None
     known = data.tensors if type(data) is TensorDataset else data

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wraps a transport: the one place where seconds are counted."""
+"""Wrappers around a transport: the one place where seconds are counted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TransportWrapper:
 
 
 class Delayed(TransportWrapper):
-    """Makes every mini-batch last as long as a given one, by sleeping: a slow machine, emulated."""
+    """Emulates a slow machine: sleeps until each mini-batch has taken a given time."""
 
     def __init__(self, inner: Transport, lasts: Callable[[int], float], step: int = 0) -> None:
         super().__init__(inner)
@@ -35,7 +35,7 @@ class Delayed(TransportWrapper):
         self.step = step  # of the next mini-batch
 
     def start(self, op: Op[T]) -> Handle[T]:
-        """Pass the op on, and take one's time over gradients."""
+        """Pass the op on; if it computes a gradient, sleep until the given time has passed."""
         if type(op) is not Compute or not op.work:
             return self.inner.start(op)
         due = self.now() + self._lasts(self.step)
@@ -59,7 +59,7 @@ class Metered(TransportWrapper):
         return self.traffic.waited
 
     def start(self, op: Op[T]) -> Handle[T]:
-        """Pass the op on and note how long it took."""
+        """Pass the op on and count the seconds that it took."""
         if type(op) is MeanUpdate:
             op = cast("Op[T]", replace(op, apply=self._timed(op.apply)))
         now, traffic = self.now, self.traffic
@@ -73,7 +73,7 @@ class Metered(TransportWrapper):
         return handle if isinstance(handle, Done) else _MeteredHandle(self, handle)
 
     def _timed(self, apply: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        """The optimizer's part of a fused op is computing, not communicating."""
+        """Count the optimizer's part of a fused op as computing, not as communicating."""
 
         def timed(mean: Tensor) -> None:
             began = self.now()
@@ -89,7 +89,7 @@ class _MeteredHandle(Generic[T]):
     inner: Handle[T]
 
     def wait(self) -> T:
-        """Wait, and note how long that took."""
+        """Wait for the op, and count the seconds that took."""
         meter = self.meter
         began, waited = meter.now(), meter.traffic.waited
         value = self.inner.wait()

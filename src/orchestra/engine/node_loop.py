@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of one node, in whatever world: train or serve, set aside what was learned."""
+"""The loop of one node, the same in every world: train or serve, take snapshots, write the final model."""
 
 from __future__ import annotations
 
@@ -33,44 +33,44 @@ from orchestra.runs.status import NodeStatus
 if TYPE_CHECKING:
     from orchestra.engine.fingerprint import ModelCheck
 
-_REPORT_EVERY = 0.02  # seconds between a busy server's reports: they are for eyes
+_REPORT_EVERY = 0.02  # seconds between a busy server's reports, which only people read
 
 
 class Checkpointer(Protocol):
-    """Sees to checkpoints, and to who stays for them; one for each node."""
+    """Saves checkpoints, and keeps a node waiting as long as others may need it; one for each node."""
 
     def after_step(self, before: int) -> None:
-        """Save if it is time: the worker had done `before` steps a moment ago."""
+        """Save if a checkpoint is due; the worker had done `before` steps before this one."""
 
     def after_steps(self) -> None:
-        """Save once more after the last step, if the run saves at all: a larger budget goes on from there."""
+        """Save after the last step, if the run saves at all, so that it can be resumed with a larger budget."""
 
     def interrupted(self) -> bool:
-        """Whether the run is broken off, to go on another day."""
+        """Return whether the run is interrupted and may be resumed later."""
         ...
 
     def break_off(self) -> None:
         """Save this worker's part before it leaves."""
 
     def stay(self) -> bool:
-        """Wait after a worker's last step while others may need it; False if the run is broken off meanwhile."""
+        """Wait after a worker's last step while others may need it; return False if the run is interrupted."""
         ...
 
     def after_service(self) -> bool:
-        """A server's last duties; False if the run is broken off, so that there is no final model yet."""
+        """Save a server's part at the end if needed; return False if the run is interrupted before a final model."""
         ...
 
 
 @dataclass
 class NodeRuntime:
-    """One node and everything around it that its strategy does not see."""
+    """One node, with everything that its strategy does not see."""
 
     spec: RunSpec
     node: Node
     meter: Metered
     log: Log
     tell: Callable[[dict[str, Any]], None]  # to the coordinator
-    show: Callable[[NodeStatus], None]  # to whoever watches
+    show: Callable[[NodeStatus], None]  # to watchers of the run
     state: Any = field(init=False)
     snapshots: int = 0
     interrupted: bool = False
@@ -96,7 +96,7 @@ class NodeRuntime:
 
     @property
     def is_server(self) -> bool:
-        """Servers come after the workers."""
+        """Whether the node is a server: servers have the ranks after the workers."""
         return self.rank >= self.spec.workers
 
 
@@ -107,21 +107,22 @@ def worker(
     spec: RunSpec, rank: int, comm: Comm, log: Log, x: Tensor, g: Tensor, data: Any = None,
     check: ModelCheck | None = None,
 ) -> Node:  # fmt: skip
-    """Return a worker whose x already holds the initial parameters. Several in one process may be given the same data.
+    """Return a worker whose x already holds the initial parameters. Workers in one process may share the data.
 
     `check` is given where the caller is another process.
     """
     seed_everything(spec.seed)
     module = spec.model().to(x.device)
     data = samples.read(spec.data()) if data is None else data
+    apart = spec.validation_samples()
     if check is not None:
-        check.require_same(module, data, spec.seed)
+        check.require_same(module, data, apart, spec.seed)
     seed_everything(fold(spec.seed, rank + 1))
     replica = Replica(
         module, x, g, loss=spec.loss, bf16=spec.precision == "bf16", accumulate=spec.accumulate, cuts=spec.cuts,
         names=spec.names,
     )  # fmt: skip
-    # On resume, another worker may already have put the saved x where all share it.
+    # On resume, another worker may already have written the saved x to the shared memory.
     if check is not None and replica.is_whole and spec.checkpoint is None:
         check.require_same_outputs(module, data, spec.seed)
     layers = list(replica.parameters) if spec.layerwise else None
@@ -135,28 +136,25 @@ def worker(
         replica=replica,
         feed=make_feed(data, batch=spec.batch, seed=spec.seed, rank=rank, size=spec.workers, partition=spec.partition),
         placement=spec.placement,
-        fuses=spec.updated == "own range" or spec.torch_means,
+        fuses=spec.fused,
         clip=spec.clip,
         tolerate=spec.tolerate,
         last_step=spec.last_step,
-        validation=_validation(spec, rank, replica),
+        validation=None if apart is None else _validation(spec, rank, replica, SampleStore(apart)),
     )
 
 
 def _inner(
     spec: RunSpec, optimizer: Factory, x: Tensor, part: slice, layers: Sequence[nn.Parameter] | None = None
 ) -> FlatOptimizer:
-    """The optimizer of a range of the model."""
+    """Return the optimizer of a range of the model."""
     pieces = gradient_mask.pieces_of([math.prod(shape) for shape in spec.layers], part)
     fused = spec.parameters >= LARGE
     return FlatOptimizer(optimizer, x, layers=layers, pieces=pieces, schedule=spec.schedule, fused=fused)
 
 
-def _validation(spec: RunSpec, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
-    """The loss over this worker's share of the samples set apart, if there are any."""
-    if spec.validation_data is None:
-        return None
-    apart = SampleStore(samples.read(spec.validation_data()))
+def _validation(spec: RunSpec, rank: int, replica: Replica, apart: SampleStore) -> Callable[[], tuple[float, float]]:
+    """Return a function that gives the loss over this worker's share of the validation samples."""
     mine = range(len(apart))[rank :: spec.workers]
 
     def total() -> tuple[float, float]:
@@ -171,7 +169,7 @@ def _validation(spec: RunSpec, rank: int, replica: Replica) -> Callable[[], tupl
 
 
 def server(spec: RunSpec, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
-    """A server whose x already holds its range of the initial parameters."""
+    """Return a server whose x already holds its range of the initial parameters."""
     optimizer, part = spec.optimizer, spec.range_of(rank)
     layers: list[nn.Parameter] | None = None
     if spec.layerwise:
@@ -185,7 +183,7 @@ def server(spec: RunSpec, rank: int, comm: Comm, log: Log, x: Tensor) -> Node:
 
 
 def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
-    """A worker's steps, then what its strategy still has to do."""
+    """Train: do a worker's steps, then let its strategy finish."""
     spec, node = runtime.spec, runtime.node
     while not spent(runtime):
         if not runtime.meter.proceed(node.steps, lockstep=runtime.lockstep):
@@ -213,7 +211,7 @@ def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
 
 
 def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
-    """A server's life; what concerns the run as a whole happens between two messages."""
+    """Serve until the workers are done. Snapshots and checkpoints are taken between two messages."""
     spec, node = runtime.spec, runtime.node
 
     def next_snapshot() -> float:
@@ -246,7 +244,7 @@ def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
 
 
 def spent(runtime: NodeRuntime) -> bool:
-    """Whether a worker has done its steps, or its epochs of a stream, or has made way for a server."""
+    """Return whether a worker has done its steps, or its epochs of a stream, or has retired to become a server."""
     spec, node = runtime.spec, runtime.node
     if node.retired or (spec.last_step is not None and distance(runtime) >= spec.last_step):
         return True
@@ -254,7 +252,7 @@ def spent(runtime: NodeRuntime) -> bool:
 
 
 def distance(runtime: NodeRuntime) -> float:
-    """A worker's steps, counted as if all that began were still there: budgets and snapshots go by these."""
+    """Return a worker's steps as if no worker had retired: budgets and snapshots use this count."""
     spec, node = runtime.spec, runtime.node
     if node.feed is None or len(node.comm.workers) == spec.workers or spec.steps_per_epoch is None:
         return node.steps
@@ -262,11 +260,11 @@ def distance(runtime: NodeRuntime) -> float:
 
 
 def crossed(before: float, after: float, every: int | None) -> bool:
-    """Whether a multiple of `every` lies in what was just done."""
+    """Return whether a multiple of `every` lies after `before` and up to `after`."""
     return every is not None and after // every > before // every
 
 
-# Tell.
+# Report.
 
 
 def record(runtime: NodeRuntime) -> None:
@@ -282,7 +280,7 @@ def record(runtime: NodeRuntime) -> None:
 
 
 def report(runtime: NodeRuntime) -> None:
-    """Show where this node is."""
+    """Report the progress of this node."""
     node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
     runtime.show(
         NodeStatus(
@@ -293,7 +291,7 @@ def report(runtime: NodeRuntime) -> None:
 
 
 def end(runtime: NodeRuntime) -> None:
-    """Write the totals: the node has done its work."""
+    """Write the totals of a node that has done its work."""
     report(runtime)
     node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
     totals = (meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received)
@@ -301,11 +299,11 @@ def end(runtime: NodeRuntime) -> None:
     runtime.log.write(NodeEnded(node.now(), runtime.rank, node.steps, node.samples, *totals, by_node))
 
 
-# Set aside.
+# Snapshots.
 
 
 def take_snapshot(runtime: NodeRuntime, number: int) -> None:
-    """Set aside this node's part of a snapshot, if it holds anything. Number 0 is the initial model."""
+    """Write this node's part of a snapshot, if it has one. Number 0 is the initial model."""
     runtime.snapshots = number
     node = runtime.node
     try:
@@ -317,7 +315,7 @@ def take_snapshot(runtime: NodeRuntime, number: int) -> None:
 
 
 def set_aside(runtime: NodeRuntime, folder: Path) -> bool:
-    """Write this node's part of the model; False if it holds none."""
+    """Write this node's part of the model; return False if it has none."""
     spec, node, where = runtime.spec, runtime.node, runtime.layout.model_location
     equal = where in ("everywhere", "copies", "shared")
     holds = where == "servers" if runtime.is_server else where == "apart" or (equal and runtime.rank == 0)
@@ -335,14 +333,14 @@ def set_aside(runtime: NodeRuntime, folder: Path) -> bool:
 
 
 def set_aside_the_end(runtime: NodeRuntime) -> None:
-    """Write this node's part of the final model: without room in the run folder, where `conclusion` looks as well."""
+    """Write this node's part of the final model; if the disk is full, to a temporary folder that `conclusion` reads."""
     spec, folder = runtime.spec, runtime.spec.run / snapshot.FINAL
     try:
         snapshot.trying_again(lambda: set_aside(runtime, folder))
     except OSError as error:
         if not snapshot.is_full(error):
             raise
-        if not spec.one_memory and runtime.rank:  # another machine does not see it
+        if not spec.one_memory and runtime.rank:  # the coordinator may be on another machine
             raise EnvironmentProblem(
                 f"node {runtime.rank} could not write its part of the final model to {folder}: {error}. "
                 "Make room, and resume."
@@ -350,11 +348,11 @@ def set_aside_the_end(runtime: NodeRuntime) -> None:
         set_aside(runtime, snapshot.make_elsewhere(spec.launch) / snapshot.FINAL)
 
 
-# All that changes.
+# The state of a node.
 
 
 def everything(runtime: NodeRuntime) -> dict[str, Any]:
-    """All that changes during a run, on this node."""
+    """Return all state of this node that changes during a run."""
     node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
     elsewhere = runtime.spec.shares_x and runtime.rank != 0
     return {
@@ -373,7 +371,7 @@ def everything(runtime: NodeRuntime) -> dict[str, Any]:
 
 
 def restore(runtime: NodeRuntime, saved: dict[str, Any]) -> None:
-    """Go back to what `everything` gave."""
+    """Restore the state that `everything` returned."""
     node, meter, traffic = runtime.node, runtime.meter, runtime.meter.traffic
     if saved["x"] is not None:
         node.x.copy_(saved["x"])
@@ -382,10 +380,10 @@ def restore(runtime: NodeRuntime, saved: dict[str, Any]) -> None:
             buffer.copy_(saved["buffers"][name])
     node.optimizer.restore(saved["inner"])
     if node.feed is not None:
-        epoch, step, shared_anew = saved["feed"]
-        if shared_anew is not None:
-            node.feed.seek(*shared_anew[:2])
-            node.feed.reshare(shared_anew[2])
+        epoch, step, reshared = saved["feed"]
+        if reshared is not None:
+            node.feed.seek(*reshared[:2])
+            node.feed.reshare(reshared[2])
         node.feed.seek(epoch, step)
     if runtime.state is not None:
         checkpoint.restore_into(runtime.state, saved["strategy"])

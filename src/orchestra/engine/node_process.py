@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's way through a run, in a process of its own: set up, begin together with the others, train or serve."""
+"""A node of a run in a process of its own: it sets up, begins together with the others, and trains or serves."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_node(
     show: Callable[[NodeStatus], None],
     asked: float,
 ) -> bool:
-    """Live as one node. Gives whether the run was broken off; `asked` is when this process was asked for."""
+    """Run one node to its end; return whether the run was interrupted. `asked`: when the process was requested."""
     rank = transport.rank
     torch.set_num_threads(spec.threads)
 
@@ -80,13 +80,13 @@ def _traced(
 
 
 def _settle_memory() -> None:
-    """Give back what setting up needed for a moment; from now on keep what backward frees.
+    """Return the memory that only setting up needed to the kernel; from now on keep what backward frees.
 
     Giving 40 MB back to the kernel at every step and faulting it in again costs 10 ms.
     """
     libc = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):  # another C library
         libc.malloc_trim(0)
-        if not any(name.startswith("MALLOC_") for name in os.environ):  # else the user has a wish of his own
+        if not any(name.startswith("MALLOC_") for name in os.environ):  # else keep the user's settings
             libc.mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the most that glibc takes
             libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes that the command line makes to a script's own call of `train` or `prepare`.
 
-`orchestra run script.py --strategy slowmo` runs the script as it is; what was said on the command line reaches its
-`train(...)` here. A change is a function from the argument's old value to its new one, because some options replace
-only a part of an argument: `--workers 4` keeps the rest of the script's `Local(...)`.
+`orchestra run script.py --strategy slowmo` runs the script as it is; this module applies the options of the command
+line to its `train(...)`. A change is a function from the argument's old value to its new one, because some options
+replace only a part of an argument: `--workers 4` keeps the rest of the script's `Local(...)`.
 
 `orchestra compare script.py` runs the script only up to its `train(...)`, and takes the arguments from there.
 """
@@ -27,21 +27,21 @@ Change = Callable[[Any], Any]
 
 @dataclass
 class ActiveOverrides:
-    """Changes in force, and how often a loop has asked for them."""
+    """The changes in force, and the number of calls of `prepare` that used them."""
 
     changes: Mapping[str, Change]
     loops: int = 0
-    captures: bool = False  # no call is carried out: its arguments are what is wanted
+    captures: bool = False  # raise `Reached` with the arguments instead of carrying out a call
 
 
 class Reached(BaseException):
-    """A script came to its call of `train`, or of `prepare`, and only that was wanted.
+    """Raised when a script reaches its call of `train` or `prepare`, to stop it there.
 
     Not an `Exception`: a script that handles those must not handle this one.
     """
 
     def __init__(self, arguments: Any = None) -> None:
-        super().__init__("the script came to its call")
+        super().__init__("the script reached its call")
         self.arguments = arguments  # the arguments of `train`; None if the call was one of `prepare`
 
 
@@ -49,7 +49,7 @@ _use: ContextVar[ActiveOverrides | None] = ContextVar("orchestra-overrides", def
 
 
 def current() -> dict[str, Change]:
-    """The changes in force, by the name of the argument of `train`."""
+    """Return the changes in force, by the name of the argument of `train`."""
     use = _use.get()
     return {} if use is None else dict(use.changes)
 
@@ -65,7 +65,7 @@ def using(changes: Mapping[str, Change], *, captures: bool = False) -> Iterator[
 
 
 def apply(arguments: R) -> R:
-    """The arguments of a call of `train`, with the changes in force made to them."""
+    """Return the arguments of a call of `train` with the changes in force."""
     use, changes = _use.get(), current()
     if use is not None and use.captures:
         raise Reached(arguments)
@@ -75,7 +75,7 @@ def apply(arguments: R) -> R:
 
 
 def of_a_loop(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of `prepare`, likewise; what only `train` knows is left out."""
+    """Return the arguments of a call of `prepare` with the changes in force, without those that only `train` has."""
     use = _use.get()
     if use is None:
         return dict(arguments)
@@ -87,7 +87,7 @@ def of_a_loop(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(arguments: Mapping[str, Any], changes: Mapping[str, Change]) -> dict[str, Any]:
-    """The new values of those arguments that are to change.
+    """Return the new values of the arguments that change.
 
     >>> changed({"batch": 32, "seed": 0}, {"batch": lambda old: 2 * old})
     {'batch': 64}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on with a run that was broken off: whether its checkpoint fits, what is left to do, what happens again.
+"""Resuming a run: whether its checkpoint fits, how many steps are left, which events happen again.
 
-Of a run that came to its end, nothing is left to do under the same budget: it is as it was. Under a larger one it goes
-on; a smaller one is refused.
+A complete run stays as it is under the same budget. Under a larger one it goes on; a smaller one is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 import orchestra.runs.budget as budgets
 from orchestra.engine import checkpoint
@@ -28,21 +29,38 @@ from orchestra.runs.budget import Budget, Epochs, Seconds, Steps, Target
 from orchestra.runs.events import Event, encode, read
 from orchestra.runs.facts import Facts, facts_of, scores_of
 
-_TOLD = re.compile(r"(?:events|trace)-([0-9]+)\.jsonl")
+_LONGEST_SQUARED = 16_384  # a longer side of a layer gets no square matrix
+_LOG = re.compile(r"(?:events|trace)-([0-9]+)\.jsonl")
 
 
-def find(folder: Path, about: dict[str, Any], runner: Runner) -> Checkpoint:
-    """Return the newest whole checkpoint of a run, if the run is the one that is asked for now."""
+def find(folder: Path, about: dict[str, Any], runner: Runner, largest: int) -> Checkpoint:
+    """Return the newest whole checkpoint of a run; raise if the run had other settings.
+
+    `largest`: upper bound on the bytes of a part; see `largest_part`.
+    """
     if (folder / "ending.json").exists() and not (folder / "checkpoints").exists():
         raise CheckpointError(
-            f"{folder} is complete, and no checkpoint was kept to go on from. Train anew, with --checkpoint-every or "
-            "checkpoint_every=..., which keeps the end as well."
+            f"{folder} is complete, and no checkpoint was kept to go on from. Train again, with --checkpoint-every or "
+            "checkpoint_every=..., which also keeps a checkpoint of the end."
         )
-    saved, complaints = checkpoint.newest(folder / "checkpoints")
+    saved, complaints = checkpoint.newest(folder / "checkpoints", largest)
     for complaint in complaints:
         print(f"warning: {complaint}; going on from {saved.path.name}", file=sys.stderr)
     _require_same_run(saved.path, saved.manifest, about, runner)
     return saved
+
+
+def largest_part(module: nn.Module, nodes: int) -> int:
+    """Bytes that no node's part of a checkpoint of this model has more of, by far.
+
+    Strategies keep some vectors like x for each node, and optimizers some more; those of the Shampoo family keep
+    square matrices for every side of a layer, up to a length.
+    """
+    shapes = [t.shape for t in (*module.parameters(), *module.buffers())]
+    vectors = (64 + 16 * nodes) * sum(shape.numel() for shape in shapes)
+    squares = 4 * sum(min(side, _LONGEST_SQUARED) ** 2 for shape in shapes for side in shape)
+    words = files.SMALL + 4096 * (len(shapes) + nodes)
+    return 8 * (vectors + squares) + 4 * words
 
 
 def _require_same_run(path: Path, before: dict[str, Any], about: dict[str, Any], runner: Runner) -> None:
@@ -58,7 +76,7 @@ def _require_same_run(path: Path, before: dict[str, Any], about: dict[str, Any],
 
 
 def left_by(folder: Path) -> tuple[dict[str, Any], Facts]:
-    """What a run that came to its end says of itself: how it was asked for, and what it came to."""
+    """Return the configuration and the facts of a complete run."""
     try:
         config = dict(files.read_json(folder / "config.json"))
         return config, facts_of(folder)
@@ -67,15 +85,15 @@ def left_by(folder: Path) -> tuple[dict[str, Any], Facts]:
 
 
 def damaged(folder: Path, error: Exception) -> CheckpointError:
-    """A run is over, but what it left cannot be read."""
+    """Return the error for a complete run whose files cannot be read."""
     return CheckpointError(
         f"{folder} is complete, but what it left is damaged: {error}. If it has checkpoints, remove its ending.json: "
-        "resumed, it is concluded anew."
+        "resuming then concludes the run again."
     )
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a run of `train` came to its end and left a model; only reading it tells whether it is one."""
+    """Return whether a run of `train` is complete and left a model file, which is not read."""
     return (folder / "ending.json").exists() and (folder / MODEL).exists()
 
 
@@ -95,12 +113,12 @@ def as_it_ended(folder: Path, about: dict[str, Any], runner: Runner, spec: RunSp
 
 
 def clock(saved: Checkpoint) -> float:
-    """Seconds of training at a checkpoint. Whoever sets models aside did not save at the same moment as worker 0."""
-    return max(_said(saved, node)[0] for node in {0, _holder(saved)})
+    """Return the seconds of training at a checkpoint: the latest of the nodes that save models, and worker 0."""
+    return max(_progress(saved, node)[0] for node in {0, _holder(saved)})
 
 
-def _said(saved: Checkpoint, node: int) -> tuple[float, int]:
-    """How many seconds of training and how many snapshots a node's part tells of."""
+def _progress(saved: Checkpoint, node: int) -> tuple[float, int]:
+    """Return the seconds of training and the number of snapshots in a node's part."""
     try:
         part = saved.node(node)
         seconds, snapshots = part["cost"][0], part["counts"][3]
@@ -108,26 +126,26 @@ def _said(saved: Checkpoint, node: int) -> tuple[float, int]:
             raise ValueError(f"{seconds!r} seconds, {snapshots!r} snapshots")
         return float(seconds), snapshots
     except (LookupError, TypeError, ValueError) as error:
-        what = f"tells neither the time nor the snapshots: {type(error).__name__} {error}"
+        what = f"holds neither the time nor the snapshots: {type(error).__name__} {error}"
         raise CheckpointError(f"{saved.path / checkpoint.part_name(node)} {what}.") from None
 
 
 def _holder(saved: Checkpoint) -> int:
-    """The node that sets models aside."""
+    """Return the node that writes the models of snapshots."""
     return int(saved.manifest["workers"]) if saved.manifest["servers"] else 0
 
 
 def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) -> None:
-    """Refuse to do again what is done, which would look like a success; `done`: seconds of training so far.
+    """Refuse a budget that is already spent; `done`: seconds of training so far.
 
-    A run that was broken off after its last step may still be concluded.
+    A run that was interrupted after its last step may still be concluded.
     """
     spent, why, step, what = False, "", saved.step, "the checkpoint"
     ended = left_by(folder)[1] if is_complete(folder) else None
     if ended is not None:
         step, done, what = ended.steps, ended.seconds, "the run"
     seconds = next((part.count for part in budgets.parts(spec.budget) if isinstance(part, Seconds)), math.inf)
-    # Where workers retire, the others do more steps than each was to do in the beginning.
+    # Where workers retire, the others do more steps than the budget of each.
     comparable = (spec.strategy.layout.updates.synchronous or ended is not None) and not spec.strategy.layout.promotes
     if comparable and spec.last_step is not None and step >= spec.last_step:
         spent = step > spec.last_step
@@ -143,13 +161,13 @@ def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) 
 
 
 def remember(folder: Path, **now: Any) -> None:
-    """Put what is asked for now, such as the budget, in the place of what was asked for in the beginning."""
+    """Replace entries of the run's configuration, such as the budget, by those of this call."""
     path = folder / "config.json"
     checkpoint.write_text(path, json.dumps(files.read_json(path) | now, indent=1))
 
 
 def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None) -> str:
-    """A budget of the same kind that is not spent."""
+    """Return a budget of the same kind that is not spent, as text."""
     for part in budgets.parts(budget):
         match part:
             case Epochs(count) if steps_per_epoch:
@@ -164,24 +182,24 @@ def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None) -
 
 
 def _is_of(saved: Checkpoint, event: Event) -> bool:
-    """Whether an event tells of this very checkpoint: dropped events are counted apart before and after it."""
+    """Return whether an event records this checkpoint: it separates the dropped events before and after."""
     return isinstance(event, events.Saved) and event.step == saved.step
 
 
 def forget_after(run: Path, saved: Checkpoint) -> None:
-    """Drop what a broken-off run recorded after its checkpoint: it will happen again."""
+    """Drop the records of an interrupted run after its checkpoint: the same will happen again."""
     (run / "ending.json").unlink(missing_ok=True)
     shutil.rmtree(run / FINAL, ignore_errors=True)
     for draft in (run / "checkpoints").glob("*.tmp"):
         shutil.rmtree(draft, ignore_errors=True)
-    taken = _said(saved, _holder(saved))[1] or _said(saved, 0)[1]  # servers may not have had their turn
+    taken = _progress(saved, _holder(saved))[1] or _progress(saved, 0)[1]  # servers may not have had the model yet
     for number, folder in numbered(run / "snapshots"):
         if number > taken:
             shutil.rmtree(folder)
-    for node, path in files.numbered(run, _TOLD):
+    for node, path in files.numbered(run, _LOG):
         if node >= saved.manifest["workers"] + saved.manifest["servers"]:
             continue  # of no node of this run
-        until = _said(saved, node)[0]
+        until = _progress(saved, node)[0]
         kept = [event for event in read(path) if event.t <= until or _is_of(saved, event)]
         checkpoint.write_text(path, "".join(encode(event) for event in kept))
     scores = [score for score in scores_of(run) if score.number <= taken]

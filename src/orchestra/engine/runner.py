@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run is carried out on a cluster: what its runner is given, and what the runner returns."""
+"""The interface of runners, which carry runs out on a cluster: their input and their output."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class Scoring(Protocol):
     """Scores the snapshots of a run."""
 
     def start(self, *, apart: bool = False) -> None:
-        """Score them as they appear, beside the run; `apart`, in another process: the caller trains in this one."""
+        """Score snapshots as they appear, beside the run; `apart`: in another process, if the caller trains in this."""
 
     def rest_now(self) -> None:
-        """Score all that are there and not scored yet, while the run goes on."""
+        """Score all snapshots that are not scored yet, while the run goes on."""
 
     def target_reached(self) -> bool:
-        """Return whether a score so far was good enough."""
+        """Return whether a score so far reached a target."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A run that is ready to start: its settings, and what only the process that called `train` holds."""
+    """A run that is ready to start: its settings, and objects that only the process that called `train` has."""
 
     spec: RunSpec
     x0: Tensor  # the initial parameters
     module: nn.Module  # the caller's own
     data: Any  # likewise
     about: dict[str, Any]  # for the manifest of checkpoints
-    seconds: float | None  # budget by the clock
+    seconds: float | None  # budget in seconds
     resumed_at: float  # seconds of training before
     resumed_from: int  # label of the checkpoint, 0 if there is none
     how_to_resume: str
@@ -52,7 +52,7 @@ class PreparedRun:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What every process of a run receives at its end."""
+    """The outcome of a run, which every process receives at its end."""
 
     run: str
     metrics: dict[str, float]
@@ -66,22 +66,22 @@ class Ending:
 
     stopped_by: str
     warnings: list[str]
-    # Sends the outcome to the other processes, where each made the same call.
+    # Sends the outcome to the other processes, if each of them called `train`.
     tell: Callable[[Callable[[], RunOutcome]], None] = lambda told: None
     close: Callable[[], None] = lambda: None
 
 
 class Runner(ABC):
-    """Carries runs out on one kind of cluster."""
+    """Carries out runs on one kind of cluster."""
 
     @abstractmethod
     def carry_out(self, prepared: PreparedRun) -> Ending:
-        """Run to the end. Raise what ended the run early; leave nothing behind but the run folder."""
+        """Carry the run out to its end, or raise what ended it early; leave nothing behind but the run folder."""
 
     def participate(
         self, spec: RunSpec, x0: Tensor, fingerprint: dict[str, Any], show: Callable[[RunStatus], None]
     ) -> RunOutcome:
-        """Take part, to its end, in a run that another process coordinates."""
+        """Take part in a run that another process coordinates, until its end."""
         raise NotImplementedError
 
     def announce_finished(self, spec: RunSpec, x0: Tensor, fingerprint: dict[str, Any], outcome: RunOutcome) -> None:
@@ -93,5 +93,5 @@ class Runner(ABC):
         return shlex.join(["orchestra", "resume", str(run)])
 
     def how_to_have(self, workers: int, servers: int) -> str:
-        """Return what to do for so many nodes."""
+        """Return advice on how to resume with that many nodes."""
         return f"Resume with as many: --workers {workers}, or cluster=Local(workers={workers})."

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation off the clock: snapshots are scored, and removed, while the run goes on, with the lowest priority.
+"""Evaluation outside the training time: snapshots are scored and removed while the run goes on, with low priority.
 
     beside processes that train     a thread of the process that started them, at nice 19, with one thread for torch
     where the caller trains itself  a process of its own, `aside`, with the same priority
     in virtual time                 at once, which takes no virtual time
-    afterwards                      what is left, in the end; everything, if that was asked for
+    afterwards                      the remaining ones, at the end; with `score_afterwards`, all of them
 
-Where snapshots come faster than they are scored, every second one of those that wait is given up as soon as they take
-more than ROOM bytes: the disk does not fill up, and training does not wait.
+If snapshots are written faster than they are scored, every second waiting one is removed as soon as they take more
+than ROOM bytes: the disk does not fill up, and training does not wait.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Evaluate = Callable[[nn.Module, Any], Any]
 Show = Callable[[int, int], None]  # how many are scored, of how many
 
 ROOM, FEWEST = 256 << 20, 4  # bytes of snapshots that may wait, and how many may in any case
-_TIDY = 2.0  # seconds between two looks at how many wait
-_PROMPT, _PATIENT = 0.05, 0.5  # seconds between two looks for a new one, with and without a target
+_TIDY = 2.0  # seconds between two checks of how many wait
+_PROMPT, _PATIENT = 0.05, 0.5  # seconds between two checks for a new snapshot, with and without a target
 _GRACE = 10.0  # seconds that a score may still take when the run is over, and three times the longest so far
 
 
@@ -89,13 +89,13 @@ class Scorer:
         self._longest = 0.0  # seconds that a score took
 
     def figures(self, module: nn.Module) -> dict[str, float]:
-        """What the user's function says of a module."""
+        """Return the scores of a module by the user's function."""
         if self.evaluate is None:
             return {}
         return figures(self.evaluate, module, self.data)
 
     def initial(self) -> dict[str, float]:
-        """Score the initial model: a mistake in `evaluate` shows now, not after hours of training."""
+        """Score the initial model, so that a mistake in `evaluate` shows before hours of training."""
         metrics = self.figures(self.module)
         missing = [t for t in self.targets if t.metric not in metrics]
         if missing:
@@ -109,11 +109,11 @@ class Scorer:
             self._record(Scored(0.0, 0, 0, 0, metrics))
 
     def ready(self) -> list[tuple[int, Path]]:
-        """Snapshots not yet scored."""
+        """Return the snapshots that are not scored yet."""
         return [(n, p) for n, p in snapshot.numbered(self.run / "snapshots") if n not in self.done]
 
     def score(self, number: int, folder: Path) -> None:
-        """Put a snapshot together and evaluate it."""
+        """Assemble a snapshot and evaluate it."""
         if (scored := self._ask(number, folder)) is None:
             return
         self._record(scored)
@@ -122,7 +122,7 @@ class Scorer:
             shutil.rmtree(folder)
 
     def _ask(self, number: int, folder: Path) -> Scored | None:
-        """Evaluate here or aside; None if it takes so long that the run is over before."""
+        """Evaluate here or in the process aside; return None if the run ends long before the score."""
         if self._aside is None:
             return self._scored(number, snapshot.parts(folder))
         self._began = time.monotonic()
@@ -135,7 +135,7 @@ class Scorer:
         return scored
 
     def _answer(self, asked: str) -> str:
-        """As the process aside: one snapshot's score."""
+        """Score one snapshot, in the process aside."""
         number, _, folder = asked.partition(" ")
         return encode(self._scored(int(number), snapshot.parts(Path(folder))))
 
@@ -148,7 +148,7 @@ class Scorer:
         samples = {
             "everywhere": holders[0].samples,
             "copies": holders[0].samples,
-            "shared": holders[0].samples,  # as if all were as far as worker 0
+            "shared": holders[0].samples,  # as if all workers had done as many steps as worker 0
             "servers": max(p.samples for p in holders),
             "apart": sum(p.samples for p in holders),
         }[holders[0].where]
@@ -163,14 +163,14 @@ class Scorer:
         return scored
 
     def rest(self, show: Show = lambda done, of: None) -> None:
-        """Score what is left; a snapshot whose parts are missing belongs to a run cut short."""
+        """Score the remaining snapshots; skip incomplete ones, which an interrupted run leaves."""
         waiting = [(number, folder) for number, folder in self.ready() if self._whole(folder)]
         for i, (number, folder) in enumerate(waiting):
             show(i, len(waiting))
             self.score(number, folder)
 
     def rest_now(self) -> None:
-        """Score what is left while the run goes on. Without a target an error of `evaluate` does not end the run."""
+        """Score the remaining snapshots while the run goes on. Without a target an error in `evaluate` only warns."""
         if self.targets:
             self.rest()
         elif self._failure is None:
@@ -180,7 +180,7 @@ class Scorer:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """Score nothing more before the end; there it is tried again, after the model is written."""
+        """Stop scoring until the end; the final model is scored after it is written."""
         self._failure = error
         if not self.targets:
             self._warn(f"snapshots are scored no more before the end: {type(error).__name__}: {error}")
@@ -202,7 +202,7 @@ class Scorer:
         self._file.append(scored)
         self.reached = self.reached or any(t.reached(scored.metrics) for t in self.targets)
 
-    # While the run goes on.
+    # During the run.
 
     def start(self, *, apart: bool = False) -> None:
         """Score snapshots as they appear; `apart`, in another process, for a caller that trains in this one."""
@@ -222,13 +222,13 @@ class Scorer:
             if wait or self._aside is not None:
                 self._thread.join()
             self._thread = None
-            torch.set_num_threads(torch.get_num_threads())  # threads of later have as many as this one again
+            torch.set_num_threads(torch.get_num_threads())  # new threads then use as many again as this one
         if self._aside is not None:
             self._aside.close()
             self._aside = None
 
     def target_reached(self) -> bool:
-        """Whether a target was reached so far; raises what went wrong in the thread. To be asked now and then."""
+        """Return whether a target was reached; raise the thread's error. The supervisor calls this periodically."""
         if self._failure is not None and self.targets:
             raise self._failure
         if self._thread is not None and time.monotonic() - self._tidied > _TIDY:
@@ -250,14 +250,14 @@ class Scorer:
             self._now = None
 
     def _next(self) -> tuple[int, Path] | None:
-        """The first snapshot that is whole."""
+        """Return the first complete snapshot that waits."""
         with self._choosing:
             chosen = next(((n, folder) for n, folder in self.ready() if self._whole(folder)), None)
             self._now = None if chosen is None else chosen[0]
             return chosen
 
     def _give_up_some(self) -> None:
-        """Remove every second snapshot that waits, but for the newest, if they take too much room."""
+        """Remove every second waiting snapshot except the newest, if they take too much room."""
         with self._choosing:
             waiting = [(n, folder) for n, folder in self.ready() if n != self._now]
             if self.keep or len(waiting) <= FEWEST or _size(waiting[0][1]) * len(waiting) <= ROOM:
@@ -278,7 +278,7 @@ class Scorer:
 
 
 def _numbers(found: Mapping[str, tuple[str, Any]]) -> dict[str, float]:
-    """The figures by name, from where each was found and its value; a `ConfigError` about all that are no numbers."""
+    """Return the scores by name, from (place, value) pairs; raise `ConfigError` about all that are no numbers."""
     figures = {name: _number(value) for name, (_, value) in found.items()}
     if wrong := [found[name] for name, figure in figures.items() if figure is None]:
         raise ConfigError([Problem(where, _shown(value), _expected(where, value)) for where, value in wrong])
@@ -286,7 +286,7 @@ def _numbers(found: Mapping[str, tuple[str, Any]]) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    """A value as a float; None of text, of nothing, and of several numbers."""
+    """Return a value as a float; None for text, None, and several numbers."""
     if isinstance(value, str | bytes):
         return None
     try:
@@ -308,7 +308,7 @@ def _expected(where: str, value: Any) -> str:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of what lies in a folder, as far as it stays there meanwhile."""
+    """Return the bytes of the files in a folder; files that are removed meanwhile do not count."""
     total = 0
     with contextlib.suppress(OSError):
         for path in folder.iterdir():

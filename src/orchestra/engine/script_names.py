@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the files that were given on the command line: strategies defined there can be named as text.
+"""The names defined in files given on the command line, so that their strategies can be named as text.
 
-A class is known while the command runs that named its file, and not for ever after it was once defined.
+A class is known only while the command runs that named its file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _given: ContextVar[tuple[Mapping[str, Any], ...]] = ContextVar("orchestra-script
 
 @contextmanager
 def scope() -> Iterator[None]:
-    """Forget at the end what was added inside."""
+    """Forget the names that were added inside, at the end."""
     token = _given.set(_given.get())
     try:
         yield

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model at a moment of the run, set aside by the nodes and put together afterwards, off the clock.
+"""Snapshots: the model at a moment of the run, written by the nodes and assembled outside the training time.
 
-Each node that holds something writes its part: a server its range, workers their x and their buffers. What is scored
-is the servers' model put together, or the mean of the workers' models; BatchNorm statistics are averaged over all
-workers in either case, each with the number of samples it saw as its weight.
+Each node that holds a part writes it: a server its range, workers their x and their buffers. The scored model is that
+of the servers, or the mean of the workers' models; BatchNorm statistics are averaged over all workers in either case,
+weighted by the number of samples that each worker saw.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAME = re.compile("([0-9]+)")
 
 @dataclass(frozen=True)
 class SnapshotPart:
-    """What one node set aside."""
+    """The part of one node."""
 
     t: float  # seconds
     step: int
@@ -47,12 +47,12 @@ class SnapshotPart:
     start: int  # the range of x that this part holds
     x: Tensor | None
     buffers: dict[str, Tensor]
-    where: str = "servers"  # the model was then: see `Strategy.model_at`
+    where: str = "servers"  # location of the model at that time: see `Layout.model_location`
     seen: int = 0  # samples behind the buffers
 
 
 def write(folder: Path, rank: int, part: SnapshotPart) -> None:
-    """Add a node's part to a snapshot; it appears whole. A run folder that was deleted is not made again."""
+    """Add a node's part to a snapshot atomically. A deleted run folder stays deleted."""
     if folder.parent.name == SNAPSHOTS:
         folder.parent.mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def write(folder: Path, rank: int, part: SnapshotPart) -> None:
 
 
 def parts(*folders: Path) -> list[SnapshotPart]:
-    """All parts of a snapshot, by node, from the folders that hold some of them."""
+    """Return all parts of a snapshot, by node, from the folders that hold some of them."""
     found = {node: path for folder in folders for node, path in checkpoint.parts_in(folder).items()}
     return [SnapshotPart(**checkpoint.read_tree(found[node])) for node in sorted(found)]
 
@@ -75,17 +75,17 @@ def parts(*folders: Path) -> list[SnapshotPart]:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there was no room for a file."""
+    """Return whether there was no room for a file."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def elsewhere(launch: str) -> Path:
-    """Where a run leaves its model if its own folder has no room: a folder for temporary files, of this launch."""
+    """Return the temporary folder of this launch, for the model if the run folder has no room."""
     return Path(tempfile.gettempdir()) / f"orchestra-{launch}"
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder is there, is no link, and belongs to this user alone."""
+    """Return whether a folder exists, is no link, and belongs to this user alone."""
     try:
         found = os.lstat(folder)
     except OSError:
@@ -94,7 +94,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def make_elsewhere(launch: str) -> Path:
-    """Make that folder; raises OSError if another user has put something there."""
+    """Make the temporary folder of this launch; raise OSError if another user has put something there."""
     folder = elsewhere(launch)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -104,7 +104,7 @@ def make_elsewhere(launch: str) -> Path:
 
 
 def trying_again(write: Callable[[], T]) -> T:
-    """Write something; if the disk is full, try again a few times, some seconds apart."""
+    """Call `write`; if the disk is full, try again a few times, some seconds apart."""
     for pause in files.PAUSES:
         try:
             return write()
@@ -116,22 +116,22 @@ def trying_again(write: Callable[[], T]) -> T:
 
 
 def holds_x(folder: Path, node: int) -> bool:
-    """Whether a node's part of a snapshot is more than its buffers."""
+    """Return whether a node's part of a snapshot is more than its buffers."""
     return checkpoint.has_tensor(folder / checkpoint.part_name(node), "x")
 
 
 def parts_present(folder: Path) -> set[int]:
-    """The nodes whose parts are there."""
+    """Return the nodes whose parts are there."""
     return {*checkpoint.parts_in(folder)}
 
 
 def numbered(folder: Path) -> Iterator[tuple[int, Path]]:
-    """The snapshots of a run in order."""
+    """Yield the snapshots of a run in order."""
     yield from files.numbered(folder, _NAME)
 
 
 def load_into(module: nn.Module, found: list[SnapshotPart]) -> None:
-    """Give a module the parameters and buffers of a snapshot."""
+    """Load the parameters and buffers of a snapshot into a module."""
     holders = [part for part in found if part.x is not None]
     holders = [part for part in holders if part.where == holders[0].where]  # at a switch there may be two
     spread: dict[int, list[Tensor]] = {}
@@ -152,7 +152,7 @@ def load_into(module: nn.Module, found: list[SnapshotPart]) -> None:
 
 
 def _mean(values: list[Tensor], weights: Sequence[int] = ()) -> Tensor:
-    """Average equal-shaped tensors, weighted where weights differ; of whole numbers (BatchNorm's counter) the first."""
+    """Average equal-shaped tensors, weighted if weights differ; of integers (BatchNorm's counter) return the first."""
     if len(values) == 1 or not values[0].is_floating_point():
         return values[0]
     stacked = torch.stack([v.double() for v in values])
@@ -165,7 +165,7 @@ def _mean(values: list[Tensor], weights: Sequence[int] = ()) -> Tensor:
 def export(module: nn.Module, path: Path) -> None:
     """Write weights that plain PyTorch loads: `module.load_state_dict(safetensors.torch.load_file(path))`.
 
-    What a module adds to its state beside tensors (`get_extra_state`) has no place in such a file and is left out.
+    Extra state that is no tensor (`get_extra_state`) cannot be stored in such a file and is left out.
     """
     tensors: dict[str, Any] = {name: t for name, t in module.state_dict().items() if isinstance(t, Tensor)}
     state = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
@@ -183,7 +183,7 @@ def export(module: nn.Module, path: Path) -> None:
 
 
 def export_or_rescue(module: nn.Module, folder: Path, launch: str) -> None:
-    """Write the weights to a run folder. Without room there, write them elsewhere, and raise an error that says so."""
+    """Write the weights to a run folder. Without room there, write them elsewhere, and raise an error with the path."""
     try:
         trying_again(lambda: export(module, folder / MODEL))
     except OSError as error:
@@ -198,11 +198,11 @@ def export_or_rescue(module: nn.Module, folder: Path, launch: str) -> None:
 
 
 def read_exported(module: nn.Module, path: Path) -> bytes:
-    """Read the file that `export` wrote; raises OSError for anything but a regular file of about the module's size."""
+    """Read the file that `export` wrote; raise OSError for anything but a regular file of about the module's size."""
     size = sum(t.nbytes for t in module.state_dict().values() if isinstance(t, Tensor))
     return files.read_bytes(path, most=size + files.SMALL)
 
 
 def adopt(module: nn.Module, exported: bytes) -> None:
-    """Give a module the weights that `export` wrote."""
-    module.load_state_dict(parse_tensors(exported), strict=False)  # what has no place in such a file stays as it is
+    """Load the weights that `export` wrote into a module."""
+    module.load_state_dict(parse_tensors(exported), strict=False)  # extra state is not in the file

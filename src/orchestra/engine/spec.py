@@ -15,8 +15,10 @@ from torch import nn
 from orchestra.core.ops import Group
 from orchestra.core.strategy import Strategy
 from orchestra.core.vectors import cut, is_small, ranges, ranges_of_layers
+from orchestra.data import samples
 from orchestra.data.batches import Loss
 from orchestra.data.partitions import Partition
+from orchestra.data.random_state import seed_everything
 from orchestra.engine.compute_times import Delay
 from orchestra.model.flat_optimizer import Factory, Schedule
 from orchestra.runs.budget import Budget, Epochs, Steps
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments:
-    """The arguments of `train`, which describes them. Those of a loop under `prepare` leave most at their defaults."""
+    """The arguments of `train`, documented there. A loop under `prepare` leaves most of them at their defaults."""
 
     model: Callable[[], nn.Module]
     data: Callable[[], Any]
@@ -59,6 +61,13 @@ class TrainArguments:
     progress: Callable[[RunStatus], None] | bool | None = None
     note: dict[str, Any] = field(default_factory=dict)
 
+    def validation_samples(self) -> Any:
+        """Return what `validation_data` makes, if it is given. Samples that are drawn come out alike everywhere."""
+        if self.validation_data is None:
+            return None
+        seed_everything(self.seed)
+        return samples.read(self.validation_data())
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(TrainArguments):
@@ -68,11 +77,11 @@ class RunSpec(TrainArguments):
     workers: int
     device: str  # "cpu" or "cuda"
     one_memory: bool = False  # workers can share one x
-    torch_means: bool = False  # averages are taken by torch.distributed, and every worker updates the whole of x
+    torch_means: bool = False  # torch.distributed does the all-reduces, and every worker updates the whole of x
     run: Path = Path()  # the run folder
     launch: str = ""  # different whenever the run is started or resumed
-    last_step: int | None = None  # of each worker; None if only a clock, a score or the end of a stream can tell
-    last_epoch: float | None = None  # for streams, whose length is not known before
+    last_step: int | None = None  # of each worker; None if a clock, a score or the end of a stream decides
+    last_epoch: float | None = None  # for streams, whose length is not known beforehand
     snapshot_steps: int | None = None  # between two snapshots
     checkpoint_steps: int | None = None  # between two checkpoints
     steps_per_epoch: int | None = None  # of each worker
@@ -86,17 +95,17 @@ class RunSpec(TrainArguments):
     delay: Delay | None = None  # how long workers take for a mini-batch; None: as long as it takes
 
     def for_nodes(self) -> RunSpec:
-        """Return it without what only the caller's process uses, some of which may not be sent to another."""
+        """Return the settings without those that only the caller's process uses; some of them cannot be pickled."""
         return replace(self, evaluate=None, evaluation_data=None, progress=None, note={})
 
     @property
     def servers(self) -> int:
-        """How many servers there are."""
+        """The number of servers."""
         return self.strategy.layout.servers
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers in x."""
+        """The number of elements of x."""
         return sum(map(math.prod, self.layers))
 
     @cached_property
@@ -108,7 +117,7 @@ class RunSpec(TrainArguments):
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Where the ranges of x begin that servers hold, or that workers update for all."""
+        """The first elements of the ranges of x that servers hold, or that each worker updates for all."""
         owned = ranges(self.parameters, self.workers) if self.updated == "own range" else []
         return [part.start for part in (*self.placement, *owned) if part.start < part.stop]
 
@@ -124,22 +133,27 @@ class RunSpec(TrainArguments):
         return (*range(self.workers), *last)
 
     def near(self, rank: int) -> frozenset[int]:
-        """Return the other nodes on a node's machine: what passes between them does not pass the network."""
+        """Return the other nodes on a node's machine: messages between them do not use the network."""
         return frozenset(n for n, at in enumerate(self.machines) if at == self.machines[rank] and n != rank)
 
     @cached_property
     def updated(self) -> Literal["whole", "own range", "shared"]:
-        """What of x a worker updates: the one place where this is decided.
+        """The part of x that a worker updates: the one place where this is decided.
 
-        `shared`: one x, together with the others. `own range`: one range, for all workers; then the replicas must
-        always be equal, the optimizer treat every element alike, and the model be so large that it pays. `whole`: all
-        of its own x.
+        `shared`: all workers update one x. `own range`: each worker updates one range for all; this requires that the
+        replicas are always equal, that the optimizer is element-wise, and that the model is large enough to profit.
+        `whole`: each worker updates all of its own x.
         """
         location = self.strategy.layout.model_location
         if location == "shared":
             return "shared"
         possible = location == "everywhere" and not self.layerwise and self.clip is None and not self.torch_means
         return "own range" if possible and not is_small(self.parameters, self.workers) else "whole"
+
+    @property
+    def fused(self) -> bool:
+        """Whether the world averages gradients and updates x in one operation."""
+        return self.updated == "own range" or self.torch_means
 
     @property
     def shares_x(self) -> bool:
@@ -153,7 +167,7 @@ class RunSpec(TrainArguments):
         return Group(nodes[: self.workers]), Group(nodes[self.workers :])
 
     def samples_by(self, step: int) -> int:
-        """Return the samples that all workers together have used after so many steps of each."""
+        """Return the samples that all workers together have used after `step` steps of each."""
         together = self.batch * self.workers
         if self.steps_per_epoch is None or self.samples_per_epoch is None:
             return step * together

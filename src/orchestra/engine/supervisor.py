@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided for a run as a whole, wherever its nodes are: when it begins, when it stops, what is saved."""
+"""The decisions for a run as a whole, in every world: when it begins, when it stops, which checkpoints count."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from orchestra.errors import Interrupted, RunFolderGone, WorkerFailed, by_name
 from orchestra.runs import run_lock
 from orchestra.runs.status import NodeStatus, RunStatus, name_of
 
-_LOOK = 1.0  # seconds between two looks for the run folder
+_LOOK = 1.0  # seconds between two checks that the run folder exists
 
 
 @dataclass
 class RunSupervisor(ABC):
-    """One run of one spec. Hears what its nodes tell; how they are reached is for subclasses to say."""
+    """The supervisor of one run: handles the messages of its nodes. Subclasses reach the nodes."""
 
     prepared: PreparedRun
     ready: set[int] = field(default_factory=set)
@@ -35,7 +35,7 @@ class RunSupervisor(ABC):
     saved: dict[int, set[int]] = field(default_factory=dict)
     incomplete: set[int] = field(default_factory=set)  # steps at which a node could not save
     warnings: list[str] = field(default_factory=list)
-    silenced: set[int] = field(default_factory=set)  # who has complained once about its log
+    silenced: set[int] = field(default_factory=set)  # nodes whose log has failed once
     stopped_by: str = "budget"
     begun: bool = False
     asked_to_stop: bool = False
@@ -44,7 +44,7 @@ class RunSupervisor(ABC):
     signal_name: str = ""
     last_checkpoint: int | None = None
     beforehand: str = ""  # what must be done before the run can go on
-    looked: float = 0.0  # when the run folder was looked for
+    looked: float = 0.0  # time of the last check that the run folder exists
 
     def __post_init__(self) -> None:
         self.spec = self.prepared.spec
@@ -53,22 +53,22 @@ class RunSupervisor(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Every node is ready: start the clock, and let them go."""
+        """Start the clock and all nodes; called when every node is ready."""
 
     @abstractmethod
     def ask_to_stop(self, code: int) -> None:
-        """Agree with the workers on a last step: past every step begun, so that nobody has to go back."""
+        """Agree with the workers on a last step: past every step begun, so that no worker has to go back."""
 
     @abstractmethod
     def seconds(self) -> float:
-        """Of training so far."""
+        """Return the seconds of training so far."""
 
     @abstractmethod
     def rows(self) -> tuple[NodeStatus, ...]:
-        """What every node last reported."""
+        """Return the latest report of every node."""
 
     def progress(self) -> RunStatus:
-        """The run at this moment."""
+        """Return the current state of the run."""
         spec = self.spec
         return RunStatus(
             spec.run, expression.show(spec.strategy), spec.workers, spec.servers, spec.last_step, self.begun,
@@ -76,7 +76,7 @@ class RunSupervisor(ABC):
         )  # fmt: skip
 
     def hear(self, said: dict[str, Any]) -> None:
-        """Take note of what a node tells."""
+        """Handle a message from a node."""
         node = said["node"]
         match said["kind"]:
             case "ready":
@@ -111,7 +111,7 @@ class RunSupervisor(ABC):
     def _note_saved(self, step: int, node: int) -> None:
         """Seal a checkpoint once every node has written its part; discard it if one of them could not."""
         if step in self.incomplete:
-            self._discard(step)  # this node's part was written after it was known
+            self._discard(step)  # this node wrote its part after another had failed
             return
         here = self.saved.setdefault(step, set())
         here.add(node)
@@ -128,7 +128,7 @@ class RunSupervisor(ABC):
         shutil.rmtree(checkpoint.draft(self.spec.run / "checkpoints", step), ignore_errors=True)
 
     def _warn(self, message: str) -> None:
-        """Say it now, and remember it for the end."""
+        """Print a warning, and keep it for the summary."""
         self.warnings.append(message)
         print(f"warning: {message}", file=sys.stderr)
 
@@ -140,7 +140,7 @@ class RunSupervisor(ABC):
                 self.raise_interrupted()
             return
         if self.asked_to_stop:
-            return  # some may already act on the reason given: it stays, and a second Ctrl-C ends everything at once
+            return  # workers may already act on the first reason; a second Ctrl-C ends everything at once
         if self.signals:
             self._stop("interrupt", INTERRUPTED)
         elif self.prepared.seconds is not None and self.seconds() >= self.prepared.seconds:
@@ -149,7 +149,7 @@ class RunSupervisor(ABC):
             self._stop("target", BUDGET_SPENT)
 
     def _require_folder(self) -> None:
-        """Once a second: raise if the run folder was deleted."""
+        """Raise if the run folder was deleted; checked once a second."""
         now = time.monotonic()
         if self.had_folder and now - self.looked > _LOOK:
             self.looked = now
@@ -161,14 +161,14 @@ class RunSupervisor(ABC):
         self.ask_to_stop(code)
 
     def settle(self) -> None:
-        """All nodes are done: say so if the run was broken off before its end."""
+        """Raise if the run was interrupted before its end; called when all nodes are done."""
         if self.interrupted:
             self.raise_interrupted()
         if self.stopped_by == "interrupt":  # too late: the last step was under way
             self.stopped_by = "budget"
 
     def raise_interrupted(self) -> None:
-        """Say that the run was broken off, and how to go on."""
+        """Raise `Interrupted`, with the command that resumes the run."""
         run = self.spec.run
         newest = self.last_checkpoint or self.prepared.resumed_from
         where = (
@@ -181,23 +181,23 @@ class RunSupervisor(ABC):
         raise error
 
     def name(self, node: int) -> str:
-        """How people are told of a node."""
+        """Return the name of a node in messages."""
         return name_of(node, self.spec.workers)
 
 
 class Stoppable(Protocol):
-    """Somebody who stops when asked to, and at once when asked again."""
+    """Something that stops at the first signal, and at once at the second."""
 
     signals: int
     signal_name: str
 
     def raise_interrupted(self) -> None:
-        """Give up."""
+        """Raise `Interrupted`."""
 
 
 @contextmanager
-def counting(who: Stoppable, *, echo: float = 0.0) -> Iterator[None]:
-    """Count Ctrl-C and SIGTERM instead of dying of them; those that come within `echo` seconds are one and the same."""
+def counting(target: Stoppable, *, echo: float = 0.0) -> Iterator[None]:
+    """Count Ctrl-C and SIGTERM instead of ending by them; signals within `echo` seconds of the first count as one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -205,13 +205,13 @@ def counting(who: Stoppable, *, echo: float = 0.0) -> Iterator[None]:
 
     def note(number: int, frame: object) -> None:
         nonlocal first
-        if who.signals and time.monotonic() - first < echo:
+        if target.signals and time.monotonic() - first < echo:
             return
         first = min(first, time.monotonic())
-        who.signals += 1
-        who.signal_name = signal.Signals(number).name
-        if who.signals > 1:
-            who.raise_interrupted()
+        target.signals += 1
+        target.signal_name = signal.Signals(number).name
+        if target.signals > 1:
+            target.raise_interrupted()
 
     before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

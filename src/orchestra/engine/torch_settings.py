@@ -12,7 +12,7 @@ from torch import backends
 
 
 def _flushes_denormals() -> bool:
-    """Whether numbers too small to be normal become zero. Torch has no getter, so compute one."""
+    """Return whether denormal numbers become zero. Torch has no getter, so compute with one."""
     return float(torch.tensor(1e-310, dtype=torch.float64, device="cpu") * 0.5) == 0.0
 
 
@@ -25,13 +25,13 @@ def _deterministic() -> tuple[bool, bool]:
 
 
 def _default_device() -> torch.device | None:
-    """None if the caller chose none: a chosen one costs a little time in every call."""
+    """Return the default device that the caller chose, else None: a chosen one costs a little time in every call."""
     chosen = torch._GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context")
     return None if chosen is None else torch.get_default_device()
 
 
 def _precisions() -> Iterator[tuple[str, tuple[Callable[[], Any], Callable[[Any], object]]]]:
-    """The precision of float32 computations of each backend; what contains others comes first. Older torch has none."""
+    """Yield the float32 precision setting of each backend, parents first; older versions of torch have none."""
     for path in (
         *("backends", "backends.mkldnn", "backends.mkldnn.matmul", "backends.mkldnn.conv", "backends.mkldnn.rnn"),
         *("backends.cuda.matmul", "backends.cudnn", "backends.cudnn.conv", "backends.cudnn.rnn"),
@@ -78,18 +78,18 @@ _ALL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """All of them, by name."""
+    """The values of all settings, by name."""
 
     values: dict[str, Any]
 
     @classmethod
     def current(cls) -> TorchSettings:
-        """Read what is in force in this process."""
+        """Read the settings of this process."""
         found = {name: _read(name) for name in _ALL}
         return cls({name: value for name, value in found.items() if value is not _UNREADABLE})
 
     def apply(self) -> None:
-        """Set what differs here, one after the other: some change others that come later."""
+        """Apply the settings that differ in this process, in order: some of them change later ones."""
         for name, value in self.values.items():
             if _read(name) != value:
                 _ALL[name][1](value)
@@ -99,7 +99,7 @@ _UNREADABLE = object()
 
 
 def _read(name: str) -> Any:
-    """Torch raises for a legacy setting where the newer ones of the same thing say what it has no value for."""
+    """Read a setting. Torch raises for a legacy setting whose newer counterparts have a value it cannot express."""
     try:
         return _ALL[name][0]()
     except RuntimeError:

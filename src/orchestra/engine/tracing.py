@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes down every op of a node: what it was, from when to when, with whom and how many bytes.
+"""A transport that records every op of a node: its kind, its begin and end, the other node, and the bytes.
 
-Before a mean of models, also how far this node's is from it: ‖xᵢ − x̄‖, the consensus distance.
+When models are averaged, it also logs the consensus distance ‖xᵢ − x̄‖ of this node.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _TOGETHER: dict[type[Any], str] = {Mean: "mean", MeanUpdate: "mean", Broadcast: 
 
 
 class Traced(TransportWrapper):
-    """Tells of every op when it is over; of a vector that is lent, when it is on its way."""
+    """Records every op when it is over; a send of a lent vector, when it was started."""
 
     def __init__(
         self, inner: Transport, write: Callable[[OpTraced], None], log: Callable[[Logged], None], *, apart: bool
     ) -> None:
         super().__init__(inner)
         self._write, self._log = write, log
-        self._apart = apart  # each worker has a model of its own, and what is averaged are models
+        self._apart = apart  # each worker has its own model, so that a mean is one of models
         self._step = 0
         self.proceed = self._proceed
 
@@ -47,22 +47,22 @@ class Traced(TransportWrapper):
         return self.inner.proceed(step, lockstep=lockstep)
 
     def start(self, op: Op[T]) -> Handle[T]:
-        """Pass the op on, and tell of it."""
+        """Pass the op on, and record it."""
         began = self.now()
         own = op.x.clone() if self._apart and type(op) is Mean and not op.x.is_meta else None
         handle = self.inner.start(op)
         if own is not None and isinstance(op, Mean):
             distance = float((own - op.x).norm())
             self._log(Logged(self.now(), self.rank, self._step, "consensus", distance))
-        told = _what(op, handle)
-        if told is not None:
-            kind, peer, nbytes = told
+        found = _described(op, handle)
+        if found is not None:
+            kind, peer, nbytes = found
             self._write(OpTraced(self.now(), self.rank, kind, began, peer, nbytes))
         return handle
 
 
-def _what(op: Op[Any], handle: Handle[Any]) -> tuple[str, int | None, int] | None:
-    """What kind of op it was, with whom, and how many bytes went between the two; None if it is not worth a word."""
+def _described(op: Op[Any], handle: Handle[Any]) -> tuple[str, int | None, int] | None:
+    """Return the kind of an op, the other node and the bytes between the two; None for ops that are not recorded."""
     kind: type[Any] = type(op)
     if isinstance(op, Send):
         return "send", op.to, op.x.nbytes

@@ -45,7 +45,7 @@ from orchestra.strategies.catalogue import row_of
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves: the trained model, its figures, the facts of the run, and the folder with everything."""
+    """The result of a run: the trained model, its scores, the facts of the run, and the run folder."""
 
     model: nn.Module
     metrics: dict[str, float]
@@ -60,7 +60,7 @@ class Result:
 
     @property
     def learned(self) -> bool | None:
-        """Whether the run learned anything; None if that cannot be told, as of a run of few steps.
+        """Whether the run learned anything; None if that is unknown, for example after few steps.
 
         False if the training loss did not fall below that of the first steps, or the accuracy is that of guessing.
         `summary.why_unlearned` then has the figures and what to do.
@@ -69,7 +69,7 @@ class Result:
 
 
 class Training:
-    """One call of `train`: checks its arguments, makes the `RunSpec`, and has a runner carry it out."""
+    """One call of `train`: checks its arguments, makes the `RunSpec`, and passes it to a runner."""
 
     def __init__(self, asked: TrainArguments, runner_of: Callable[[Cluster], Runner]) -> None:
         strategy, problems = read_strategy(asked)
@@ -96,7 +96,7 @@ class Training:
         """Train: as the process that coordinates the run, or as one of the others."""
         return self._coordinate() if self.given.cluster.is_coordinator else self._participate()
 
-    # The process that keeps the run folder.
+    # The process that owns the run folder.
 
     def _coordinate(self) -> Result:
         spec, resumed_at = self.spec(), 0.0
@@ -104,7 +104,8 @@ class Training:
             about, budget = fingerprint.about(spec, self.module), fingerprint.budget_of(spec)
             if (ended := resuming.as_it_ended(self.folder, about, self.runner, spec)) is not None:
                 return self._as_it_ended(spec, ended)
-            self.saved = resuming.find(self.folder, about, self.runner)
+            largest = resuming.largest_part(self.module, spec.workers + spec.servers)
+            self.saved = resuming.find(self.folder, about, self.runner, largest)
             spec, resumed_at = self.spec(), resuming.clock(self.saved)
             resuming.look_at_budget(self.folder, self.saved, spec, resumed_at)
             resuming.forget_after(self.folder, self.saved)
@@ -220,7 +221,7 @@ class Training:
         yield warnings.about_momentum(spec.strategy, optimizer, spec.workers)
 
     def _how_to_resume(self) -> str:
-        """Return what to type: the command line can only repeat a call that it knows."""
+        """Return the command or the call that resumes the run: the command line knows only runs that it started."""
         if "recipe" in self.given.note:
             return self.runner.how_to_resume(self.folder)
         return f'the same train(..., out="{self.folder}", resume=True)'
@@ -234,7 +235,7 @@ class Training:
         )  # fmt: skip
 
     def _fingerprint(self, spec: RunSpec) -> dict[str, Any]:
-        """Return what processes of other machines must have in common with this one, where there are any."""
+        """Return what processes on other machines must have in common with this one; nothing on a single machine."""
         if spec.one_memory:
             return {}
         seed_everything(spec.seed)  # samples may be drawn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of all arguments before anything is started: every problem is found, each with its remedy."""
+"""The checks of all arguments before anything is started: they list every problem, each with its remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_strategy(given: TrainArguments) -> tuple[Strategy[Any] | None, list[Pro
     """Return the strategy, parsed if it was given as text, or the problems for which there is none."""
     if isinstance(given.strategy, Strategy):
         unfit = [*check_fields(given.strategy, "strategy")]
-        return (None if unfit else given.strategy), unfit  # with wrong fields it cannot say what it needs
+        return (None if unfit else given.strategy), unfit  # with wrong fields its layout cannot be computed
     if not isinstance(given.strategy, str):
         message = 'must be a strategy such as AllReduce(), or its text "allreduce"'
         return None, [Problem("strategy", given.strategy, message)]
@@ -43,14 +43,14 @@ def read_strategy(given: TrainArguments) -> tuple[Strategy[Any] | None, list[Pro
 
 
 def placed(given: TrainArguments, strategy: Strategy[Any] | None) -> TrainArguments:
-    """Return the arguments with a cluster that knows how many of its processes will be servers."""
+    """Return the arguments with a cluster whose processes are divided into workers and servers."""
     if strategy is None or not isinstance(given.cluster, Cluster):
         return given
     return replace(given, cluster=given.cluster.for_strategy(strategy))
 
 
 def check_arguments(given: TrainArguments, strategy: Strategy[Any] | None) -> Iterator[Problem]:
-    """Yield the problems that show without calling any function of the user's."""
+    """Yield the problems that can be found without calling any function of the user's."""
     yield from _check_functions(given)
     strategy = yield from _check_cluster(given, strategy)
     yield from budgets.problems_of(given.budget)
@@ -63,7 +63,7 @@ def check_arguments(given: TrainArguments, strategy: Strategy[Any] | None) -> It
     if given.evaluate is not None and given.evaluation_data is None:
         yield Problem("evaluation_data", None, "must come with evaluate: a function that makes the data to score on")
     if strategy is not None and strategy.needs.validation_loss and given.validation_data is None:
-        message = "the strategy looks at the loss of samples set apart: give a function that makes them"
+        message = "the strategy needs the validation loss: give a function that makes the validation samples"
         yield Problem("validation_data", None, message)
     if given.evaluate is None and any(isinstance(p, Target) for p in budgets.parts(given.budget)):
         yield Problem("budget", given.budget, "a target needs evaluate= and evaluation_data=")
@@ -78,7 +78,7 @@ def check_arguments(given: TrainArguments, strategy: Strategy[Any] | None) -> It
 def _check_cluster(
     given: TrainArguments, strategy: Strategy[Any] | None
 ) -> Generator[Problem, None, Strategy[Any] | None]:
-    """Check the cluster, and whether the strategy fits there. Return the strategy if more of it can be checked."""
+    """Check the cluster, and whether the strategy can run there; return the strategy if it can be checked further."""
     if not isinstance(given.cluster, Cluster):
         yield Problem("cluster", given.cluster, "must be a cluster such as Local(workers=4)")
         return strategy
@@ -90,7 +90,7 @@ def _check_cluster(
     unfit = [*checks.check_strategy(strategy, given.cluster.workers, given.clip)]
     yield from unfit
     if unfit:
-        return None  # it may not even be able to say what it is
+        return None  # its layout may raise
     shared = strategy.layout.model_location == "shared"
     if shared and not given.cluster.abilities.one_memory:
         message = "its workers share one x in the memory of one machine: use Local(...), without torchrun"
@@ -175,7 +175,7 @@ def _check_folder(given: TrainArguments) -> Iterator[Problem]:
 def check_model_and_data(
     given: TrainArguments, strategy: Strategy[Any], module: nn.Module, data: Any, warn: Callable[[str], object]
 ) -> Iterator[Problem]:
-    """Yield the problems that show once model and data exist; `warn` of what works, but is probably not meant."""
+    """Yield the problems that can be found with the model and the data; call `warn` about probable mistakes."""
     unfit = [*problems_of(module)]
     yield from unfit
     if not unfit:
@@ -194,7 +194,7 @@ def check_model_and_data(
     if strategy.needs.budget and budgets.last_step(given.budget, per_epoch, 1) is None:
         message = "has no share that could be spent, by which the strategy switches: add an end, such as | Steps(1000)"
         yield Problem("budget", given.budget, message)
-    # Without numbers no sample is looked at, so there may be fewer than workers.
+    # Without numerics no sample is used, so there may be fewer samples than workers.
     batch, workers = (given.batch, given.cluster.workers) if given.cluster.abilities.trains else (1, 1)
     found = [*checks.check_data(data, batch=batch, workers=workers, partition=given.partition)]
     yield from found

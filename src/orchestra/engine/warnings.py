@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings before a run starts: what can be trained as asked, but is probably not what was meant."""
+"""Warnings before a run starts, about settings that work but are probably a mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _silent: ContextVar[bool] = ContextVar("orchestra-silent", default=False)
 
 
 def say(*warnings: str | None) -> list[str]:
-    """Print the warnings that there are to standard error, and return them."""
+    """Print the warnings that are not None to standard error, and return them."""
     found = [warning for warning in warnings if warning is not None]
     for warning in () if _silent.get() else found:
         print(f"warning: {warning}", file=sys.stderr)
@@ -38,7 +38,7 @@ def say(*warnings: str | None) -> list[str]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Print no warnings, and warn of no momentum: without momentum was tried as well, and was not better."""
+    """Print no warnings inside, and do not warn about momentum: a search has tried momentum 0, which was no better."""
     token = _silent.set(True)
     try:
         yield
@@ -87,7 +87,7 @@ def about_momentum(strategy: Strategy[Any], optimizer: optim.Optimizer, workers:
 
 
 def _phases(strategy: Strategy[Any], own: float, workers: int) -> Iterator[tuple[Strategy[Any], float, bool]]:
-    """Each strategy that will be in force, its momentum, and whether the strategy was given that."""
+    """Yield each phase's strategy, its momentum, and whether the momentum is an option of the strategy."""
 
     def updates(part: Strategy[Any]) -> float:
         return part.layout.updates.per_round_of(workers)
@@ -103,11 +103,11 @@ def _phases(strategy: Strategy[Any], own: float, workers: int) -> Iterator[tuple
 
 
 def about_loss(module: nn.Module, batch: Pieces, loss: Any) -> str | None:
-    """Warn about a loss that is a sum over the samples; `module` is a copy that is not needed any more.
+    """Warn about a loss that is a sum over the samples; `module` is a copy that may be changed.
 
-    A mean over a batch is the weighted mean of the losses of two parts of it, a sum is their sum. Both parts of two
-    cuts are compared, in evaluation mode, so that a sample's loss does not depend on the others. What is neither, or
-    raises, is not judged.
+    A mean over a batch is the weighted mean of the losses of two parts of it, a sum is their sum. This compares both
+    parts of two cuts, in evaluation mode, so that a sample's loss does not depend on the others. It says nothing about
+    a loss that is neither, or that raises.
     """
     try:
         with left_alone(), torch.no_grad():
@@ -125,7 +125,7 @@ def about_loss(module: nn.Module, batch: Pieces, loss: Any) -> str | None:
 
 
 def _losses(module: nn.Module, batch: Pieces, loss: Any) -> Iterator[tuple[float, float, float, float]]:
-    """The loss of a batch, of the two parts of a cut, and the share of the first part; for several cuts."""
+    """Yield for several cuts: the loss of a batch, those of its two parts, and the share of the first part."""
     count = len(pieces(batch)[0])
 
     def of(start: int, stop: int) -> float:
@@ -137,7 +137,7 @@ def _losses(module: nn.Module, batch: Pieces, loss: Any) -> Iterator[tuple[float
 
 
 def _without_constant(found: list[tuple[float, float, float, float]]) -> list[tuple[float, float, float, float]]:
-    """The same less what is added to every loss, as a penalty on the parameters is: of a sum, both parts have it."""
+    """Subtract a constant that is added to every loss, such as a penalty on the parameters."""
     constant = math.fsum(first + second - whole for whole, first, second, _ in found) / len(found)
     if len(found) < 2:  # nothing to compare it with
         return [(0.0, 0.0, 0.0, 0.0)]
@@ -145,7 +145,7 @@ def _without_constant(found: list[tuple[float, float, float, float]]) -> list[tu
 
 
 def _is_sum(losses: tuple[float, float, float, float]) -> bool:
-    """Whether a loss is the sum of the losses of two parts, and clearly not their weighted mean."""
+    """Return whether a loss is the sum of the losses of two parts, and clearly not their weighted mean."""
     whole, first, second, share = losses
     if not all(map(math.isfinite, losses)):
         return False

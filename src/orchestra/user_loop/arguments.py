@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -243,3 +244,12 @@ class LoopArguments:
 
 def _is_taken(out: Path) -> bool:
     return out.exists() and (not out.is_dir() or (any(out.iterdir()) and not run_lock.never_began(out)))
+
+
+def chosen_strategy(own: Strategy[Any] | str, said: Strategy[Any] | str) -> Strategy[Any]:
+    """Return the strategy of the command line if it names one, else the script's own."""
+    mine, chosen = (expression.parse(s) if isinstance(s, str) else s for s in (own, said))
+    if chosen != mine and not environment.is_member():
+        words = f"{expression.show(chosen)}, as the command line says, in place of the script's {expression.show(mine)}"
+        print(f"orchestra: strategy {words}", file=sys.stderr)
+    return chosen

@@ -50,7 +50,7 @@ class WorkerReport:
 
     def _tell_rates(self, step: int) -> None:
         self._step = step
-        self._say({"kind": "rates", "step": step, "values": self._rates, "clip": self._clip})
+        self._say({"kind": "rates", "step": step, "by_group": self._rates, "clip": self._clip})
 
 
 class WorkerComparisons:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from orchestra.core.comm import Comm
-from orchestra.core.ops import Message, Recv
+from orchestra.core.ops import Message, Recv, ReservedTag
 from orchestra.engine import checkpoint, node_loop, snapshot
 from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, OrchestraError, RunFolderGone
 from orchestra.formatting import plural
@@ -33,7 +33,6 @@ from orchestra.user_loop.run_folder import LoopRunFolder
 from orchestra.user_loop.scores import LoopScores, figures
 from orchestra.user_loop.step_driver import StepDriver
 
-FINAL = 0xFFFE  # the tag of a server's last message
 CLIP = "clip_grad_norm_"  # what servers are told of it: the largest norm of the mean, or False
 PIECE = 1 << 20  # bytes of what is never trained that are sent at a time
 
@@ -258,7 +257,7 @@ class LoopHandle:
                 came = node.comm.transport.start(Recv(server, node.comm.workers)).wait()
                 if not isinstance(came, Message):
                     raise ClusterError(f"node {server} ended without giving its part of the model")
-                if came.tag == FINAL:
+                if came.tag == ReservedTag.FINAL:
                     break
             if self._runtime.layout.model_location == "servers":
                 node.x[part].copy_(came.x)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from orchestra.core.comm import Comm
 from orchestra.core.log import Log
+from orchestra.core.ops import ReservedTag
 from orchestra.engine import node_loop
 from orchestra.engine.middleware import Metered
 from orchestra.engine.spec import RunSpec
 from orchestra.runs.events import EventLog, NodeStarted
 from orchestra.user_loop.exit_hooks import Exit
-from orchestra.user_loop.handle import CLIP, FINAL
+from orchestra.user_loop.handle import CLIP
 from orchestra.user_loop.peers import Peers
 from orchestra.user_loop.run_folder import LoopRunFolder
 from orchestra.user_loop.server_state import OnServer
@@ -54,7 +55,7 @@ class ServerFinisher:
         comm = self.runtime.node.comm
         comm.use(None)
         for worker in range(self.runtime.spec.workers):
-            comm.send(worker, self.runtime.node.x, tag=FINAL)
+            comm.send(worker, self.runtime.node.x, tag=ReservedTag.FINAL)
         return False
 
 
@@ -77,10 +78,10 @@ def serve(
     peers.when_settings_change(follow)
     runtime = node_loop.NodeRuntime(spec, node, meter, log, tell=lambda said: None, show=lambda row: None)
     states = OnServer(runtime, peers)
-    peers.exchange.listen_idle(states)
+    peers.messenger.listen_idle(states)
     node.comm.between_messages = states.settle
     log.write(NodeStarted(node.now(), node.rank, "server", time.perf_counter() - began))
-    peers.exchange.begin()
+    peers.messenger.begin()
     node_loop.serve(runtime, ServerFinisher(runtime, folder))
     door.close()
     peers.part()

@@ -48,7 +48,7 @@ class _TimedNode(Node):
         self, comm: Comm, optimizer: Any, x: Tensor, at_once: bool, log: Log, spec: RunSpec, feed: Any = None
     ) -> None:
         last = None if feed is None else spec.last_step
-        more: dict[str, Any] = {"last_step": last, "placement": spec.placement, "fuses": spec.updated == "own range"}
+        more: dict[str, Any] = {"last_step": last, "placement": spec.placement, "fuses": spec.fused}
         super().__init__(comm, optimizer, x, log=log, seed=spec.seed, feed=feed, **more)
         self._at_once = at_once
         self._parts: dict[torch.dtype, Sequence[Tensor]] = {}

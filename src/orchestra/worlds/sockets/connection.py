@@ -134,7 +134,9 @@ class Connection:
     def beat(self, me: int, run: int) -> None:
         """Give a sign of life, and say how far this end is; not if something waits to be sent anyway."""
         if not self.out and self.parted is None and self.failing is None:
-            self.out.append(memoryview(wire.encode(wire.Frame(wire.BEAT, me, self.sent, heard=self.taken), run)))
+            self.out.append(
+                memoryview(wire.encode(wire.Frame(wire.Kind.HEARTBEAT, me, self.sent, heard=self.taken), run))
+            )
             self.told, self.owed = self.taken, 0
 
     def write(self) -> None:
@@ -173,7 +175,7 @@ class Connection:
         frame = self.frame
         if frame is None:
             frame = wire.decode(self.header, run, source=self.rank, number=self.taken, largest=largest)
-            if frame.kind == wire.BEAT:
+            if frame.kind == wire.Kind.HEARTBEAT:
                 self._hear(frame.heard)
                 self.room = memoryview(self.header)
                 return None

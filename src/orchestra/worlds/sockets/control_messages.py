@@ -68,6 +68,10 @@ def _table(value: Any) -> bool:
     return isinstance(value, dict) and len(value) <= ENTRIES
 
 
+def _status(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {*NodeStatus._fields} and all(map(_number, value.values()))
+
+
 def _figures(value: Any) -> bool:
     fits = isinstance(value, dict) and 0 < len(value) <= FIGURES
     return fits and all(_text(name) and _number(figure) for name, figure in value.items())
@@ -88,9 +92,9 @@ _ANYBODY: dict[str, dict[str, Fits]] = {
     "send-state": {},
     "load-state": {},
     "state-loaded": {},
-    "settings": {"name": _like(r"\w{1,64}"), "first": _whole, "values": _settings},
+    "settings": {"name": _like(r"\w{1,64}"), "first_group": _whole, "by_group": _settings},
     "gradient": {"checksum": _whole},
-    "rates": {"step": _whole, "values": _numbers, "clip": _number},
+    "rates": {"step": _whole, "by_group": _numbers, "clip": _number},
     "score": {"number": _whole, "t": _number, "step": _whole, "samples": _whole, "figures": _figures},
     "file": _FILE,
 }
@@ -98,7 +102,7 @@ _MEMBER: dict[str, dict[str, Fits]] = {
     "far-off": {},
     "ready": {},
     "begun": {"step": _whole},
-    "report": {"row": lambda row: _numbers(row) and len(row) == len(NodeStatus._fields)},
+    "report": {"status": _status},
     "snapped": {"number": _whole},
     "snapshot-failed": {"step": _whole, "error": _text},
     "saved": {"step": _whole},

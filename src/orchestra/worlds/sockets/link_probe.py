@@ -15,14 +15,20 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestra.errors import ClusterError
 from orchestra.worlds.sockets.addresses import ends
 from orchestra.worlds.sockets.auth import exactly
 from orchestra.worlds.sockets.rendezvous import hear, say
 
-Found = tuple[float, float]  # seconds one way, bytes a second
+
+class LinkSpeed(NamedTuple):
+    """What the connection from one process to another can do."""
+
+    latency: float  # seconds, one way
+    rate: float  # bytes a second
+
 
 _TIMES = 8  # there and back
 _PIECE = 1 << 16  # bytes
@@ -32,7 +38,7 @@ _PATIENCE = 60.0  # seconds
 _SIZE = struct.Struct("<Q")
 
 
-def measure(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, Found]:
+def measure(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, LinkSpeed]:
     """From this process to each of the others; all of them must do this at the same time."""
     found = {}
     for pairs in rounds(len(connections) + 1):
@@ -47,20 +53,29 @@ def measure(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, Fo
 def agree(
     rank: int,
     connections: Mapping[int, socket.socket],
-    found: Mapping[int, Found],
-    decide: Callable[[list[dict[int, Found]]], Any],
+    found: Mapping[int, LinkSpeed],
+    decide: Callable[[list[dict[int, LinkSpeed]]], Any],
 ) -> Any:
     """Tell process 0 what was found, and hear what it decides."""
     if rank:
         with _named(rank, 0, connections[0]):
-            say(connections[0], {"rank": rank, "found": [[node, *link] for node, link in found.items()]})
+            say(connections[0], {"rank": rank, **_packed(found)})
         return announce(rank, connections)
     everything = [dict(found)]
     for node in range(1, len(connections) + 1):
         with _named(rank, node, connections[node]):
-            told = hear(connections[node])["found"]
-            everything.append({int(other): (float(latency), float(rate)) for other, latency, rate in told})
+            everything.append(_unpacked(hear(connections[node])))
     return announce(rank, connections, decide(everything))
+
+
+def _packed(found: Mapping[int, LinkSpeed]) -> dict[str, list[float]]:
+    links = found.values()
+    return {"to": [*found], "latency": [link.latency for link in links], "rate": [link.rate for link in links]}
+
+
+def _unpacked(said: Mapping[str, Any]) -> dict[int, LinkSpeed]:
+    rows = zip(said["to"], said["latency"], said["rate"], strict=True)
+    return {int(node): LinkSpeed(float(latency), float(rate)) for node, latency, rate in rows}
 
 
 def announce(rank: int, connections: Mapping[int, socket.socket], decided: Any = None) -> Any:
@@ -103,7 +118,7 @@ def rounds(size: int) -> Iterator[Sequence[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def _pair(sock: socket.socket, *, first: bool) -> Found:
+def _pair(sock: socket.socket, *, first: bool) -> LinkSpeed:
     sock.settimeout(_PATIENCE)
     latency = _there_and_back(sock, first=first)
     if first:
@@ -112,7 +127,7 @@ def _pair(sock: socket.socket, *, first: bool) -> Found:
     else:
         _receive(sock)
         rate = _send(sock, latency)
-    return latency, rate
+    return LinkSpeed(latency, rate)
 
 
 def _there_and_back(sock: socket.socket, *, first: bool) -> float:

@@ -32,7 +32,7 @@ from orchestra.worlds.sockets.connection import Connection
 from orchestra.worlds.sockets.connections import AHEAD, Connections
 from orchestra.worlds.sockets.listener import Listener, NoListener
 from orchestra.worlds.sockets.pairing import Pairing
-from orchestra.worlds.sockets.shm_ring import longest_of, mark_of
+from orchestra.worlds.sockets.shm_ring import activity_of
 
 _BYE = {"kind": "bye"}  # a node's last word: that its connection ends is nothing to worry about
 _SLICE = 0.2  # seconds between two looks at the deadline
@@ -93,7 +93,7 @@ class Messenger:
         x = op.x.detach().to("cpu").contiguous()
         body = wire.body_of(x)
         peer = self._peers[op.to]
-        self._lines.post(peer, wire.BODY, body, x, op)
+        self._lines.post(peer, wire.Kind.MESSAGE, body, x, op)
         if op.to not in self._near:
             self._traffic.count(op.to, len(body))
         if op.lend and x.data_ptr() == op.x.data_ptr():
@@ -105,7 +105,7 @@ class Messenger:
         """Say farewell to every member of a group."""
         for node in op.group.members:
             peer = self._peers[node]
-            self._lines.post(peer, wire.FAREWELL, memoryview(b""), torch.empty(0), None)
+            self._lines.post(peer, wire.Kind.FAREWELL, memoryview(b""), torch.empty(0), None)
             self._flush(peer)
         return Done(None)
 
@@ -150,13 +150,13 @@ class Messenger:
             if op.departures:
                 return Done(came)
 
-    def give(self, to: int, x: Tensor, weight: float) -> Handle[None]:
+    def send_piece(self, to: int, x: Tensor, weight: float) -> Handle[None]:
         """Send a part of what a whole group does, in place."""
         peer = self._peers[to]
-        self._lines.post(peer, wire.PIECE, wire.body_of(x), x, Send(to, x, weight=weight))
+        self._lines.post(peer, wire.Kind.PIECE, wire.body_of(x), x, Send(to, x, weight=weight))
         return _LentVector(self, peer)
 
-    def take(self, source: int) -> Message:
+    def receive_piece(self, source: int) -> Message:
         """The next such part of another node."""
         peer = self._peers[source]
         whose = self._lines.names([source])
@@ -193,40 +193,40 @@ class Messenger:
     def _accept(self, peer: Connection, frame: wire.Frame, body: Tensor) -> None:
         """A message is whole."""
         match frame.kind:
-            case wire.NOTE:
-                said = wire.read_note(body)
+            case wire.Kind.CONTROL:
+                said = wire.read_control(body)
                 peer.gone = peer.gone or said == _BYE
                 if not peer.gone:
                     self._listener.on_control(peer.rank, said)
-            case wire.FILE:
+            case wire.Kind.FILE:
                 self._listener.on_file_piece(peer.rank, bytes(wire.body_of(body)))
-            case wire.FAREWELL:
+            case wire.Kind.FAREWELL:
                 peer.arrived.append(Departed(peer.rank))
             case _:
                 about = (frame.version, frame.weight, frame.tag, frame.stamp, frame.progress)
                 message = Message(peer.rank, body, *about)
-                (peer.pieces if frame.kind == wire.PIECE else peer.arrived).append(message)
+                (peer.pieces if frame.kind == wire.Kind.PIECE else peer.arrived).append(message)
 
     # The run as a whole.
 
-    def note(self, to: int, said: dict[str, Any]) -> None:
+    def send_control(self, to: int, said: dict[str, Any]) -> None:
         """Tell a node something; it hears it when it next looks, in turn with this node's messages."""
         peer = self._peers[to]
         if peer.lost is None:
             text = bytearray(json.dumps(said).encode())
-            self._lines.post(peer, wire.NOTE, memoryview(text), torch.empty(len(text), dtype=torch.uint8), None)
+            self._lines.post(peer, wire.Kind.CONTROL, memoryview(text), torch.empty(len(text), dtype=torch.uint8), None)
 
-    def tell_all(self, said: dict[str, Any]) -> None:
+    def send_control_to_all(self, said: dict[str, Any]) -> None:
         """Tell every other node."""
         for node in self._peers:
-            self.note(node, said)
+            self.send_control(node, said)
 
-    def ship(self, to: int, data: bytes) -> None:
+    def send_file(self, to: int, data: bytes) -> None:
         """Send what was announced by a note."""
-        peer, most = self._peers[to], wire.LONGEST[wire.FILE]
+        peer, most = self._peers[to], wire.LONGEST[wire.Kind.FILE]
         for start in range(0, len(data), most):
             piece = memoryview(bytearray(data[start : start + most]))
-            self._lines.post(peer, wire.FILE, piece, torch.empty(len(piece), dtype=torch.uint8), None)
+            self._lines.post(peer, wire.Kind.FILE, piece, torch.empty(len(piece), dtype=torch.uint8), None)
             self._flush(peer)
 
     def ring(self, node: int) -> None:
@@ -240,7 +240,7 @@ class Messenger:
         """Whether a message from a node, or from any, lies here unread."""
         return any(peer.arrived for peer in self._peers.values() if node in (None, peer.rank))
 
-    def look_out(self, seconds: float) -> None:
+    def watch_connections(self, seconds: float) -> None:
         """Hear what is said, and see who is there: for a while, and for as long as somebody is sought."""
         began = time.perf_counter()
         while time.perf_counter() - began < seconds or self._lines.seeks:
@@ -254,7 +254,7 @@ class Messenger:
             self._look_for_hangs([*self._peers.values()])
         self._lines.pump(0.0)
 
-    def attend(
+    def wait_until(
         self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False, starting: bool = False
     ) -> None:
         """Wait for something that concerns the run: messages that no op has asked for yet do not block it.
@@ -327,7 +327,7 @@ class Messenger:
         self._mark = what
         for peer in self._peers.values():
             if peer.outlet is not None:
-                peer.outlet.mark(what, self._longest)
+                peer.outlet.show(what, self._longest)
 
     def _look_for_hangs(self, needed: Sequence[Connection]) -> None:
         """Raise if a process of this machine that this node waits for hangs; of others, if it is stopped."""
@@ -335,7 +335,7 @@ class Messenger:
             return
         near = {peer.rank: peer.pid for peer in self._peers.values() if peer.pid is not None and not peer.gone}
         seen = {
-            peer.rank: Seen((peer.taken,), mark_of(peer.inlet), longest_of(peer.inlet))
+            peer.rank: Seen((peer.taken,), *activity_of(peer.inlet))
             for peer in needed
             if self._begun and peer.rank in near and peer.inlet is not None and not peer.left
         }
@@ -349,7 +349,7 @@ class Messenger:
         until = time.monotonic() + within
         for peer in self._peers.values():
             with suppress(Stalled, WorkerLost):
-                self.note(peer.rank, _BYE)
+                self.send_control(peer.rank, _BYE)
                 self._lines.patience = max(0.0, until - time.monotonic())
                 self._flush(peer)
         self._lines.close(until)
@@ -357,16 +357,16 @@ class Messenger:
 
 def _is_at_work(peer: Connection) -> bool:
     """Whether a process of this machine does not wait for others: it is watched, and patience is not needed."""
-    return peer.pid is not None and peer.inlet is not None and mark_of(peer.inlet) == NOT_WAITING
+    return peer.pid is not None and peer.inlet is not None and activity_of(peer.inlet).doing == NOT_WAITING
 
 
 @dataclass(slots=True)
 class _LentVector:
     """A message that is sent from the sender's own memory."""
 
-    exchange: Messenger
+    messenger: Messenger
     peer: Connection
 
     def wait(self) -> None:
         """Block until the kernel has the last byte."""
-        self.exchange._flush(self.peer)
+        self.messenger._flush(self.peer)

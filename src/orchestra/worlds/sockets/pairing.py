@@ -65,7 +65,7 @@ def _agree(
         if node in near:
             return {"ring": outlets[node].invitation() if node in outlets else {}}
         own = plain(connections[node].getsockname()[0])
-        return {"door": None if door is None else [own, door.getsockname()[1], words[node]]}
+        return {"door": None if door is None else {"host": own, "port": door.getsockname()[1], "word": words[node]}}
 
     offers = _tell(rank, connections, offer)
     inlets = {node: memory for node in near if (memory := enter(offers[node].get("ring", {}))) is not None}
@@ -82,7 +82,7 @@ def _agree(
 
 def _read(door: Any) -> Invitation | None:
     match door:
-        case [str(host), int(port), str(word)]:
+        case {"host": str(host), "port": int(port), "word": str(word)}:
             return Invitation((host, port), word)
     return None  # it does not want to be found again
 

@@ -12,16 +12,24 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import struct
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _MOST = 64 << 20  # bytes; only those that were ever used are there
 _LEAST = 4096  # bytes: shorter bodies go with their header
-_SECRET = 16
-_LONGEST = slice(20, 24)  # milliseconds of the sender's longest work between two waits
-_FIRST = 24  # where the first body goes; after the secret, what the sender does (layout.WAITING)
+_SECRET = 16  # bytes at the beginning of a ring
+_ACTIVITY = struct.Struct("<BxxxI")  # after the secret: what the sender does, and milliseconds of its longest work
+_FIRST = _SECRET + _ACTIVITY.size  # where the first body goes
+
+
+class Activity(NamedTuple):
+    """What a sender shows in its ring, for processes that wait for it."""
+
+    doing: int  # layout.NOT_WAITING, WAITING or SLEEPING
+    longest: float  # seconds of its longest work between two waits
 
 
 @dataclass
@@ -77,10 +85,9 @@ class RingWriter:
         if not self._held:
             self._head = _FIRST  # what was used before is still warm
 
-    def mark(self, doing: int, longest: float) -> None:
-        """Let the other node see whether this one waits, and the seconds of its longest work between two waits."""
-        self.memory[_LONGEST] = min(int(1000 * longest), 0xFFFFFFFF).to_bytes(4, "little")
-        self.memory[_SECRET] = doing
+    def show(self, doing: int, longest: float) -> None:
+        """Show the other node whether this one waits, and the seconds of its longest work between two waits."""
+        self.memory[_SECRET:_FIRST] = _ACTIVITY.pack(doing, min(int(1000 * longest), 2**32 - 1))
 
     def close(self) -> None:
         """Nothing more is to be sent."""
@@ -103,14 +110,10 @@ def enter(invitation: dict[str, Any]) -> mmap.mmap | None:
     return None
 
 
-def mark_of(memory: mmap.mmap) -> int:
-    """What the sender does, as it says in its ring."""
-    return int(memory[_SECRET])
-
-
-def longest_of(memory: mmap.mmap) -> float:
-    """Seconds of the sender's longest work between two waits, as it says in its ring."""
-    return int.from_bytes(memory[_LONGEST], "little") / 1000
+def activity_of(memory: mmap.mmap) -> Activity:
+    """Return what the sender shows in its ring."""
+    doing, milliseconds = _ACTIVITY.unpack(memory[_SECRET:_FIRST])
+    return Activity(doing, milliseconds / 1000)
 
 
 def machine() -> str:
