@@ -91,7 +91,7 @@ class Node:
         """Retire the last `count` of the initial workers in favour of servers; the others get all samples."""
         self.comm.dismiss(count)
         self.retired = not self.serves and self.rank not in self.comm.workers
-        if self.feed is not None and not self.retired and self.feed.shared_anew is None:
+        if self.feed is not None and not self.retired and self.feed.reshared is None:
             self.feed.reshare(len(self.comm.workers))
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:

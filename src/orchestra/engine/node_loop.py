@@ -360,7 +360,7 @@ def everything(runtime: NodeRuntime) -> dict[str, Any]:
         "buffers": node.replica.buffers() if node.replica is not None else {},
         "inner": node.optimizer.state(),
         "strategy": runtime.state,
-        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
+        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.reshared],
         "counts": [node.steps, node.samples, node.skipped, runtime.snapshots],
         "progress": [node.comm.progress, node.comm.known],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],
