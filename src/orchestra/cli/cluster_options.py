@@ -43,24 +43,26 @@ def read_cluster(o: Options) -> dict[str, Change]:
         return {}
 
     def change(old: Any) -> Any:
-        cluster = changed(old)
+        cluster = _changed(old, given, sim=bool(o.sim), joins=joins)
         return cluster if o.straggler is None else _with_straggler(cluster, o.straggler)
 
-    def changed(old: Any) -> Any:
-        from orchestra.clusters.attached import Attached
-        from orchestra.clusters.local import Local
-
-        if joins:
-            return dataclasses.replace(old if isinstance(old, Attached) else Attached(), **given)
-        if not o.sim:
-            return dataclasses.replace(old or Local(), **given)
-        from orchestra.clusters.simulated import Simulated
-
-        if isinstance(old, Simulated):
-            return dataclasses.replace(old, **given)
-        return Simulated(**({} if old is None else {"workers": old.workers}) | given)
-
     return {"cluster": change}
+
+
+def _changed(old: Any, given: dict[str, Any], *, sim: bool, joins: bool) -> Any:
+    """Return the cluster with what was given, in place of the one there was if that is of another kind."""
+    from orchestra.clusters.attached import Attached
+    from orchestra.clusters.local import Local
+
+    if joins:
+        return dataclasses.replace(old if isinstance(old, Attached) else Attached(), **given)
+    if not sim:
+        return dataclasses.replace(old or Local(), **given)
+    from orchestra.clusters.simulated import Simulated
+
+    if isinstance(old, Simulated):
+        return dataclasses.replace(old, **given)
+    return Simulated(**({} if old is None else {"workers": old.workers}) | given)
 
 
 def _with_straggler(cluster: Any, straggler: str) -> Any:
