@@ -88,13 +88,13 @@ class HostRunner(Runner):
         meeting = Rendezvous(rank, token, {}, host=host)
         connections = meeting.gather(self._addresses(meeting.address), patience=60)
         traffic = Traffic()
-        exchange = Messenger(
+        messenger = Messenger(
             rank, workers, token.run(), connections,
             largest=8 * parameters + 1024, patience=300, traffic=traffic, summed=token.trusted,
         )  # fmt: skip
-        transport = SocketTransport(rank, workers, exchange, traffic)
+        transport = SocketTransport(rank, workers, messenger, traffic)
         if cluster.kind == "torch":
-            store = tcp_store(exchange, rank, workers, host, 300)
+            store = tcp_store(messenger, rank, workers, host, 300)
             transport.means = TorchCollectives(store, rank, workers, torch.device("cpu"), host=host)
         return transport
 

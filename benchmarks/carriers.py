@@ -49,15 +49,15 @@ class Sockets:
         addresses = [("127.0.0.1", int(other))] if other else [meeting.address]
         found = meeting.gather([*addresses, meeting.address], patience=30)
         self._other = 1 - rank
-        self._exchange = Messenger(
+        self._messenger = Messenger(
             rank, 2, token.run(), found, largest=1 << 26, patience=60, traffic=Traffic(), summed=token.trusted
         )
 
     def send(self, x: torch.Tensor) -> None:
-        self._exchange.send(Send(self._other, x)).wait()
+        self._messenger.send(Send(self._other, x)).wait()
 
     def recv(self) -> torch.Tensor:
-        came = self._exchange.recv(Recv(self._other, Group((self._other,)))).wait()
+        came = self._messenger.recv(Recv(self._other, Group((self._other,)))).wait()
         assert isinstance(came, Message)
         return came.x
 

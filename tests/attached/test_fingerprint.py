@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -66,6 +66,23 @@ def normed(**given: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 1), nn.BatchNorm1d(1, **given))
 
 
+class Calling(nn.Module):
+    """Prints an object among its settings, which is elsewhere in every process."""
+
+    made: ClassVar[list[object]] = []
+
+    def extra_repr(self) -> str:
+        self.made.append(object())
+        return f"how={self.made[-1]}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def dropping(p: float = 0.1, first: Callable[[], nn.Module] | None = None) -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 1), nn.Dropout(p) if first is None else first(), Calling())
+
+
 def in_double() -> nn.Module:
     return make_model().double()
 
@@ -114,6 +131,10 @@ CASES: list[tuple[list[Callable[..., dict[str, Any]]], dict[str, Any], dict[str,
      "buffer 1.running_mean is here only"),
     ([of_train], {"model": normed}, {"model": other_begin}, "sum of the initial 1.running_mean is '"),
     ([of_train], {}, {"seed": 1}, "seed is 0 here and 1 there"),
+    (BOTH, {"model": dropping}, {"model": partial(dropping, p=0.2)},
+     "module 1 is 'Dropout(p=0.1, inplace=False)' here and 'Dropout(p=0.2, inplace=False)' there"),
+    (BOTH, {"model": dropping}, {"model": partial(dropping, first=nn.Tanh)},
+     "module 1 is 'Dropout(p=0.1, inplace=False)' here and 'Tanh' there"),
     # The optimizer.
     (BOTH, {}, {"optimizer": adam}, "optimizer is 'SGD' here and 'Adam' there"),
     (BOTH, {}, {"optimizer": partial(momentum, momentum=0.5)}, "momentum of the optimizer is 0.9 here and 0.5 there"),
@@ -139,6 +160,11 @@ CASES: list[tuple[list[Callable[..., dict[str, Any]]], dict[str, Any], dict[str,
     (BOTH, {}, {"data": partial(make_data, 96)}, "data is '101 samples' here and '96 samples' there"),
     (BOTH, {}, {"data": partial(wrong_at, 12)}, "sample 12 is '7 float32, 1 float32, in sum "),
     (BOTH, {}, {"data": wider}, "sample 0 is '7 float32, 1 float32, in sum "),
+    ([of_train], {}, {"validation_data": make_data}, "number of validation samples is there only"),
+    ([of_train], {"validation_data": make_data}, {"validation_data": partial(make_data, 96)},
+     "number of validation samples is 101 here and 96 there"),
+    ([of_train], {"validation_data": make_data}, {"validation_data": partial(wrong_at, 12)},
+     "validation sample 12 is '7 float32, 1 float32, in sum "),
 ]  # fmt: skip
 
 

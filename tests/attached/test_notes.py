@@ -189,10 +189,10 @@ def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sent: list[Any] = []
 
     class Notes:
-        def note(self, to: int, said: dict[str, Any]) -> None:
+        def send_control(self, to: int, said: dict[str, Any]) -> None:
             sent.append(said["bytes"])
 
-        def ship(self, to: int, data: bytes) -> None:
+        def send_file(self, to: int, data: bytes) -> None:
             sent.append(data)
 
     log = tmp_path / "events-1.jsonl"
@@ -271,8 +271,8 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
 
         def live(self: Any, spec: Any, **given: Any) -> bool:
             if os.environ["RANK"] == "1":
-                self.exchange.note(0, {"kind": "file", "path": "../../evil", "bytes": 3})
-                self.exchange.ship(0, b"abc")
+                self.messenger.send_control(0, {"kind": "file", "path": "../../evil", "bytes": 3})
+                self.messenger.send_file(0, b"abc")
             return lived(self, spec, **given)
 
         lived = Session.run_node
@@ -288,19 +288,19 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
 def test_hanging_up_takes_one_moment_for_all() -> None:
     """However many do not listen; and nothing is taken in once it has begun."""
     ours, theirs = zip(*[_tcp() for _ in range(4)], strict=True)
-    exchange = Messenger(
+    messenger = Messenger(
         0, 5, 1, dict(enumerate(ours, start=1)), largest=1 << 20, patience=5, traffic=Traffic(), summed=False
     )
     listener = Recorder()
-    exchange.listen(listener)
+    messenger.listen(listener)
     for node in range(1, 5):
         for _ in range(200):
-            exchange.note(node, {"kind": "x" * 100_000})  # more than the kernel takes
+            messenger.send_control(node, {"kind": "x" * 100_000})  # more than the kernel takes
     began = time.monotonic()
-    exchange.close(within=0.5)
+    messenger.close(within=0.5)
     assert time.monotonic() - began < 1.0
     piece = torch.zeros(4, dtype=torch.uint8)
-    exchange._accept(exchange._peers[1], wire.Frame(wire.Kind.FILE, 1, 0, numel=4), piece)
+    messenger._accept(messenger._peers[1], wire.Frame(wire.Kind.FILE, 1, 0, numel=4), piece)
     assert not listener.pieces
     for sock in theirs:
         sock.close()

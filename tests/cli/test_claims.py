@@ -155,7 +155,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         "same initial parameters",
         "same samples",
         "same budget: epochs=1",
-        "tuned, each the best of 2 tries, with seeds that are not raced with",
+        "tuned in simulation, each the best of 2 tries, with seeds that are not raced with",
         "allreduce lr 0.05; localsgd(tau=4) lr 0.05",
     ):
         assert point in fair
@@ -176,7 +176,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         StrategyRow(name, 2, 0, tuple(judge(out / slug / f"seed{k}", k, MADE.target) for k in range(2)))
         for name, slug in (("allreduce", "allreduce"), ("localsgd(tau=4)", "localsgd-tau-4"))
     ]
-    assert "NOT THE SAME samples" in " ".join(fairness.examine(table(*rows), {}, 0))
+    assert "NOT THE SAME samples" in " ".join(fairness.examine(table(*rows)))
 
 
 def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
             (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
         outcomes = [replace(row(name, 1.0).outcomes[0], run=tmp_path / name) for name in ("one", "two")]
         rows = [StrategyRow(name, 2, 0, (o,)) for name, o in zip(("one", "two"), outcomes, strict=True)]
-        return "; ".join(fairness.examine(table(*rows), {}, 0))
+        return "; ".join(fairness.examine(table(*rows)))
 
     assert "same initial parameters: equal sums" in points()
     assert "same samples: a sum of some" in points()
@@ -204,13 +204,11 @@ def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
     assert "budget not checked" in points(budget=None)
     assert "NOT THE SAME optimizer: Adam, SGD" in points(optimizer="Adam [{}]")
     failed = replace(row("one", 1.0).outcomes[0], facts=None, failed="it broke")
-    assert "initial parameters not checked" in "; ".join(
-        fairness.examine(table(StrategyRow("one", 2, 0, (failed,))), {}, 0)
-    )
+    assert "initial parameters not checked" in "; ".join(fairness.examine(table(StrategyRow("one", 2, 0, (failed,)))))
     points()
     (tmp_path / "two" / "config.json").write_text("[]", encoding="utf-8")
     (tmp_path / "one" / "config.json").unlink()
     outcomes = [replace(row(name, 1.0).outcomes[0], run=tmp_path / name) for name in ("one", "two")]
-    said = "; ".join(fairness.examine(table(StrategyRow("one", 2, 0, tuple(outcomes))), {}, 0))
+    said = "; ".join(fairness.examine(table(StrategyRow("one", 2, 0, tuple(outcomes)))))
     assert "same samples" not in said
     assert "samples not checked" in said

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.conftest import Orchestra
@@ -20,8 +21,9 @@ from orchestra.cli.options import Options
 from orchestra.cli.race import options_for
 from orchestra.cli.recommend import Advice, SuccessiveHalving, _scaled
 from orchestra.cli.table import StrategyRow
+from orchestra.cli.tuning import Tuning
 from orchestra.engine import expression
-from orchestra.errors import ConfigError
+from orchestra.errors import ConfigError, Problem
 from orchestra.report import escaping, model
 from orchestra.strategies.catalogue import ROWS, Hogwild
 
@@ -36,6 +38,28 @@ def test_every_strategy_but_those_of_one_memory_is_tried() -> None:
 def ask(*words: str) -> tuple[int, str]:
     found = CliRunner().invoke(app, ["recommend", "digits", *words])
     return found.exit_code, found.output
+
+
+@pytest.mark.parametrize(
+    ("named", "tried"),
+    [
+        (("-s", "localsgd,localsgd(tau=4)"), {"localsgd": {4, 16, 64}, "localsgd(tau=4)": {4}}),
+        ((), {"localsgd(tau=4)": {4}, "localsgd(tau=16)": {16}}),  # the catalogue itself has several values
+    ],
+)
+def test_an_option_that_is_not_given_is_tuned(
+    named: tuple[str, ...], tried: dict[str, set[int]], orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, set[Any]] = {}
+
+    def run(tuning: Tuning) -> None:
+        for name in tuning.race.strategies:
+            found[name] = {getattr(expression.parse(s.strategy), "tau", None) for s in tuning._settings(name)}
+        raise ConfigError([Problem("tuning", None, "is looked at only")])
+
+    monkeypatch.setattr(Tuning, "run", run)
+    assert orchestra("recommend", "digits", "--network", "10mbit", "--out", "r", *named).code == 2
+    assert {name: found.get(expression.show(expression.parse(name))) for name in tried} == tried
 
 
 @pytest.mark.timeout(120)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from tests.cli.conftest import Orchestra
 from torch.utils.data import IterableDataset
 
-from orchestra.cli import compare, sources, streams, tuning, tuning_cost
+from orchestra.cli import compare, fairness, sources, streams, tuning, tuning_cache, tuning_cost
 from orchestra.cli.candidates import Setting, grid, settings
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
@@ -90,7 +91,8 @@ def test_sooner_at_the_target_is_better_and_then_the_score_at_one_time() -> None
 
 def made(found: Callable[[Setting], TuningResult], names: tuple[str, ...], out: Path, seeds: int = 3) -> Tuning:
     """A tuning of which the outcomes are known beforehand."""
-    race = compare.prepare(sources.find("digits"), [*names], Options(workers=2, sim=True), seeds, None, out)
+    sim = None if "hogwild" in names else True
+    race = compare.prepare(sources.find("digits"), [*names], Options(workers=2, sim=sim), seeds, None, out)
     tuned = Tuning(race, seeds, quiet=True)
     tuned._one = lambda setting, epochs, seed: found(setting)  # type: ignore[method-assign]
     return tuned
@@ -136,6 +138,31 @@ def test_two_that_come_to_the_same_stay_two(tmp_path: Path) -> None:
 def test_a_strategy_that_always_fails_races_as_it_is(tmp_path: Path) -> None:
     race = made(lambda setting: TuningResult(failed="Diverged"), ("allreduce",), tmp_path).run()
     assert race.settings["allreduce"].options == {}
+
+
+@pytest.mark.parametrize(
+    ("shared", "lab", "real", "said"),
+    [
+        (Options(workers=2, sim=True), None, False, "in simulation"),
+        (Options(workers=2), None, False, "in simulation, hogwild on real processes"),
+        (Options(workers=2), None, True, "on real processes"),
+        (Options(workers=2), "10mbit,1ms", False, "in the laboratory"),
+    ],
+)
+def test_where_it_takes_place_is_said(
+    shared: Options, lab: str | None, real: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of the estimate and of the page, and what the tries do."""
+    monkeypatch.setattr(tuning_cost, "seconds_of_an_epoch", lambda race: 1.0)
+    tuned = made(best_at(0.06), ("allreduce", "hogwild") if "hogwild" in said else ("allreduce",), tmp_path)
+    tuned.race, tuned.real = replace(tuned.race, shared=shared, lab=lab), real
+    assert f"12 tries each, {said}, seeds" in tuned._estimate()
+    race = tuned.run()
+    assert fairness.rates(race).startswith(f"tuned {said}, each the best of 12 tries")
+    tries = {name: tuned._race_of(Setting(name), 1.0) for name in tuned.race.strategies}
+    assert {name: (race.shared.sim, race.lab) for name, race in tries.items()} == {
+        name: (True if said.startswith("in simulation") and name == "allreduce" else None, lab) for name in tries
+    }
 
 
 # What it changes.
@@ -313,6 +340,68 @@ def test_a_stream_that_says_its_length_is_not_read() -> None:
     assert streams.samples_of(lambda: torch.zeros(3)) is None
 
 
+def keys(folder: Path, *args: str) -> tuple[str, ...]:
+    """What a try of a script and one of a loop are known by."""
+    found = []
+    for name, text in (("script.py", AS_SCRIPT), ("loop.py", "orchestra.prepare()")):
+        path = folder / name
+        if not path.exists():
+            path.write_text(f"{STREAM}\nimport helper\n{text}\n")
+        race = compare.prepare(
+            sources.find(str(path), args), ["allreduce"], Options(workers=2), 3, "accuracy=0.8", folder / "c"
+        )
+        found.append(tuning_cache.key(race, "allreduce", 3))
+    return tuple(found)
+
+
+def test_a_try_of_another_script_or_with_other_arguments_is_another(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("from more import inner\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "inner.py").write_text("")
+    seen = [keys(tmp_path)]
+    assert keys(tmp_path) == seen[0]
+    seen.append(keys(tmp_path, "--depth", "3"))
+    (tmp_path / "more" / "inner.py").write_text("RATE = 1\n")
+    seen.append(keys(tmp_path))
+    for name in ("script.py", "loop.py"):
+        path = tmp_path / name
+        path.write_text(path.read_text().replace("lr=0.02", "lr=0.03"))
+    seen.append(keys(tmp_path))
+    assert all(len({*each}) == 4 for each in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("verb", [("compare",), ("sweep", "--grid", "bandwidth=10mbit,1gbit", "--tune-each")])
+def test_tuning_that_is_stopped_says_how_to_go_on(
+    verb: tuple[str, ...], orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Typed as it is said, the command makes no try again."""
+    real, runs, stops = Race.run_one, list[Any](), [3]
+
+    def stopping(race: Race, strategy: str, *rest: Any, **more: Any) -> Outcome:
+        if race.out.name == "tuning":
+            if len(runs) in stops:
+                begun = race.out / "allreduce" / "seed1"
+                begun.mkdir(parents=True)
+                (begun / "config.json").touch()
+                raise KeyboardInterrupt
+            runs.append((race.settings[strategy].rate, race.shared.epochs, race.out.parent.name))
+        return real(race, strategy, *rest, **more)
+
+    monkeypatch.setattr(Race, "run_one", stopping)
+    Path("mine.py").write_text(f"{STREAM}\n{AS_RECIPE.replace('accuracy=0.8', '')}\n")
+    said = orchestra(*verb, "mine.py", "--sim", "-s", "allreduce", "--seeds", "1", "--", "--out", "of the script")
+    assert said.code == 130
+    assert "The 3 tries so far are kept; to go on: orchestra " in said.err
+    words = shlex.split(said.err.rpartition("to go on: orchestra ")[2])
+    assert words[-3:] == ["--", "--out", "of the script"]
+    assert ("--target" in words, words[words.index("--out") + 1][:5]) == (True, "runs/")
+    stops.clear()
+    said = orchestra(*words)
+    assert said.code == 0, said.err
+    assert len(runs) > 16
+    assert len({*runs}) == len(runs)
+
+
 def test_a_sweep_tunes_once(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned: list[Path] = []
 
@@ -332,6 +421,21 @@ def test_a_sweep_tunes_once(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatc
     tuned.clear()
     assert orchestra("sweep", "digits", *QUICK[:-1], "each", *grid, "--tune-each").code == 0
     assert len(tuned) == 2
+
+
+@pytest.mark.parametrize("fixed", [("--no-tune",), ("--lr", "0.1"), ("--grid", "lr=0.1,0.2")])
+def test_tuning_that_is_asked_for_and_forbidden_is_refused(fixed: tuple[str, ...], orchestra: Orchestra) -> None:
+    said = orchestra("sweep", "digits", *QUICK, "--grid", "bandwidth=10mbit,1gbit", "--tune-each", *fixed)
+    assert said.code == 2
+    assert f"tunes learning rates, and {fixed[0]}" in said.err
+    assert "tune-each = True" in said.err
+    if fixed[0] == "--grid":
+        return
+    for option in (("--lrs", "0.1,0.2"), ("--tune-real",)):
+        said = orchestra("compare", "digits", *QUICK, *option, *fixed)
+        assert said.code == 2
+        assert f"{fixed[0]} fixes them" in said.err
+    assert not Path("out").exists()
 
 
 def test_rates_that_were_given_are_not_widened(tmp_path: Path) -> None:

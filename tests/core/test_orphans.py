@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher that is killed while it starts leaves no process behind."""
+"""A launcher that is killed leaves no process behind: if that happens during start-up, all are gone in two seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 _MARK = "TEST_OF_ORPHANS"
+_PROMISED = 2.0  # seconds, during start-up
+_IN_ORDER = 5.0  # for processes that are training: they tell each other and end as after Ctrl-C
 _SCRIPT = """
 import os, sys, time
 from functools import partial
@@ -86,6 +90,15 @@ def started(tmp_path: Path, *command: str) -> Iterator[tuple[subprocess.Popen[by
             os.kill(pid, signal.SIGKILL)
 
 
+def kill(process: subprocess.Popen[bytes], left: Callable[[], object], within: float = _PROMISED) -> None:
+    """Kill a launcher; fails if what it started is still there after the time that is promised."""
+    assert left()
+    killed = time.monotonic()
+    process.kill()
+    process.wait()
+    assert until(lambda: not left(), killed + within - time.monotonic()), left()
+
+
 def forkservers(mark: str) -> list[int]:
     return [pid for pid, command in marked(mark).items() if "fork_server" in command]
 
@@ -107,9 +120,7 @@ def test_while_torch_is_imported(tmp_path: Path, command: tuple[str, ...]) -> No
         assert until(lambda: any(map(maps_torch, forkservers(mark))), 60)
         (server,) = forkservers(mark)
         os.kill(server, signal.SIGSTOP)  # so that it cannot notice anything itself
-        process.kill()
-        process.wait()
-        assert until(lambda: not marked(mark), 10), marked(mark)
+        kill(process, lambda: marked(mark))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])
@@ -117,18 +128,14 @@ def test_soon_after_the_server_appears(tmp_path: Path, seconds: float) -> None:
     with started(tmp_path, *SCRIPT) as (process, mark):
         assert until(lambda: forkservers(mark), 60)
         time.sleep(seconds)
-        process.kill()
-        process.wait()
-        assert until(lambda: not marked(mark), 10), marked(mark)
+        kill(process, lambda: marked(mark))
 
 
 @pytest.mark.parametrize("more", [(), ("beside",)], ids=["alone", "with a fork of the launcher"])
 def test_while_the_processes_make_their_models(tmp_path: Path, more: tuple[str, ...]) -> None:
     with started(tmp_path, *SCRIPT, *more) as (process, mark):
         assert until((tmp_path / "in the factory").exists, 60)
-        process.kill()
-        process.wait()
-        assert until(lambda: not forkservers(mark), 10), marked(mark)
+        kill(process, lambda: forkservers(mark))
 
 
 # `orchestra launch`, with a stand-in for ssh that keeps the environment, and with it the mark.
@@ -163,29 +170,87 @@ def launched(tmp_path: Path, *command: str, silent: str = "") -> Iterator[tuple[
         yield found
 
 
-def assert_no_orphans(process: subprocess.Popen[bytes], mark: str) -> None:
-    assert len(marked(mark)) > 1
-    process.kill()
-    process.wait()
-    assert until(lambda: not marked(mark), 10), marked(mark)
-
-
 @pytest.mark.parametrize("stage", ["check", "run"])
 def test_launch_while_a_host_does_not_answer(tmp_path: Path, stage: str) -> None:
     """It would be waited for 100 s; in the second stage the first host's process has started meanwhile."""
     with launched(tmp_path, "python", "node.py", silent=stage) as (process, mark):
         assert until((tmp_path / "silent").exists, 60), (tmp_path / "said").read_text()
         assert stage == "check" or until((tmp_path / "node-0").exists, 60)
-        assert_no_orphans(process, mark)
+        kill(process, lambda: marked(mark))
 
 
 def test_launch_while_the_processes_start(tmp_path: Path) -> None:
     with launched(tmp_path, "python", "node.py") as (process, mark):
         assert until(lambda: len([*tmp_path.glob("node-*")]) == 2, 60), (tmp_path / "said").read_text()
-        assert_no_orphans(process, mark)
+        kill(process, lambda: marked(mark))
 
 
 def test_launch_while_the_processes_import_torch(tmp_path: Path) -> None:
     with launched(tmp_path, "run", "digits", "--out", "run") as (process, mark):
         assert until(lambda: any(map(maps_torch, marked(mark))), 60), (tmp_path / "said").read_text()
-        assert_no_orphans(process, mark)
+        kill(process, lambda: marked(mark))
+
+
+# A loop of one's own, in as many processes as `orchestra run` is told.
+
+_LOOP = """\
+import os, time
+from pathlib import Path
+import torch
+import orchestra
+
+RANK = os.environ["RANK"]
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+Path(f"begun-{RANK}").touch()
+if RANK == os.environ.get("LATE"):
+    time.sleep(100)
+model, optimizer = orchestra.prepare(model, optimizer, strategy="allreduce")
+for step in range(100_000):
+    optimizer.zero_grad()
+    model(torch.ones(4, 3) * (1 + orchestra.rank())).mean().backward()
+    optimizer.step()
+    time.sleep(0.01)
+    Path(f"stepped-{RANK}").touch()
+optimizer.finish()
+"""
+
+
+@contextmanager
+def looping(tmp_path: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    (tmp_path / "loop.py").write_text(_LOOP)
+    with started(tmp_path, sys.executable, "-m", "orchestra", "run", "loop.py", "--workers", "2", *more) as found:
+        yield found
+
+
+def agents(mark: str) -> list[int]:
+    return [pid for pid, command in marked(mark).items() if "launchers.agent" in command]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6])
+def test_a_loop_whose_agents_have_just_started(tmp_path: Path, seconds: float) -> None:
+    with looping(tmp_path) as (process, mark):
+        assert until(lambda: agents(mark), 60), (tmp_path / "said").read_text()
+        time.sleep(seconds)
+        kill(process, lambda: marked(mark))
+
+
+def test_a_loop_whose_processes_import_torch(tmp_path: Path) -> None:
+    with looping(tmp_path) as (process, mark):
+        assert until(lambda: any(maps_torch(pid) for pid in marked(mark) if pid != process.pid), 60)
+        kill(process, lambda: marked(mark))
+
+
+def test_a_loop_one_of_whose_processes_waits_for_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATE", "1")
+    with looping(tmp_path) as (process, mark):
+        assert until(lambda: len([*tmp_path.glob("begun-*")]) == 2, 60), (tmp_path / "said").read_text()
+        time.sleep(0.5)
+        kill(process, lambda: marked(mark))
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ps"])
+def test_a_loop_that_is_running(tmp_path: Path, strategy: str) -> None:
+    with looping(tmp_path, "-s", strategy) as (process, mark):
+        assert until(lambda: len([*tmp_path.glob("stepped-*")]) == 2, 60), (tmp_path / "said").read_text()
+        kill(process, lambda: marked(mark), _IN_ORDER)

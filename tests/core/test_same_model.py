@@ -140,6 +140,20 @@ def test_layers_with_another_name_or_shape_are_named(tmp_path: Path) -> None:
         train("allreduce", tmp_path / "d", model=more)
 
 
+def dropping(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUTS, 5), *between, nn.Linear(5, 1))
+
+
+def test_modules_without_parameters_are_compared(tmp_path: Path) -> None:
+    """In evaluation a model computes the same whatever its dropout, so its outputs do not tell."""
+    rates = differently(lambda: dropping(nn.Dropout(0.1)), lambda: dropping(nn.Dropout(0.5)))
+    with pytest.raises(ClusterError, match=r"module 1 is 'Dropout\(p=0.1, .* in the caller and 'Dropout\(p=0.5, "):
+        train("allreduce", tmp_path / "a", model=rates)
+    order = differently(lambda: dropping(nn.ReLU(), nn.Dropout(0.1)), lambda: dropping(nn.Dropout(0.1), nn.ReLU()))
+    with pytest.raises(ClusterError, match=r"module 1 is 'ReLU' in the caller and 'Dropout\("):
+        train("allreduce", tmp_path / "b", model=order)
+
+
 def relabelled() -> tuple[Tensor, Tensor]:
     x, y = make_data()
     return x, -y
@@ -150,6 +164,18 @@ def test_data_that_differ_are_refused(tmp_path: Path) -> None:
         train("allreduce", tmp_path / "a", data=differently(make_data, relabelled))
     with pytest.raises(ClusterError, match=r"number of samples is 101 in the caller and 102 in the processes"):
         train("allreduce", tmp_path / "b", data=differently(make_data, partial(make_data, 102)))
+
+
+def drawn_apart() -> tuple[Tensor, Tensor]:
+    return torch.randn(20, INPUTS), torch.randn(20, 1)
+
+
+def test_validation_data_that_differ_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"validation sample 0 is .* in the caller and .* in the processes"):
+        train("allreduce", tmp_path / "a", validation_data=differently(make_data, relabelled))
+    with pytest.raises(ClusterError, match=r"number of validation samples is 101 in the caller and 102 in"):
+        train("allreduce", tmp_path / "b", validation_data=differently(make_data, partial(make_data, 102)))
+    assert train("allreduce", tmp_path / "c", validation_data=drawn_apart).summary.steps == 5
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):

@@ -27,7 +27,6 @@ from orchestra.engine.scoring import Scorer
 from orchestra.engine.snapshot import SnapshotPart, numbered
 from orchestra.engine.snapshot import write as write_part
 from orchestra.errors import WorkerFailed
-from orchestra.runs import progress
 from orchestra.runs.facts import facts_of, scores_of
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), ParameterServer(servers=2), LocalSGD(tau=2)]
@@ -40,6 +39,9 @@ def by(evaluate: Any) -> dict[str, Any]:
 
 def figures(run: Path) -> list[tuple[int, int, int, dict[str, float]]]:
     return [(s.number, s.step, s.samples, s.metrics) for s in scores_of(run)]
+
+
+GONE = {1, 2, 3, 4}  # snapshots of which nothing may be left when five are scored
 
 
 def await_scores(run: Path, count: int) -> None:
@@ -60,7 +62,7 @@ def test_scores_come_while_the_run_goes_on(strategy: Strategy[Any], tmp_path: Pa
     train(strategy, tmp_path / "meanwhile", model=trapped(wait), **given)
     seen = json.loads((tmp_path / "meanwhile" / "seen.json").read_text())
     assert seen["scores"] >= 5
-    assert not {1, 2, 3, 4} & {*seen["there"]}
+    assert not GONE & {*seen["there"]}
     train(strategy, tmp_path / "afterwards", model=trapped(), score_afterwards=True, **given)
     assert figures(tmp_path / "meanwhile") == figures(tmp_path / "afterwards")
     assert not (tmp_path / "meanwhile" / "snapshots").exists()
@@ -143,7 +145,10 @@ def test_where_the_caller_trains_another_process_scores(strategy: str, tmp_path:
 
     outcomes = together(2, call)
     assert not any(outcome.kind for outcome in outcomes), outcomes
-    assert json.loads((run / "seen.json").read_text())["scores"] >= 5
+    seen = json.loads((run / "seen.json").read_text())
+    assert seen["scores"] >= 5
+    assert not GONE & {*seen["there"]}
+    assert not (run / "snapshots").exists()
     scores = scores_of(run)
     aside_, home = scores[1].metrics, scores[0].metrics
     assert home["pid"] == outcomes[0].value
@@ -359,27 +364,6 @@ def test_a_slow_evaluation_does_not_fill_the_disk(tmp_path: Path, monkeypatch: p
     assert result.summary.steps == 100
     assert most < 40
     assert "every second one is removed" in (tmp_path / "ending.json").read_text()
-
-
-# What is shown.
-
-
-def test_scoring_at_the_end_shows_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "_QUICK", 0.0)
-    monkeypatch.setattr(progress.PlainView, "every", 0.0)
-    train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
-          progress=True, **SCORED)  # fmt: skip
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("scoring snapshots")]
-    assert [line.rpartition("  ")[2] for line in lines] == ["0 of 4", "1 of 4", "2 of 4", "3 of 4"]
-    assert lines[2].count("━") == lines[2].count("─") == 15
-
-
-def test_what_is_quick_needs_no_words(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
-          progress=True, **SCORED)  # fmt: skip
-    assert "scoring snapshots" not in capfd.readouterr().err
 
 
 def test_a_race_is_scored_after_each_run(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_pure_function_of_seed_epoch_rank_and_size(count: int, size: int, batc
     data=st.data(),
 )
 @settings(max_examples=150, deadline=None)
-def test_shared_anew_every_sample_is_still_used_once(
+def test_reshared_every_sample_is_still_used_once(
     count: int, size: int, batch: int, partition: Partition | None, data: st.DataObject
 ) -> None:
     def feed(rank: int) -> IndexedFeed:

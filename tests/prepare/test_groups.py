@@ -165,16 +165,16 @@ def test_what_a_schedule_said_before_a_server_listened_is_not_lost() -> None:
 
 
 def test_groups_are_told_in_as_many_notes_as_it_takes() -> None:
-    exchange = mock.Mock(spec=Messenger)
+    messenger = mock.Mock(spec=Messenger)
     rates = [i / 1000 for i in range(2500)]
-    Peers(exchange, 0, 1).tell_settings((1,), "lr", rates)
+    Peers(messenger, 0, 1).tell_settings((1,), "lr", rates)
     inner = FlatOptimizer(
         lambda layers: torch.optim.SGD([{"params": [p], "lr": 1.0} for p in layers]),
         torch.zeros(2500),
         layers=[nn.Parameter(torch.zeros(1)) for _ in rates],
     )
     inner.rescale(0.5)
-    for call in exchange.note.call_args_list:
+    for call in messenger.send_control.call_args_list:
         said = json.loads(json.dumps(call.args[1]))
         control_messages.check(0, said)
         inner.follow(said["name"], said["first_group"], said["by_group"])

@@ -478,7 +478,7 @@ class Lost(Strategy[None]):
 
 @pytest.mark.parametrize("to", [99, -1, 0])
 def test_messages_to_nobody_are_refused(to: int, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=f"has no node {to} to speak with"):
+    with pytest.raises(WorkerFailed, match=f"cannot exchange messages with node {to}"):
         train(Lost(to=to), tmp_path, cluster=Simulated(workers=2), budget=Steps(1))
 
 

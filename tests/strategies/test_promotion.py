@@ -260,6 +260,6 @@ class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return zip(*make_data(), strict=True)
 
 
-def test_a_stream_cannot_be_shared_anew(tmp_path: Path) -> None:
+def test_a_stream_cannot_be_divided_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot give the samples of a stream"):
         train(promoting(ASP()), tmp_path, workers=WORKERS, data=Stream)

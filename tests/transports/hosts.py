@@ -51,13 +51,13 @@ def _live(rank: int, size: int, pipe: Connection) -> None:
     pipe.send(meeting.address)
     traffic = Traffic()
     sockets = meeting.gather(pipe.recv(), patience=PATIENCE)
-    exchange = Messenger(
+    messenger = Messenger(
         rank, size, TOKEN.run(), sockets, largest=1 << 24, patience=PATIENCE, traffic=traffic, summed=True
     )  # fmt: skip
     means = TorchCollectives(
-        tcp_store(exchange, rank, size, HOST, PATIENCE), rank, size, torch.device("cpu"), host=HOST, patience=PATIENCE
+        tcp_store(messenger, rank, size, HOST, PATIENCE), rank, size, torch.device("cpu"), host=HOST, patience=PATIENCE
     )
-    machine = Machine(rank, Group(tuple(range(size))), SocketTransport(rank, size, exchange, traffic), means)
+    machine = Machine(rank, Group(tuple(range(size))), SocketTransport(rank, size, messenger, traffic), means)
     pipe.send(None)
     while (asked := pipe.recv()) is not None:
         what, given = asked

@@ -39,10 +39,10 @@ def connect(size: int, workers: int, largest: int) -> list[SocketTransport]:
     found = []
     for rank, sockets in enumerate(connections):
         traffic = Traffic()
-        exchange = Messenger(
+        messenger = Messenger(
             rank, workers, TOKEN.run(), sockets, largest=largest, patience=10, traffic=traffic, summed=True
         )  # fmt: skip
-        found.append(SocketTransport(rank, size, exchange, traffic))
+        found.append(SocketTransport(rank, size, messenger, traffic))
     return found
 
 
@@ -86,8 +86,8 @@ class ThreadsRunner(Runner):
         with ExitStack() as stack, ThreadPoolExecutor(size) as pool:
             lives = []
             for rank, transport in enumerate(connect(size, spec.workers, 4 * spec.parameters + 1024)):
-                stack.callback(transport.exchange.close, within=0.05)
-                transport.exchange._near = spec.near(rank)
+                stack.callback(transport.messenger.close, within=0.05)
+                transport.messenger._near = spec.near(rank)
                 log = stack.enter_context(EventLog(spec.run / f"events-{rank}.jsonl", print))
                 log.write(NodeStarted(0.0, rank, "worker" if rank < spec.workers else "server", 0.0))
                 meter, x0 = Metered(transport), prepared.x0
@@ -150,4 +150,4 @@ def test_means_broadcasts_and_gathers_of_a_part_of_the_nodes() -> None:
     together(members, [Broadcast(x, 3, group) for x in xs])
     assert all(torch.equal(x, torch.full((11,), 3.0)) for x in xs)
     for transport in transports:
-        transport.exchange.close(within=0.05)
+        transport.messenger.close(within=0.05)

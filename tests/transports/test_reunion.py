@@ -179,11 +179,11 @@ def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> No
         heard: list[int] = []
         a.listen(Recorder(lambda said: heard.append(said["i"])))
         for i in range(2000):
-            b.note(0, {"kind": "word", "i": i})
+            b.send_control(0, {"kind": "word", "i": i})
         b._flush(b._peers[0])
         cut(b)
         time.sleep(0.2)
-        a.note(1, {"kind": "word"})
+        a.send_control(1, {"kind": "word"})
         done = threading.Event()
 
         def wait() -> None:

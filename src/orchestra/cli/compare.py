@@ -112,6 +112,9 @@ def compare(
       orchestra compare digits --sim -n 8 --seeds 5 --lrs 0.02,0.05,0.1 --assert "slowmo.time < allreduce.time"
     """
     refuse_under_launcher("compare")
+    fixed = "--no-tune" if not tune else "--lr" if lr is not None else None
+    if problems := [*tuning.contradicts("lrs", lrs, fixed), *tuning.contradicts("tune-real", tune_real or None, fixed)]:
+        raise ConfigError(problems)
     source = sources.find(recipe, args or ())
     shared = Options(
         workers=workers, epochs=epochs, batch=batch, lr=lr,
@@ -124,7 +127,7 @@ def compare(
         claims.parse(text, race.strategies)  # what cannot be understood is refused before anything runs
     repeat.keep(context.obj, race.out)
     race = goals.settle(race, quiet=quiet)
-    if rates or (tune and lr is None):
+    if fixed is None:
         race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
     said = [claims.parse(text, race.strategies) for text in asserted or []]
     table = race.run(quiet=quiet)

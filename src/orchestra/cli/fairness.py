@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
-    from orchestra.cli.candidates import Setting
+    from orchestra.cli.race import Race
     from orchestra.cli.table import Table
 
 
@@ -28,14 +28,13 @@ class Point:
         return f"{'same' if self.fair else 'NOT THE SAME'} {self.what}: {self.how}"
 
 
-def examine(table: Table, settings: Mapping[str, Setting], tries: int, rate: float | None = None) -> list[str]:
+def examine(table: Table) -> list[str]:
     """The points, in words; those that do not hold say where."""
     runs = [outcome for row in table.rows for outcome in row.outcomes if outcome.facts is not None]
     found = [str(point) for point in _points([(run.seed, object_in(run.run / "config.json")) for run in runs])]
     nodes = sorted({row.workers + row.servers for row in table.rows})
     counted = str(nodes[0]) if len(nodes) == 1 else f"{nodes[0]} to {nodes[-1]}"
-    found.append(f"all nodes counted: {counted}, servers included; see the column")
-    return [*found, _rates(settings, tries, rate)]
+    return [*found, f"all nodes counted: {counted}, servers included; see the column"]
 
 
 def _points(configs: list[tuple[int, dict[str, Any]]]) -> Iterator[Point]:
@@ -74,9 +73,10 @@ def _family(optimizer: Any) -> str:
     return str(optimizer).partition(" ")[0]
 
 
-def _rates(settings: Mapping[str, Setting], tries: int, rate: float | None) -> str:
-    if not settings:
-        which = "the recipe's own" if rate is None else f"{rate:g}"
+def rates(race: Race) -> str:
+    """Whether all were tuned, how, and what was found."""
+    if not race.settings:
+        which = "the recipe's own" if race.shared.lr is None else f"{race.shared.lr:g}"
         return f"untuned: the learning rate is {which} for all, and tuned, the order may be another"
-    each = "; ".join(f"{strategy} {setting}" for strategy, setting in settings.items())
-    return f"tuned, each the best of {tries} tries, with seeds that are not raced with: {each}"
+    each = "; ".join(f"{strategy} {setting}" for strategy, setting in race.settings.items())
+    return f"tuned {race.tuned}, each the best of {race.tries} tries, with seeds that are not raced with: {each}"

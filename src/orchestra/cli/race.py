@@ -45,6 +45,7 @@ class Race:
     fixed: frozenset[str] = frozenset()  # strategies of which the main option was given
     settings: Mapping[str, Setting] = field(default_factory=dict)  # what they run with, as tuned
     tries: int = 0  # of each, before
+    tuned: str = ""  # where these took place
     snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
     stream: float | None = None  # samples in a pass over the data, if that has no index
@@ -111,7 +112,9 @@ class Race:
 
     def like(self, tuned: Race) -> Race:
         """The same race, every strategy with its setting in another."""
-        return dataclasses.replace(self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries)
+        return dataclasses.replace(
+            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuned=tuned.tuned
+        )
 
     def options_of(self, strategy: str, seed: int) -> Options:
         """The options of one run, but for its folder."""
@@ -174,7 +177,7 @@ class Race:
 
     def fairness(self, table: Table) -> list[str]:
         """What all had in common, as the folders of the runs say."""
-        return fairness.examine(table, self.settings, self.tries, self.shared.lr)
+        return [*fairness.examine(table), fairness.rates(self)]
 
     def _world(self) -> str:
         """Where it takes place, if that is not here."""

@@ -66,7 +66,8 @@ def recommend(
     """Say which strategy to use on a cluster that you describe, and why. All are simulated there, in virtual time.
 
     Every strategy of the catalogue is simulated with several values of its main option. Each has the best learning
-    rate of equally many tries, asynchronous strategies also without momentum. Round by round the slower half is
+    rate of equally many tries, asynchronous strategies also without momentum; strategies that you name, the best value
+    of their main option as well, unless you give one. Round by round the slower half is
     left out, and the others run with more seeds. Measure the compute times of a machine with `orchestra probe`,
     and pass its file: --delay FILE.
 
@@ -94,7 +95,8 @@ def recommend(
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
-    race = dataclasses.replace(race, fixed=frozenset(race.strategies))
+    if not strategies:  # the catalogue has several values of an option already
+        race = dataclasses.replace(race, fixed=frozenset(race.strategies))
     if shared.sim:  # the same ends for all; that a slow one is given up comes on top
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)

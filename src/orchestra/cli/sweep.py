@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra.cli import compare as racing
-from orchestra.cli import concluding, goals, repeat, sources, summary
+from orchestra.cli import concluding, goals, repeat, sources, summary, tuning
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
-from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.formatting import plural
 from orchestra.report import escaping
@@ -71,7 +70,8 @@ def sweep(
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, device=device,
         sim=sim or None, network=network, delay=delay,
     )  # fmt: skip
-    if problems := [*_problems(axes, sim, network, out)]:
+    fixed = "--no-tune" if not tune else "--lr" if lr is not None else "--grid lr=..." if "lr" in dict(axes) else None
+    if problems := [*_problems(axes, sim, network, out), *tuning.contradicts("tune-each", tune_each or None, fixed)]:
         raise ConfigError(problems)
     source, texts = sources.find(recipe, args or ()), o.split_strategies(strategies)
     folder = out or Path("runs") / f"{time.strftime('%Y-%m-%d-%H%M%S')}-sweep-{source.label}"
@@ -82,14 +82,14 @@ def sweep(
     repeat.keep(context.obj, folder)
     goal = goals.settle(races[0][1], quiet=quiet).target  # one for all conditions
     races = [(values, replace(race, target=goal)) for values, race in races]
-    if tune and not tune_each and lr is None and "lr" not in dict(axes):
+    if not tune_each and fixed is None:
         races = _tuned_once(races, folder, real=tune_real, quiet=quiet)
     best = partial(_tuned, real=tune_real, quiet=quiet) if tune_each else lambda race: race
     _conclude(_run(races, folder, best, quiet=quiet), folder, as_json=json_, quiet=quiet)
 
 
 def _tuned(race: Race, *, real: bool, quiet: bool) -> Race:
-    return Tuning(race, race.seeds, real=real, quiet=quiet).run()
+    return tuning.Tuning(race, race.seeds, real=real, quiet=quiet).run()
 
 
 def _run(
@@ -114,7 +114,7 @@ def _tuned_once(
 ) -> list[tuple[Values, Race]]:
     """The same races, every strategy with the setting that is best for it under the first condition."""
     first = replace(races[0][1], out=folder)
-    tuned = Tuning(first, first.seeds * len(races), real=real, quiet=quiet).run()
+    tuned = tuning.Tuning(first, first.seeds * len(races), real=real, quiet=quiet).run()
     return [(values, race.like(tuned)) for values, race in races]
 
 

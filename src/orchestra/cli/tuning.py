@@ -12,28 +12,24 @@ score when the first of them ends. Tries are simulated, unless told otherwise, a
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli import candidates, sources, summary, tuning_cost
+from orchestra.cli import candidates, sources, summary, tuning_cache, tuning_cost
 from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import OWN_RATE, Loop
-from orchestra.errors import ConfigError, Problem
+from orchestra.errors import ConfigError, Interrupted, Problem
 from orchestra.runs.budget import lower_is_better
-from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.race import Race
     from orchestra.cli.table import Outcome
 
-NAME = "tuning.json"
 _TRIES = 12  # of a strategy
 _KEPT = 3  # one in so many tries goes on, three times as long
 _LONGEST = 0.25  # of the epochs, in the first rung
@@ -55,6 +51,12 @@ def read(text: str, source: sources.Source | None = None) -> tuple[float, ...]:
     if len(rates) < 2 or len(set(rates)) < len(rates) or not all(0 < rate < math.inf for rate in rates):
         raise ConfigError([Problem("lrs", text, "must be two or more different rates above 0: 0.02,0.05,0.1")])
     return rates
+
+
+def contradicts(option: str, value: object, fixed: str | None) -> Iterator[Problem]:
+    """An option that asks for tuning beside one that fixes the learning rate."""
+    if value is not None and fixed is not None:
+        yield Problem(option, value, f"tunes learning rates, and {fixed} fixes them: leave one of them out")
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,19 @@ class Tuning:
 
     def run(self) -> Race:
         """The same race, every strategy with its best setting."""
+        race = self.race
+        self._kept = tuning_cache.read(race.out)
+        try:
+            return self._run_loop() if isinstance(race.recipe, Loop) else self._run()
+        except KeyboardInterrupt as error:
+            self._show("")
+            shutil.rmtree(race.out / "tuning", ignore_errors=True)  # the try that did not end
+            told = Interrupted(tuning_cache.how_to_go_on(race, len(self._kept)))
+            told.exit_code = getattr(error, "exit_code", told.exit_code)  # type: ignore[misc]
+            raise told from None
+
+    def _run(self) -> Race:
         race, plan = self.race, self.plan
-        self._kept = _read(race.out)
-        if isinstance(race.recipe, Loop):
-            return self._run_loop()
         if race.stream is not None and math.isinf(race.stream):
             summary.say(f"untuned: {_ENDLESS}")
             return race
@@ -212,7 +223,7 @@ class Tuning:
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
         tries = max(len(found) for found in tried.values())
-        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries)
+        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries, tuned=self.where)
 
     @property
     def _sign(self) -> int:
@@ -256,14 +267,13 @@ class Tuning:
 
     def _one(self, setting: Setting, epochs: float, seed: int) -> TuningResult:
         race = self._race_of(setting, epochs)
-        key = json.dumps([race.source.name, race.options_of(setting.strategy, seed).given()], sort_keys=True)
+        key = tuning_cache.key(race, setting.strategy, seed)
         if key not in self._kept:
             self._show(f"tuning {setting.strategy}: {setting}, {epochs:.3g} epochs")
             outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
             self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric))
             shutil.rmtree(outcome.run, ignore_errors=True)
-            self.race.out.mkdir(parents=True, exist_ok=True)
-            _write(self.race.out, {"tries": self._kept})
+            tuning_cache.write(self.race.out, {"tries": self._kept})
         record = self._kept[key]
         return TuningResult(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
 
@@ -274,29 +284,44 @@ class Tuning:
             sys.stderr.flush()
 
     def _race_of(self, setting: Setting, epochs: float) -> Race:
-        """A race of one try: in simulation, if the strategy can be simulated, and until the target."""
-        from orchestra.engine import expression
-
+        """A race of one try, until the target."""
         race = self.race
         if isinstance(race.recipe, Loop):
             return dataclasses.replace(race, settings={setting.strategy: setting}, out=race.out / "tuning")
-        simulated = (
-            not self.real and race.lab is None and expression.parse(setting.strategy).layout.model_location != "shared"
-        )
         target = f"{race.target.metric}={race.target.value:g}"
-        shared = dataclasses.replace(race.shared, epochs=epochs, target=target, sim=simulated or race.shared.sim)
+        shared = dataclasses.replace(
+            race.shared, epochs=epochs, target=target, sim=self._simulates(setting.strategy) or None
+        )
         return dataclasses.replace(
             race, shared=shared, settings={setting.strategy: setting}, snapshots=_SNAPSHOTS, out=race.out / "tuning"
         )
 
+    def _simulates(self, strategy: str) -> bool:
+        """Whether the tries of a strategy are simulated."""
+        from orchestra.engine import expression
+
+        race = self.race
+        if race.shared.sim or self.real or race.lab is not None or isinstance(race.recipe, Loop):
+            return bool(race.shared.sim)
+        return expression.parse(strategy).layout.model_location != "shared"
+
+    @property
+    def where(self) -> str:
+        """Where tries take place."""
+        if self.race.lab is not None:
+            return "in the laboratory"
+        apart = [name for name in self.race.strategies if not self._simulates(name)]
+        if len(apart) == len(self.race.strategies):
+            return "on real processes"
+        return "in simulation" + (f", {' and '.join(apart)} on real processes" if apart else "")
+
     def _estimate(self) -> str:
         """How much is tried, and how long it will take at most."""
         plan, race = self.plan, self.race
-        where = "as the race runs" if self.real else "in simulation"
         seconds = plan.most * tuning_cost.seconds_of_an_epoch(race)
         took = f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
         return (
-            f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {where}, seeds {race.seeds} and "
+            f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
             f"{race.seeds + 1}: {took} at most, for fewer epochs than those of the race. --no-tune leaves it out."
         )
 
@@ -309,8 +334,7 @@ class Tuning:
             },
             "tries": self._kept,
         }
-        self.race.out.mkdir(parents=True, exist_ok=True)
-        _write(self.race.out, record)
+        tuning_cache.write(self.race.out, record)
 
 
 def _strategies(count: int) -> str:
@@ -328,19 +352,3 @@ def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
 
     scores = [(s.t, s.metrics.get(metric)) for s in scores_of(outcome.run)]
     return tuple((t, value) for t, value in scores if value is not None and math.isfinite(value))
-
-
-def _read(out: Path) -> dict[str, dict[str, Any]]:
-    """Tries that an earlier call kept in this folder."""
-    found = object_in(out / NAME).get("tries")
-    return {key: value for key, value in found.items() if _is_record(value)} if isinstance(found, dict) else {}
-
-
-def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and {"seconds", "curve", "failed"} <= {*value} and isinstance(value["curve"], list)
-
-
-def _write(out: Path, record: dict[str, Any]) -> None:
-    from orchestra.engine import checkpoint
-
-    checkpoint.write_text(out / NAME, json.dumps(summary.finite(record), indent=1) + "\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy puts between a node and its messages."""
+"""The interface of a codec, which a strategy may put between a node and its messages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from orchestra.core.ops import Message, Send
 
 
 class Codec(Protocol):
-    """Encodes what one node sends, and decodes what it receives."""
+    """Encodes the messages that one node sends, and decodes those that it receives."""
 
     def pack(self, message: Send) -> Sequence[Send]:
-        """Return what is sent for a message."""
+        """Return the messages to send in place of one message."""
         ...
 
     def unpack(self, message: Message) -> Message | None:
-        """Return the message that was meant; None if more of it is to come, or if it came before."""
+        """Return the decoded message; None if parts of it are missing, or if it is a duplicate."""
         ...

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other nodes, as a strategy sees them: averages over the workers, messages, and who has left."""
+"""The other nodes, as a strategy sees them: averages over the workers, messages, and departures."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Comm:
         self.rank = transport.rank  # id of this node; workers come first
         self.workers = workers
         self.servers = servers
-        self.between_messages: Callable[[], None] = lambda: None  # before a message is awaited
+        self.between_messages: Callable[[], None] = lambda: None  # called before a message is awaited
         self._paused: set[int] = set()  # workers that send nothing more for now
-        self.progress = 0.0  # epochs dealt before the gradient that this worker takes; every message carries it
-        self.known: dict[int, float] = {}  # the same of each worker's latest gradient, as far as this server knows
+        self.progress = 0.0  # epochs dealt before the gradient that this worker computes; every message carries it
+        self.known: dict[int, float] = {}  # on a server: the progress of each worker's latest gradient
         self._codec: Codec | None = None
 
     def use(self, codec: Codec | None) -> None:
@@ -52,17 +52,17 @@ class Comm:
         return (message,) if self._codec is None else self._codec.pack(message)
 
     def mean(self, x: Tensor, *, weight: float = 1.0) -> Tensor:
-        """The weighted mean of x over the workers, as a new tensor."""
+        """Return the weighted mean of x over the workers, as a new tensor."""
         mean = x.clone()
         self.mean_(mean, weight=weight)
         return mean
 
     def mean_(self, x: Tensor, *, weight: float = 1.0) -> float:
-        """x ← the weighted mean of x over the workers, in place. Gives the sum of the weights; if 0, x stays."""
+        """x ← the weighted mean of x over the workers, in place. Return the sum of the weights; if it is 0, x stays."""
         return self.transport.start(Mean(x, self.workers, weight)).wait()
 
     def add_(self, x: Tensor, y: Tensor) -> None:
-        """x ← x + y, in place: what an algorithm made of messages computes, in a world where that may take time."""
+        """x ← x + y, in place: the additions of an all-reduce made of messages, which may take simulated time."""
         self.transport.start(Compute(lambda: x.add_(y), numbers=x.numel())).wait()
 
     def broadcast_(self, x: Tensor, *, root: int = 0) -> None:
@@ -70,27 +70,27 @@ class Comm:
         self.transport.start(Broadcast(x, root, self.workers)).wait()
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """The x of every worker, in rank order."""
+        """Return the x of every worker, in rank order."""
         return self.transport.start(Gather(x, self.workers)).wait()
 
     def send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0, tag: int = 0) -> None:
-        """Send x; it may be changed as soon as this returns. What `tag` means is the strategy's business."""
+        """Send x, which may be changed as soon as this returns. The strategy defines the meaning of `tag`."""
         self._require(to)
         for message in self._packed(Send(to, x, version, weight, tag=tag, progress=self.progress)):
             self.transport.start(message).wait()
 
     def start_send(self, to: int, x: Tensor, *, version: int = 0, weight: float = 1.0) -> Handle[None]:
-        """Begin to send x, which is lent: it must not change until the handle's `wait` returns."""
+        """Begin to send x without a copy: x must not change until the handle's `wait` returns."""
         self._require(to)
         message = Send(to, x, version, weight, lend=True, progress=self.progress)
         handles = [self.transport.start(m) for m in self._packed(message)]
         return handles[0] if len(handles) == 1 else All(handles)
 
     def _require(self, other: int) -> None:
-        """Refuse a node that is not there, or oneself."""
+        """Raise if a node does not exist, or is this one."""
         if not 0 <= other < self.transport.size or other == self.rank:
             others = f"the others are among 0 to {self.transport.size - 1}"
-            raise ValueError(f"node {self.rank} has no node {other} to speak with: {others}")
+            raise ValueError(f"node {self.rank} cannot exchange messages with node {other}: {others}")
 
     @overload
     def recv(self, source: int, *, at_rest: bool = False) -> Message: ...
@@ -101,8 +101,8 @@ class Comm:
     def recv(self, source: int, *, at_rest: bool = False, departures: bool = False) -> Message | None:
         """Return the next message from one node.
 
-        With `departures`, None if that node has left; otherwise that is an error. `at_rest`: nothing happened on this
-        node since its last step, so the run may be saved while it waits.
+        With `departures`, return None if that node has left; otherwise raise. `at_rest`: the state of this node has not
+        changed since its last step, so a checkpoint may be saved while it waits.
         """
         self._require(source)
         message = self._next(source, at_rest=at_rest)
@@ -145,18 +145,18 @@ class Comm:
         return None
 
     def pause(self) -> None:
-        """Tell the servers that this worker sends nothing more before they begin anew: to them it is as if it left."""
+        """Tell the servers that this worker pauses: until `resume` they treat it as if it had left."""
         for server in self.servers.members:
             self.send(server, torch.empty(0), tag=ReservedTag.PAUSE)
 
     def resume(self) -> bool:
-        """Begin anew after all workers have paused; False if they have left instead."""
+        """On a server, end the pause of all workers; return False if they have left instead."""
         paused = len(self._paused) == len(self.workers)
         self._paused.clear()
         return paused
 
     def dismiss(self, count: int) -> None:
-        """Go on without the last workers: so many of those that began."""
+        """Remove the last `count` of the initial workers from the group."""
         self.workers = Group(tuple(range(self.servers.members[0] - count)))
 
     def leave(self) -> None:

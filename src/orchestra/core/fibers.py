@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that can be set aside in the middle of a call, so that many nodes take turns in one process.
+"""Fibers: calls that can be suspended and resumed, so that many nodes take turns in one process.
 
     kernel                          fiber
     fiber.resume()          →       runs
                             ←       fiber.park(), or its end
 
-Greenlets do it in microseconds. Threads that pass a baton do the same with nothing installed, five to twelve times
-slower; they also check the greenlets, since the two share no code.
+Greenlets switch in microseconds. Threads that take turns by semaphores need no package and are five to twelve times
+slower; they also serve to test the greenlets, since the two share no code.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ Kind = Literal["auto", "greenlet", "thread"]
 
 
 class Killed(BaseException):
-    """Unwinds a fiber that is not to go on."""
+    """Raised inside a fiber to unwind it."""
 
 
 class Fiber(Protocol):
-    """One call that can be set aside."""
+    """One call that can be suspended."""
 
     done: bool
     error: BaseException | None
 
     def resume(self) -> None:
-        """Let it run until it parks or ends. Called by the kernel."""
+        """Run the fiber until it parks or ends. Called by the kernel."""
 
     def park(self) -> None:
-        """Set this fiber aside until it is resumed. Called by the fiber itself."""
+        """Suspend this fiber until it is resumed. Called by the fiber itself."""
 
     def kill(self) -> None:
-        """Unwind it from where it is parked. Called by the kernel."""
+        """Unwind the fiber. Called by the kernel."""
 
     def frame(self) -> FrameType | None:
-        """Where it is parked."""
+        """Return the frame at which the fiber is parked."""
         ...
 
 
 def make(kind: Kind, body: Callable[[], None]) -> Fiber:
-    """A fiber that is about to call `body`."""
+    """Return a fiber that calls `body` when it is first resumed."""
     if kind == "auto":
         kind = "greenlet" if importlib.util.find_spec("greenlet") is not None else "thread"
     return GreenletFiber(body) if kind == "greenlet" else ThreadFiber(body)
@@ -58,24 +58,24 @@ Modes = tuple[bool, bool, bool]
 
 
 def modes() -> Modes:
-    """What torch keeps by thread, and fibers on greenlets must have each for itself: grad mode, autocast by device."""
+    """Return the modes that torch keeps per thread and every fiber needs for itself: grad mode, autocast by device."""
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
 def restore(before: Modes) -> None:
-    """Go back to them."""
+    """Set these modes."""
     recording, *casting = before
     torch.set_grad_enabled(recording)
     for device, enabled in zip(("cpu", "cuda"), casting, strict=True):
         torch.set_autocast_enabled(device, enabled)
 
 
-# Those that the last greenlet left behind: asking torch takes longer than switching.
+# The modes after the last greenlet, cached because asking torch takes longer than switching.
 _in_force: list[Modes | None] = [None]
 
 
 def visit(fiber: Fiber) -> None:
-    """Let it run until it parks or ends, for a caller who has modes of his own; raise what ended it."""
+    """Run a fiber until it parks or ends, and restore the caller's modes; raise the error that ended it."""
     before, _in_force[0] = modes(), None
     try:
         fiber.resume()
@@ -86,7 +86,7 @@ def visit(fiber: Fiber) -> None:
 
 
 class GreenletFiber:
-    """A stack of its own in the same thread."""
+    """A fiber with its own stack in the same thread."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         from greenlet import getcurrent, greenlet
@@ -94,8 +94,8 @@ class GreenletFiber:
         self.done = False
         self.error: BaseException | None = None
         self._body = body
-        self._hub: Any = None  # whoever resumed it
-        self._modes = modes()  # when it last ran
+        self._hub: Any = None  # the greenlet that resumes it
+        self._modes = modes()  # at its last switch
         self._own: Any = greenlet(self._run)
         self._current = getcurrent
 
@@ -110,7 +110,7 @@ class GreenletFiber:
         _in_force[0] = modes()
 
     def resume(self) -> None:
-        """Let it run until it parks or ends, with its own modes: torch keeps them by thread, and all share one."""
+        """Run the fiber until it parks or ends, with its own modes, which torch keeps per thread."""
         if self._hub is None:
             self._own.parent = self._hub = self._current()
             _in_force[0] = None
@@ -119,24 +119,24 @@ class GreenletFiber:
         self._own.switch()
 
     def park(self) -> None:
-        """Set it aside."""
+        """Suspend the fiber."""
         self._modes = _in_force[0] = modes()
         self._hub.switch()
 
     def kill(self) -> None:
-        """Unwind it; one that never ran has nothing to unwind."""
+        """Unwind the fiber, if it has begun."""
         if self._own:
             self._own.throw(Killed)
         self.done = True
 
     def frame(self) -> FrameType | None:
-        """Where it is parked."""
+        """Return the frame at which the fiber is parked."""
         frame: FrameType | None = self._own.gr_frame
         return frame
 
 
 class ThreadFiber:
-    """A thread that runs only while it holds the baton."""
+    """A thread that runs only between `resume` and `park`."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         self.done = False
@@ -164,19 +164,19 @@ class ThreadFiber:
             raise Killed
 
     def resume(self) -> None:
-        """Let it run until it parks or ends."""
+        """Run the fiber until it parks or ends."""
         if self._thread.ident is None:
             self._thread.start()
         self._mine.release()
         self._kernels.acquire()
 
     def park(self) -> None:
-        """Set it aside."""
+        """Suspend the fiber."""
         self._kernels.release()
         self._wait()
 
     def kill(self) -> None:
-        """Unwind it; one that never ran has nothing to unwind."""
+        """Unwind the fiber, if it has begun."""
         self._killed = True
         if not self.done and self._thread.ident is not None:
             self.resume()
@@ -184,5 +184,5 @@ class ThreadFiber:
         self.done = True
 
     def frame(self) -> FrameType | None:
-        """Where it is parked."""
+        """Return the frame at which the fiber is parked."""
         return sys._current_frames().get(self._thread.ident or 0)

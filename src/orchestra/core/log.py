@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node reports, and where."""
+"""The events that core writes, and the interface of the log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(slots=True)  # not frozen: that would make it four times as slow, and there are millions
 class Logged:
-    """A strategy recorded a number under a name."""
+    """A number that a strategy logged under a name."""
 
     t: float
     node: int
@@ -20,7 +20,7 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A gradient was not finite and was not used."""
+    """A gradient that was not finite and therefore not used."""
 
     t: float
     node: int
@@ -29,7 +29,7 @@ class Skipped:
 
 
 class Log(Protocol):
-    """Where a node's events are recorded."""
+    """The log of a node's events."""
 
     def write(self, event: Any) -> None:
         """Record an event."""

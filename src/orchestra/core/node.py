@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that a strategy sees: the node it runs on and, through it, the others."""
+"""The node on which a strategy runs, through which it also reaches the other nodes."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class Node:
         self.weight = 0.0  # samples behind g; zero if g must not be used
         self.loss = math.nan  # of the last mini-batch
         self.skipped = 0  # gradients that were not finite
-        self.abandoned = False  # whether the last mini-batch was given up
-        self.retired = False  # whether this worker has made way for a server
+        self.abandoned = False  # whether the last mini-batch was cancelled
+        self.retired = False  # whether this worker has stopped training because a server took its machine
         self.replica, self.feed, self.optimizer = replica, feed, optimizer
         self._log = log
         self.placement = placement  # the range of x that each server holds
         self._lengths = [part.stop - part.start for part in placement]
-        self._fuses = fuses  # the world takes means and updates in one
+        self._fuses = fuses  # the world does all-reduce and update in one op
         self.clip = clip  # the largest norm allowed
-        self._clips_mean = False  # whether `clip` bounds the mean, as the strategy in force says
+        self._clips_mean = False  # whether `clip` bounds the mean gradient, by the layout in force
         self._tolerate, self._in_a_row = tolerate, 0
         self._last_step, self._validation = last_step, validation
         # A sum in half precision may overflow although every element is finite.
@@ -80,7 +80,7 @@ class Node:
         return self.feed is None
 
     def enter(self, strategy: Strategy[Any], s: Any) -> None:
-        """Take up a strategy, or its next phase, whose state is in place: its layout, clipping and codec."""
+        """Apply the layout, clipping and codec of a strategy, or of its next phase, after its state is set."""
         layout, (phase, state) = strategy.layout_at(s), strategy.phase(s)
         self._clips_mean = layout.updates.clip == "mean"
         if layout.promoted:
@@ -88,19 +88,19 @@ class Node:
         self.comm.use(phase.codec(self, state))
 
     def retire(self, count: int) -> None:
-        """Let the last workers make way for servers: so many of those that began. The others have all samples then."""
+        """Retire the last `count` of the initial workers in favour of servers; the others get all samples."""
         self.comm.dismiss(count)
         self.retired = not self.serves and self.rank not in self.comm.workers
-        if self.feed is not None and not self.retired and self.feed.shared_anew is None:
+        if self.feed is not None and not self.retired and self.feed.reshared is None:
             self.feed.reshare(len(self.comm.workers))
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
-        """The servers' ranges of a vector, as views."""
+        """Return the servers' ranges of a vector, as views."""
         return torch.split_with_sizes(x, self._lengths)
 
     @property
     def batch(self) -> int:
-        """Samples of a whole mini-batch of a worker."""
+        """The number of samples of a full mini-batch of a worker."""
         assert self.feed is not None
         return self.feed.batch
 
@@ -111,7 +111,7 @@ class Node:
 
     @property
     def epochs(self) -> float:
-        """Passes over the data as dealt to the workers, used or not; on a server, the mean of what each last sent."""
+        """Passes over the data as dealt to the workers, used or not; on a server, the mean of the workers' latest."""
         if self.feed is not None:
             return self.feed.epochs
         known = [self.comm.known.get(worker, 0.0) for worker in self.comm.workers.members]
@@ -120,21 +120,20 @@ class Node:
 
     @property
     def budget(self) -> float:
-        """The share of its steps that a worker has done; zero where only a clock or a score tells when it is over."""
+        """The share of its steps that a worker has done; zero if a clock or a score decides when the run ends."""
         return self.steps / self._last_step if self._last_step else 0.0
 
     def validate(self) -> tuple[float, float]:
-        """The loss at x over this worker's share of the samples set apart: its sum, and their number."""
-        assert self._validation is not None, "there are no samples set apart"
+        """Return the validation loss at x over this worker's share of the samples: the sum, and their number."""
+        assert self._validation is not None, "there are no validation samples"
         return self.comm.transport.start(Compute(self._validation)).wait()
 
     def gradient(self, *, averaged: bool = False, cancel_on: Group | None = None, unused: bool = False) -> Tensor:
         """g ← the gradient at x over the next mini-batch; `weight` is its number of samples.
 
-        A gradient that is not finite is counted and becomes weight zero, so it reaches neither x nor anybody else. One
-        is `abandoned` if meanwhile a message comes from the nodes in `cancel_on`, or at once if it would be `unused`.
-        `averaged`: what follows is `mean_update`, so the world may begin with the last layers while backward is at the
-        first.
+        A gradient that is not finite is counted and gets weight zero, so that it changes neither x nor other nodes. The
+        mini-batch is `abandoned` if a message arrives meanwhile from a node in `cancel_on`, or at once if `unused`.
+        `averaged`: `mean_update` follows, so the world may begin to average the last layers during backward.
         """
         assert self.feed is not None
         start = self.comm.transport.start
@@ -168,7 +167,7 @@ class Node:
         return self.g
 
     def _differentiate(self, batch: Any, size: int, ready: Ready | None) -> float:
-        """Fill g and give the loss; NaN if either is not finite, and then the buffers are as before."""
+        """Fill g and return the loss; if either is not finite, restore the buffers and return NaN."""
         assert self.replica is not None
         loss = self.replica.gradient(batch, size, ready)
         if math.isfinite(loss) and math.isfinite(float(self.g.sum(dtype=self._wide))):
@@ -189,7 +188,7 @@ class Node:
                 + (
                     "Lower the learning rate, clip the gradient (clip=1.0), or look for bad samples."
                     if self.samples
-                    else "It never was finite: look at the model, the loss and the data."
+                    else "It never was finite: check the model, the loss and the data."
                 )
             )
 
@@ -202,22 +201,22 @@ class Node:
         self.comm.transport.start(step).wait()
 
     def _step(self, g: Tensor) -> None:
-        """The inner optimizer's step; g is clipped first if it is the mean that `clip` bounds."""
+        """Step the inner optimizer; first clip g if `clip` bounds the mean."""
         if self.clip is not None and self._clips_mean:
             clip_(g, self.clip)
         self.optimizer.step(g)
 
     def rates(self) -> Iterator[tuple[slice, float]]:
-        """γ of each range of x: of all of it, or of each layer where the optimizer has groups of them."""
+        """Return γ for each range of x: for the whole, or for each layer if the optimizer has groups of them."""
         return self.optimizer.rates()
 
     def descend(self, g: Tensor) -> None:
-        """x ← x − γ g, plainly; where groups of layers have each their own γ, with that."""
+        """x ← x − γ g without the inner optimizer, with the γ of each group of layers."""
         for part, rate in self.rates():
             self.x[part].sub_(g[part], alpha=rate)
 
     def average(self, pushes: Sequence[Message]) -> float:
-        """g ← Σ bᵢ gᵢ / Σ bᵢ of what was pushed, in the order given. Gives Σ bᵢ; if that is zero, g stays as it is."""
+        """g ← Σ bᵢ gᵢ / Σ bᵢ of the pushes, in the given order. Return Σ bᵢ; if that is zero, g stays as it is."""
         weights = [push.weight for push in pushes]
         if any(weights):
             vectors = [push.x for push in pushes]
@@ -226,7 +225,7 @@ class Node:
         return sum(weights)
 
     def local_step(self) -> None:
-        """One step of the inner optimizer on this worker's own gradient; none if that gradient cannot be used."""
+        """Do one step of the inner optimizer with this worker's own gradient, unless the gradient cannot be used."""
         g = self.gradient()
         if self.weight:
             self.update(g)
@@ -234,8 +233,8 @@ class Node:
     def mean_update(self, g: Tensor) -> None:
         """x ← the inner optimizer's step with the mean of g over the workers; x is then equal everywhere.
 
-        The same as `mean_` and `update`, but where optimizer and world allow each worker does it for one range only.
-        What g holds afterwards is nobody's business.
+        Equivalent to `mean_` and `update`, but if optimizer and world allow, each worker updates only one range. The
+        contents of g are undefined afterwards.
         """
         if self._fuses:
             op = MeanUpdate(self.x, g, self.comm.workers, self.weight, self._step)
@@ -249,5 +248,5 @@ class Node:
         return self.comm.transport.now()
 
     def log(self, name: str, value: float) -> None:
-        """Record a figure."""
+        """Log a number under a name."""
         self._log.write(Logged(self.now(), self.rank, self.steps, name, value))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything a node may ask of the world outside: a closed list.
+"""The ops: everything that a node may ask of its transport, as a closed list.
 
-A transport has one rule per op and one entrance, `start`, so metering, tracing and fault injection each wrap one
-method. Strategies never build ops themselves; they speak through `Node` and `Comm`, which do.
+A transport implements each op behind one method, `start`, so metering, tracing and fault injection each wrap one
+method. Strategies do not build ops themselves; they use `Node` and `Comm`, which do.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Op(Generic[T]):
 class Compute(Op[T]):
     """Run `fn` on this node.
 
-    For worlds that model how long that takes, or take several gradients at once: `work` is the number of samples, and
-    `batch` the mini-batch, if it is a gradient; `numbers` is how many elements of vectors it passes over, if it is not.
-    `draws`: it may draw from the global random generators, of which several nodes in one process have one each.
-    `cancel_on`: it is given up, and answers None, if a message from one of these nodes is there before it ends.
+    For worlds that model its duration, or compute several gradients at once: `work` is the number of samples, and
+    `batch` the mini-batch, of a gradient; `numbers` is the number of vector elements that other computations process.
+    `draws`: `fn` may draw from the global random generators, of which every node in one process has its own.
+    `cancel_on`: the op is cancelled, and answers None, if a message from one of these nodes arrives before it ends.
     """
 
     fn: Callable[[], T]
@@ -82,10 +82,10 @@ class Mean(Op[float]):
 
 @dataclass(slots=True)
 class PrepareMean(Op["Callable[[slice], None] | None"]):
-    """The mean of g is asked for next, and its ranges become final one after the other: begin with those that are.
+    """Announce that the mean of g follows, so that ranges of g can be averaged as soon as each is final.
 
-    Answers a function to be called with every range that is final, or None where nothing is gained by it. `weight` is
-    the one g will have, unless it turns out that it must not be used; `most` the weight of a whole mini-batch.
+    Answers a function to be called with every final range, or None if the world does not profit. `weight` is the one
+    that g will have unless it cannot be used; `most` the weight of a full mini-batch.
     """
 
     g: Tensor
@@ -96,10 +96,10 @@ class PrepareMean(Op["Callable[[slice], None] | None"]):
 
 @dataclass(slots=True)
 class MeanUpdate(Op[None]):
-    """The mean of g over the group, then the optimizer: x is then the same everywhere.
+    """Average g over the group and apply the optimizer: x is then equal on all members.
 
     Each member averages one range of g, calls `apply(mean)` to update the same range of x, and ends with the whole new
-    x; or, where torch takes the means, averages and applies the whole. All weights zero change nothing.
+    x; with torch.distributed, each averages and applies the whole. If all weights are zero, nothing changes.
     """
 
     x: Tensor
@@ -127,7 +127,7 @@ class Gather(Op[list[Tensor]]):
 
 
 class RangeStamp(NamedTuple):
-    """Which range of the model a message covers, and its sender's clock there."""
+    """The range of the model that a message covers, and the sender's clock there."""
 
     clock: int = 0
     start: int = 0
@@ -141,7 +141,7 @@ _UNSTAMPED = RangeStamp()
 class Send(Op[None]):
     """A message to one node. `lend`: x is read in place and must not change until the handle's `wait` returns.
 
-    `progress`: where the sender is in the data, in epochs; part of the header, so it adds no bytes to the body.
+    `progress`: the sender's position in the data, in epochs; part of the header, so it adds no bytes to the body.
     """
 
     to: int
@@ -156,10 +156,10 @@ class Send(Op[None]):
 
 @dataclass(slots=True)
 class Recv(Op["Message | Departed | None"]):
-    """The next message from `source`, or from whoever comes first; None when those asked have all left.
+    """Receive the next message from `source`, or from any node of the group; None when all of them have left.
 
-    `departures`: it is answered when somebody leaves, too. `at_rest`: this node is as it was after its last step, so
-    that the run may be saved while it waits.
+    `departures`: also answer when a node leaves. `at_rest`: the state of this node has not changed since its last step,
+    so a checkpoint may be saved while it waits.
     """
 
     source: int | None
@@ -170,7 +170,7 @@ class Recv(Op["Message | Departed | None"]):
 
 @dataclass(slots=True)
 class Sleep(Op[bool]):
-    """Do nothing for a while, unless a message comes from one of some nodes: answers whether it did not."""
+    """Sleep, but only until a message arrives from a node in `cancel_on`; answers False if one did."""
 
     seconds: float
     cancel_on: Group | None = None
@@ -192,7 +192,7 @@ class ReservedTag(IntEnum):
 
 @dataclass(slots=True)
 class Message:
-    """What came from another node.
+    """A message from another node.
 
     `x` is read in place: valid until the next receive that could bring a message from `source`, or send to it.
     """
@@ -217,7 +217,7 @@ class Handle(Protocol[T_co]):
     """An op under way."""
 
     def wait(self) -> T_co:
-        """Block until it is done and give its answer."""
+        """Block until the op is done and return its answer."""
         ...
 
 
@@ -228,7 +228,7 @@ class Done(Generic[T]):
     value: T
 
     def wait(self) -> T:
-        """Give the answer at once."""
+        """Return the answer at once."""
         return self.value
 
 
@@ -246,10 +246,10 @@ class All:
 
 @dataclass(slots=True)
 class Traffic:
-    """What a node's ops cost so far.
+    """The bytes and waiting times of a node's ops so far.
 
-    Bytes are those the op puts on a wire between machines (a mean as reduce-scatter and all-gather), so they are the
-    same in every world, also where shared memory moves less. What passes between nodes of one machine is not counted.
+    Bytes are those that an op sends between machines (a mean as reduce-scatter and all-gather), so they are equal in
+    every world, even if shared memory moves less. Messages between nodes of one machine are not counted.
     """
 
     sent: int = 0  # bytes
@@ -258,7 +258,7 @@ class Traffic:
     sent_to: dict[int, int] = field(default_factory=dict)  # bytes of messages, by node
 
     def count(self, to: int, nbytes: int) -> None:
-        """A message is sent."""
+        """Count a message that is sent."""
         self.sent += nbytes
         self.sent_to[to] = self.sent_to.get(to, 0) + nbytes
 
@@ -279,5 +279,5 @@ class Transport(Protocol):
         ...
 
     def proceed(self, step: int, *, lockstep: bool) -> bool:
-        """Whether this worker may begin `step`. To stop, workers that go in step agree on one; others stop at once."""
+        """Return whether this worker may begin `step`: workers in lockstep stop at the same step, others at once."""
         ...

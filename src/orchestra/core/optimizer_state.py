@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer keeps for a range of x, in words that JSON can hold, beside its vectors.
+"""The state of an optimizer for a range of x: an outline that JSON can hold, and the vectors.
 
     {"exp_avg": "vector", "step": {"tensor": 7.0}}                          the same for the whole range
     {"ranges": [[0, 6, {"exp_avg": "vector", "step": ...}], [6, 9, {}]]}    by range, where layers have lacked gradients
 
-Vectors are as long as the whole range, one for each name, in the order of the names; zero where there is none.
+Vectors are as long as the whole range, one for each name, in the order of the names; zero where a range has none.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _VECTOR, _RANGES = "vector", "ranges"
 
 
 def outline(state: Mapping[str, Any], length: int) -> Outline:
-    """Of what is kept for so many elements."""
+    """Return the outline of the state for `length` elements."""
     return {name: _outline(value, length) for name, value in sorted(state.items())}
 
 
 def _outline(value: Any, length: int) -> Any:
-    """Numbers are tensors without a dimension, or plain."""
+    """Return the outline of one entry: a vector, a tensor without dimensions, or a plain value."""
     if isinstance(value, Tensor):
         return _VECTOR if is_vector(value, length) else {"tensor": value.item()}
     return value
 
 
 def is_vector(value: Any, length: int) -> bool:
-    """Whether it has a number for each of so many elements."""
+    """Return whether a value is a tensor with one number for each of `length` elements."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == length
 
 
 def ranges(whole: Outline, length: int) -> list[Range]:
-    """An outline by range."""
+    """Return an outline as a list of ranges."""
     if _RANGES in whole:
         return [(start, stop, state) for start, stop, state in whole[_RANGES]]
     return [(0, length, whole)]
 
 
 def by_range(found: Iterable[Range]) -> Outline:
-    """The outline of adjacent ranges from 0 on: that of the first for the whole, if all are alike."""
+    """Return the outline of adjacent ranges from 0 on; a single one if all are equal."""
     left = list(found)
     if not left:  # a server may hold an empty range
         return {}
@@ -55,13 +55,13 @@ def by_range(found: Iterable[Range]) -> Outline:
 
 
 def within(whole: Outline, part: slice, length: int) -> Outline:
-    """The outline of a part of a vector of some length, from that of the whole."""
+    """Return the outline of a part of a vector of this length, from that of the whole."""
     clipped = ((max(a, part.start), min(b, part.stop), state) for a, b, state in ranges(whole, length))
     return by_range((a - part.start, b - part.start, state) for a, b, state in clipped if a < b)
 
 
 def names(whole: Outline) -> list[str]:
-    """Those of the vectors."""
+    """Return the names of the vectors."""
     states = [state for _, _, state in ranges(whole, 0)]
     return sorted({name for state in states for name, value in state.items() if value == _VECTOR})
 
@@ -69,7 +69,7 @@ def names(whole: Outline) -> list[str]:
 def joined(
     parts: Sequence[slice], outlines: Sequence[Outline], vectors: Sequence[Sequence[Tensor]]
 ) -> tuple[Outline, list[Tensor]]:
-    """The outline and the vectors of a whole of which several nodes have kept a part each."""
+    """Join the outlines and the vectors of parts that several nodes have kept."""
     lengths = [part.stop - part.start for part in parts]
     whole = by_range(
         (part.start + a, part.start + b, state)
@@ -88,7 +88,7 @@ def joined(
 def of_pieces(
     pieces: Sequence[slice], states: Sequence[Mapping[str, Any]], like: Tensor
 ) -> tuple[Outline, list[Tensor]]:
-    """The outline and the vectors of a whole, from what is kept for each of its pieces."""
+    """Return the outline and the vectors of a whole, from the optimizer's state for each of its pieces."""
     rows = [
         (piece, outline(state, piece.stop - piece.start), state) for piece, state in zip(pieces, states, strict=True)
     ]
@@ -104,7 +104,7 @@ def of_pieces(
 
 
 def state(outline: Outline, vectors: Mapping[str, Tensor], part: slice) -> dict[str, Any]:
-    """What an optimizer keeps for a range, from its outline and the vectors of the whole."""
+    """Return the optimizer's state for a range, from its outline and the vectors of the whole."""
     return {name: vectors[name][part] if value == _VECTOR else _value(value) for name, value in outline.items()}
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy is: frozen hyper-parameters, a state apart, and one iteration of one worker.
+"""The interface of a strategy: frozen hyper-parameters, a separate state, and one iteration of one worker.
 
     state = strategy.init(node)
     worker:  until the budget is spent:  strategy.step(node, state);   then  strategy.finish(node, state)
-    server:  strategy.serve(node, state)      its whole life, ending when every worker has left
+    server:  strategy.serve(node, state)      until every worker has left
 
-A strategy cannot tell in which world it runs. It has no clock, no global randomness and no process group: only the
+A strategy does not know in which world it runs. It has no clock, no global randomness and no process group: only the
 node.
 """
 
@@ -29,7 +29,7 @@ ModelLocation = Literal["everywhere", "copies", "shared", "servers", "apart"]
 
 
 def option(default: Any, about: str, *, least: float | None = None, most: float | None = None) -> Any:
-    """Declare a hyper-parameter: its default, what it means in a few words, and its range."""
+    """Declare a hyper-parameter: its default, its meaning in a few words, and its range."""
     return dataclasses.field(default=default, metadata={"about": about, "least": least, "most": most})
 
 
@@ -44,19 +44,19 @@ class Updates:
     """Whether a gradient may be applied to an x that is newer than the one at which it was computed."""
 
     can_meet: bool = True
-    """Whether all workers can reach the same step: not where some of them wait for those that go on."""
+    """Whether all workers can reach the same step: False if some wait for others that may have stopped."""
 
     clip: Literal["own", "mean"] = "own"
-    """Whose norm `clip` bounds: that of every worker's own gradient, where it is computed, or the mean's."""
+    """The norm that `clip` bounds: that of every worker's own gradient, or that of the mean."""
 
     per_round: float = 1.0
     """Optimizer updates per round of gradients, one from each worker."""
 
     gradients: int | None = None
-    """Gradients in an update, where that does not depend on the number of workers; `per_round` is then unused."""
+    """Gradients in an update, if that does not depend on the number of workers; `per_round` is then unused."""
 
     def per_round_of(self, workers: int) -> float:
-        """Return how many optimizer updates a round of gradients makes: 1 if they are averaged, N if each is applied.
+        """Return the optimizer updates per round of N gradients: 1 if they are averaged, N if each is applied.
 
         >>> Updates().per_round_of(8), Updates(gradients=1).per_round_of(8), Updates(gradients=4).per_round_of(8)
         (1.0, 8.0, 2.0)
@@ -66,10 +66,10 @@ class Updates:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the model is, and which nodes update it."""
+    """The location of the model, and the nodes that update it."""
 
     model_location: ModelLocation = "apart"
-    """Where the model is between two steps.
+    """The location of the model between two steps.
 
     `everywhere`: all replicas are always equal, so one x may serve them all; x changes only by `mean_update`.
     `copies`: the replicas are always equal, but each worker updates its own. `shared`: there is only one x, in the
@@ -78,19 +78,19 @@ class Layout:
     """
 
     servers: int = 0
-    """Server nodes beside the workers."""
+    """The number of servers beside the workers."""
 
     placement: Literal["even", "layers"] = "even"
-    """Where x is cut into the servers' ranges: into equal ones, or between layers."""
+    """How x is cut into the servers' ranges: into equal ones, or between layers."""
 
     colocated: bool = False
-    """Whether servers are on the workers' machines, in turn, or on their own."""
+    """Whether servers share the workers' machines, in turn, or have their own."""
 
     optimizer_on_servers: bool = True
-    """Whether the servers, where they hold the model, apply the optimizer to it."""
+    """Whether servers that hold the model apply the optimizer to it."""
 
     promoted: int = 0
-    """Workers that stop training since the servers take over their machines: the last ones."""
+    """The number of workers, the last ones, that stop training because servers take over their machines."""
 
     updates: Updates = field(default_factory=Updates)
 
@@ -98,30 +98,30 @@ class Layout:
     """Whether all workers finish step n before any begins step n + 1, although `updates` are not synchronous."""
 
     then: Layout | None = None
-    """The layout after a switch of strategies, if there is one to come."""
+    """The layout after a switch of strategies, if one follows."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers finish step n before any begins step n + 1: then all save and stop at the same step."""
+        """Whether all workers finish step n before any begins step n + 1, so that all save and stop together."""
         return self.updates.synchronous or self.always_lockstep
 
     @property
     def optimizer_at(self) -> Literal["workers", "servers"]:
-        """Which nodes apply the optimizer, and so hold its state."""
+        """The nodes that apply the optimizer, and so hold its state."""
         return "servers" if self.model_location == "servers" and self.optimizer_on_servers else "workers"
 
     @property
     def sees_stale_gradients(self) -> bool:
-        """Whether a gradient may meet an x that other workers have changed since."""
+        """Whether a gradient may be applied to an x that other workers have changed since it was computed."""
         return self.updates.stale or self.model_location == "shared"
 
     @property
     def promotes(self) -> bool:
-        """Whether workers become servers in the course of a run."""
+        """Whether workers become servers during a run."""
         return any(layout.promoted for layout in self.phases())
 
     def phases(self) -> Iterator[Layout]:
-        """Yield this layout and those that follow it in the course of a run."""
+        """Yield this layout and those that follow it during a run."""
         yield self
         if self.then is not None:
             yield from self.then.phases()
@@ -129,19 +129,19 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a strategy asks of a run beyond gradients."""
+    """The inputs that a strategy needs beyond gradients."""
 
     training_loss: bool = False
     """`node.loss`, of every mini-batch."""
 
     validation_loss: bool = False
-    """`node.validate`: the loss over samples set apart."""
+    """`node.validate`: the loss over the validation samples."""
 
     budget: bool = False
     """`node.budget`: the share of the run that is done."""
 
     momenta: bool = False
-    """An optimizer whose momenta can go from workers to servers, or back, in the course of a run."""
+    """An optimizer whose momenta can be transferred from workers to servers, or back, during a run."""
 
     def __or__(self, other: Needs) -> Needs:
         """Return the needs of both."""
@@ -153,24 +153,24 @@ _APART, _NOTHING = Layout(), Needs()
 
 
 class Strategy(ABC, Generic[S]):
-    """How the workers agree. Subclasses are frozen, keyword-only dataclasses; `S` is all that changes."""
+    """A distributed training algorithm. Subclasses are frozen, keyword-only dataclasses; `S` is the mutable state."""
 
     @property
     def layout(self) -> Layout:
-        """Where the model is at the start of a run, and how many servers the whole run has."""
+        """The location of the model at the start of a run, and the number of servers of the whole run."""
         return _APART
 
     def layout_at(self, s: S) -> Layout:
-        """Return where the model is now, if that changes during a run."""
+        """Return the present layout, if it changes during a run."""
         return self.layout
 
     @property
     def needs(self) -> Needs:
-        """What it asks of a run beyond gradients."""
+        """The inputs that the strategy needs beyond gradients."""
         return _NOTHING
 
     def problems(self, workers: int) -> Iterator[Problem]:
-        """Yield what this strategy cannot work with, beyond the ranges of its fields."""
+        """Yield the problems of this strategy with that many workers, beyond the ranges of its fields."""
         return iter(())
 
     @abstractmethod
@@ -179,19 +179,19 @@ class Strategy(ABC, Generic[S]):
 
     @abstractmethod
     def step(self, node: Node, s: S) -> None:
-        """Make one iteration of one worker."""
+        """Do one iteration of one worker."""
 
     def serve(self, node: Node, s: S) -> None:
-        """Serve until every worker has left: a server's whole life."""
+        """Serve until every worker has left."""
         raise NotImplementedError(f"{type(self).__name__} has no servers")
 
     def finish(self, node: Node, s: S) -> None:
-        """Do what remains after a worker's last step."""
+        """Do the final work after a worker's last step."""
 
     def codec(self, node: Node, s: S) -> Codec | None:
-        """Return what encodes and decodes the messages of this node, if they are not sent as they are."""
+        """Return a codec for the messages of this node, or None to send them unchanged."""
         return None
 
     def phase(self, s: S) -> tuple[Strategy[Any], Any]:
-        """Return the strategy that makes the next step, and its state, if this one consists of several."""
+        """Return the strategy that does the next step, and its state, if this one consists of several."""
         return self, s

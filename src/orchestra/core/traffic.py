@@ -26,7 +26,7 @@ class ExpectedTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSize:
-    """What the bytes of a run depend on beside its strategy."""
+    """The size of a run, on which its bytes depend besides the strategy."""
 
     workers: int
     steps: int  # of each worker
@@ -37,18 +37,18 @@ class RunSize:
 
     @property
     def numbers(self) -> int:
-        """Numbers in the model."""
+        """The number of elements of the model."""
         return sum(self.layers)
 
     @property
     def model(self) -> int:
-        """Bytes of the model: S in the formulas."""
+        """The bytes of the model: S in the formulas."""
         return self.item * self.numbers
 
     def average(self, numbers: int | None = None, item: int | None = None) -> list[int]:
-        """Return the bytes that each worker sends for one average: 2 (N−1)/N · S on average over the workers.
+        """Return the bytes that each worker sends for one all-reduce: 2 (N−1)/N · S on average over the workers.
 
-        It sends all but its own range to the owners of the ranges, and its own range to the others.
+        A worker sends all but its own range to the owners of the ranges, and its own range to the others.
         """
         numbers, item = self.numbers if numbers is None else numbers, item or self.item
         own = [item * (part.stop - part.start) for part in ranges(numbers, self.workers)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic on flat vectors that several places must do in exactly the same way."""
+"""Arithmetic on flat vectors that several modules must do in exactly the same way."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BLOCK = 1 << 16
 
 
 # From this length on a vector is cut at multiples of a cache line and optimizers use torch's fused kernels. Those treat
-# the last few elements of a range a little differently, which at such cuts happens at the very end of the vector only,
+# the last few elements of a range slightly differently; with such cuts that happens only at the end of the vector,
 # so the result does not depend on how many ranges there are.
 LARGE = 1 << 16
 LINE = 64
 
 
 def is_small(length: int, parts: int) -> bool:
-    """Whether summing all of `parts` vectors on every node costs less than waiting for others to sum some of it."""
+    """Return whether summing `parts` whole vectors on every node is faster than dividing the sum among the nodes."""
     return length * parts <= 1 << 18
 
 
 def cut(length: int, parts: int, i: int) -> int:
-    """Where part `i` begins when `range(length)` is cut into `parts` pieces whose sizes differ by at most one."""
+    """Return the start of part `i` of `range(length)` cut into `parts` pieces whose sizes differ by at most one."""
     small, larger = divmod(length, parts)
     return i * small + min(i, larger)
 
@@ -44,7 +44,7 @@ def split(length: int, parts: int) -> list[slice]:
 
 @lru_cache(maxsize=1 << 14)
 def range_of(length: int, parts: int, i: int) -> slice:
-    """Range `i` of a vector cut into `parts` of nearly equal size, a long one at whole cache lines."""
+    """Return range `i` of a vector cut into `parts` of nearly equal size; long vectors are cut at cache lines."""
     if length < max(LARGE, LINE * parts):
         return slice(cut(length, parts, i), cut(length, parts, i + 1))
     lines = length // LINE
@@ -53,7 +53,7 @@ def range_of(length: int, parts: int, i: int) -> slice:
 
 
 def ranges(length: int, parts: int) -> list[slice]:
-    """All of them.
+    """Return all ranges of a vector cut into `parts`.
 
     >>> ranges(100_000, 2)
     [slice(0, 49984, None), slice(49984, 100000, None)]
@@ -62,7 +62,7 @@ def ranges(length: int, parts: int) -> list[slice]:
 
 
 def ranges_of_layers(layers: Sequence[int], parts: int) -> list[slice]:
-    """Ranges of a vector that is made of layers, none of which is cut: the largest is as small as it can be.
+    """Return ranges that cut no layer of a vector, such that the largest range is as small as possible.
 
     >>> ranges_of_layers([6, 2, 2, 2, 5], 3)
     [slice(0, 6, None), slice(6, 12, None), slice(12, 17, None)]
@@ -76,10 +76,10 @@ def ranges_of_layers(layers: Sequence[int], parts: int) -> list[slice]:
 
 
 def _filled(layers: Sequence[int], parts: int, most: int) -> list[int]:
-    """The lengths of ranges of whole layers, filled one after the other; every range has at least one layer."""
+    """Return the lengths of ranges filled with whole layers in order; every range has at least one layer."""
     lengths = [0]
     for i, layer in enumerate(layers):
-        needed = len(layers) - i <= parts - len(lengths)  # one range for each of the layers that are left
+        needed = len(layers) - i <= parts - len(lengths)  # each remaining layer needs its own range
         if i and (needed or lengths[-1] + layer > most):
             lengths.append(0)
         lengths[-1] += layer
@@ -87,10 +87,10 @@ def _filled(layers: Sequence[int], parts: int, most: int) -> list[int]:
 
 
 def share_of_mean(x: Tensor, parts: int, index: int) -> int:
-    """Bytes that one of `parts` members sends, and as many that it receives, in a mean of x.
+    """Return the bytes that one of `parts` members sends, and also receives, in an all-reduce of x.
 
-    By reduce-scatter and all-gather, the least that machines would have to exchange: all ranges but its own go to
-    their owners, then its own goes to everyone.
+    By reduce-scatter and all-gather, the minimum between machines: all ranges but the member's own go to their owners,
+    then its own goes to all others.
     """
     mine = range_of(x.numel(), parts, index)
     own: int = (mine.stop - mine.start) * x.element_size()
@@ -106,9 +106,10 @@ def clip_(g: Tensor, most: float) -> None:
 def weighted_mean(out: Tensor, vectors: Sequence[Tensor], weights: Sequence[float]) -> None:
     """Write Σ wᵢ vᵢ / Σ wᵢ into `out`, which may be one of the vectors.
 
-    In the order given, not in order of arrival: who was slow must not change the sum. A vector of weight zero is not
-    read at all, so a gradient that is not finite never reaches its peers. One vector after the other is blended into
-    the mean of those before it. So low precision does not overflow, and the mean of equal numbers is that number.
+    The vectors are added in the given order, not in order of arrival, so that the result does not depend on speed. A
+    vector of weight zero is not read at all, so a gradient that is not finite never reaches its peers. Each vector is
+    blended into the mean of those before it, so low precision does not overflow, and the mean of equal numbers is that
+    number.
     """
     shares = [(v, w / total) for v, w, total in zip(vectors, weights, accumulate(weights), strict=True) if w]
     with torch.no_grad():
@@ -136,7 +137,7 @@ def _blend_blocks(first: Tensor, rest: Sequence[tuple[Tensor, float]], out: Tens
 
 
 def _blend(a: Tensor, b: Tensor, share: float, out: Tensor) -> None:
-    """Write a + share (b − a) into `out`. It is −0 where both are (marks.py), as torch's lerp has it from 0.5 on."""
+    """Write a + share (b − a) into `out`: −0 where both are (see gradient_mask), as torch's lerp does from 0.5 on."""
     if share < 0.5:
         torch.lerp(b, a, 1 - share, out=out)
     else:
@@ -144,5 +145,5 @@ def _blend(a: Tensor, b: Tensor, share: float, out: Tensor) -> None:
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
-    """A checksum of all bits, continuing one `before`."""
+    """Return a checksum of all bits, continuing the checksum `before`."""
     return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, before)

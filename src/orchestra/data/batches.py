@@ -24,26 +24,26 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 class NoLoss(TypeError):
-    """No loss was given, and the model has none of its own."""
+    """Raised if no loss was given and the model computes none."""
 
 
 def pieces(batch: Pieces) -> list[Any]:
-    """The pieces, in order."""
+    """Return the pieces, in order."""
     return [*batch.values()] if isinstance(batch, Mapping) else [*batch]
 
 
 def like(batch: Pieces, values: Iterable[Any]) -> Pieces:
-    """Other pieces in the place of those of a batch."""
+    """Return a batch with other pieces in place of its own."""
     return dict(zip(batch, values, strict=True)) if isinstance(batch, Mapping) else [*values]
 
 
 def each(change: Callable[[Any], Any], batch: Pieces) -> Pieces:
-    """A batch with every piece changed."""
+    """Return a batch with `change` applied to every piece."""
     return like(batch, map(change, pieces(batch)))
 
 
 def place_of_target(batch: Pieces) -> Any:
-    """The name or the index of the target.
+    """Return the name or the index of the target.
 
     >>> place_of_target({"label": 1, "text": 2})
     'label'
@@ -56,12 +56,12 @@ def place_of_target(batch: Pieces) -> Any:
 
 
 def target_of(batch: Any) -> Any:
-    """The target of a batch or of a sample."""
+    """Return the target of a batch or of a sample."""
     return batch[place_of_target(batch)]
 
 
 def output_of(model: Callable[..., Any], batch: Pieces) -> Any:
-    """What the model gives for the inputs of a batch."""
+    """Return the output of the model for the inputs of a batch."""
     if isinstance(batch, Mapping):
         target = place_of_target(batch)
         return model(**{name: piece for name, piece in batch.items() if name != target})
@@ -69,7 +69,7 @@ def output_of(model: Callable[..., Any], batch: Pieces) -> Any:
 
 
 def loss_of(model: Callable[..., Any], batch: Pieces, loss: Loss | None) -> Tensor:
-    """The loss of a batch: by a function of output and target, or the model's own."""
+    """Return the loss of a batch: by a function of output and target, or the model's own."""
     if loss is not None:
         return loss(output_of(model, batch), target_of(batch))
     output = model(**batch) if isinstance(batch, Mapping) else model(*batch)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sample goes to which worker at which step: a pure function of (seed, epoch, rank, size).
 
-Every sample is used once an epoch, uneven ends included. All workers take equally many steps an epoch, so that
-synchronous strategies stay in step; where samples run short a batch is smaller, or empty, and means are weighted by
-samples.
+Every sample is used once per epoch, uneven ends included. All workers do equally many steps per epoch, so that
+synchronous strategies stay in lockstep; the last batches may be smaller or empty, and means are weighted by samples.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Batch = tuple[Any, int]  # the inputs and the target, and how many samples they 
 class Feed(Protocol):
     """A worker's endless supply of batches, with a position that can be saved."""
 
-    batch: int  # samples of a whole one
+    batch: int  # samples of a full one
     epoch: int
     step: int  # within the epoch
     steps_per_epoch: int | None  # None: not known before the stream ends
@@ -36,11 +35,11 @@ class Feed(Protocol):
 
     @property
     def epochs(self) -> float:
-        """Passes over the data so far, as samples of all workers up to here by samples of a pass."""
+        """Passes over the data so far: the samples of all workers divided by those of a pass."""
         ...
 
     def next(self) -> Batch:
-        """The batch at the current position; moves on."""
+        """Return the batch at the current position, and advance."""
         ...
 
     def seek(self, epoch: int, step: int) -> None:
@@ -48,29 +47,29 @@ class Feed(Protocol):
         ...
 
     def reshare(self, size: int) -> None:
-        """From here on, deal what is left among the first `size` workers only."""
+        """From here on, deal the remaining samples among the first `size` workers only."""
         ...
 
     def distance(self, steps: int) -> float:
-        """Steps so far, counted as if an epoch always had so many."""
+        """Return the steps so far, counted as if every epoch had `steps` steps."""
         ...
 
     @property
     def shards(self) -> tuple[int, ...] | None:
-        """How many samples each worker has, where that is settled beforehand."""
+        """The number of samples of each worker, if it is fixed beforehand."""
         ...
 
     @property
-    def shared_anew(self) -> tuple[int, int, int] | None:
-        """Epoch and step at which that was done, and the size; None if it was not."""
+    def reshared(self) -> tuple[int, int, int] | None:
+        """Epoch and step of the call of `reshare`, and its size; None if there was none."""
         ...
 
 
 class _Deal(NamedTuple):
-    """How the samples of an epoch are dealt out."""
+    """The division of the samples of an epoch."""
 
     epoch: int
-    used: int  # samples used before they were shared anew
+    used: int  # samples used before `reshare`
     lengths: list[int]  # of all samples together, or of each worker's
     steps: int
 
@@ -90,16 +89,16 @@ class IndexedFeed:
         if partition is not None and not isinstance(partition, IID):
             self._shards = partition.shards(self._samples.labels(), size, seed)
         self.epoch = self.step = 0
-        self.shared_anew: tuple[int, int, int] | None = None
-        self._used = 0  # samples of the epoch in which they were shared anew that were used before
-        self._left: list[Tensor] = []  # the others, where each worker has a shard
+        self.reshared: tuple[int, int, int] | None = None
+        self._used = 0  # samples used before `reshare` in its epoch
+        self._left: list[Tensor] = []  # the remaining ones of that epoch by worker, with fixed shards
         self._order_of = -1
         self._order = torch.empty(0, dtype=torch.int64)
         self._deal = self._deal_for(-1)
         self.steps_per_epoch: int | None = self._deal.steps
 
     def indices(self, epoch: int, step: int) -> list[int]:
-        """The samples of this rank at a step of an epoch."""
+        """Return the samples of this rank at a step of an epoch."""
         if self._order_of != epoch:
             self._order, self._order_of = self._shuffle(epoch, self._rank), epoch
         chosen: list[int] = self._order[self._here(epoch, step)].tolist()
@@ -111,7 +110,7 @@ class IndexedFeed:
         return self._deal
 
     def _deal_for(self, epoch: int) -> _Deal:
-        """How the samples of an epoch are dealt out."""
+        """Return how the samples of an epoch are dealt out."""
         broken = self._broken(epoch)
         used = self._used if broken else 0
         if self._shards is None:
@@ -121,11 +120,11 @@ class IndexedFeed:
         return _Deal(epoch, used, lengths, max(-(-length // self.batch) for length in lengths))
 
     def _broken(self, epoch: int) -> bool:
-        """Whether the samples were shared anew in the course of an epoch."""
-        return self.shared_anew is not None and self.shared_anew[0] == epoch
+        """Return whether `reshare` was called during an epoch."""
+        return self.reshared is not None and self.reshared[0] == epoch
 
     def _here(self, epoch: int, step: int) -> slice:
-        """Where in the order of an epoch this rank's samples of a step are."""
+        """Return the range of this rank's samples of a step in the order of an epoch."""
         deal = self._deal_in(epoch)
         if self._shards is not None:
             mine = deal.lengths[self._rank]
@@ -136,7 +135,7 @@ class IndexedFeed:
         return slice(start + part.start, start + part.stop)
 
     def _shuffle(self, epoch: int, rank: int) -> Tensor:
-        """The order of an epoch: of all samples, or of a rank's shard."""
+        """Return the order of an epoch: of all samples, or of a rank's shard."""
         seed = fold(self._seed, epoch)
         if self._shards is None:
             return _permutation(len(self._samples), seed)
@@ -148,29 +147,29 @@ class IndexedFeed:
     @property
     def epochs(self) -> float:
         """Passes over the data so far."""
-        # A server counts samples, not steps: the same division gives it the same learning rate.
+        # Servers count samples, not steps: with this formula they have the same learning rate.
         return self.distance(1)
 
     def distance(self, steps: int) -> float:
-        """Steps so far, counted as if an epoch always had so many."""
+        """Return the steps so far, counted as if every epoch had `steps` steps."""
         count = len(self._samples)
-        # Multiplied first: what is a whole number comes out as one.
+        # Multiply first, so that whole numbers are exact.
         return (self.epoch * count + self._used_by(self.step)) * steps / count
 
     @property
     def shards(self) -> tuple[int, ...] | None:
-        """How many samples each worker has, where that is settled beforehand."""
+        """The number of samples of each worker, if it is fixed beforehand."""
         return None if self._shards is None else tuple(map(len, self._shards))
 
     def _used_by(self, step: int) -> int:
-        """Samples of this epoch that all workers have used before a step."""
+        """Return the samples of this epoch that all workers have used before a step."""
         deal = self._deal_in(self.epoch)
         if self._shards is None:
             return deal.used + min(step * self.batch * self._size, deal.lengths[0])
         return deal.used + sum(cut(length, deal.steps, step) for length in deal.lengths)
 
     def next(self) -> Batch:
-        """The batch at the current position; moves on."""
+        """Return the batch at the current position, and advance."""
         here = self._here(self.epoch, self.step)
         size = here.stop - here.start
         batch = self._pick() if size else []
@@ -180,23 +179,23 @@ class IndexedFeed:
         return batch, size
 
     def reshare(self, size: int) -> None:
-        """From here on, deal what is left among the first `size` workers only."""
+        """From here on, deal the remaining samples among the first `size` workers only."""
         epoch, step, used = self.epoch, self.step, self._used_by(self.step)
         if self._shards is not None:
             orders, steps = [self._shuffle(epoch, rank) for rank in range(self._size)], self._deal.steps
             self._left = _dealt([order[cut(len(order), steps, step) :] for order in orders], size)
             self._shards = _dealt(self._shards, size)
-        self.shared_anew, self._used, self._size = (epoch, step, size), used, size
+        self.reshared, self._used, self._size = (epoch, step, size), used, size
         self.step, self._order_of = 0, -1
         self._deal = self._deal_for(-1)
         self.steps_per_epoch = self._deal.steps
 
     def give_indices(self) -> None:
-        """From now on, instead of samples: somebody else takes the samples of many batches at once."""
+        """Return indices instead of samples from now on: the caller takes the samples of many batches at once."""
         self._pick = lambda: [self.indices(self.epoch, self.step)]
 
     def give_nothing(self) -> None:
-        """From now on, but the number of samples: nobody looks at them."""
+        """Return only the number of samples from now on."""
         self._pick = lambda: []
         self.draws = False
 
@@ -213,12 +212,12 @@ class StreamFeed:
     itself must do so alike everywhere: it draws from global generators that are seeded by the epoch while it is read.
     """
 
-    shared_anew = None
+    reshared = None
     shards = None
 
     def __init__(self, data: Any, *, batch: int, seed: int, rank: int, size: int) -> None:
         self._data = data
-        self.draws = False  # a stream has generators of its own
+        self.draws = False  # a stream has its own generators
         self.batch, self._seed, self._rank, self._size = batch, seed, rank, size
         self.steps_per_epoch: int | None = None
         self._ahead: list[Any]
@@ -228,11 +227,11 @@ class StreamFeed:
 
     @property
     def epochs(self) -> float:
-        """Whole passes over the stream: its length is not known before it ends."""
+        """Whole passes over the stream, whose length is unknown until it ends."""
         return float(self.epoch)
 
     def next(self) -> Batch:
-        """The batch at the current position; moves on, and begins the stream again at its end."""
+        """Return the batch at the current position, and advance; begin the stream again at its end."""
         group = self._ahead
         mine = group[hand(len(group), self._size, self.batch, self._rank)]
         self.step += 1
@@ -254,15 +253,15 @@ class StreamFeed:
         self._ahead = self._read()
 
     def distance(self, steps: int) -> float:
-        """As for `reshare`: nobody asks for it."""
-        raise NotImplementedError("a stream cannot be shared anew")
+        """Raise: this is only used after `reshare`."""
+        raise NotImplementedError("a stream cannot be divided among fewer workers")
 
     def reshare(self, size: int) -> None:
-        """A stream is read in groups for all workers, which cannot be parted anew."""
-        raise NotImplementedError("a stream cannot be shared anew")
+        """Raise: a stream is read in groups for a fixed number of workers."""
+        raise NotImplementedError("a stream cannot be divided among fewer workers")
 
     def _read(self) -> list[Any]:
-        """The next group of samples of all ranks, drawn with the stream's own generators."""
+        """Read the next group of samples of all ranks, with the stream's own generators."""
         with left_alone():
             set_states(self._generators)
             group = list(islice(self._stream, self.batch * self._size))
@@ -271,10 +270,10 @@ class StreamFeed:
 
 
 def hand(count: int, size: int, batch: int, rank: int) -> slice:
-    """One worker's share when the samples of a step are dealt out among `size` workers.
+    """Return one worker's share when the samples of a step are dealt out among `size` workers.
 
-    Nobody gets a single sample when batches are larger and it can be helped: BatchNorm cannot train on one. Then some
-    workers have none.
+    If batches are larger, no worker gets a single sample where that can be avoided, because BatchNorm cannot train on
+    one; other workers then get none.
 
     >>> [hand(5, 4, 8, rank) for rank in range(4)]
     [slice(0, 3, None), slice(3, 5, None), slice(5, 5, None), slice(5, 5, None)]
@@ -284,7 +283,7 @@ def hand(count: int, size: int, batch: int, rank: int) -> slice:
 
 
 def _dealt(shards: Sequence[Tensor], size: int) -> list[Tensor]:
-    """The shards of the first workers, each with an equal part of all the others'."""
+    """Return the shards of the first workers, each extended by an equal part of the others' shards."""
     spare = torch.cat([*shards[size:]])
     return [
         torch.cat([shard, spare[cut(len(spare), size, rank) : cut(len(spare), size, rank + 1)]])
@@ -294,19 +293,19 @@ def _dealt(shards: Sequence[Tensor], size: int) -> list[Tensor]:
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int) -> Tensor:
-    """Drawn once for all workers of a process."""
+    """Return a random permutation, cached for all workers of a process."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def make_feed(data: Any, *, batch: int, seed: int, rank: int, size: int, partition: Partition | None) -> Feed:
-    """The feed for whatever kind of data this is."""
+    """Return a feed for this kind of data."""
     if isinstance(data, IterableDataset):
         return StreamFeed(data, batch=batch, seed=seed, rank=rank, size=size)
     return IndexedFeed(data, batch=batch, seed=seed, rank=rank, size=size, partition=partition)
 
 
 def fold(seed: int, *more: int) -> int:
-    """A seed for one purpose among many, well mixed, the same on every machine.
+    """Derive a seed from a seed and a key, well mixed, the same on every machine.
 
     >>> fold(0, 1) != fold(1, 0)
     True

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Getting the files of a data set, and making sure they are the right ones.
+"""Download of the files of a data set, with verification.
 
-    folder_of(entry)       where its files are: inside the package, or in the cache
-    read(entry, name)      the bytes of one file, or an error that names the file when its checksum is wrong
-    fetch(entry)           go through the ways until one brings every file, whole and right
+    folder_of(entry)       the folder of its files: inside the package, or in the cache
+    read(entry, name)      the bytes of one file, or an error that names the file if its checksum is wrong
+    fetch(entry)           try the sources in order until one provides every file with the right checksum
 
-The cache is `$ORCHESTRA_DATA/NAME`, or else `orchestra/data/NAME` in the user's XDG cache folder. Files come under a
-temporary name and are renamed when whole and verified, so that a reader never meets half a file.
+The cache is `$ORCHESTRA_DATA/NAME`, or else `orchestra/data/NAME` in the user's XDG cache folder. Files are written
+under a temporary name and renamed once verified, so that a reader never sees an incomplete file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def cache() -> Path:
-    """The folder under which fetched data sets are kept, one folder each."""
+    """Return the folder of fetched data sets, each in its own folder."""
     own = os.environ.get("ORCHESTRA_DATA")
     if own:
         return Path(own).expanduser()
@@ -36,12 +36,12 @@ def cache() -> Path:
 
 
 def folder_of(entry: DataSet) -> Path:
-    """Where the files of this data set are, or will be."""
+    """Return the folder in which the files of this data set are, or will be."""
     return BUNDLED if entry.bundled else cache() / entry.name
 
 
 def read(entry: DataSet, name: str) -> bytes:
-    """The bytes of one file, verified. What was hashed is what is returned: nothing is read twice."""
+    """Return the bytes of one file, verified. The file is read once, so that the verified bytes are returned."""
     file = next(file for file in entry.files if file.name == name)
     path = folder_of(entry) / name
     try:
@@ -56,7 +56,7 @@ def read(entry: DataSet, name: str) -> bytes:
 
 
 def trouble(entry: DataSet, file: DataFile) -> str | None:
-    """What is wrong with one file on disk; None when it is there and right."""
+    """Return what is wrong with one file on disk; None if it exists with the right checksum."""
     path = folder_of(entry) / file.name
     try:
         with path.open("rb") as stream:
@@ -69,15 +69,15 @@ def trouble(entry: DataSet, file: DataFile) -> str | None:
 
 
 def available(entry: DataSet) -> bool:
-    """Whether every file is in its place; a look at names and sizes only, so it costs nothing."""
+    """Return whether every file exists with the right size, without reading it."""
     paths = [(folder_of(entry) / file.name, file.nbytes) for file in entry.files]
     return all(path.is_file() and path.stat().st_size == nbytes for path, nbytes in paths)
 
 
 def ensure(entry: DataSet) -> Path:
-    """The folder with the files, fetched now if any is missing.
+    """Return the folder with the files; fetch them if any is missing.
 
-    A file that is there but wrong is not fetched again behind the user's back: `read` refuses it by name.
+    A file with a wrong checksum is not fetched again without the user's request: `read` raises an error that names it.
     """
     folder = folder_of(entry)
     if not entry.bundled and not all((folder / file.name).exists() for file in entry.files):
@@ -86,7 +86,7 @@ def ensure(entry: DataSet) -> Path:
 
 
 def fetch(entry: DataSet) -> Path:
-    """Make every file of `entry` present and right, replacing wrong ones; returns the folder."""
+    """Fetch every file of `entry` that is missing or wrong; return the folder."""
     folder = folder_of(entry)
     if entry.bundled:
         for file in entry.files:
@@ -129,7 +129,7 @@ def _try_each_way(entry: DataSet, wanted: Sequence[DataFile], folder: Path) -> N
 
 
 def _bring(way: FileSource, wanted: Sequence[DataFile], folder: Path) -> None:
-    """Let one way bring the files beside their places; move them there when all are right."""
+    """Let one source write the files to a temporary folder; move them to their places if all are right."""
     with tempfile.TemporaryDirectory(prefix=".coming-", dir=folder) as scratch:
         way.bring(wanted, Path(scratch))
         for file in wanted:
@@ -143,13 +143,13 @@ def _bring(way: FileSource, wanted: Sequence[DataFile], folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One fetch at a time per data set: the workers of a run would all start one, and the second finds it done."""
+    """Allow one fetch at a time per data set, since all workers of a run may start one."""
     with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, also by a crash
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, even by a crash
         yield
 
 
 def _remedy(entry: DataSet) -> str:
     if entry.bundled:
-        return "Install the package anew: this file is part of it."
-    return f"Get it anew with: orchestra data fetch {entry.name}"
+        return "Install the package again: this file is part of it."
+    return f"Fetch it again with: orchestra data fetch {entry.name}"

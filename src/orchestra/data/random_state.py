@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every global random generator that user code may draw from: seeded, saved, put back."""
+"""Seeding, saving and restoring of every global random generator that user code may draw from."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed them all."""
-    # torch.manual_seed would besides note, with a traceback, what to do if further kinds of devices come to life.
+    """Seed all generators."""
+    # torch.manual_seed would also record a traceback for devices that are initialised later.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
@@ -23,7 +23,7 @@ def seed_everything(seed: int) -> None:
 
 
 def get_states(*, cuda: bool = False) -> dict[str, Any]:
-    """Where they stand, as plain values and tensors."""
+    """Return the states of all generators, as plain values and tensors."""
     python = random.getstate()
     numpy: Any = np.random.get_state()
     return {
@@ -35,7 +35,7 @@ def get_states(*, cuda: bool = False) -> dict[str, Any]:
 
 
 def set_states(states: dict[str, Any]) -> None:
-    """Put them back."""
+    """Restore the states of all generators."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"])
@@ -46,7 +46,7 @@ def set_states(states: dict[str, Any]) -> None:
 
 
 def exchange_states(states: Any, *, cuda: bool = False) -> Any:
-    """Where they stand, as the generators themselves have it; then put others in their place, if there are any."""
+    """Return the states of all generators in their own format; then set `states`, if given."""
     before = (
         torch.get_rng_state(),
         torch.cuda.get_rng_state() if cuda else None,
@@ -64,7 +64,7 @@ def exchange_states(states: Any, *, cuda: bool = False) -> Any:
 
 @contextmanager
 def left_alone() -> Iterator[None]:
-    """Leave the caller's generators as they were."""
+    """Restore all generators on leaving."""
     states = get_states()
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples in all the forms that a `data` function may give them, as columns of tensors or one by one.
+"""Samples in all the forms that a `data` function may return, as columns of tensors or one by one.
 
     columns         a tuple or a dict of tensors or NumPy arrays, or one of them; samples along the first dimension
     Dataset         anything with a length and an index, whose items are tuples or dicts
@@ -24,7 +24,7 @@ from orchestra.errors import Problem
 
 
 def read(data: Any) -> Any:
-    """Data with tensors in the place of NumPy arrays. What cannot become columns stays: `problems_of` names it."""
+    """Return data with tensors in place of NumPy arrays; unsuitable data unchanged, for `problems_of` to name."""
     if isinstance(data, Tensor | np.ndarray):
         data = (data,)
     if not _may_be_columns(data) or [*problems_of(data)]:
@@ -34,7 +34,7 @@ def read(data: Any) -> Any:
 
 
 def problems_of(data: Any) -> Iterator[Problem]:
-    """Why data that look like columns are none."""
+    """Yield the reasons why data that look like columns cannot be used."""
     if isinstance(data, Mapping) and not data:
         yield Problem("data", {}, "is empty: a dict must have at least an input and a target, by name")
     if not _may_be_columns(data):
@@ -54,7 +54,7 @@ def problems_of(data: Any) -> Iterator[Problem]:
 
 
 def is_columns(data: Any) -> bool:
-    """Whether data are a tuple or a dict of tensors."""
+    """Return whether data are a tuple or a dict of tensors."""
     return (
         isinstance(data, tuple | list | Mapping)
         and len(data) > 0
@@ -63,7 +63,7 @@ def is_columns(data: Any) -> bool:
 
 
 def collate(samples: Sequence[Any]) -> Pieces:
-    """One batch of samples that are tuples or dicts. Lists of numbers in a dict are rows of a tensor."""
+    """Return a batch of samples that are tuples or dicts. Lists of numbers in a dict become rows of a tensor."""
     if not isinstance(samples[0], Mapping):
         return list(default_collate([*samples]))
     rows = [{name: _row(value) for name, value in sample.items()} for sample in samples]
@@ -81,14 +81,14 @@ class SampleStore:
         return len(self._data if self._columns is None else self._columns[0])
 
     def take(self, indices: Sequence[int]) -> Any:
-        """A batch of the samples with these indices."""
+        """Return a batch of the samples with these indices."""
         if self._columns is None:
             return collate([self._data[i] for i in indices])
         picked = torch.as_tensor(indices, dtype=torch.int64, device=self._columns[0].device)
         return each(lambda column: column.index_select(0, picked), self._data)
 
     def labels(self) -> Tensor:
-        """The target of every sample, as partitions by label need."""
+        """Return the target of every sample, for partitions by label."""
         if self._columns is not None:
             labels: Tensor = target_of(self._data)
             return labels
@@ -96,7 +96,7 @@ class SampleStore:
 
 
 def _may_be_columns(data: Any) -> bool:
-    """A dict, or a sequence that begins with a tensor or an array."""
+    """Return whether data are a dict, or a sequence that begins with a tensor or an array."""
     if isinstance(data, Mapping):
         return len(data) > 0
     return isinstance(data, tuple | list) and len(data) > 0 and isinstance(data[0], Tensor | np.ndarray)
@@ -123,7 +123,7 @@ def _tensor(column: Any) -> Tensor:
 
 
 def _row(value: Any) -> Any:
-    """A list of numbers as a tensor, as Hugging Face's own collators have it."""
+    """Return a list of numbers as a tensor, as Hugging Face's collators do; other values unchanged."""
     return torch.as_tensor(value) if isinstance(value, list) and not _holds_text(value) else value
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue of named data sets: what each is, whose it is, how large, and where its files come from.
+"""The catalogue of named data sets: contents, origin, size, and the sources of the files.
 
-Three travel inside the package and need nothing (`digits`, `appliances`, `shakespeare`, 0.8 MB together); two are
-fetched once into a cache folder (`mnist`, `fashion-mnist`). Every file has its sha256 here; another is refused.
+Three are part of the package (`digits`, `appliances`, `shakespeare`, 0.8 MB together); two are fetched once into a
+cache folder (`mnist`, `fashion-mnist`). The catalogue has the sha256 of every file; files with another one are refused.
 
-This module knows facts only and imports neither torch nor numpy, so that `orchestra data list` answers at once.
-Reading the files is `orchestra.data.load`, getting them is `orchestra.data.fetch`.
+This module imports neither torch nor numpy, so that `orchestra data list` answers at once. `orchestra.data.load` reads
+the files, `orchestra.data.fetch` downloads them.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class DataSet:
     licence: str
     origin: str
     files: tuple[DataFile, ...]
-    ways: tuple[FileSource, ...] = ()  # in the order they are tried; none: the files are in the package
+    ways: tuple[FileSource, ...] = ()  # in the order they are tried; empty if the files are in the package
 
     @property
     def bundled(self) -> bool:
-        """Whether the files travel inside the package."""
+        """Whether the files are part of the package."""
         return not self.ways
 
     @property
     def samples(self) -> int:
-        """All samples, of training and test."""
+        """The number of all samples, of training and test."""
         return self.train + self.test
 
     @property
     def nbytes(self) -> int:
-        """Size of the files on disk."""
+        """The size of the files on disk."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -106,9 +106,9 @@ SHAKESPEARE = DataSet(
 
 
 def _idx(train_images: str, train_labels: str, test_images: str, test_labels: str) -> tuple[DataFile, ...]:
-    """The four files of MNIST and its look-alikes, by checksum of the unpacked file.
+    """Return the four files of MNIST or a data set of the same format, by checksum of the unpacked file.
 
-    Unpacked, because the same file goes about gzipped in several ways: Debian's archives differ from the originals.
+    Unpacked, because gzipped copies of the same file differ: Debian's archives are not the originals.
     """
     return (
         DataFile(name="train-images-idx3-ubyte", sha256=train_images, nbytes=47_040_016),
@@ -165,7 +165,7 @@ CATALOGUE: dict[str, DataSet] = {entry.name: entry for entry in (DIGITS, APPLIAN
 
 
 def find(name: str) -> DataSet:
-    """The entry of that name; a `ConfigError` with the nearest name when there is none."""
+    """Return the entry of that name; raise `ConfigError` with the nearest name if there is none."""
     if name in CATALOGUE:
         return CATALOGUE[name]
     message = f"there is no data set of this name; {nearest(name, CATALOGUE)}"

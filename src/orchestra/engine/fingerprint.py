@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -32,14 +33,15 @@ _LOOKED_AT = 16  # samples
 _MOST = 12_000  # bytes about a model, its initial values, an optimizer, or its groups
 _OPENING = 1 << 16  # elements
 _SOON = 2.0  # seconds
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of a function, say, in a module's settings
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class ModelCheck(Protocol):
     """Compares this process's model and data with those of the caller."""
 
-    def require_same(self, module: nn.Module, data: Any, seed: int) -> None:
-        """Raise if the model or the data differ from the caller's."""
+    def require_same(self, module: nn.Module, data: Any, apart: Any, seed: int) -> None:
+        """Raise if the model, the data or the samples set apart for validation differ from the caller's."""
 
     def require_same_outputs(self, module: nn.Module, data: Any, seed: int) -> None:
         """Raise if the model computes other outputs than the caller's with the same parameters."""
@@ -96,6 +98,7 @@ def fingerprint(version: str, spec: RunSpec, module: nn.Module, data: Any) -> di
         "checkpoint_every": repr(spec.checkpoint_every),
         **parts_of_beginning(module),
         **parts_of_data(data),
+        **parts_of_validation(spec.validation_samples()),
     }
 
 
@@ -228,14 +231,27 @@ def parts_of_strategy(strategy: Any) -> dict[str, Any]:
 
 
 def parts_of_model(module: nn.Module) -> dict[str, str]:
-    """Return the shape of every parameter, frozen ones included, and of every buffer.
+    """Return the shape of every parameter and buffer, frozen ones included, and the class and settings of every module.
 
-    >>> parts_of_model(nn.Linear(3, 2))
-    {'parameter weight': '2×3 float32', 'parameter bias': '2 float32'}
+    >>> parts_of_model(nn.Linear(3, 2, bias=False))
+    {'parameter weight': '2×3 float32', 'model': 'Linear(in_features=3, out_features=2, bias=False)'}
     """
     found = {f"parameter {name}": shape_of(p) for name, p in module.named_parameters()}
     found |= {f"buffer {name}": shape_of(b) for name, b in persistent_buffers(module).items()}
+    found |= modules_of(module)
     return _no_longer_than(_MOST, found, "what else the model has")
+
+
+def modules_of(module: nn.Module) -> dict[str, str]:
+    """Return the class of every module, in order, and its settings as it prints them."""
+    found = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        try:
+            settings = _ADDRESS.sub("", part.extra_repr())
+        except Exception:  # of user code
+            settings = ""
+        found[f"module {name}" if name else "model"] = type(part).__name__ + (f"({settings})" if settings else "")
+    return found
 
 
 def parts_of_beginning(module: nn.Module) -> dict[str, str]:
@@ -245,14 +261,21 @@ def parts_of_beginning(module: nn.Module) -> dict[str, str]:
     return _no_longer_than(_MOST, sums, "what else the model begins with")
 
 
-def parts_of_data(data: Any) -> dict[str, str]:
+def parts_of_validation(apart: Any) -> dict[str, str | int]:
+    """Return the number of validation samples, if there are any, and the shapes and a hash of some."""
+    if apart is None:
+        return {}
+    return {"number of validation samples": len(SampleStore(apart)), **parts_of_data(apart, "validation sample")}
+
+
+def parts_of_data(data: Any, what: str = "sample") -> dict[str, str]:
     """Return the shapes and a hash of some samples.
 
     >>> parts_of_data((torch.zeros(2, 3), torch.tensor([1, 2])))["sample 1"]
     '3 float32, a number int64, in sum 772ba160'
     """
     return {
-        f"sample {index}": ", ".join([*map(_field, sample.items()), f"in sum {_sum(sample.values())[:8]}"])
+        f"{what} {index}": ", ".join([*map(_field, sample.items()), f"in sum {_sum(sample.values())[:8]}"])
         for index, sample in _some(data)
     }
 

@@ -114,8 +114,9 @@ def worker(
     seed_everything(spec.seed)
     module = spec.model().to(x.device)
     data = samples.read(spec.data()) if data is None else data
+    apart = spec.validation_samples()
     if check is not None:
-        check.require_same(module, data, spec.seed)
+        check.require_same(module, data, apart, spec.seed)
     seed_everything(fold(spec.seed, rank + 1))
     replica = Replica(
         module, x, g, loss=spec.loss, bf16=spec.precision == "bf16", accumulate=spec.accumulate, cuts=spec.cuts,
@@ -139,7 +140,7 @@ def worker(
         clip=spec.clip,
         tolerate=spec.tolerate,
         last_step=spec.last_step,
-        validation=_validation(spec, rank, replica),
+        validation=None if apart is None else _validation(spec, rank, replica, SampleStore(apart)),
     )
 
 
@@ -152,11 +153,8 @@ def _inner(
     return FlatOptimizer(optimizer, x, layers=layers, pieces=pieces, schedule=spec.schedule, fused=fused)
 
 
-def _validation(spec: RunSpec, rank: int, replica: Replica) -> Callable[[], tuple[float, float]] | None:
-    """Return a function that gives the loss over this worker's share of the validation samples, if there are any."""
-    if spec.validation_data is None:
-        return None
-    apart = SampleStore(samples.read(spec.validation_data()))
+def _validation(spec: RunSpec, rank: int, replica: Replica, apart: SampleStore) -> Callable[[], tuple[float, float]]:
+    """Return a function that gives the loss over this worker's share of the validation samples."""
     mine = range(len(apart))[rank :: spec.workers]
 
     def total() -> tuple[float, float]:
@@ -362,7 +360,7 @@ def everything(runtime: NodeRuntime) -> dict[str, Any]:
         "buffers": node.replica.buffers() if node.replica is not None else {},
         "inner": node.optimizer.state(),
         "strategy": runtime.state,
-        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.shared_anew],
+        "feed": None if node.feed is None else [node.feed.epoch, node.feed.step, node.feed.reshared],
         "counts": [node.steps, node.samples, node.skipped, runtime.snapshots],
         "progress": [node.comm.progress, node.comm.known],
         "cost": [node.now(), meter.compute, meter.communicate, meter.wait, traffic.sent, traffic.received],

@@ -15,8 +15,10 @@ from torch import nn
 from orchestra.core.ops import Group
 from orchestra.core.strategy import Strategy
 from orchestra.core.vectors import cut, is_small, ranges, ranges_of_layers
+from orchestra.data import samples
 from orchestra.data.batches import Loss
 from orchestra.data.partitions import Partition
+from orchestra.data.random_state import seed_everything
 from orchestra.engine.compute_times import Delay
 from orchestra.model.flat_optimizer import Factory, Schedule
 from orchestra.runs.budget import Budget, Epochs, Steps
@@ -58,6 +60,13 @@ class TrainArguments:
     trace: bool = False
     progress: Callable[[RunStatus], None] | bool | None = None
     note: dict[str, Any] = field(default_factory=dict)
+
+    def validation_samples(self) -> Any:
+        """Return what `validation_data` makes, if it is given. Samples that are drawn come out alike everywhere."""
+        if self.validation_data is None:
+            return None
+        seed_everything(self.seed)
+        return samples.read(self.validation_data())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same optimizer with another learning rate or momentum, whatever makes it and however many groups it has."""
+"""Optimizer factories with another learning rate or momentum, for any factory and any number of groups."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from torch import optim
 
 
 def at_rate(factory: Callable[..., optim.Optimizer], lr: float) -> Callable[..., optim.Optimizer]:
-    """A factory of the same optimizers with this rate: as their default, if the factory takes one, else in each group.
+    """Return a factory of the same optimizers with this learning rate.
 
-    `partial(torch.optim.SGD, lr=0.1)` takes one, `lambda params: torch.optim.SGD(params, lr=0.1)` does not.
+    The rate is the default one if the factory takes `lr`, as `partial(torch.optim.SGD, lr=0.1)` does; otherwise, as
+    with `lambda params: torch.optim.SGD(params, lr=0.1)`, it is set in each group.
     """
     try:
         inspect.signature(factory).bind_partial(lr=lr)
     except TypeError:
         return _AtRate(factory, lr)
-    except ValueError:  # it has no signature that could be read
+    except ValueError:  # its signature is unknown
         pass
     return partial(factory, lr=lr)
 
 
 @dataclass(frozen=True)
 class _AtRate:
-    """A factory of optimizers, all groups of which have one rate."""
+    """A factory of optimizers whose groups all have one rate."""
 
     factory: Callable[..., optim.Optimizer]
     lr: float
 
     def __call__(self, params: Any) -> optim.Optimizer:
-        """Make one."""
+        """Make an optimizer."""
         made = self.factory(params)
         for group in made.param_groups:
             group["lr"] = self.lr
@@ -43,14 +44,14 @@ class _AtRate:
 
 @dataclass(frozen=True)
 class Adjusted:
-    """Makes the optimizer of `base`, each learning rate times `lr_factor`; and with `momentum`, where it has one."""
+    """A factory of the optimizers of `base`, with learning rates times `lr_factor`, and with `momentum` if given."""
 
     base: Callable[..., optim.Optimizer]
     lr_factor: float = 1.0
     momentum: float | None = None
 
     def __call__(self, params: Any) -> optim.Optimizer:
-        """Make one."""
+        """Make an optimizer."""
         made = self.base(params)
         for settings in (made.defaults, *made.param_groups):
             settings["lr"] = settings["lr"] * self.lr_factor
@@ -61,5 +62,5 @@ class Adjusted:
 
 
 def factor_of(factory: Callable[..., optim.Optimizer]) -> float:
-    """The multiple that a factory makes of another's rates; 1 if it is no such one."""
+    """Return the `lr_factor` of an `Adjusted` factory; 1 for any other."""
     return factory.lr_factor if isinstance(factory, Adjusted) else 1.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module's buffers before a forward pass: they come back if the gradient of that pass is not used.
+"""Copies of a module's buffers before a forward pass, to restore them if the gradient of that pass is not used.
 
-A sample that is not finite reaches BatchNorm's running statistics in the forward pass, long before its gradient is
-skipped, and would stay in them for ever.
+A sample that is not finite changes BatchNorm's running statistics in the forward pass, before its gradient is skipped,
+and would stay in them forever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class BufferCopies:
-    """Copies of all buffers, as they were at the last `keep`. A module without buffers costs nothing."""
+    """Copies of all buffers at the last `keep`. A module without buffers costs nothing."""
 
     def __init__(self, module: nn.Module) -> None:
         self._homes = [part._buffers for part in module.modules()]
@@ -20,7 +20,7 @@ class BufferCopies:
         self._copies: list[Tensor] = []
 
     def keep(self) -> None:
-        """Copy the buffers, into the memory of the last copies where these fit."""
+        """Copy the buffers, into the memory of the previous copies if they fit."""
         found = [(home, name, b) for home in self._homes for name, b in home.items() if b is not None]
         buffers = [buffer for _, _, buffer in found]
         if list(map(_kind, buffers)) != list(map(_kind, self._copies)):
@@ -31,16 +31,16 @@ class BufferCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Undo what changed since `keep`."""
+        """Restore the buffers to their values at `keep`."""
         for (home, name), copy in zip(self._places, self._copies, strict=True):
             now = home.get(name)
             if now is None or _kind(now) != _kind(copy):
                 home[name] = copy.clone()
-            elif not torch.equal(now, copy):  # one that was expanded cannot be written, and does not change
+            elif not torch.equal(now, copy):  # an expanded buffer cannot be written, and does not change
                 now.copy_(copy)
 
     def spoiled(self) -> bool:
-        """Whether a number that was finite at `keep` is not any more."""
+        """Return whether a number that was finite at `keep` no longer is."""
         pairs = zip((home.get(name) for home, name in self._places), self._copies, strict=True)
         return any(
             bool((copy.isfinite() & ~now.isfinite()).any())

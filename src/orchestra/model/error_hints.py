@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the errors of torch mean that come from model, data and loss that do not go together.
+"""Explanations of torch's errors about model, data and loss that do not match.
 
-An explanation is given only where a known error was raised and the values show its cause: labels that the model has no
-output for, or a dtype that the layers do not take.
+There is an explanation only for a known error whose cause the values show: labels without an output of the model, or a
+dtype that the layers do not take.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OTHER_DTYPE = re.compile(r"same dtype|scalar type|target dtype|Found dtype|shou
 
 
 def explain(error: Exception, module: nn.Module, batch: Pieces, output: Any, loss: Any) -> Iterator[Problem]:
-    """Why model and loss failed on a batch, where that is known; `output` is the model's, if it came so far."""
+    """Yield why model and loss failed on a batch, if that is known; `output` is the model's, if it returned one."""
     found = about_labels(error, batch, output, loss)
     if found is not None:
         yield found
@@ -36,7 +36,7 @@ def explain(error: Exception, module: nn.Module, batch: Pieces, output: Any, los
 
 
 def about_labels(error: Exception, batch: Pieces, output: Any = None, loss: Any = None) -> Problem | None:
-    """Name labels out of range, if an error came from them."""
+    """Return a problem that names labels out of range, if they caused an error."""
     labels, said = target_of(batch), str(error)
     if not isinstance(error, IndexError | RuntimeError) or not is_classes(labels) or not labels.numel():
         return None
@@ -51,7 +51,7 @@ def about_labels(error: Exception, batch: Pieces, output: Any = None, loss: Any 
 
 
 def add_note(error: Exception, batch: Pieces) -> None:
-    """Say beside an error in the middle of training that labels are the cause, or may be; `batch` is not on a GPU."""
+    """Add a note to an error during training if labels are, or may be, its cause; `batch` is not on a GPU."""
     labels = target_of(batch)
     if (found := about_labels(error, batch)) is not None:
         error.add_note(str(found))
@@ -75,19 +75,19 @@ def _remedy(low: int, high: int, classes: int | None, said: str) -> str:
 
 
 def is_classes(labels: Any) -> bool:
-    """Whether these may be class numbers."""
+    """Return whether these may be class numbers."""
     whole = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     return isinstance(labels, Tensor) and labels.dtype in whole
 
 
 def _classes(output: Any) -> int | None:
-    """The number of classes of a plain classifier's output."""
+    """Return the number of classes of a plain classifier's output."""
     scores = getattr(output, "logits", output)
     return scores.shape[1] if isinstance(scores, Tensor) and scores.dim() == 2 else None
 
 
 def _dtypes(module: nn.Module, batch: Pieces, said: str) -> Iterator[Problem]:
-    """A target that is not int64 where the loss takes class numbers; else floats of another dtype than the model's."""
+    """Yield a target that is not int64 if the loss takes class numbers, else floats of another dtype than the model."""
     target = target_of(batch)
     if "Long" in said and isinstance(target, Tensor) and target.dtype != torch.int64:
         message = 'class numbers must be int64: use tensor.long() or array.astype("int64")'

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inner optimizer: any `torch.optim` class, on a flat vector.
 
-Optimizers that treat every element alike (SGD, Adam, ...) see one flat parameter, or one range of it, so a range can
-be updated by whoever owns it. Those that look at whole layers (LARS, LAMB, Muon) see the module's own parameters, and
-those with several parameter groups the pieces of them that there are.
+Element-wise optimizers (SGD, Adam, ...) see one flat parameter, or one range of it, so that the owner of a range can
+update it. Optimizers that use whole layers (LARS, LAMB, Muon) see the module's own parameters, and those with several
+parameter groups the pieces of the parameters that a node holds.
 
-A layer without a gradient (marks.py) is left alone. When a flat parameter is first given one it is cut there, and what
-the optimizer keeps for it as well: each piece then has its own count of steps. Before that nothing is different.
+A layer without a gradient (see gradient_mask) is not updated. The first such gradient cuts a flat parameter, and the
+optimizer's state for it, at the edges of the layer: from then on each piece has its own count of steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FUSABLE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
 def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
-    """Whether the optimizer a factory makes may be given ranges of a flat vector."""
+    """Return whether the optimizers of a factory are element-wise, so that they can update ranges of a flat vector."""
     made = factory(list(params))
     return type(made) in ELEMENTWISE and groups.is_one(made, params)
 
@@ -56,7 +56,7 @@ def elementwise(factory: Factory, params: Sequence[nn.Parameter]) -> bool:
 class FlatOptimizer:
     """An optimizer over a flat vector `x` (`layers` None), or over a module's layers that are views of it.
 
-    `pieces`: the layers of which `x` consists; without them none of its elements can lack a gradient.
+    `pieces`: the layers of which `x` consists; without them no layer of x may lack a gradient.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FlatOptimizer:
         fused: bool = False,
     ) -> None:
         self._flat = None if layers is not None else nn.Parameter(x, requires_grad=True)
-        # What the optimizer sees, in the order of x: a layer each, or a piece of x, at first all of it.
+        # The optimizer's parameters, in the order of x: layers, or pieces of x, initially all of it.
         self._params = list(layers or []) if self._flat is None else [self._flat]
         self._given: Tensor | None = None  # the last g, and the parameters' parts of it
         self._parts: tuple[Tensor, ...] = ()
@@ -81,27 +81,27 @@ class FlatOptimizer:
             self._fuse()
         own = () if self._flat is not None else (part for part in self._slices() if part.start < part.stop)
         self._marks = GradientMask(pieces or own, x.device if self._flat is not None else _device(self._params))
-        # A user's own may add noise; torch's and ours draw nothing.
+        # A user's own optimizer may draw random numbers; those of torch and ours do not.
         self.draws = not type(self.optimizer).__module__.startswith(("torch.optim.", "orchestra.model.optimizers."))
         self._schedule = schedule
         self._base = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._scales = [1.0 for _ in self._base]  # factors on the rates of the groups
-        self._momentum: float | None = None  # in place of the optimizer's own, if it was set
-        self._lent = False  # somebody else sets the learning rate: it is scaled for the moment of a step only
-        self.factor = 1.0  # of one that is lent: on all its rates, beside what is done to them meanwhile
+        self._momentum: float | None = None  # replaces the optimizer's own, if it was set
+        self._lent = False  # the caller sets the learning rate, which is scaled only during a step
+        self.factor = 1.0  # on all rates of a lent optimizer, besides the scales of the groups
 
     @classmethod
     def around(cls, optimizer: optim.Optimizer, layers: Sequence[nn.Parameter], factor: float = 1.0) -> FlatOptimizer:
-        """One that the caller keeps using, with schedulers of torch; a step multiplies its learning rates by `factor`.
+        """Wrap an optimizer that the caller keeps using, for example with schedulers of torch.
 
-        The rates that its maker sees and sets stay without the factor.
+        A step multiplies the learning rates by `factor`; the caller sees and sets them without the factor.
         """
         inner = cls(lambda _: optimizer, torch.empty(0), layers=layers)
         inner._lent, inner.factor = True, factor
         return inner
 
     def _momentary(self) -> list[float]:
-        """The factor on the rate of each group that is not in the group: of one that is lent."""
+        """Return the factor on each group's rate that is applied only during a step: 1 unless the optimizer is lent."""
         return [scale * self.factor if self._lent else 1.0 for scale in self._scales]
 
     @property
@@ -110,13 +110,13 @@ class FlatOptimizer:
         return float(self.optimizer.param_groups[0]["lr"]) * self._momentary()[0]
 
     def _fuse(self) -> None:
-        """Use torch's fused kernels, which pass over memory once, unless the user chose otherwise."""
+        """Use torch's fused kernels, which traverse memory once, unless the user chose otherwise."""
         for group in self.optimizer.param_groups:
             if type(self.optimizer) in _FUSABLE and group["fused"] is None and group["foreach"] is None:
                 group["fused"] = not (group.get("differentiable") or group.get("capturable"))
 
     def set_progress(self, epochs: float) -> None:
-        """Follow the learning-rate schedule to where the run is."""
+        """Set the learning rates by the schedule at this epoch."""
         if self._schedule is None:
             return
         factor = self._schedule(epochs)
@@ -124,9 +124,9 @@ class FlatOptimizer:
             group["lr"] = base * factor
 
     def rates(self) -> Iterator[tuple[slice, float]]:
-        """The learning rate of each range of x, the same ranges every time: all of it, or layers if there are groups.
+        """Yield the learning rate of each range of x, always the same ranges: the whole, or layers if there are groups.
 
-        That of what is in no group is zero.
+        A layer in no group has rate zero.
         """
         if self._alike:
             yield slice(None), self.lr
@@ -139,16 +139,16 @@ class FlatOptimizer:
             yield slice(start, start := start + p.numel()), by_layer.get(p, 0.0)
 
     def follow(self, name: str, first: int, values: Sequence[Any]) -> None:
-        """Go on with what a schedule elsewhere says of the groups from `first` on: learning rates, momenta, ..."""
+        """Set what a schedule elsewhere says for the groups from `first` on: learning rates, momenta, ..."""
         if name == "momentum" and self._momentum is not None:
             return
         followers = zip(self.optimizer.param_groups[first:], self._scales[first:], values, strict=False)
         for group, scale, value in followers:
-            if name in groups.settings(group):  # schedules keep things of their own there, too
+            if name in groups.settings(group):  # schedules store other entries there, too
                 group[name] = value * scale if name == "lr" else value
 
     def step(self, g: Tensor) -> None:
-        """One update with gradient g; layers without a gradient are left alone."""
+        """Do one update with gradient g; layers without a gradient are not updated."""
         self._hand_out(g)
         if self._lent and (self._momentum is not None or any(scale != 1 for scale in self._momentary())):
             self._step_scaled()
@@ -171,7 +171,7 @@ class FlatOptimizer:
                     group["momentum"] = momentum
 
     def _hand_out(self, g: Tensor) -> None:
-        """Let every parameter's gradient be its part of g; None if it is absent there."""
+        """Set every parameter's gradient to its part of g; None if it is absent there."""
         absent = self._marks.absent(g)
         if absent and self._flat is not None:
             self._cut(absent)
@@ -192,17 +192,17 @@ class FlatOptimizer:
                     p.grad = None
 
     def _slices(self) -> Iterator[slice]:
-        """The range of x that each parameter is."""
+        """Return the range of x of each parameter."""
         return (slice(*ends) for ends in pairwise(self._edges()))
 
     def _edges(self) -> list[int]:
         return [*accumulate((p.numel() for p in self._params), initial=0)]
 
     def _cut(self, absent: Sequence[slice]) -> None:
-        """Cut x where layers with a gradient and layers without one meet.
+        """Cut x between layers with and without a gradient.
 
-        Fused kernels treat the last elements of a vector a little differently (vectors.py), so for them the cut is also
-        at the cache lines before and after: then the result does not depend on how many ranges of x there are.
+        Fused kernels treat the last elements of a vector slightly differently (see core.vectors), so for them x is also
+        cut at the cache lines before and after: then the result does not depend on the number of ranges of x.
         """
         edges, line = {*self._edges()}, self._line
         last = max(edges)
@@ -212,7 +212,7 @@ class FlatOptimizer:
             self._arrange(sorted(edges))
 
     def _arrange(self, edges: Sequence[int]) -> None:
-        """Let the optimizer see x in pieces with these edges. What it keeps is cut likewise, never joined."""
+        """Give the optimizer x in pieces with these edges. Its state is cut likewise, never joined."""
         assert self._flat is not None
         before = [
             (part, self.optimizer.state.pop(p, None)) for part, p in zip(self._slices(), self._params, strict=True)
@@ -228,13 +228,13 @@ class FlatOptimizer:
                 self.optimizer.state[p] = {name: _of_piece(v, inside, length) for name, v in state.items()}
 
     def reset(self) -> None:
-        """Forget all momenta, as if the next step were the first."""
+        """Clear the optimizer's state, as if the next step were the first."""
         self.optimizer.state.clear()
 
     def vectors(self) -> list[Tensor]:
-        """The optimizer's own vectors (momenta and the like), in a fixed order: each of all x, zero where it has none.
+        """Return the optimizer's vectors, such as momenta, in a fixed order: each for all of x, zero where it has none.
 
-        They may be copies, which `put` writes back. Those that are not as long as their layer are last, one by one.
+        They may be copies, which `put` writes back. Vectors of another length than their layer's come last, one by one.
         """
         if len(self._params) == 1:
             return [v.view(-1) for v in self._kept(self._params[0], odd=False).values()]
@@ -248,19 +248,19 @@ class FlatOptimizer:
         return whole + [v.view(-1) for p in self._params for v in self._kept(p, odd=True).values()]
 
     def put(self, vectors: Sequence[Tensor]) -> None:
-        """Keep what `vectors` gave, with other numbers."""
+        """Write new values of the vectors that `vectors` returned."""
         names = sorted({name for p in self._params for name in self._kept(p, odd=False)})
         for p, part in zip(self._params, self._slices(), strict=True):
             for name, vector in self._kept(p, odd=False).items():
                 vector.copy_(vectors[names.index(name)][part].view_as(vector))
 
     def _kept(self, p: nn.Parameter, *, odd: bool) -> dict[str, Tensor]:
-        """The vectors kept for a parameter, by name: those of its length, or those of another."""
+        """Return the vectors of a parameter's state, by name: those of its length, or with `odd` those of another."""
         state = sorted(self.optimizer.state.get(p, {}).items())
         return {n: v for n, v in state if isinstance(v, Tensor) and v.dim() and (v.numel() != p.numel()) == odd}
 
     def first_moments(self) -> list[Tensor]:
-        """Those of them that are means of gradients, not of their squares."""
+        """Return the first moments: means of gradients, not of their squares."""
         return [
             kept[name]
             for group in self.optimizer.param_groups
@@ -271,7 +271,7 @@ class FlatOptimizer:
         ]
 
     def rescale(self, factor: float) -> None:
-        """Multiply the learning rate, now and wherever a schedule takes it."""
+        """Multiply the learning rate by a factor, now and in its schedule."""
         self._scales = [scale * factor for scale in self._scales]
         self._base = [base * factor for base in self._base]
         for group in () if self._lent else self.optimizer.param_groups:
@@ -279,15 +279,15 @@ class FlatOptimizer:
 
     @property
     def momentum(self) -> float | None:
-        """μ in force, in the first group; None if the optimizer has none."""
+        """The present μ of the first group; None if the optimizer has none."""
         own = self.optimizer.param_groups[0].get("momentum")
         return self._momentum if own and self._momentum is not None else own
 
     def set_momentum(self, momentum: float, *, keep: bool) -> None:
-        """Use another μ in every group that has one; `keep` γ/(1 − μ), or else γ.
+        """Set μ in every group that has one; `keep` γ/(1 − μ), or else γ.
 
-        v ← μ v + g adds g to x 1/(1 − μ) times in the end. Nothing changes where μ is zero or missing: Adam's β₁ is
-        the weight of a mean, which has no such factor.
+        v ← μ v + g adds g to x 1/(1 − μ) times in total. Groups in which μ is zero or missing do not change: Adam's β₁
+        is the weight of a mean, without such a factor.
         """
         for i, group in enumerate(self.optimizer.param_groups):
             if own := group.get("momentum"):
@@ -300,16 +300,16 @@ class FlatOptimizer:
         self._momentum = momentum
 
     def outline(self) -> dict[str, Any]:
-        """What the optimizer keeps beside `vectors`, and what those are called, as JSON can hold it (kept.py)."""
+        """Return the state besides `vectors`, and the names of those, for JSON (see core.optimizer_state)."""
         if self._flat is None:
             return {}
         states = (kept.outline(self.optimizer.state.get(p, {}), p.numel()) for p in self._params)
         return kept.by_range((part.start, part.stop, s) for part, s in zip(self._slices(), states, strict=True))
 
     def adopt(self, outline: dict[str, Any], vectors: Sequence[Tensor]) -> None:
-        """Go on with what another one kept: its outline, and its vectors."""
+        """Take over the state of another optimizer: its outline, and its vectors."""
         self.reset()
-        if not outline:  # nothing was kept, or nothing for an empty range
+        if not outline:  # no state, or that of an empty range
             return
         assert self._flat is not None, "layers cannot take over what was kept for a flat vector"
         found = kept.ranges(outline, self._flat.numel())
@@ -320,7 +320,7 @@ class FlatOptimizer:
                 self.optimizer.state[p] = kept.state(words, named, slice(start, stop))
 
     def by_layer(self) -> list[dict[str, Any]]:
-        """The optimizer's state of each layer, or of each piece of a layer in a flat x, in the order of x."""
+        """Return the optimizer's state of each layer, or of each piece of a layer in a flat x, in the order of x."""
         if self._flat is None:
             return [dict(self.optimizer.state.get(p, {})) for p in self._params]
         outline, named = self.outline(), dict(zip(kept.names(self.outline()), self.vectors(), strict=True))
@@ -331,7 +331,7 @@ class FlatOptimizer:
         return found
 
     def restore_by_layer(self, states: Sequence[dict[str, Any]], pace: dict[str, Any]) -> None:
-        """Go back to what `by_layer` gave, at the `pace` of then; the other settings of the groups stay."""
+        """Restore the states that `by_layer` returned, and the `pace` of that time; other settings of groups stay."""
         for group, factor in zip(self.optimizer.param_groups, self._set_pace(pace), strict=True):
             group["lr"] *= factor
             if group.get("momentum") and self._momentum is not None:
@@ -347,23 +347,23 @@ class FlatOptimizer:
 
     @property
     def pace(self) -> dict[str, Any]:
-        """What was done to the rates and the momentum since the beginning, beside a schedule."""
+        """The changes of the rates and the momentum since the beginning, without those of a schedule."""
         return {"scales": list(self._scales), "momentum": self._momentum}
 
     def _set_pace(self, pace: dict[str, Any]) -> list[float]:
-        """Go back to it; gives the factor on the rate of each group."""
+        """Restore a saved `pace`; return the resulting factor on the rate of each group."""
         factors = [after / before for after, before in zip(pace["scales"], self._scales, strict=True)]
         self._base = [base * factor for base, factor in zip(self._base, factors, strict=True)]
         self._scales, self._momentum = list(pace["scales"]), pace["momentum"]
         return factors
 
     def state(self) -> dict[str, Any]:
-        """All that changes, for a checkpoint."""
+        """Return all state, for a checkpoint."""
         cut = {"edges": self._edges()} if self._flat is not None and len(self._params) > 1 else {}
         return {"optimizer": self.optimizer.state_dict(), **self.pace, **cut}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state."""
+        """Restore a saved state."""
         self._set_pace(state)
         if self._flat is not None:
             self.reset()
@@ -375,12 +375,12 @@ _FIRST = ("momentum_buffer", "exp_avg")  # what torch calls first moments
 
 
 def _of_piece(value: Any, piece: slice, length: int) -> Any:
-    """What an optimizer keeps for a piece of a parameter of some length, from what it kept for all of it."""
+    """Return an entry of the state for a piece of a parameter of this length, from the entry for all of it."""
     return value[piece] if kept.is_vector(value, length) else copy.deepcopy(value)
 
 
 def _gain(group: dict[str, Any], momentum: float) -> float:
-    """How often a gradient is added to x in the end, in units of γ; torch ignores the dampening if μ is zero."""
+    """Return how often a gradient is added to x in total, in units of γ; torch ignores the dampening if μ is zero."""
     return (1 - group.get("dampening", 0) if momentum else 1) / (1 - momentum)
 
 

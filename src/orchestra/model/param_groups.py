@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of layers that an optimizer treats differently, where whoever updates them has only a range of x.
+"""Parameter groups on nodes that update only a range of x.
 
-Biases without weight decay, a head that learns faster: what holds for a layer holds for every piece of it, wherever x
-is cut. A range is then a row of pieces of layers, each in the group of its layer. A layer in no group never changes.
+Settings of a layer, such as no weight decay for biases or a larger rate for the head, hold for every piece of the
+layer, wherever x is cut. A range consists of pieces of layers, each in the group of its layer. A layer in no group is
+never updated.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from torch import Tensor, nn, optim
 
 _Factory = Callable[..., optim.Optimizer]
 
-_OF_LAYERS = ("params", "param_names")  # what of a group is no setting
+_OF_LAYERS = ("params", "param_names")  # entries of a group that are no settings
 
 
 def is_one(optimizer: optim.Optimizer, layers: Sequence[nn.Parameter]) -> bool:
-    """Whether all layers are in one group, so that none is treated differently."""
+    """Return whether all layers are in one group."""
     return len(optimizer.param_groups) == 1 and None not in members(optimizer, layers)
 
 
 def members(optimizer: optim.Optimizer, layers: Sequence[nn.Parameter]) -> list[int | None]:
-    """The group of each layer; None if it is in none.
+    """Return the group of each layer; None if it is in none.
 
     >>> a, b = nn.Linear(3, 2).parameters()
     >>> members(optim.SGD([{"params": [b]}, {"params": [a], "weight_decay": 0.1}], lr=0.1), [a, b])
@@ -38,12 +39,12 @@ def members(optimizer: optim.Optimizer, layers: Sequence[nn.Parameter]) -> list[
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What holds for the layers of a group."""
+    """Return the settings of a group."""
     return {name: value for name, value in group.items() if name not in _OF_LAYERS}
 
 
 def like(optimizer: optim.Optimizer, belong: Sequence[int | None], layers: Sequence[nn.Parameter]) -> optim.Optimizer:
-    """One with the same groups, each with those of other layers that belong to it; there may be none."""
+    """Return an optimizer with the same groups, filled with other layers by `belong`; groups may be empty."""
     made, known = type(optimizer), inspect.signature(type(optimizer)).parameters
     filled = [
         settings(group) | {"params": [p for p, i in zip(layers, belong, strict=True) if i == number]}
@@ -53,7 +54,7 @@ def like(optimizer: optim.Optimizer, belong: Sequence[int | None], layers: Seque
 
 
 def cut(shapes: Sequence[tuple[int, ...]], part: slice) -> Iterator[tuple[int, slice, bool]]:
-    """The layers in a range of x: the number of each, where in x its piece lies, and whether that is all of it.
+    """Yield the layers in a range of x: the number of each, the range of its piece in x, and whether it is whole.
 
     >>> list(cut([(2, 3), (2,)], slice(4, 8)))
     [(0, slice(4, 6, None), False), (1, slice(6, 8, None), True)]
@@ -67,7 +68,7 @@ def cut(shapes: Sequence[tuple[int, ...]], part: slice) -> Iterator[tuple[int, s
 def on_range(
     factory: _Factory, shapes: Sequence[tuple[int, ...]], part: slice, x: Tensor
 ) -> tuple[_Factory, list[nn.Parameter]]:
-    """The pieces of layers that a range of the model is made of, as views of x; and what makes their optimizer."""
+    """Return a factory for an optimizer of a range of the model, and the pieces of layers in it, as views of x."""
     pieces, whose = [], []
     for i, piece, uncut in cut(shapes, part):
         values = x[piece.start - part.start : piece.stop - part.start]
@@ -75,7 +76,7 @@ def on_range(
         whose.append(i)
     if len(pieces) == len(shapes) and x.numel() == sum(map(math.prod, shapes)):
         return factory, pieces  # none is missing, none is cut
-    whole = [nn.Parameter(x.new_zeros(()).expand(shape)) for shape in shapes]  # to see which goes where
+    whole = [nn.Parameter(x.new_zeros(()).expand(shape)) for shape in shapes]  # to find the group of each layer
     made = factory(whole)
     if is_one(made, whole):
         return factory, pieces

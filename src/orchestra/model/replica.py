@@ -4,16 +4,16 @@
 `x` holds every trainable parameter and `g` its gradient; the module's parameters and their `.grad` are views of them,
 so every algorithm is one line of vector arithmetic, and sharding, transport and checkpoints are ranges of a buffer.
 
-- A parameter used in several places (tied weights) stands once.
+- A parameter used in several places (tied weights) is in x once.
 - Frozen parameters are not in x: they never change. A parameter without a gradient in some step is marked as absent in
-  g (marks.py), so that optimizers leave it alone.
+  g (see gradient_mask), so that optimizers do not update it.
 - x has one dtype, the widest among the parameters. A parameter of another dtype is a rounded copy, refreshed
   before every forward pass: x is its master copy.
 - Buffers (BatchNorm's running statistics) stay with the module. Each is a linear function of what its worker saw, so
   the mean over the workers, taken when a model is evaluated or saved, is the same as averaging all along. The mean is
   weighted by the samples that each worker saw; a worker without samples has weight zero. Of whole numbers (BatchNorm's
   counter of batches) the value of the first worker with samples is taken. A gradient that is skipped leaves the
-  buffers as they were before its forward pass (buffers.py).
+  buffers as they were before its forward pass (see buffers).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Ready = Callable[[slice], None]
 
 
 def problems_of(module: nn.Module) -> Iterator[Problem]:
-    """Name everything about a model that cannot be trained here."""
+    """Yield everything about a model that cannot be trained."""
     if not isinstance(module, nn.Module):
         yield Problem("model", module, "must be a function that returns an nn.Module")
         return
@@ -65,24 +65,24 @@ def problems_of(module: nn.Module) -> Iterator[Problem]:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that make up x, by name, each once."""
+    """Return the parameters that make up x, by name, each once."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def in_order(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
-    """The parameters with these names, in this order: another process may have registered them in another one."""
+    """Return the parameters with these names, in this order, which may differ from that of their registration."""
     known = dict(module.named_parameters(remove_duplicate=False))
     return {name: known[name] for name in names}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state, by name: not masks and tables that any copy can make anew."""
+    """Return the buffers that belong to the model's state, by name, without those that every copy recomputes."""
     state = set(module.state_dict(keep_vars=True))
     return {name: buffer for name, buffer in module.named_buffers() if name in state}
 
 
 def vector_dtype(module: nn.Module) -> torch.dtype:
-    """The widest dtype among the trainable parameters."""
+    """Return the widest dtype among the trainable parameters."""
     dtype: torch.dtype | None = None
     for p in trainable(module).values():
         dtype = p.dtype if dtype is None else torch.promote_types(dtype, p.dtype)
@@ -91,13 +91,13 @@ def vector_dtype(module: nn.Module) -> torch.dtype:
 
 
 def flatten(module: nn.Module) -> Tensor:
-    """A new flat vector with the values of the trainable parameters."""
+    """Return a new flat vector with the values of the trainable parameters."""
     dtype = vector_dtype(module)
     return torch.cat([p.detach().reshape(-1).to(dtype) for p in trainable(module).values()])
 
 
 class Replica:
-    """A module whose parameters and gradients live in two flat vectors; `cuts`: where these are cut for others."""
+    """A module whose parameters and gradients are views of two flat vectors; `cuts`: edges of other nodes' ranges."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class Replica:
         self.parameters = list(named.values())
         self._slots: list[Tensor] = []
         self._ranges: list[slice] = []  # of x and g, by parameter
-        self._hooked: set[Tensor] = set()  # parameters whose gradients are taken as backward leaves them
-        self._ready: Ready | None = None  # to be told which ranges of g are final
-        self._ours = False  # whether a backward pass under way is this class's own, not one inside the module
-        self._filled: set[Tensor] = set()  # parameters whose part of g is already of this mini-batch
+        self._hooked: set[Tensor] = set()  # parameters whose gradients a hook copies during backward
+        self._ready: Ready | None = None  # called with every range of g that is final
+        self._ours = False  # whether this class runs the present backward pass, not the module
+        self._filled: set[Tensor] = set()  # parameters whose part of g is of this mini-batch
         self._masters: list[tuple[nn.Parameter, Tensor]] = []
         self.before = BufferCopies(module)  # this forward pass
         self._lay_out()
@@ -133,7 +133,7 @@ class Replica:
         self._hook(least=LARGE)
 
     def _lay_out(self) -> None:
-        """Let every parameter be its part of x; one of another dtype stays a copy."""
+        """Make every parameter a view of its part of x; a parameter of another dtype stays a copy."""
         x, g, start = self.x, self.g, 0
         for p in self.parameters:
             stop = start + p.numel()
@@ -149,11 +149,11 @@ class Replica:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every parameter is a part of x, none a copy of another dtype."""
+        """Whether every parameter is a view of x, none a copy of another dtype."""
         return not self._masters
 
     def _hook(self, least: int) -> None:
-        """Take the gradients of parameters that are large enough as backward leaves them."""
+        """Register hooks that copy the gradients of parameters of at least this size during backward."""
         for p, slot, part in zip(self.parameters, self._slots, self._ranges, strict=True):
             if p.numel() >= least and p not in self._hooked:
                 hook = partial(self._take_early, slot=slot, part=part)
@@ -161,9 +161,9 @@ class Replica:
                 self._hooked.add(p)
 
     def gradient(self, batch: Pieces, size: int, ready: Ready | None = None) -> float:
-        """Fill g with the mean gradient over a batch of `size` samples and give the mean loss.
+        """Fill g with the mean gradient over a batch of `size` samples and return the mean loss.
 
-        `ready` is told of ranges of g that are final while backward goes on; not of all of them.
+        `ready` is called with ranges of g that are final during backward, though not with all of them.
         """
         if ready is not None:
             self._hook(least=1)
@@ -194,7 +194,7 @@ class Replica:
         return float(total)
 
     def _loss_of(self, batch: Pieces, given: Pieces) -> Tensor:
-        """The loss; an error about labels comes with their values, as they were given."""
+        """Return the loss; add the values of the labels to an error about them."""
         try:
             return loss_of(self.module, batch, self._loss)
         except (IndexError, RuntimeError) as error:
@@ -203,30 +203,30 @@ class Replica:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Fill g with what somebody else's backward pass left."""
+        """Copy the gradients that the user's backward pass left into g."""
         self._filled.clear()
         self._collect()
         self._hand_back()
 
     @torch.no_grad()
     def loss_of(self, batch: Pieces) -> float:
-        """The mean loss over a batch, as the model is when it is used."""
+        """Return the mean loss over a batch, with the model in evaluation mode."""
         self.refresh()
         self.module.eval()
         with self._autocast():
             return float(self._loss_of(each(lambda piece: piece.to(self.x.device), batch), batch))
 
     def refresh(self) -> None:
-        """Bring parameters of another dtype than x up to date with it."""
+        """Update parameters of another dtype from x."""
         with torch.no_grad():
             for p, master in self._masters:
                 p.copy_(master)
 
     def _collect(self) -> None:
-        """Move what backward left into g, or add it to what is there.
+        """Copy the gradients that backward left into g, or add them.
 
-        Backward may leave a new tensor, one of the module's own choosing, or none at all; copying afterwards takes them
-        all, and costs no more than clearing g first and adding into it.
+        Backward may leave a new tensor, one of the module's own, or none; copying afterwards handles all cases, and
+        costs no more than clearing g first and adding into it.
         """
         fresh: tuple[list[Tensor], list[Tensor]] = [], []
         more: tuple[list[Tensor], list[Tensor]] = [], []
@@ -247,11 +247,11 @@ class Replica:
             torch._foreach_add_(*more)
 
     def present(self) -> None:
-        """Mark every parameter as one with a gradient in g, which is filled."""
+        """Mark every parameter as having a gradient in g."""
         self._marks.clear_(self.g)
 
     def _hand_back(self) -> None:
-        """Let every parameter's gradient be its part of g; mark in g those that have none."""
+        """Set every parameter's gradient to its part of g; mark in g those that have none."""
         self.present()
         for p, slot in zip(self.parameters, self._slots, strict=True):
             if p in self._filled:
@@ -261,7 +261,7 @@ class Replica:
                 p.grad = None
 
     def _take_early(self, p: Tensor, slot: Tensor, part: slice) -> None:
-        """Move a gradient as soon as it is there: it is still in the cache, and its memory serves the next."""
+        """Copy a gradient during backward, while it is in the cache, so that its memory can be reused."""
         grad = p.grad
         if not self._ours or grad is None or grad.layout is not torch.strided:
             return
@@ -279,12 +279,12 @@ class Replica:
         return torch.autocast(self.x.device.type, dtype=torch.bfloat16) if self._bf16 else nullcontext()
 
     def buffers(self) -> dict[str, Tensor]:
-        """The module's persistent buffers, by name."""
+        """Return the module's persistent buffers, by name."""
         return persistent_buffers(self.module)
 
 
 def _marks(layers: Sequence[slice], cuts: Sequence[int], g: Tensor) -> GradientMask:
-    """What marks every layer of g as present, and every piece of one that others hold."""
+    """Return a mask of the first elements of every layer of g and of every piece that another node holds."""
     heads = {*cuts, *(layer.start for layer in layers if layer.start < layer.stop)}
     return GradientMask((slice(head, head + 1) for head in sorted(heads)), g.device)
 

@@ -17,17 +17,17 @@ Goyal et al. "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017.
     warmup(epochs=5, factor=1, reference=None, start=1, how=gradual, then=constant)     k = factor · samples / reference
     stepdecay(at=(30, 60, 80), by=0.1)          polynomial(epochs=90, power=2)          constant
 
-A schedule goes by samples dealt to the workers, so batch and workers do not shift it, and a resumed run is where it
-was. A sample counts when its mini-batch begins, also if the gradient is skipped, cancelled or too late. Servers go by
-the mean over the workers, which send their progress with every push: a worker that has finished counts with its last
-one. For workers in step that is what the log says, bit for bit.
+A schedule depends on the samples dealt to the workers, so batch and workers do not shift it, and a resumed run
+continues at the same point. A sample counts when its mini-batch begins, even if the gradient is skipped, cancelled or
+late. Servers use the mean over the workers, which send their progress with every push; a worker that has finished
+counts with its last value. For workers in lockstep this equals the log, bit for bit.
 
-Linear scaling supposes that all workers' gradients make one step (all-reduce, a synchronous server). Where each is
-applied by itself, as in local steps or by an asynchronous server, say `factor`.
+Linear scaling assumes that all workers' gradients make one step (all-reduce, a synchronous server). If each is applied
+by itself, as in local steps or by an asynchronous server, set `factor`.
 
 Remark 1 of the paper, momentum correction (v ← v γ/γ_before whenever γ changes), is for momenta that contain the rate:
-v ← m v + γ g. torch's SGD keeps it outside, v ← m v + g and x ← x − γ v, which is the corrected form: nothing is to be
-done. Any function of epochs is a schedule; these can be named on the command line, too.
+v ← m v + γ g. torch's SGD keeps it outside, v ← m v + g and x ← x − γ v, which is the corrected form already. Any
+function of epochs is a schedule; those of this module can also be named on the command line.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Curve(ABC):
 
     @abstractmethod
     def __call__(self, epochs: float) -> float:
-        """The factor on the learning rate after so many epochs."""
+        """Return the factor on the learning rate after that many epochs."""
 
     def settled(self, samples: int) -> Curve:
-        """The same for a run whose workers together use so many samples in a step."""
+        """Return the schedule for a run whose workers together use `samples` samples in a step."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Curve):
-    """The optimizer's own learning rate, all along."""
+    """The optimizer's own learning rate throughout."""
 
     def __call__(self, epochs: float) -> float:
-        """One."""
+        """Return 1."""
         return 1.0
 
 
@@ -66,32 +66,32 @@ class Constant(Curve):
 class StepDecay(Curve):
     """Smaller by a factor at each of a few epochs."""
 
-    at: tuple[float, ...] = option((30, 60, 80), "the epochs at which the rate falls")
+    at: tuple[float, ...] = option((30, 60, 80), "the epochs at which the rate decreases")
     by: float = option(0.1, "the factor each time", least=0)
 
     def __call__(self, epochs: float) -> float:
-        """`by`, as many times as one of `at` is past."""
+        """Return `by` to the power of the number of epochs in `at` that are past."""
         return self.by ** sum(epochs >= e for e in self.at)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(Curve):
-    """(1 − e/epochs)^power: to zero at the end. With power 2 that of LARS, with 1 that of LAMB."""
+    """(1 − e/epochs)^power: zero at the end. LARS uses power 2, LAMB power 1."""
 
     epochs: float = option(90.0, "where it reaches zero: the length of the run", least=1e-9)
     power: float = option(2.0, "1 is a straight line", least=0)
 
     def __call__(self, epochs: float) -> float:
-        """The polynomial; zero after its end."""
+        """Return the polynomial; zero after its end."""
         return math.pow(max(0.0, 1 - epochs / self.epochs), self.power)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(Curve):
-    """From a small learning rate to k times the optimizer's, then on with another schedule, which it multiplies."""
+    """From a small learning rate to k times the optimizer's; multiplied with another schedule."""
 
     epochs: float = option(5.0, "E: epochs of warm-up; 0 is none", least=0)
-    factor: float = option(1.0, "k: what the learning rate is multiplied with in the end", least=0)
+    factor: float = option(1.0, "k: factor on the learning rate after the warm-up", least=0)
     reference: int | None = option(None, "batch to which k is proportional: k = factor · batch · workers / it", least=1)
     start: float = option(1.0, "the factor at the beginning", least=0)
     how: Literal["gradual", "constant"] = option("gradual", "in between: a straight line, or `start` to its end")
@@ -100,7 +100,7 @@ class Warmup(Curve):
     )
 
     def __call__(self, epochs: float) -> float:
-        """The factor of the warm-up times that of the other schedule."""
+        """Return the factor of the warm-up times that of the other schedule."""
         if self.reference is not None:
             raise ValueError("the factor of a reference batch depends on the run: call settled(samples) first")
         k, past = self.factor, epochs / self.epochs if self.epochs else 1.0
@@ -109,7 +109,7 @@ class Warmup(Curve):
         return k * self.then(epochs)
 
     def settled(self, samples: int) -> Warmup:
-        """With the factor that so many samples of a step make of the reference batch."""
+        """Return the schedule with the factor for steps of `samples` samples, relative to the reference batch."""
         k = self.factor if self.reference is None else self.factor * samples / self.reference
         return replace(self, factor=k, reference=None, then=settle(self.then, samples))
 
@@ -118,5 +118,5 @@ CURVES = (Constant, Polynomial, StepDecay, Warmup)
 
 
 def settle(schedule: Callable[[float], float] | None, samples: int) -> Any:
-    """Any schedule, as a run with so many samples in a step of all workers follows it."""
+    """Return any schedule as it is for a run with `samples` samples in a step of all workers."""
     return schedule.settled(samples) if isinstance(schedule, Curve) else schedule

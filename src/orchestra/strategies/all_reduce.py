@@ -11,8 +11,8 @@ Patarasuk, Yuan. "Bandwidth optimal all-reduce algorithms for clusters of workst
 
 N workers with batch b follow the path of one process with batch N·b. One worker is plain SGD.
 
-The mean is taken by whatever is best where it runs (`native`), of the last layers while backward is at the first if it
-can be, or by the messages of an algorithm in `collectives/`: the same path but for rounding, other traffic.
+`native` uses the fastest all-reduce of the world, overlapped with backward where possible. The other algorithms send
+messages (see `collectives/`): the same path up to rounding, with other traffic.
 
 Bytes sent per worker and step, for a model of S bytes: 2 (N−1)/N · S on average over the workers, 2 (N−1) S in all;
 by an algorithm, what its file says.
@@ -43,7 +43,7 @@ class AllReduce(Strategy[None]):
     group: int | None = option(None, "workers in a group of hierarchical, such as a rack; None: about a root", least=1)
 
     def problems(self, workers: int) -> Iterator[Problem]:
-        """Groups, for the only algorithm that has any."""
+        """Refuse `group` for algorithms without groups."""
         if self.group is not None and self.algorithm != "hierarchical":
             yield Problem(
                 "strategy.group", self.group, f'needs algorithm="hierarchical": {self.algorithm} has no groups'
@@ -51,15 +51,15 @@ class AllReduce(Strategy[None]):
 
     @cached_property
     def layout(self) -> Layout:
-        """Replicas are equal after every step; the optimizer sees the mean."""
+        """Equal replicas after every step; the optimizer uses the mean gradient."""
         location: Literal["everywhere", "copies"] = "everywhere" if self.algorithm == "native" else "copies"
         return Layout(model_location=location, updates=Updates(clip="mean"))
 
     def init(self, node: Node) -> None:
-        """Nothing to remember."""
+        """Return no state."""
 
     def step(self, node: Node, s: None) -> None:
-        """Average, then update: the same everywhere."""
+        """Average the gradients, then do the same update on every worker."""
         g = node.gradient(averaged=self.algorithm == "native")
         if self.algorithm == "native":
             node.mean_update(g)
@@ -70,7 +70,7 @@ class AllReduce(Strategy[None]):
 
 
 def traffic(strategy: AllReduce, run: RunSize) -> ExpectedTraffic:
-    """Return one average in every step."""
+    """Return the bytes of one all-reduce in every step."""
     if strategy.algorithm == "native":
         return ExpectedTraffic(workers=[run.steps * sent for sent in run.average()])
     sent = numbers_sent(strategy.algorithm, run.workers, run.numbers, strategy.group)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The catalogue: one row for each strategy.
 
-The row is all that the rest of the system knows of a strategy beyond its class: its other names, the bytes that it
-must send, what `orchestra recommend` tries, the option that is tuned, more examples for the tests of the laws.
-Exports, command line, documentation and tests are made from the rows.
+A row holds all that the rest of the system knows of a strategy besides its class: its other names, the bytes that it
+must send, the variants that `orchestra recommend` tries, the option to tune, and more examples for the tests of the
+laws. Exports, command line, documentation and tests are made from the rows.
 
 Another package adds its strategies by entry points of the group `orchestra.strategies`, each a `Row`.
 """
@@ -41,19 +41,19 @@ GROUP = "orchestra.strategies"  # of entry points
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What the rest of the system knows of a strategy beyond its class."""
+    """All that the rest of the system knows of a strategy besides its class."""
 
     strategy: type[Strategy[Any]]
     traffic: TrafficOf = lambda strategy, run: None  # the bytes that a run must send; None: not known beforehand
-    formula: str | None = None  # of the bytes that a worker sends, with S for those of the model and N workers
+    formula: str | None = None  # of the bytes that a worker sends; S: bytes of the model, N: number of workers
     short: str | None = None  # a second, shorter name
     other_names: Mapping[str, str] = field(
         default_factory=dict
     )  # names from elsewhere: how what they mean there differs
-    tries: tuple[str, ...] = ()  # what `orchestra recommend` tries
-    search: tuple[str, tuple[Any, ...]] | None = None  # the main option, and values worth a try, the usual one first
-    must_log: str | None = None  # a run that never logs this figure never did what the strategy is for
-    examples: tuple[str, ...] = ()  # more instances for the laws, beside one for every value of an option
+    tries: tuple[str, ...] = ()  # variants that `orchestra recommend` tries
+    search: tuple[str, tuple[Any, ...]] | None = None  # the main option, and values to try, the usual one first
+    must_log: str | None = None  # a run that never logs this figure never used the strategy's feature
+    examples: tuple[str, ...] = ()  # more instances for the tests of the laws, besides one for each value of an option
     alone: Mapping[str, Any] = field(default_factory=dict)  # options with which one worker is plain training
 
     @property
@@ -96,7 +96,7 @@ ROWS = (
         formula="S every τ steps, once more at the end",
         tries=("easgd",),
         search=("tau", (10, 40)),
-        alone={"tau": 1000, "alpha": 1.0},  # the centre comes only at the end, all the way
+        alone={"tau": 1000, "alpha": 1.0},  # the centre moves only at the end, all the way to the worker
     ),
     Row(strategy=Hogwild, traffic=hogwild.traffic, formula="0"),
     Row(
@@ -107,8 +107,8 @@ ROWS = (
             "fedavg": "Like FederatedAveraging (McMahan et al. 2017, https://arxiv.org/abs/1602.05629) it averages "
             "models, weighted by samples. Differences: tau counts local steps, not local epochs (E epochs are tau = "
             "E * samples of a worker / batch), all workers take part in every round instead of a random fraction of "
-            "them, and the workers take the mean among themselves, without a server. For clients with different data "
-            "add --partition dirichlet:0.5."
+            "them, and the workers average by an all-reduce, without a server. For clients with different data add "
+            "--partition dirichlet:0.5."
         },
         tries=("localsgd(tau=4)", "localsgd(tau=16)", "localsgd(tau=64)"),
         search=("tau", (16, 4, 64)),
@@ -178,20 +178,20 @@ ROWS = (
 STRATEGIES: tuple[type[Strategy[Any]], ...] = tuple(row.strategy for row in ROWS)
 PARTS: tuple[type[Any], ...] = (*CONSISTENCIES, *CORRECTIONS, *FILTERS, *TRIGGERS)
 
-ABSENT = {  # names that people look for, and what is nearest here
+ABSENT = {  # strategies that are not available, and the nearest ones
     "diloco": "DiLoCo is not available; the nearest is slowmo, whose slow step has plain instead of Nesterov momentum: "
     'slowmo(tau=500, alpha=0.7, beta=0.9, buffers="maintain") with the optimizer AdamW',
 }
 
 
 def rows() -> tuple[Row, ...]:
-    """Return the rows of this package and of those that are installed beside it."""
+    """Return the rows of this package and of other installed packages."""
     return (*ROWS, *_installed())
 
 
 @cache
 def _installed() -> tuple[Row, ...]:
-    """Import the rows that other packages declare, without those that cannot be used."""
+    """Import the rows that other packages declare; warn about and skip unusable ones."""
     found: list[Row] = []
     for entry in entry_points(group=GROUP):
         try:
@@ -201,13 +201,13 @@ def _installed() -> tuple[Row, ...]:
             if taken := {*row.names} & {name for other in (*ROWS, *found) for name in other.names}:
                 raise ValueError(f"the name {', '.join(sorted(taken))} is taken by another strategy")
             found.append(row)
-        except Exception as error:  # another package's fault must not stop those who do not use it
+        except Exception as error:  # an error in another package must not stop runs that do not use it
             print(f"warning: strategy {entry.value} is left out: {type(error).__name__}: {error}", file=sys.stderr)
     return tuple(found)
 
 
 def row_of(strategy: Strategy[Any] | type[Strategy[Any]]) -> Row:
-    """Return the row of a strategy; of one that is in no catalogue, such as one defined in a script, a bare one."""
+    """Return the row of a strategy, or a row of defaults if it is in no catalogue, as when defined in a script."""
     cls = strategy if isinstance(strategy, type) else type(strategy)
     return _by_class().get(cls) or Row(strategy=cls)
 

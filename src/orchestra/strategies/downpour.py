@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downpour SGD: replicas that step on by themselves between two exchanges with asynchronous servers.
+"""Downpour SGD: replicas that do local steps between two exchanges with asynchronous servers.
 
 Dean et al. "Large Scale Distributed Deep Networks", NeurIPS 2012.
 https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks  (the client in the supplement)
@@ -11,9 +11,9 @@ https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks  (the cl
         every n_push steps:   push Δ[R] for every R;   Δ ← 0
         every n_fetch steps:  fetch x[R] for every R
 
-d is the inner optimizer's; the paper's is Adagrad (`torch.optim.Adagrad`), whose state lives with the range. A local
-step is plain SGD with the learning rate γ in force, of each group of layers its own. The paper's loop fetches before a
-step; here push and fetch come after it, as one message and its answer. A run ends with a push of what is left in Δ.
+d is the inner optimizer's; the paper's is Adagrad (`torch.optim.Adagrad`), whose state stays with the range. A local
+step is plain SGD with the present learning rate γ of each group of layers. The paper's loop fetches before a step; here
+push and fetch follow it, as one message and its answer. A run ends with a push of what is left in Δ.
 
 n_push = n_fetch = 1, as in the paper's experiments, is the asynchronous parameter server, `ps(consistency=asp())`.
 The paper starts with one replica and lets the others join later; here all start at once.
@@ -62,20 +62,20 @@ class Downpour(Strategy[DownpourState]):
 
     @cached_property
     def layout(self) -> Layout:
-        """Other workers push between a fetch and the push that follows it. Each gradient is applied in the end."""
+        """The model on servers; other workers push between a worker's fetch and its next push."""
         updates = Updates(synchronous=False, stale=True, gradients=1)
         return Layout(model_location="servers", servers=self.servers, updates=updates)
 
     def problems(self, workers: int) -> Iterator[Problem]:
-        """Not more servers than can be of use."""
+        """Refuse far more servers than workers."""
         return too_many(self.servers, workers)
 
     def init(self, node: Node) -> DownpourState:
-        """Nothing was pushed, and everybody has version 0."""
+        """Return a state in which nothing was pushed and every worker has version 0."""
         return DownpourState(torch.full_like(node.x, ABSENT), 0, 0, [0] * len(node.comm.workers))
 
     def step(self, node: Node, s: DownpourState) -> None:
-        """A local step, then what is due."""
+        """Do a local step, then push and fetch if they are due."""
         g = node.gradient()
         if node.weight:
             s.delta += g
@@ -84,12 +84,12 @@ class Downpour(Strategy[DownpourState]):
         self._exchange(node, s, node.steps)
 
     def finish(self, node: Node, s: DownpourState) -> None:
-        """Push what is left, as if the interval were over."""
+        """Push the remaining gradients, as if the interval were over."""
         if node.steps % self.n_push:
             self._exchange(node, s, node.steps + self.n_push - node.steps % self.n_push)
 
     def _exchange(self, node: Node, s: DownpourState, t: int) -> None:
-        """What is due after step t. The message says which step that is: by it, the server knows what is asked."""
+        """Push and fetch as due after step t, which the message carries so that the server does the same."""
         push, fetch = t % self.n_push == 0, t % self.n_fetch == 0
         if push or fetch:
             what = s.delta if push else s.delta[:0]
@@ -118,9 +118,9 @@ class Downpour(Strategy[DownpourState]):
 
 
 def traffic(strategy: Downpour, run: RunSize) -> ExpectedTraffic:
-    """Return a push and a fetch at their intervals."""
+    """Return the bytes of a push and a fetch at their intervals."""
     pushes, fetches = -(-run.steps // strategy.n_push), run.steps // strategy.n_fetch
-    # The last push may come as if its interval were over, and be answered as at its end.
+    # The last push is sent as if its interval were over, and may be answered like a fetch.
     fetches += pushes * strategy.n_push > run.steps and pushes * strategy.n_push % strategy.n_fetch == 0
     served = [fetches * run.workers * part for part in run.ranges(strategy.layout)]
     return ExpectedTraffic(workers=[pushes * run.model] * run.workers, servers=served)

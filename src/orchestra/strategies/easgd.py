@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EASGD: workers explore on their own, held to a centre by an elastic force.
+"""EASGD: workers train independently, held to a centre by an elastic force.
 
 Zhang, Choromanska, LeCun. "Deep learning with Elastic Averaging SGD", NIPS 2015. https://arxiv.org/abs/1412.6651
 (Algorithm 1, asynchronous)
@@ -16,8 +16,8 @@ The model is the centre x̃. An exchange moves xⁱ and x̃ by the same d in opp
 0 ≤ η ≤ 2 and 0 ≤ α ≤ (4−2η)/(4−η). A run ends with one more exchange of every worker, for the steps since the last one.
 
 One worker with α=1 that meets the centre only at the end is plain SGD. EAMSGD, the same with momentum δ, is this
-strategy with `torch.optim.SGD(..., momentum=δ, nesterov=True)`: torch keeps the point x + δv that Nesterov looks ahead
-to, and that is what is exchanged. Momenta stay with their worker. The servers use no optimizer.
+strategy with `torch.optim.SGD(..., momentum=δ, nesterov=True)`: torch keeps Nesterov's look-ahead point x + δv, and
+that point is exchanged. Momenta stay with their worker. The servers use no optimizer.
 
 On `digits` (4 workers, delays lognormal:0.05,0.3, 20 epochs), mean test accuracy of 3 seeds: EAMSGD with η = 0.05 and
 δ = 0.9 has 96.7 %, with τ=4 96.9 %; alone, with the recipe's η = 0.05 and momentum 0.9, it is 97.4 %. Without momentum
@@ -42,14 +42,14 @@ from orchestra.strategies.parameter_server.ranges import owners, too_many
 
 @dataclass
 class EASGDState:
-    """What the centre knows of a worker."""
+    """What a worker has told the centre."""
 
-    samples: int = 0  # that it had used when they last met
+    samples: int = 0  # used up to the last exchange
 
 
 @dataclass(frozen=True, kw_only=True)
 class EASGD(Strategy[EASGDState]):
-    """Workers and a centre on servers attract each other, now and then."""
+    """Workers and a centre on servers attract each other every `tau` steps."""
 
     tau: int = option(10, "τ: local steps between two exchanges; more means less traffic and more exploration", least=1)
     beta: float = option(0.9, "β: the moving rates α of all workers together", least=0)
@@ -58,20 +58,20 @@ class EASGD(Strategy[EASGDState]):
 
     @cached_property
     def layout(self) -> Layout:
-        """The servers hold the centre; momenta stay with their worker."""
+        """The centre on servers; momenta stay with their worker."""
         updates = Updates(synchronous=False)
         return Layout(model_location="servers", servers=self.servers, optimizer_on_servers=False, updates=updates)
 
     def problems(self, workers: int) -> Iterator[Problem]:
-        """Not more servers than can be of use."""
+        """Refuse far more servers than workers."""
         return too_many(self.servers, workers)
 
     def init(self, node: Node) -> EASGDState:
-        """All begin at the centre."""
+        """Begin at the centre."""
         return EASGDState(node.samples)
 
     def step(self, node: Node, s: EASGDState) -> None:
-        """A local step, and an exchange meanwhile if one is due."""
+        """Do a local step, and meanwhile an exchange if one is due."""
         sent = self._send(node, s) if node.steps % self.tau == 0 else []
         g = node.gradient()
         self._pull_back(node, sent)
@@ -79,7 +79,7 @@ class EASGD(Strategy[EASGDState]):
             node.update(g)
 
     def finish(self, node: Node, s: EASGDState) -> None:
-        """Let the centre have the last steps."""
+        """Exchange once more, for the steps since the last exchange."""
         self._pull_back(node, self._send(node, s))
 
     def _send(self, node: Node, s: EASGDState) -> list[Handle[None]]:
@@ -90,11 +90,11 @@ class EASGD(Strategy[EASGDState]):
         """xⁱ ← xⁱ − d, if anything was sent."""
         for (server, part), lent in zip(owners(node) if sent else [], sent, strict=True):
             d = node.comm.recv(server).x
-            lent.wait()  # at once: who answers has read it
+            lent.wait()  # returns at once: a server that answers has read x
             node.x[part].sub_(d.to(node.x.device))
 
     def serve(self, node: Node, s: EASGDState) -> None:
-        """Move the centre towards every worker that comes, and that worker as far towards the centre."""
+        """For every message, move the centre towards the worker, and the worker as far towards the centre."""
         alpha = self.beta / len(node.comm.workers) if self.alpha is None else self.alpha
         for message in node.comm.inbox():
             d = alpha * (message.x - node.x)
@@ -105,7 +105,7 @@ class EASGD(Strategy[EASGDState]):
 
 
 def traffic(strategy: EASGD, run: RunSize) -> ExpectedTraffic:
-    """Return one exchange for each round, and one at the end."""
+    """Return the bytes of one exchange per round, and one at the end."""
     exchanges = -(-run.steps // strategy.tau) + 1
     served = [exchanges * run.workers * part for part in run.ranges(strategy.layout)]
     return ExpectedTraffic(workers=[exchanges * run.model] * run.workers, servers=served)

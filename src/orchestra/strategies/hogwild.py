@@ -7,15 +7,15 @@ https://arxiv.org/abs/1106.5730  (Algorithm 1)
     worker, all of them on the same x
     repeat
         g ← ∇f(x) over the worker's own mini-batch      others write to x meanwhile
-        x ← x − γ d(g)                                  component by component, asking nobody
+        x ← x − γ d(g)                                  component by component, without locks
 
 One worker is plain SGD, bit for bit. N workers take N steps at once, each with the whole γ, on gradients about N−1
-updates old. The paper's optimizer is plain SGD. Momenta, if another one has any, are each worker's own, so nobody else
-writes to them. For one machine and its processors: nobody elsewhere could reach x.
+updates old. The paper's optimizer is plain SGD. With another one each worker has its own momenta, to which no other
+worker writes. All workers must be on one machine, which holds x.
 
-The paper's rates are for sparse gradients, whose components seldom collide; those of networks are dense. It also adds
-to a component in one atomic instruction. Here that is a load, an addition and a store: when two workers write to the
-same component within the same few nanoseconds, one of the updates may be lost.
+The paper's rates are for sparse gradients, whose components seldom collide; those of networks are dense. The paper also
+adds to a component in one atomic instruction. Here the addition is a load, an addition and a store: if two workers
+write to the same component within a few nanoseconds, one of the updates may be lost.
 
 On `digits` (4 workers, delays lognormal:0.05,0.3, 20 epochs), mean test accuracy of 3 seeds: 94.4 % with SGD, γ = 0.05,
 alone 94.8 %; 96.9 % with γ = 0.0125 and momentum 0.9, alone 97.4 % with the recipe's γ = 0.05 and momentum 0.9.
@@ -39,13 +39,13 @@ class Hogwild(Strategy[None]):
     layout = Layout(model_location="shared", updates=Updates(synchronous=False))
 
     def init(self, node: Node) -> None:
-        """Nothing to remember."""
+        """Return no state."""
 
     def step(self, node: Node, s: None) -> None:
-        """One step of the inner optimizer, on everybody's x."""
+        """Do one step of the inner optimizer on the shared x."""
         node.local_step()
 
 
 def traffic(strategy: Hogwild, run: RunSize) -> ExpectedTraffic:
-    """Return nothing: x is in the memory of the machine."""
+    """Return zero bytes: x is in the memory of the machine."""
     return ExpectedTraffic(workers=[0] * run.workers)

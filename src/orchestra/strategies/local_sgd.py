@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD: several steps alone, then the mean of the models.
+"""Local SGD: several local steps, then the mean of the models.
 
 Stich. "Local SGD Converges Fast and Communicates Little", ICLR 2019. https://arxiv.org/abs/1805.09767
 
@@ -23,7 +23,7 @@ from orchestra.core.traffic import ExpectedTraffic, RunSize
 
 @dataclass
 class LocalSGDState:
-    """Where the round began."""
+    """The start of the round."""
 
     steps: int = 0
     samples: int = 0
@@ -36,26 +36,26 @@ class LocalSGD(Strategy[LocalSGDState]):
     tau: int = option(8, "τ: local steps between two means; more means less traffic and more drift", least=1)
 
     def init(self, node: Node) -> LocalSGDState:
-        """A round begins."""
+        """Begin a round."""
         return LocalSGDState(node.steps, node.samples)
 
     def step(self, node: Node, s: LocalSGDState) -> None:
-        """A local step, and the mean when the round is over."""
+        """Do a local step, and average the models when the round is over."""
         node.local_step()
         if node.steps - s.steps >= self.tau:
-            self._meet(node, s)
+            self._average(node, s)
 
     def finish(self, node: Node, s: LocalSGDState) -> None:
-        """End with one model, also in the middle of a round."""
+        """Average the models, even in the middle of a round."""
         if node.steps > s.steps:
-            self._meet(node, s)
+            self._average(node, s)
 
-    def _meet(self, node: Node, s: LocalSGDState) -> None:
+    def _average(self, node: Node, s: LocalSGDState) -> None:
         node.comm.mean_(node.x, weight=node.samples - s.samples)
         s.steps, s.samples = node.steps, node.samples
 
 
 def traffic(strategy: LocalSGD, run: RunSize) -> ExpectedTraffic:
-    """Return one average for each round, the last of which may be shorter."""
+    """Return the bytes of one all-reduce per round, the last of which may be shorter."""
     rounds = -(-run.steps // strategy.tau)
     return ExpectedTraffic(workers=[rounds * sent for sent in run.average()])

@@ -38,7 +38,7 @@ from orchestra.strategies.solo import Solo
 
 @dataclass
 class SlowMoState:
-    """The slow model, its momentum, and what the round has seen so far."""
+    """The slow model, its momentum, and totals of the present round."""
 
     x0: Tensor  # where this round started; equal on every worker
     u: Tensor  # slow momentum; equal on every worker
@@ -62,21 +62,21 @@ class SlowMo(Strategy[SlowMoState]):
 
     @cached_property
     def layout(self) -> Layout:
-        """Each worker has its own x within a round."""
+        """A separate x for each worker within a round."""
         base = self.base.layout.updates
         return Layout(updates=Updates(synchronous=base.synchronous, clip=base.clip))
 
     def problems(self, workers: int) -> Iterator[Problem]:
-        """A base that keeps the model on servers would undo the slow step at once."""
+        """Refuse a base that keeps the model on servers, which would undo the slow step at once."""
         if self.base.layout.servers:
             yield Problem("strategy.base", self.base, "keeps the model on servers: use a base without, such as solo()")
 
     def init(self, node: Node) -> SlowMoState:
-        """The first round begins."""
+        """Begin the first round."""
         return SlowMoState(node.x.clone(), torch.zeros_like(node.x), self.base.init(node), node.steps, node.samples)
 
     def step(self, node: Node, s: SlowMoState) -> None:
-        """A step of the base, and the slow step when the round is over."""
+        """Do a step of the base, and the slow step when the round is over."""
         self.base.step(node, s.base)
         rates = [rate for _, rate in node.rates()]
         s.gamma = [total + rate for total, rate in zip(s.gamma or [0.0] * len(rates), rates, strict=True)]
@@ -84,7 +84,7 @@ class SlowMo(Strategy[SlowMoState]):
             self._slow_step(node, s)
 
     def finish(self, node: Node, s: SlowMoState) -> None:
-        """End with one model, also in the middle of a round."""
+        """Do the slow step, even in the middle of a round."""
         self.base.finish(node, s.base)
         if node.steps > s.steps:
             self._slow_step(node, s)
@@ -101,7 +101,7 @@ class SlowMo(Strategy[SlowMoState]):
         s.steps, s.samples, s.gamma = node.steps, node.samples, []
 
     def _move(self, x: Tensor, x0: Tensor, u: Tensor, gamma: float) -> None:
-        if gamma > torch.finfo(x.dtype).tiny:  # else nothing can be divided by it
+        if gamma > torch.finfo(x.dtype).tiny:  # else the division would overflow
             u.mul_(self.beta).add_((x0 - x) / gamma)
             x0.sub_(u, alpha=self.alpha * gamma)
             x.copy_(x0)
@@ -110,7 +110,7 @@ class SlowMo(Strategy[SlowMoState]):
 
     def _average_buffers(self, node: Node) -> None:
         buffers = node.optimizer.vectors()
-        # A worker that could make no update yet has none: then all of them wait for the next round.
+        # A worker that has made no update yet has no buffers: then no worker averages them in this round.
         counts = node.comm.gather(torch.tensor([float(len(buffers))]))
         if all(torch.equal(count, counts[0]) for count in counts):
             means = [node.comm.mean(buffer) for buffer in buffers]
@@ -118,8 +118,8 @@ class SlowMo(Strategy[SlowMoState]):
 
 
 def traffic(strategy: SlowMo, run: RunSize) -> ExpectedTraffic | None:
-    """Return what the base sends, and one average of x, and of a buffer if told so, for each round."""
-    within = run.of(strategy.base, run)  # a base that has something to finish does so before the last slow step
+    """Return the bytes of the base, and per round those of one all-reduce of x, and of a buffer if it is averaged."""
+    within = run.of(strategy.base, run)  # the base finishes before the last slow step
     if within is None:
         return None
     rounds = -(-run.steps // strategy.tau)

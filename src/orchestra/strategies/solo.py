@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Solo: a worker on its own. The baseline, and the inner loop of strategies that meet only now and then.
+"""Solo: a single worker. The baseline, and the inner loop of strategies that communicate only periodically.
 
     repeat   x ← x − γ d        d from the inner optimizer at the next mini-batch
 
@@ -22,18 +22,18 @@ class Solo(Strategy[None]):
     """One process, no communication: plain PyTorch training."""
 
     def problems(self, workers: int) -> Iterator[Problem]:
-        """Refuse to let several workers train apart without ever meeting."""
+        """Refuse several workers, which would train separate models."""
         if workers != 1:
             yield Problem("cluster.workers", workers, "Solo is one process: use workers=1, or a strategy that averages")
 
     def init(self, node: Node) -> None:
-        """Nothing to remember."""
+        """Return no state."""
 
     def step(self, node: Node, s: None) -> None:
-        """One step of the inner optimizer."""
+        """Do one step of the inner optimizer."""
         node.local_step()
 
 
 def traffic(strategy: Solo, run: RunSize) -> ExpectedTraffic:
-    """Return nothing."""
+    """Return zero bytes."""
     return ExpectedTraffic(workers=[0] * run.workers)

@@ -33,14 +33,14 @@ from orchestra.core.traffic import ExpectedTraffic, RunSize
 
 @dataclass
 class SyncEASGDState:
-    """The one of xⁱ and x̃ that is not in node.x: xⁱ between two steps, since x̃ is the model, and x̃ within one."""
+    """The one of xⁱ and x̃ that is not in node.x: xⁱ between two steps, when x holds the model x̃, and x̃ within one."""
 
     other: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncEASGD(Strategy[SyncEASGDState]):
-    """Workers and the mean of where they are attract each other, all at once."""
+    """Workers and a centre, which follows their mean, attract each other every `tau` steps."""
 
     layout = Layout(model_location="copies")  # of the centre
 
@@ -49,11 +49,11 @@ class SyncEASGD(Strategy[SyncEASGDState]):
     alpha: float | None = option(None, "α: how far a worker moves to the centre; None is β by their number", least=0)
 
     def init(self, node: Node) -> SyncEASGDState:
-        """All begin at the centre."""
+        """Begin at the centre."""
         return SyncEASGDState(node.x.clone())
 
     def step(self, node: Node, s: SyncEASGDState) -> None:
-        """A local step, and the elastic force if it is due."""
+        """Do a local step, and apply the elastic force if it is due."""
         due = node.steps % self.tau == 0
         _swap(node.x, s.other)
         x, centre = node.x, s.other
@@ -68,7 +68,7 @@ class SyncEASGD(Strategy[SyncEASGDState]):
         _swap(node.x, s.other)
 
     def finish(self, node: Node, s: SyncEASGDState) -> None:
-        """Let the centre have the last steps."""
+        """Move the centre once more, for the steps since its last move."""
         node.x.lerp_(node.comm.mean(s.other), self.beta)
 
 
@@ -79,6 +79,6 @@ def _swap(a: Tensor, b: Tensor) -> None:
 
 
 def traffic(strategy: SyncEASGD, run: RunSize) -> ExpectedTraffic:
-    """Return one average for each round, and one at the end."""
+    """Return the bytes of one all-reduce per round, and one at the end."""
     averages = -(-run.steps // strategy.tau) + 1
     return ExpectedTraffic(workers=[averages * sent for sent in run.average()])

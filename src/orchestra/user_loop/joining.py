@@ -60,7 +60,7 @@ def join(asked: LoopArguments, since: float) -> tuple[PreparedOptimizer, Loader 
     transport, peers = _meet(asked, spec, x0.cpu())
     folder: LoopRunFolder | None = None
     try:
-        folder = LoopRunFolder(peers, transport.exchange, asked.rank, asked.size, asked.out)
+        folder = LoopRunFolder(peers, transport.messenger, asked.rank, asked.size, asked.out)
         log = _open_log(asked, spec, folder.path)
         spec = replace(spec, run=folder.path or Path())
         made, shared = _take_part(asked, spec, x0, transport, peers, folder, log, since)
@@ -90,7 +90,7 @@ def _take_part(
         from orchestra.user_loop.loop_collectives import LoopCollectives  # not needed otherwise
 
         patience = asked.cluster.patience
-        transport.means = LoopCollectives(peers, transport.exchange, asked.rank, asked.workers, peers.host, patience)
+        transport.means = LoopCollectives(peers, transport.messenger, asked.rank, asked.workers, peers.host, patience)
     replica = AdoptedReplica(asked.model, x0, torch.zeros_like(x0), spec.cuts)
     spread_(comm, [x0, *persistent_buffers(asked.model).values()])
     spread_frozen_(comm, asked.frozen)
@@ -124,7 +124,7 @@ def _meet(asked: LoopArguments, spec: RunSpec, x0: Tensor) -> tuple[SocketTransp
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
         most = max(_DOUBLE * longest, PIECE if asked.frozen else 0)
         session = Session(spec, x0, asked.cluster, asked.in_common(spec), most=most)
-        return session.transport, Peers(session.exchange, asked.rank, spec.workers, host=session.host)
+        return session.transport, Peers(session.messenger, asked.rank, spec.workers, host=session.host)
     traffic = Traffic()
     nobody = Messenger(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
     return SocketTransport(0, 1, nobody, traffic), Peers(nobody, 0, 1)

@@ -19,9 +19,9 @@ from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store
 class LoopCollectives(TorchCollectives):
     """Those of all workers, by Gloo."""
 
-    def __init__(self, peers: Peers, exchange: Messenger, rank: int, workers: int, host: str, patience: float) -> None:
+    def __init__(self, peers: Peers, messenger: Messenger, rank: int, workers: int, host: str, patience: float) -> None:
         self._peers = peers
-        store = tcp_store(exchange, rank, workers, host, patience)
+        store = tcp_store(messenger, rank, workers, host, patience)
         cpu = torch.device("cpu")
         TorchCollectives.__init__(
             self, store, rank, workers, cpu, host=host, patience=patience, on_waiting=peers.listen

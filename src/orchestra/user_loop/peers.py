@@ -26,9 +26,9 @@ from orchestra.worlds.sockets.messenger import Messenger
 class Peers:
     """What the others say about the run as a whole."""
 
-    def __init__(self, exchange: Messenger, rank: int, workers: int, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, messenger: Messenger, rank: int, workers: int, *, host: str = "127.0.0.1") -> None:
         self.host = host  # by which the others reach this process
-        self._exchange, self._rank, self._workers = exchange, rank, workers
+        self._messenger, self._rank, self._workers = messenger, rank, workers
         self._finished: dict[int, int] = {}  # after how many steps
         self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left that had more to give
         self.shares_loader = False  # every worker has its share of one loader, and so as many batches as the others
@@ -48,12 +48,12 @@ class Peers:
         self._differing: str | None = None  # what must not differ between workers
         self.name = name_of(rank, workers)
         self._parted = False
-        exchange.listen(self)
+        messenger.listen(self)
 
     @property
-    def exchange(self) -> Messenger:
+    def messenger(self) -> Messenger:
         """The connections to the other processes."""
-        return self._exchange
+        return self._messenger
 
     def go_in_step(self, begun: Callable[[], int | None]) -> None:
         """From now on the others must do as many steps as this worker, unless it has none to count."""
@@ -110,7 +110,7 @@ class Peers:
             self._compare(0, said)
             self.on_waiting()
         else:
-            self._exchange.note(0, said)
+            self._messenger.send_control(0, said)
 
     def _compare(self, source: int, said: dict[str, Any]) -> None:
         """Warn of workers that do the same, and keep in mind that some differ: `on_waiting` ends the run then."""
@@ -128,7 +128,7 @@ class Peers:
 
     def on_waiting(self) -> None:
         """Raise if another process is lost, or if the workers do not do the same."""
-        for error in self._exchange.lost.values():
+        for error in self._messenger.lost.values():
             raise error.with_traceback(None)
         if self._differing is not None:
             self.give_up(self._differing, ClusterError.exit_code)
@@ -161,19 +161,21 @@ class Peers:
         for first in range(0, len(values), control_messages.ENTRIES):
             some = values[first : first + control_messages.ENTRIES]
             for server in servers:
-                self._exchange.note(server, {"kind": "settings", "name": name, "first_group": first, "by_group": some})
+                self._messenger.send_control(
+                    server, {"kind": "settings", "name": name, "first_group": first, "by_group": some}
+                )
 
     def finish(self, steps: int, left: str | None) -> None:
         """Wait until every worker has made its last step. `left`: where the loader was, if it had more to give."""
         self._finished[self._rank] = steps
-        self._exchange.tell_all({"kind": "finished", "steps": steps, "how": self.how, "left": left})
-        self._exchange.attend(
+        self._messenger.send_control_to_all({"kind": "finished", "steps": steps, "how": self.how, "left": left})
+        self._messenger.wait_until(
             lambda: len(self._finished) == self._workers, lambda: "the others to finish", forever=True
         )
         self.on_waiting()
         late = max(self._finished, key=lambda node: self._finished[node])
         if self._begun() is not None and self._finished[late] > steps:  # it will say so itself
-            self._exchange.attend(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
+            self._messenger.wait_until(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
 
     @property
     def any_steps(self) -> bool:
@@ -182,8 +184,8 @@ class Peers:
 
     def listen(self, *, seconds: float = 0.0) -> None:
         """Hear what was said meanwhile; raise if it ends the run for this process."""
-        self._exchange.sleep(Sleep(seconds))
-        self._exchange.poll()
+        self._messenger.sleep(Sleep(seconds))
+        self._messenger.poll()
         self.on_waiting()
 
     def part(self) -> None:
@@ -191,13 +193,13 @@ class Peers:
         if not self._parted:
             self._parted = True
             self.hang_up()
-            self._exchange.close()
+            self._messenger.close()
 
     def give_up(self, message: str, code: int) -> None:
         """Tell the others why this process ends before its time, and hang up."""
         with contextlib.suppress(OrchestraError, OSError):
             if not self._parted:
-                self._exchange.tell_all(
+                self._messenger.send_control_to_all(
                     {"kind": "stopped", "message": message[-control_messages.LONGEST :], "code": code}
                 )
         self.part()

@@ -33,8 +33,8 @@ _LARGEST = 1 << 30  # bytes of events that a process may bring at once
 class LoopRunFolder:
     """Where this process writes to: nowhere, if worker 0 keeps nothing."""
 
-    def __init__(self, peers: Peers, exchange: Messenger, rank: int, size: int, out: Path | None) -> None:
-        self._peers, self._exchange = peers, exchange
+    def __init__(self, peers: Peers, messenger: Messenger, rank: int, size: int, out: Path | None) -> None:
+        self._peers, self._messenger = peers, messenger
         self._is_home, self._others = rank == _HOME, size - 1
         self._sender: FileSender | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -44,7 +44,7 @@ class LoopRunFolder:
     def _offer(self, out: Path | None) -> Path | None:
         """As worker 0: make it, and wait until the others have looked for it."""
         if out is None:
-            self._exchange.tell_all({"kind": "folder", "path": None, "mark": ""})
+            self._messenger.send_control_to_all({"kind": "folder", "path": None, "mark": ""})
             return None
         path = out.absolute()
         try:
@@ -58,7 +58,7 @@ class LoopRunFolder:
         except OSError as error:
             raise ConfigError([Problem("out", str(out), f"cannot be written: {error}")]) from None
         self._peers.receive_files(FileReceiver(path, files_of, _LARGEST, _could_not_keep))
-        self._exchange.tell_all({"kind": "folder", "path": str(path), "mark": mark.name})
+        self._messenger.send_control_to_all({"kind": "folder", "path": str(path), "mark": mark.name})
         self._await(lambda: len(self._peers.looked) == self._others, "the others to look for the run folder")
         mark.unlink()
         return path
@@ -73,11 +73,11 @@ class LoopRunFolder:
         seen = False
         with contextlib.suppress(OSError):
             seen = (path / mark).read_text(encoding="ascii") == mark
-        self._exchange.note(_HOME, {"kind": "looked"})
+        self._messenger.send_control(_HOME, {"kind": "looked"})
         if seen:
             return path
         self._scratch = tempfile.TemporaryDirectory(prefix="orchestra-")
-        self._sender = FileSender(self._exchange, Path(self._scratch.name), _HOME)
+        self._sender = FileSender(self._messenger, Path(self._scratch.name), _HOME)
         return self._sender.folder
 
     def deliver(self) -> None:
@@ -87,7 +87,7 @@ class LoopRunFolder:
         if self._scratch is not None:
             self._scratch.cleanup()
         if self.path is not None and not self._is_home:
-            self._exchange.note(_HOME, {"kind": "written"})
+            self._messenger.send_control(_HOME, {"kind": "written"})
 
     def collect(self) -> None:
         """As worker 0: wait until everybody has delivered."""
@@ -105,7 +105,7 @@ class LoopRunFolder:
             self._hold.leave(type(error).__name__, str(error) if ours else "".join(traceback.format_exception(error)))
 
     def _await(self, ready: Callable[[], bool], whom: str) -> None:
-        self._exchange.attend(ready, lambda: whom, forever=True)
+        self._messenger.wait_until(ready, lambda: whom, forever=True)
 
 
 def _could_not_keep(source: int, path: Path, error: OSError) -> None:

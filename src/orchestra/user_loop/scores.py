@@ -63,7 +63,7 @@ class LoopScores:
             return
         if self._rank != _HOME:
             about = {"number": scored.number, "t": t, "step": step, "samples": samples, "figures": metrics}
-            self._peers.exchange.note(_HOME, {"kind": "score", **about})
+            self._peers.messenger.send_control(_HOME, {"kind": "score", **about})
             return
         self._keep(_HOME, scored)
         try:

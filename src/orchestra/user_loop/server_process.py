@@ -78,10 +78,10 @@ def serve(
     peers.when_settings_change(follow)
     runtime = node_loop.NodeRuntime(spec, node, meter, log, tell=lambda said: None, show=lambda row: None)
     states = OnServer(runtime, peers)
-    peers.exchange.listen_idle(states)
+    peers.messenger.listen_idle(states)
     node.comm.between_messages = states.settle
     log.write(NodeStarted(node.now(), node.rank, "server", time.perf_counter() - began))
-    peers.exchange.begin()
+    peers.messenger.begin()
     node_loop.serve(runtime, ServerFinisher(runtime, folder))
     door.close()
     peers.part()

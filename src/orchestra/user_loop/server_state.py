@@ -92,21 +92,21 @@ def _pieces(spec: RunSpec, part: slice) -> Iterator[tuple[int, slice, bool]]:
 # Sent and received.
 
 
-def _give(exchange: Messenger, to: int, tree: Any) -> None:
+def _give(messenger: Messenger, to: int, tree: Any) -> None:
     """Send a tree of tensors and plain values, beside the messages of the strategy."""
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(checkpoint.outline(tree, tensors))
     whole = torch.frombuffer(bytearray(save(tensors, {"tree": structure})), dtype=torch.uint8)
-    for piece in torch.split(whole, min(_PIECE, exchange.largest)):
-        exchange.give(to, piece, float(len(whole))).wait()
+    for piece in torch.split(whole, min(_PIECE, messenger.largest)):
+        messenger.send_piece(to, piece, float(len(whole))).wait()
 
 
-def _take(exchange: Messenger, source: int) -> Any:
+def _take(messenger: Messenger, source: int) -> Any:
     """What `_give` sent."""
-    first = exchange.take(source)
+    first = messenger.receive_piece(source)
     found, missing = [first.x], int(first.weight) - len(first.x)
     while missing > 0:
-        found.append(exchange.take(source).x)
+        found.append(messenger.receive_piece(source).x)
         missing -= len(found[-1])
     data = bytes(torch.cat(found).numpy().data)
     try:
@@ -130,7 +130,7 @@ class OnServer:
     """A server's part: it does what the workers ask, between two messages of the strategy."""
 
     def __init__(self, runtime: NodeRuntime, peers: Peers) -> None:
-        self._runtime, self._node, self._peers, self._exchange = runtime, runtime.node, peers, peers.exchange
+        self._runtime, self._node, self._peers, self._messenger = runtime, runtime.node, peers, peers.messenger
 
     def on_idle(self, *, at_rest: bool) -> None:
         """Do what the workers ask before this server sleeps because there is no message."""
@@ -142,23 +142,23 @@ class OnServer:
         if not asked:
             return
         for worker, kind in [*asked]:
-            if kind == SEND and not self._exchange.has_mail(worker):
+            if kind == SEND and not self._messenger.has_mail(worker):
                 asked.remove((worker, kind))
-                _give(self._exchange, worker, {"states": self._node.optimizer.by_layer(), "x": self._node.x})
+                _give(self._messenger, worker, {"states": self._node.optimizer.by_layer(), "x": self._node.x})
         workers = self._node.comm.workers.members
-        if {(worker, LOAD) for worker in workers} <= {*asked} and not self._exchange.has_mail():
+        if {(worker, LOAD) for worker in workers} <= {*asked} and not self._messenger.has_mail():
             for worker in workers:
                 asked.remove((worker, LOAD))
             self._load(workers)
 
     def _load(self, workers: Sequence[int]) -> None:
-        node, tree = self._node, _take(self._exchange, workers[0])
+        node, tree = self._node, _take(self._messenger, workers[0])
         node.x.copy_(tree["x"])
         if tree["states"] is not None:
             node.optimizer.restore_by_layer(tree["states"], tree["pace"])
         _begin_again(self._runtime)
         for worker in workers:
-            self._exchange.note(worker, {"kind": LOADED})
+            self._messenger.send_control(worker, {"kind": LOADED})
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class OnWorker:
     """A worker's part: it asks the servers for the state, and lets them load another."""
 
     def __init__(self, runtime: NodeRuntime, peers: Peers) -> None:
-        self._runtime, self._node, self._peers, self._exchange = runtime, runtime.node, peers, peers.exchange
+        self._runtime, self._node, self._peers, self._messenger = runtime, runtime.node, peers, peers.messenger
         self.loading: StateToLoad | None = None  # until the next step
         self._loads = 0
 
@@ -188,8 +188,8 @@ class OnWorker:
         """The state of every layer, and x, as the servers have them now."""
         servers = self._node.comm.servers.members
         for server in servers:
-            self._exchange.note(server, {"kind": SEND})
-        found = [_take(self._exchange, server) for server in servers]
+            self._messenger.send_control(server, {"kind": SEND})
+        found = [_take(self._messenger, server) for server in servers]
         states, x = (
             joined(self._runtime.spec, [each["states"] for each in found]),
             torch.cat([each["x"] for each in found]),
@@ -210,14 +210,14 @@ class OnWorker:
             if self._runtime.layout.optimizer_at == "servers":
                 node.x.copy_(x)
         for server in servers:
-            self._exchange.note(server, {"kind": LOAD})
+            self._messenger.send_control(server, {"kind": LOAD})
         if node.rank == node.comm.workers.members[0]:
             parts = [None] * len(servers) if to.states is None else cut(self._runtime.spec, to.states)
             for server, part, piece in zip(servers, parts, node.parts(x), strict=True):
-                _give(self._exchange, server, {"x": piece.clone(), "states": part, "pace": to.pace})
+                _give(self._messenger, server, {"x": piece.clone(), "states": part, "pace": to.pace})
         self._loads += 1
         expected = [(server, LOADED) for server in servers for _ in range(self._loads)]
-        self._exchange.attend(
+        self._messenger.wait_until(
             lambda: sorted(self._peers.about_state) == expected,
             lambda: "the servers to load a state, which they do when every worker has called optimizer.load_state_dict",
         )

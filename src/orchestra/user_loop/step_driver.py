@@ -33,7 +33,7 @@ class LoopFeed:
     """What the loop computes, as a feed: who asks for the next mini-batch is set aside until its gradient is there."""
 
     draws = False
-    shared_anew = None
+    reshared = None
     shards = None
 
     def __init__(self, batch: int, position: Callable[[], float]) -> None:

@@ -65,14 +65,14 @@ def file_store(path: Path, workers: int) -> Store:
     return FileStore(str(path), workers)
 
 
-def tcp_store(exchange: Messenger, rank: int, workers: int, host: str, patience: float) -> Callable[[], Store]:
+def tcp_store(messenger: Messenger, rank: int, workers: int, host: str, patience: float) -> Callable[[], Store]:
     """A store on the first worker, which listens at `host` only; the others learn where through the run's messages.
 
     To connect to it may take as long as anything between machines, so that is left to whoever can wait.
     """
     limit = timedelta(seconds=patience)
     if rank:
-        address, _, port = bytes(exchange.take(0).x.tolist()).decode().rpartition(":")
+        address, _, port = bytes(messenger.receive_piece(0).x.tolist()).decode().rpartition(":")
         return lambda: TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=limit)
     door = listen(host)
     door_port = door.getsockname()[1]
@@ -80,7 +80,7 @@ def tcp_store(exchange: Messenger, rank: int, workers: int, host: str, patience:
         host, door_port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=door.detach()
     )
     where = torch.tensor(list(f"{host}:{door_port}".encode()), dtype=torch.uint8)
-    All([exchange.give(other, where, 1.0) for other in range(1, workers)]).wait()
+    All([messenger.send_piece(other, where, 1.0) for other in range(1, workers)]).wait()
     return lambda: store
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAMB: Adam's direction, every layer's step as long as its weights allow.
+"""LAMB: Adam's direction, with a step length in proportion to the norm of each layer's weights.
 
 You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer, Hsieh. "Large Batch Optimization for Deep Learning:
 Training BERT in 76 minutes", ICLR 2020. https://arxiv.org/abs/1904.00962  (Algorithm 2)
@@ -64,7 +64,7 @@ class LAMB(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every layer."""
+        """Do one update of every layer."""
         loss = evaluated(closure)
         for group in self.param_groups:
             for x, whole in by_kind(group):
@@ -76,7 +76,7 @@ class LAMB(optim.Optimizer):
         return loss
 
     def _direction(self, x: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Adam's r of every layer."""
+        """Return Adam's r of every layer."""
         g = [p.grad for p in x if p.grad is not None]
         states = [self._moments(p) for p in x]
         for state in states:
@@ -100,6 +100,6 @@ class LAMB(optim.Optimizer):
 
 
 def _ratios(x: Tensor, u: Tensor, phi: tuple[float, float] | None) -> Tensor:
-    """φ(‖x‖) / ‖u‖ of every layer, from the norms."""
+    """Return φ(‖x‖) / ‖u‖ of every layer, from the norms."""
     scaled = x if phi is None else x.clamp(*phi)
     return torch.where((x > 0) & (u > 0), scaled / u, 1.0)

@@ -10,12 +10,12 @@ You, Gitman, Ginsburg. "Large Batch Training of Convolutional Networks", 2017. h
         v ← m v + γ λ (g + β w)               γ: global learning rate, m: momentum, β: weight decay, η: trust
         w ← w − v
 
-A layer whose weights are zero has no scale of its own: it moves as in SGD, or it would never leave zero. So do biases
-and the gains of normalisation, without decay.
+A layer whose weights are zero moves as in SGD, or it would never leave zero. So do biases and the gains of
+normalisation, without decay.
 
-γ stands inside the momentum, as in the paper: when γ grows, v follows within a few steps. torch's SGD has it outside.
-A layer's step depends on γ η alone, not on the size of its gradient; a bias moves by γ as in SGD. So keep γ at what
-SGD bears if there are biases without normalisation behind them, and make η larger. The paper's 1e-3 goes with γ = 10.
+γ is inside the momentum, as in the paper: when γ grows, v follows within a few steps. torch's SGD has it outside.
+A layer's step depends on γ η alone, not on the size of its gradient; a bias moves by γ as in SGD. So keep γ at a value
+that suits SGD if there are biases without normalisation after them, and increase η. The paper's 1e-3 is for γ = 10.
 
 Bytes: none. Memory: one vector of the model's size.
 """
@@ -63,7 +63,7 @@ class LARS(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every layer."""
+        """Do one update of every layer."""
         loss = evaluated(closure)
         for group in self.param_groups:
             gamma, m, beta, eta = group["lr"], group["momentum"], group["weight_decay"], group["eta"]
@@ -89,5 +89,5 @@ class LARS(optim.Optimizer):
 
 
 def _local_rates(w: Tensor, g: Tensor, beta: float, eta: float) -> Tensor:
-    """λ of every layer, from the norms of its weights and of its gradient."""
+    """Return λ of every layer, from the norms of its weights and of its gradient."""
     return torch.where((w > 0) & (g > 0), eta * w / (g + beta * w), 1.0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proximal SGD: a gradient step, then the proximal step of an l1 penalty, which makes zeros.
+"""Proximal SGD: a gradient step, then the proximal step of an l1 penalty, which sets entries to zero.
 
     repeat
         g ← ∇f(x)
         x ← soft(x − γ g, γ λ)          soft(z, t)_k = sign(z_k) max(0, |z_k| − t)
 
-It minimises f(x) + λ‖x‖₁, and entries that the penalty holds at zero are zero, not just small. λ = 0 is SGD.
+It minimises f(x) + λ‖x‖₁, and entries that the penalty holds at zero are exactly zero. λ = 0 is SGD.
 
 Parikh, Boyd. "Proximal Algorithms", Foundations and Trends in Optimization 2014, §4.2.
 https://web.stanford.edu/~boyd/papers/prox_algs.html

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pushes are on their way: pieces, each stamped with the range it covers and its worker's clock there.
+"""The encoding of pushes: pieces, each stamped with the range that it covers and its worker's clock there.
 
     worker                                              server of range R
     clock ← clock + 1                                   a piece (S, t) of worker i, S ⊆ R
-    cut R into k pieces S                                   vc_i(S) ≥ t already: it was sent twice; drop it
+    cut R into k pieces S                                   vc_i(S) ≥ t already: a duplicate; drop it
     send g[S] with (S, clock), for every S                  vc_i(S) ← t
-                                                            vc_i(R) = t: the push is whole, hand it over
+                                                            vc_i(R) = t: the push is complete; deliver it
 
-Consistencies see whole pushes, each once. Sent again after a failure, a push changes nothing. Where a filter says
-what of a push, or of an answer, is worth sending, the rest stays at home.
+Consistencies see whole pushes, each once. A push that is sent again after a failure changes nothing. With a filter only
+the chosen entries of a push, or of an answer, are sent.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from orchestra.strategies.parameter_server.range_clock import RangeClock
 
 @dataclass
 class PushCodec:
-    """Packs and unpacks what one node sends and receives."""
+    """The codec of one node."""
 
     node: Node
     s: ServerState
     pieces: int
     filter: Filter
     cache_keys: bool
-    begun: dict[int, Tensor] = field(default_factory=dict)  # pushes, by worker, of which there may be pieces to come
+    begun: dict[int, Tensor] = field(default_factory=dict)  # incomplete pushes, by worker
 
     def pack(self, message: Send) -> list[Send]:
-        """A worker's push, in pieces, or a server's answer; of either, what passes the filter."""
+        """Return a worker's push in pieces, or a server's answer, both filtered."""
         if message.tag:
             return [message]
         if self.node.serves:
@@ -63,23 +63,23 @@ class PushCodec:
         return sent
 
     def _bytes(self, to: int, start: int, v: Tensor, keep: Tensor) -> Tensor:
-        """What passed, with its keys unless the other node has them."""
-        known = self.s.told.get((to, start)) if self.cache_keys else None
+        """Return the entries that passed, with their keys unless the receiver has them."""
+        known = self.s.keys_sent.get((to, start)) if self.cache_keys else None
         packed, keys = sparse.pack(v, keep, known)
         if self.cache_keys and keys is not None:
-            self.s.told[to, start] = keys
+            self.s.keys_sent[to, start] = keys
         self.node.log("passed", v.numel() if keys is None else keys.numel())
         return packed
 
     def _vector(self, message: Message, start: int, base: Tensor) -> Tensor:
-        """The vector that bytes stand for; where they say nothing, it is what was given."""
-        keys = sparse.unpack(message.x, base, self.s.heard.get((message.source, start)))
+        """Decode a message into `base`, which gives the entries that were not sent."""
+        keys = sparse.unpack(message.x, base, self.s.keys_received.get((message.source, start)))
         if self.cache_keys and keys is not None:
-            self.s.heard[message.source, start] = keys
+            self.s.keys_received[message.source, start] = keys
         return base
 
     def unpack(self, message: Message) -> Message | None:
-        """An answer, or a push that is whole now; None if pieces are missing, or if it was there before."""
+        """Return an answer, or a push that is now complete; None if pieces are missing, or for a duplicate."""
         if message.tag:
             return message
         node, (t, start, stop) = self.node, message.stamp

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Range vector clocks: how far a node is, on every key, kept by ranges of keys.
+"""Range vector clocks: the clock of a node on every key, stored by ranges of keys.
 
 Li, Andersen, Park, Smola, et al. "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, §4.1.
 https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
 
     vc_i(k)     the clock of node i on key k; vc_i(R) = t says that it is t on every k in R
-    at first one range holds every key, at 0
+    initially one range holds every key, at 0
     vc_i(R) ← t:    every tracked S that meets R becomes  S left of R, at its old clock;  S ∩ R, at t;  S right of R
 
-A range is cut into three at most, and neighbours of one clock become one again. So a node needs as many entries as
-ranges were ever told apart, not as many as there are keys.
+A range is cut into at most three, and neighbours with equal clocks are merged. So a node needs as many entries as there
+are different ranges, not as many as there are keys.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class RangeClock:
         self.pieces = pieces
 
     def set(self, start: int, stop: int, t: int) -> None:
-        """vc(R) ← t, R from `start` to before `stop`: not empty, unless there is no key at all."""
-        if start <= self.pieces[0][0] and self.pieces[-1][1] <= stop:  # all there is, as mostly
+        """vc(R) ← t for R from `start` to before `stop`; R is not empty, unless there is no key at all."""
+        if start <= self.pieces[0][0] and self.pieces[-1][1] <= stop:  # the usual case: the whole range
             self.pieces[:] = [(start, stop, t)]
             return
         left = [(a, min(b, start), s) for a, b, s in self.pieces if a < start]
@@ -46,7 +46,7 @@ class RangeClock:
         self.pieces[:] = merged
 
     def least(self, start: int, stop: int) -> int:
-        """The smallest clock on a range."""
-        if len(self.pieces) == 1:  # as between two pushes
+        """Return the smallest clock on a range."""
+        if len(self.pieces) == 1:  # the usual case, between two pushes
             return self.pieces[0][2]
         return min(t for a, b, t in self.pieces if a < stop and start < b)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which server owns what: what strategies whose model lies on servers have in common."""
+"""The ranges of servers, for all strategies whose model is on servers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from orchestra.errors import Problem
 
 
 def owners(node: Node) -> list[tuple[int, slice]]:
-    """Every server with the range of a worker's x that it owns."""
+    """Return every server with the range of a worker's x that it owns."""
     return list(zip(node.comm.servers.members, node.placement, strict=True))
 
 
 def too_many(servers: int, workers: int) -> Iterator[Problem]:
-    """So many servers would mostly be idle: usually a slip."""
+    """Yield a problem if most servers would be idle, which is usually a mistake."""
     if servers > 4 * workers:
         yield Problem("strategy.servers", servers, f"is too many for {workers} workers: at most {4 * workers}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategy-Switch: from one strategy to another in the course of a run."""
+"""Strategy-Switch: from one strategy to another during a run."""

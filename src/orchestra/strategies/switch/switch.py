@@ -7,8 +7,8 @@ Li et al. "Sync-Switch", ICDCS 2021 (after a share of the budget). https://arxiv
 
     repeat
         one step of `first` (all-reduce) with rate γ and momentum μ
-        if `when` says so (s ≤ θ), on every worker after the same step:
-            the workers agree on x; whoever is to hold it takes x and the optimizer's momenta
+        if `when` fires (s ≤ θ), on every worker after the same step:
+            the workers agree on x; its next holders receive x and the optimizer's momenta
             momenta are kept, forgotten, or divided by N
             r ← updates per gradient before / updates per gradient after         (1/N from all-reduce to asp)
             μ' ← `momentum`, by default 0 if a round of gradients makes more updates than before, else μ
@@ -16,18 +16,18 @@ Li et al. "Sync-Switch", ICDCS 2021 (after a share of the budget). https://arxiv
     repeat
         one step of `then` (an asynchronous parameter server)
 
-γ/(1 − μ) is how far one gradient moves x in the end, so x goes as far for each sample as before. Why μ' = 0: a gradient
-that is N − 1 updates old meets a velocity that has gone on meanwhile. The two together swing, with hardly any damping:
-on a curvature c with c γ/(1 − μ) = 1.2, N = 8 and μ = 0.9, the swing fades by 1 % in N updates, by 22 % if there is no
-momentum, and by 5 % under all-reduce. With some seeds noise builds it up until the model is lost. Without momentum let
-the rate fall: the digits end at 87 to 97 % with a constant one, at 96 to 97.5 % with one that falls linearly to zero.
+γ/(1 − μ) is how far one gradient moves x in total, so x moves as far per sample as before. Why μ' = 0: a gradient that
+is N − 1 updates old is added to a newer velocity, and the two oscillate with hardly any damping: on a curvature c with
+c γ/(1 − μ) = 1.2, N = 8 and μ = 0.9, the oscillation decays by 1 % in N updates, by 22 % without momentum, and by 5 %
+under all-reduce. With some seeds noise amplifies it until training diverges. Without momentum, decrease the rate: the
+digits end at 87 to 97 % with a constant one, at 96 to 97.5 % with one that decreases linearly to zero.
 Optimizers without momentum, Adam among them, get r γ and are otherwise left alone. So is one worker: r = 1.
 The schedule goes on by samples seen. Any two strategies in either order, with equally many servers if both have any.
 Between all-reduce and synchronous servers r = 1: a switch changes nothing, bit for bit.
 
-Servers start with the run and wait for their turn, on machines of their own. With `promote` they have those of the last
-M workers, which train no more after the switch: their samples go to the other N − M, in the middle of an epoch, and the
-budget is counted as if all had gone on.
+Servers start with the run and wait for the switch, on machines of their own. With `promote` they use those of the last
+M workers, which stop training at the switch: their samples go to the other N − M, in the middle of an epoch, and the
+budget is counted as if all had continued.
 
 Bytes: those of `first` up to the switch and of `then` after it; a number to and from each worker in every round; at
 the switch S for x and S for every momentum, from a worker to each range's server or back; none if servers are promoted.
@@ -52,7 +52,7 @@ from orchestra.strategies.switch.triggers import LossHistory, Plateau, Trigger
 
 @dataclass
 class SwitchState:
-    """Where the run is, and the states of both strategies."""
+    """Whether the switch has happened, the trigger's history, and the states of both strategies."""
 
     switched: bool
     watch: LossHistory
@@ -80,12 +80,12 @@ class StrategySwitch(Strategy[SwitchState]):
 
     @cached_property
     def layout(self) -> Layout:
-        """That of `first`, with the servers of both; all workers reach the switch at the same step."""
+        """The layout of `first`, with the servers of both; all workers reach the switch at the same step."""
         first, then = self.first.layout, self.then.layout
         served = then if then.servers else first
         return replace(
             first,
-            # One x for all workers would do in `everywhere`, but momenta must be whole to be handed over.
+            # `copies`, since in `everywhere` a worker may hold only a part of the momenta, which must be transferred.
             model_location="copies" if first.model_location == "everywhere" else first.model_location,
             servers=max(first.servers, then.servers),
             placement=served.placement,
@@ -99,17 +99,17 @@ class StrategySwitch(Strategy[SwitchState]):
         )  # fmt: skip
 
     def layout_at(self, s: SwitchState) -> Layout:
-        """That of the strategy in force."""
+        """Return the layout of the strategy in force."""
         return self.layout.then if s.switched and self.layout.then is not None else self.layout
 
     @cached_property
     def needs(self) -> Needs:
-        """What the trigger decides by; and momenta that can be handed over, unless they are forgotten."""
+        """The inputs of the trigger, and momenta that can be transferred, unless they are reset."""
         moved = bool(self.first.layout.servers) != bool(self.then.layout.servers)
         return self.when.needs | Needs(momenta=moved and self.momenta != "reset")
 
     def problems(self, workers: int) -> Iterator[Problem]:
-        """What neither strategy can work with, and what cannot be handed over."""
+        """Yield the problems of both strategies, and of the transfer between them."""
         servers = self.then.layout.servers
         left = workers - servers if self.promote else workers
         yield from self.first.problems(workers)
@@ -122,20 +122,20 @@ class StrategySwitch(Strategy[SwitchState]):
             yield Problem("strategy.then.servers", servers, message)
 
     def phase(self, s: SwitchState) -> tuple[Strategy[Any], Any]:
-        """The strategy in force."""
+        """Return the strategy in force and its state."""
         return (self.then, s.then) if s.switched else (self.first, s.first)
 
     def init(self, node: Node) -> SwitchState:
-        """Both from the start; the second once more at the switch."""
+        """Initialise both strategies; the second is initialised again at the switch."""
         return SwitchState(False, LossHistory(), self.first.init(node), self.then.init(node))
 
     def step(self, node: Node, s: SwitchState) -> None:
-        """Make a step of the strategy in force; then see whether it is time to switch."""
+        """Do a step of the strategy in force; then switch if the trigger fires."""
         if s.switched:
             self.then.step(node, s.then)
             return
         self.first.step(node, s.first)
-        if self.when.fires(node, s.watch) and node.budget < 1:  # else there is nothing left for the other one
+        if self.when.fires(node, s.watch) and node.budget < 1:  # else no step is left for the second strategy
             given = (self.momentum, self.scale) != (None, None) or self.momenta != "keep"
             if self.first == self.then and not self.layout.servers and not given:
                 s.then, s.switched = s.first, True
@@ -146,7 +146,7 @@ class StrategySwitch(Strategy[SwitchState]):
             self._begin_second(node, s)
 
     def serve(self, node: Node, s: SwitchState) -> None:
-        """Serve the first strategy, if it has servers; then the second, if the run comes to it."""
+        """Serve the first strategy, if it has servers; then the second, if the run switches."""
         if not s.switched:
             if self.first.layout.servers:
                 self.first.serve(node, s.first)
@@ -154,7 +154,7 @@ class StrategySwitch(Strategy[SwitchState]):
                 self._begin_second(node, s)
         if s.switched and self.then.layout.servers:
             self.then.serve(node, s.then)
-        for _ in node.comm.inbox():  # a server without work stays, to be asked for its range
+        for _ in node.comm.inbox():  # a server without work stays until all workers have left
             pass
 
     def _begin_second(self, node: Node, s: SwitchState) -> None:
@@ -170,7 +170,7 @@ class StrategySwitch(Strategy[SwitchState]):
         after = self.then.layout.updates.per_round_of(left)
         r = before * left / (after * workers)
         momentum = 0.0 if self.momentum is None and after > before else self.momentum
-        transfer.set_pace(node, momentum, r if self.scale is None else self.scale, told=self.scale is not None)
+        transfer.set_pace(node, momentum, r if self.scale is None else self.scale, given=self.scale is not None)
         s.then, s.switched = self.then.init(node), True
         node.enter(self, s)
         node.log("switched", node.steps)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""x and the optimizer's momenta from whoever holds them under one strategy to whoever does under the next.
+"""The transfer of x and the optimizer's momenta from their holders under one strategy to those under the next.
 
-    workers → workers       nothing moves; if each had its own x, they take the mean
+    workers → workers       nothing moves; if each had its own x, the workers average
     workers → servers       the server of range k gets x[k] and the momenta of that range from worker k − M mod N
     servers → workers       every worker gets x and the momenta from all servers
     servers → servers       every worker gets x; momenta stay
 
-Momenta that are to be forgotten are not sent. Servers also learn how many samples there were, and how far all workers
-are in the data, by which the schedule goes on.
+Momenta that are reset are not sent. Servers also receive the number of samples so far, and the workers' position in the
+data, from which the schedule continues.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def problems(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
-    """Yield what cannot be handed over."""
+    """Yield the reasons why no transfer is possible between two strategies."""
     a, b = first.layout, then.layout
     if a.servers and b.servers not in (0, a.servers):
         message = f"must be {a.servers} as in `first`: servers keep their ranges"
@@ -49,7 +49,7 @@ def problems(first: Strategy[Any], then: Strategy[Any]) -> Iterator[Problem]:
 
 
 def from_worker(node: Node, first: Layout, then: Layout, *, keep: bool) -> None:
-    """A worker's part of it. All workers come here after the same step, and none goes on before all have."""
+    """Do a worker's part of the transfer. All workers call this after the same step, and wait for each other."""
     comm = node.comm
     if not keep:
         node.optimizer.reset()
@@ -81,7 +81,7 @@ def from_worker(node: Node, first: Layout, then: Layout, *, keep: bool) -> None:
 
 
 def at_server(node: Node, first: Layout, then: Layout, *, keep: bool) -> bool:
-    """A server's part of it; False if the run has ended before."""
+    """Do a server's part of the transfer; return False if the run has ended before the switch."""
     comm, workers = node.comm, node.comm.workers.members
     comm.use(None)
     if first.servers:
@@ -106,14 +106,14 @@ def at_server(node: Node, first: Layout, then: Layout, *, keep: bool) -> bool:
     return True
 
 
-def set_pace(node: Node, momentum: float | None, scale: float, *, told: bool) -> None:
-    """Go on with this momentum (None: as before) and `scale` times the rate, and log both if either may have changed.
+def set_pace(node: Node, momentum: float | None, scale: float, *, given: bool) -> None:
+    """Set the momentum (None: unchanged) and multiply the rate by `scale`; log both if either may have changed.
 
-    A rate that was not `told` by the user also makes up for the change of the momentum.
+    Unless `scale` was `given` by the user, the rate also compensates for the change of the momentum.
     """
     inner = node.optimizer
     if momentum is not None:
-        inner.set_momentum(momentum, keep=not told)
+        inner.set_momentum(momentum, keep=not given)
     inner.rescale(scale)
     if momentum is None and scale == 1:
         return
@@ -138,7 +138,7 @@ def _receive(node: Node, source: int) -> tuple[Any, list[Tensor]]:
 
 
 def traffic(strategy: StrategySwitch, run: RunSize) -> ExpectedTraffic | None:
-    """Return what both strategies send, and the transfer; None if the loss decides when, or on fewer workers."""
+    """Return the bytes of both strategies and of the transfer; None if the loss decides when, or with `promote`."""
     if not isinstance(strategy.when, AtShare) or strategy.promote:
         return None
     steps = math.ceil(strategy.when.share * run.steps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to switch from one strategy to another: the same answer on every worker, after the same step.
+"""Triggers of a switch from one strategy to another: they fire on every worker after the same step.
 
     Plateau     the loss has settled: Provatas et al. 2025, as O.N.O. has it
 
@@ -8,9 +8,9 @@
 
     AtShare     after a share of the budget: Li et al., "Sync-Switch", ICDCS 2021. https://arxiv.org/abs/2104.08364
 
-The workers' losses of a round become one in a message that all of them exchange, so that all decide alike. A training
-loss that tends to zero never settles in relative terms: `latest` then switches after a share of the budget, or take
-the loss of samples set apart (`loss="validation"`).
+The workers combine their losses of a round by an all-reduce, so that all decide alike. A training loss that tends to
+zero never settles in relative terms: `latest` then switches after a share of the budget, or use the validation loss
+(`loss="validation"`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch
 from orchestra.core.node import Node
 from orchestra.core.strategy import Needs, option
 
-_LEAST = 1e-12  # below which a loss is nothing to divide by
+_LEAST = 1e-12  # smallest divisor for a relative change
 
 
 @dataclass
 class LossHistory:
-    """What a trigger has seen so far."""
+    """The losses that a trigger has seen so far."""
 
     round: int = 0
     seen: list[float] = field(default_factory=lambda: [0.0, 0.0])  # Σ bᵢ Lᵢ and Σ bᵢ of this worker's round
@@ -40,38 +40,38 @@ class LossHistory:
 
 
 class Trigger(ABC):
-    """When to switch."""
+    """A rule that decides when to switch."""
 
     @property
     @abstractmethod
     def needs(self) -> Needs:
-        """What it decides by."""
+        """The inputs of the rule."""
 
     @abstractmethod
     def fires(self, node: Node, w: LossHistory) -> bool:
-        """Whether to switch after the step that was just done."""
+        """Return whether to switch after this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau(Trigger):
-    """Once the loss has settled."""
+    """Switch once the loss has settled."""
 
-    window: int = option(6, "w: rounds that are looked at", least=2)
+    window: int = option(6, "w: rounds that are compared", least=2)
     threshold: float = option(0.01, "θ: mean relative change of the loss from round to round", least=0)
     loss: Literal["training", "maximum", "validation"] = option(
-        "training", "of a round: the workers' mean, the largest of theirs, or that of samples set apart"
+        "training", "of a round: the workers' mean, the largest of theirs, or that of the validation samples"
     )
     every: float = option(1.0, "epochs of a round", least=1e-6)
     latest: float | None = option(None, "switch after this share of the budget at the latest", least=0, most=1)
 
     @cached_property
     def needs(self) -> Needs:
-        """One of the two losses, and the budget if it must fire in the end."""
+        """One of the two losses, and the budget if `latest` is given."""
         apart = self.loss == "validation"
         return Needs(validation_loss=apart, training_loss=not apart, budget=self.latest is not None)
 
     def fires(self, node: Node, w: LossHistory) -> bool:
-        """Whether s ≤ θ at the end of a round."""
+        """Return whether s ≤ θ at the end of a round."""
         if node.weight:
             w.seen[0] += node.weight * node.loss
             w.seen[1] += node.weight
@@ -91,7 +91,7 @@ class Plateau(Trigger):
         return self.latest is not None and node.budget >= self.latest
 
     def _agreed(self, node: Node, w: LossHistory) -> float:
-        """The loss of a round, the same on every worker; NaN if none has one."""
+        """Return the loss of a round, the same on every worker; NaN if no worker has one."""
         total, weight = node.validate() if self.loss == "validation" else w.seen
         mine = torch.tensor([total / weight if weight else math.nan], dtype=torch.float64)
         if self.loss == "maximum":
@@ -102,14 +102,14 @@ class Plateau(Trigger):
 
 @dataclass(frozen=True, kw_only=True)
 class AtShare(Trigger):
-    """After a share of the budget."""
+    """Switch after a share of the budget."""
 
     share: float = option(0.25, "of the budget that the first strategy has", least=0, most=1)
 
     needs = Needs(budget=True)
 
     def fires(self, node: Node, w: LossHistory) -> bool:
-        """Whether that share is spent: every worker counts its own steps."""
+        """Return whether that share is spent: every worker counts its own steps."""
         return node.budget >= self.share
 
 

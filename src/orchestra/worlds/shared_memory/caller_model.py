@@ -7,7 +7,8 @@ layers registered from a set come in another order; a label map made from a set 
     modules                   matched by name: every process puts those of a container into the caller's order
     parameters in x           matched by name: every process takes them in the caller's order (`RunSpec.names`)
     frozen ones, buffers      matched by name: every process takes over the caller's values
-    samples                   compared: their number and a sum of some of them
+    kinds of modules          compared, with their settings: not all have parameters
+    samples                   compared: their number and a sum of some of them; those set apart for validation as well
     outputs                   compared, for a few samples: a forward pass may follow another order yet
 """
 
@@ -25,7 +26,7 @@ from torch.utils.data import IterableDataset
 from orchestra.data.batches import each, output_of
 from orchestra.data.feed import SampleStore
 from orchestra.data.random_state import left_alone, seed_everything
-from orchestra.engine.fingerprint import opening_sum, parts_of_data, shape_of
+from orchestra.engine.fingerprint import modules_of, opening_sum, parts_of_data, parts_of_validation, shape_of
 from orchestra.errors import ClusterError
 
 _CARRIED = 64 << 20  # bytes of frozen parameters and buffers; of more, only a sum is compared
@@ -39,6 +40,7 @@ class CallerModel:
     """What the caller has."""
 
     shapes: dict[str, str]  # of parameters and buffers
+    modules: dict[str, str]  # class and settings of each
     values: dict[str, Tensor | str]  # of those that are not in x
     children: dict[str, list[str]]  # of every module, in order
     samples: dict[str, str | int]
@@ -47,24 +49,27 @@ class CallerModel:
     hashed: int  # a text, by the caller's hash seed
 
     @classmethod
-    def of(cls, module: nn.Module, data: Any, seed: int) -> CallerModel:
+    def of(cls, module: nn.Module, data: Any, apart: Any, seed: int) -> CallerModel:
         """Describe the caller's model and data."""
         shapes, every = _shapes(module), _fixed(module)
         fixed = {name: every[name] for name in shapes if name in every}
         small = sum(tensor.nbytes for tensor in fixed.values()) <= _CARRIED
         values = {name: t.detach().cpu().clone() if small else opening_sum(t) for name, t in fixed.items()}
-        first, second = (_samples(data, seed) for _ in range(2))
+        first, second = (_samples(data, apart, seed) for _ in range(2))
         # Samples that the caller itself reads differently the second time are drawn: no process can have the same.
         drawn = first != second
         known = {name: _shape_alone(value) for name, value in first.items()} if drawn else first
         outputs = [] if drawn else _outputs(module, data, seed)
         if not _are_near(outputs, _outputs(module, data, seed), 0.0):
             outputs = []
-        return cls(shapes, values, _children(module), known, drawn, outputs, hash(__name__))
+        return cls(shapes, modules_of(module), values, _children(module), known, drawn, outputs, hash(__name__))
 
     @torch.no_grad()
-    def require_same(self, module: nn.Module, data: Any, seed: int) -> None:
-        """Raise if this process has another model or other data; take over the caller's values of what is not in x."""
+    def require_same(self, module: nn.Module, data: Any, apart: Any, seed: int) -> None:
+        """Raise if this process has another model or other data; take over the caller's values of what is not in x.
+
+        `apart`: samples for validation, if there are any.
+        """
         self._compare_model(module)
         self._put_in_order(module)
         fixed = _fixed(module)
@@ -73,7 +78,7 @@ class CallerModel:
                 fixed[name].copy_(value)
             elif opening_sum(fixed[name]) != value:
                 raise self._differs(f"the initial {name} has other values in the caller than in the processes")
-        here = _samples(data, seed)
+        here = _samples(data, apart, seed)
         for name, sample in self.samples.items():
             there = here.get(name, "")
             if (_shape_alone(there) if self.drawn else there) != sample:
@@ -111,6 +116,10 @@ class CallerModel:
         for name, tensor in every.items():
             if id(tensor) not in taken:
                 raise self._differs(f"{name} is in the processes only")
+        here = modules_of(module)
+        for name in [*self.modules, *here]:
+            if (mine := self.modules.get(name, "")) != (there := here.get(name, "")):
+                raise self._differs(f"{name} is {mine!r} in the caller and {there!r} in the processes")
 
     def _differs(self, how: str) -> ClusterError:
         """Name a difference and what to do about it."""
@@ -141,12 +150,13 @@ def _fixed(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in _everything(module).items() if not t.requires_grad}
 
 
-def _samples(data: Any, seed: int) -> dict[str, str | int]:
+def _samples(data: Any, apart: Any, seed: int) -> dict[str, str | int]:
     """The number of samples, and of some the shapes and a sum; nothing of a stream, which may be read only once."""
-    if isinstance(data, IterableDataset):
-        return {}
     seed_everything(seed)  # samples may be drawn
-    return {"number of samples": len(SampleStore(data)), **parts_of_data(data)}
+    found = parts_of_validation(apart)
+    if isinstance(data, IterableDataset):
+        return found
+    return {"number of samples": len(SampleStore(data)), **parts_of_data(data), **found}
 
 
 def _shape_alone(sample: str | int) -> str | int:

@@ -86,14 +86,15 @@ class LocalCoordinator(RunSupervisor):
         return Ending(self.stopped_by, self.warnings)
 
     def _handover(self) -> bytes:
+        prepared, spec = self.prepared, self.spec
         return pickle.dumps(
             ChildSetup(
                 plan=self.plan,
-                spec=cloudpickle.dumps(self.spec),
+                spec=cloudpickle.dumps(spec),
                 path=list(sys.path),
                 folder=os.getcwd(),
                 environment=dict(os.environ),
-                origin=CallerModel.of(self.prepared.module, self.prepared.data, self.spec.seed),
+                origin=CallerModel.of(prepared.module, prepared.data, spec.validation_samples(), spec.seed),
                 torch_settings=TorchSettings.current(),
                 asked=time.perf_counter(),
                 patience=self.patience,

@@ -160,7 +160,7 @@ class _Stream:
     """Full batches, without samples in them."""
 
     draws = False
-    shared_anew: int | None = None
+    reshared: int | None = None
 
     def __init__(self, batch: int, workers: int, steps_per_epoch: int | None) -> None:
         self.batch, self._workers = batch, workers
@@ -189,4 +189,4 @@ class _Stream:
 
     def reshare(self, size: int) -> None:
         """From here on only so many workers have batches."""
-        self.shared_anew = self._left = size
+        self.reshared = self._left = size

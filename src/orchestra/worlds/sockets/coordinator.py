@@ -56,17 +56,17 @@ class Coordinator(RunSupervisor):
         self.prepared.scorer.start(apart=True)  # before there are connections, which another process would hold open
         self.session = session = Session(spec, self.prepared.x0, self.cluster, self.prepared.fingerprint)
         with counting(self, echo=SIGNAL_ECHO):
-            self.exchange, self.transport = session.exchange, session.transport
+            self.messenger, self.transport = session.messenger, session.transport
             largest = largest_file(self.prepared.x0)
             rescue = partial(make_elsewhere, spec.launch)
             self.files = FileReceiver(spec.run, files_of, largest, self._could_not_keep, rescue)
-            self.exchange.listen(self)
+            self.messenger.listen(self)
             self.transport.control.learn("save_wanted", self.prepared.resumed_from)
             try:
                 self._share_order()
                 broken_off = session.run_node(spec, tell=self.hear, show=self._show, asked=asked)
                 self.hear({"kind": "done", "node": HOME, "interrupted": broken_off})
-                self.exchange.attend(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
+                self.messenger.wait_until(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
                 self.settle()
             except BaseException as error:
                 raise self._end_for_all(error) from None
@@ -80,7 +80,7 @@ class Coordinator(RunSupervisor):
         self.marker = spec.run / f".launch-{spec.launch}"
         self.marker.write_text(spec.launch, encoding="ascii")
         resume = None if spec.checkpoint is None else spec.checkpoint.name
-        self.exchange.tell_all(
+        self.messenger.send_control_to_all(
             {"kind": "order", "run": str(spec.run), "launch": spec.launch, "resume": resume,
              "resumed_from": self.prepared.resumed_from}
         )  # fmt: skip
@@ -160,8 +160,8 @@ class Coordinator(RunSupervisor):
         if self.spec.checkpoint is not None:
             name = f"{self.spec.checkpoint.name}/{checkpoint.part_name(to)}"
             data = (self.spec.checkpoint / checkpoint.part_name(to)).read_bytes()
-            self.exchange.note(to, {"kind": "file", "path": name, "bytes": len(data)})
-            self.exchange.ship(to, data)
+            self.messenger.send_control(to, {"kind": "file", "path": name, "bytes": len(data)})
+            self.messenger.send_file(to, data)
 
     # The run as a whole.
 
@@ -169,7 +169,7 @@ class Coordinator(RunSupervisor):
         """Start the clock, and let the nodes go."""
         if self.marker is not None:
             self.marker.unlink(missing_ok=True)
-        self.exchange.tell_all({"kind": "go", "at": self.prepared.resumed_at})
+        self.messenger.send_control_to_all({"kind": "go", "at": self.prepared.resumed_at})
         self.transport.go(self.prepared.resumed_at)
 
     def seconds(self) -> float:
@@ -211,7 +211,7 @@ class Coordinator(RunSupervisor):
 
     def _tell(self, told: Callable[[], RunOutcome]) -> None:
         """Tell the others how it went."""
-        _tell_all(self.exchange, self.nodes, told())
+        _tell_all(self.messenger, self.nodes, told())
 
     def _close(self) -> None:
         self.session.close()
@@ -232,13 +232,13 @@ class Coordinator(RunSupervisor):
 def announce_finished(spec: RunSpec, x0: Tensor, about: dict[str, Any], cluster: Attached, told: RunOutcome) -> None:
     """As home of a run that is over already: tell the others."""
     with contextlib.closing(Session(spec, x0, cluster, about)) as session:
-        _tell_all(session.exchange, spec.workers + spec.servers, told)
+        _tell_all(session.messenger, spec.workers + spec.servers, told)
 
 
-def _tell_all(exchange: Messenger, nodes: int, told: RunOutcome) -> None:
+def _tell_all(messenger: Messenger, nodes: int, told: RunOutcome) -> None:
     said = asdict(told)
     model = said.pop("model")
     for node in range(1, nodes):
         with contextlib.suppress(OrchestraError):  # who is lost now has done its part
-            exchange.note(node, {"kind": "over", **said, "bytes": len(model)})
-            exchange.ship(node, model)
+            messenger.send_control(node, {"kind": "over", **said, "bytes": len(model)})
+            messenger.send_file(node, model)

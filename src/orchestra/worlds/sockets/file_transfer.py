@@ -37,7 +37,7 @@ _TIMES, _BESIDE = 64, 1 << 28  # what a node keeps is at most so many times the 
 class FileSender:
     """Brings the files of one folder to another node."""
 
-    exchange: Messenger
+    messenger: Messenger
     folder: Path
     to: int
     sent: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # of files that grow: bytes, and the last of them
@@ -67,8 +67,8 @@ class FileSender:
 
     def _send(self, path: Path, data: bytes) -> None:
         name = path.relative_to(self.folder).as_posix()
-        self.exchange.note(self.to, {"kind": "file", "path": name, "bytes": len(data)})
-        self.exchange.ship(self.to, data)
+        self.messenger.send_control(self.to, {"kind": "file", "path": name, "bytes": len(data)})
+        self.messenger.send_file(self.to, data)
 
 
 def largest_file(x: Tensor) -> int:

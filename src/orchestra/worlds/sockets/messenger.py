@@ -150,13 +150,13 @@ class Messenger:
             if op.departures:
                 return Done(came)
 
-    def give(self, to: int, x: Tensor, weight: float) -> Handle[None]:
+    def send_piece(self, to: int, x: Tensor, weight: float) -> Handle[None]:
         """Send a part of what a whole group does, in place."""
         peer = self._peers[to]
         self._lines.post(peer, wire.Kind.PIECE, wire.body_of(x), x, Send(to, x, weight=weight))
         return _LentVector(self, peer)
 
-    def take(self, source: int) -> Message:
+    def receive_piece(self, source: int) -> Message:
         """The next such part of another node."""
         peer = self._peers[source]
         whose = self._lines.names([source])
@@ -209,19 +209,19 @@ class Messenger:
 
     # The run as a whole.
 
-    def note(self, to: int, said: dict[str, Any]) -> None:
+    def send_control(self, to: int, said: dict[str, Any]) -> None:
         """Tell a node something; it hears it when it next looks, in turn with this node's messages."""
         peer = self._peers[to]
         if peer.lost is None:
             text = bytearray(json.dumps(said).encode())
             self._lines.post(peer, wire.Kind.CONTROL, memoryview(text), torch.empty(len(text), dtype=torch.uint8), None)
 
-    def tell_all(self, said: dict[str, Any]) -> None:
+    def send_control_to_all(self, said: dict[str, Any]) -> None:
         """Tell every other node."""
         for node in self._peers:
-            self.note(node, said)
+            self.send_control(node, said)
 
-    def ship(self, to: int, data: bytes) -> None:
+    def send_file(self, to: int, data: bytes) -> None:
         """Send what was announced by a note."""
         peer, most = self._peers[to], wire.LONGEST[wire.Kind.FILE]
         for start in range(0, len(data), most):
@@ -240,7 +240,7 @@ class Messenger:
         """Whether a message from a node, or from any, lies here unread."""
         return any(peer.arrived for peer in self._peers.values() if node in (None, peer.rank))
 
-    def look_out(self, seconds: float) -> None:
+    def watch_connections(self, seconds: float) -> None:
         """Hear what is said, and see who is there: for a while, and for as long as somebody is sought."""
         began = time.perf_counter()
         while time.perf_counter() - began < seconds or self._lines.seeks:
@@ -254,7 +254,7 @@ class Messenger:
             self._look_for_hangs([*self._peers.values()])
         self._lines.pump(0.0)
 
-    def attend(
+    def wait_until(
         self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False, starting: bool = False
     ) -> None:
         """Wait for something that concerns the run: messages that no op has asked for yet do not block it.
@@ -349,7 +349,7 @@ class Messenger:
         until = time.monotonic() + within
         for peer in self._peers.values():
             with suppress(Stalled, WorkerLost):
-                self.note(peer.rank, _BYE)
+                self.send_control(peer.rank, _BYE)
                 self._lines.patience = max(0.0, until - time.monotonic())
                 self._flush(peer)
         self._lines.close(until)
@@ -364,9 +364,9 @@ def _is_at_work(peer: Connection) -> bool:
 class _LentVector:
     """A message that is sent from the sender's own memory."""
 
-    exchange: Messenger
+    messenger: Messenger
     peer: Connection
 
     def wait(self) -> None:
         """Block until the kernel has the last byte."""
-        self.exchange._flush(self.peer)
+        self.messenger._flush(self.peer)

@@ -51,8 +51,8 @@ class Participant:
         asked = time.perf_counter()
         self.session = session = Session(self.spec, self.x0, self.cluster, self.about)
         with counting(self, echo=SIGNAL_ECHO), tempfile.TemporaryDirectory(prefix="orchestra-") as scratch:
-            self.exchange, self.transport, self.rank = session.exchange, session.transport, session.rank
-            self.exchange.listen(self)
+            self.messenger, self.transport, self.rank = session.messenger, session.transport, session.rank
+            self.messenger.listen(self)
             try:
                 whom = "worker 0 to say where the run folder is"
                 self._await(lambda: self.order is not None or self.over is not None, whom)
@@ -77,9 +77,9 @@ class Participant:
             return replace(self.spec, run=folder, launch=launch, checkpoint=saved), self._tell
         mine, largest = part_of(self.rank), largest_file(self.x0)
         self.files = FileReceiver(scratch / "checkpoint", lambda source: mine, largest, _could_not_keep)
-        sender = FileSender(self.exchange, scratch / "run", HOME)
+        sender = FileSender(self.messenger, scratch / "run", HOME)
         sender.folder.mkdir()
-        self.exchange.note(HOME, {"kind": "far-off", "node": self.rank})
+        self.messenger.send_control(HOME, {"kind": "far-off", "node": self.rank})
         part = None if resume is None else self.files.folder / resume / checkpoint.part_name(self.rank)
         self._await(lambda: part is None or part.exists(), "worker 0 to send a checkpoint")
 
@@ -96,7 +96,7 @@ class Participant:
         return RunStatus(folder, shown, spec.workers, spec.servers, spec.last_step, False, 0.0, ())
 
     def _tell(self, said: dict[str, Any]) -> None:
-        self.exchange.note(HOME, said)
+        self.messenger.send_control(HOME, said)
 
     def on_control(self, source: int, said: dict[str, Any]) -> None:
         """Handle a control message from another node."""
@@ -134,13 +134,13 @@ class Participant:
         self.session.log_reconnected(node, seconds, cause)
 
     def _await(self, ready: Callable[[], bool], whom: str) -> None:
-        self.exchange.attend(ready, lambda: whom, forever=True)
+        self.messenger.wait_until(ready, lambda: whom, forever=True)
 
     def on_waiting(self) -> None:
         """Check, while this node waits, that the run still goes on; pass a signal on to process 0."""
         if self.over is None:
             self.session.require_everybody()
-            if self.exchange.is_gone(HOME):
+            if self.messenger.is_gone(HOME):
                 raise Stopped("worker 0 left before it told how the run went: see what it said", 1)
         if self.signals and not self._told_of_signal:
             self._told_of_signal = True

@@ -19,8 +19,8 @@ from orchestra.worlds.sockets.wire import BadFrame
 class ReplicatedState(Control):
     """The control values of a run, of which every process has a copy: a change is sent to all others."""
 
-    def __init__(self, exchange: Messenger) -> None:
-        self._exchange = exchange
+    def __init__(self, messenger: Messenger) -> None:
+        self._messenger = messenger
         self._values: defaultdict[tuple[str, int], int] = defaultdict(int)
 
     def read(self, field: OfRun | OfNode, node: int = 0) -> int:
@@ -30,7 +30,7 @@ class ReplicatedState(Control):
     def write(self, field: OfRun | OfNode, value: int, node: int = 0, *, wake: bool = False) -> None:
         """Set a value and send it to all others; a message wakes whoever waits."""
         self._values[field, node] = value
-        self._exchange.tell_all({"kind": "control", "field": field, "of": node, "value": value})
+        self._messenger.send_control_to_all({"kind": "control", "field": field, "of": node, "value": value})
 
     def learn(self, field: str, value: int, node: int = 0) -> None:
         """Take a value that another process has set."""
@@ -40,10 +40,10 @@ class ReplicatedState(Control):
 class RunTransport(SocketTransport):
     """Carries out one node's ops, and agrees with the others on what concerns all of them."""
 
-    def __init__(self, rank: int, workers: int, nodes: int, exchange: Messenger, traffic: Traffic) -> None:
-        super().__init__(rank, nodes, exchange, traffic)
-        self.control = ReplicatedState(exchange)
-        self.mailbox = exchange
+    def __init__(self, rank: int, workers: int, nodes: int, messenger: Messenger, traffic: Traffic) -> None:
+        super().__init__(rank, nodes, messenger, traffic)
+        self.control = ReplicatedState(messenger)
+        self.mailbox = messenger
         self.begun = 0  # the step that this worker is in
         self._workers, self._nodes = workers, nodes
         self._going = False
@@ -51,12 +51,14 @@ class RunTransport(SocketTransport):
     def go(self, resumed_at: float) -> None:
         """Everybody is ready: the clock starts now."""
         self.began = time.perf_counter() - resumed_at
-        self.exchange.begin()
+        self.messenger.begin()
         self._going = True
 
     def await_go(self) -> None:
         """Block until every node is ready."""
-        self.exchange.attend(lambda: self._going, lambda: "the other nodes to be ready", forever=True, starting=True)
+        self.messenger.wait_until(
+            lambda: self._going, lambda: "the other nodes to be ready", forever=True, starting=True
+        )
 
     def await_saved(self, node: int, label: int, *, lockstep: bool) -> None:
         """Block until a server has saved a checkpoint, which it does when every worker has."""
@@ -67,11 +69,11 @@ class RunTransport(SocketTransport):
             return ", ".join(name_of(n, self._workers) for n in late or [node]) + " to save a checkpoint"
 
         # Where each goes its own pace, the others may have been told to stop before they saw that they should save.
-        self.exchange.attend(lambda: control.saved(node) >= label or (not lockstep and control.stop_at != 0), whom)
+        self.messenger.wait_until(lambda: control.saved(node) >= label or (not lockstep and control.stop_at != 0), whom)
 
     def await_bell(self, ready: Callable[[], bool]) -> None:
         """Block, for as long as it takes, until something happens that concerns this node."""
-        self.exchange.attend(ready, lambda: "the others", forever=True)
+        self.messenger.wait_until(ready, lambda: "the others", forever=True)
 
     def ring_everybody(self) -> None:
         """Nothing to do: messages wake whoever waits."""
@@ -79,11 +81,11 @@ class RunTransport(SocketTransport):
     def proceed(self, step: int, *, lockstep: bool) -> bool:
         """Whether to begin `step`: not before it is known which is the last, once somebody has asked to stop."""
         self.begun = step
-        self.exchange.poll()
+        self.messenger.poll()
         if not self.control.stop_asked:
             return True
         waiting_for = "worker 0 to say after which step to stop"
-        self.exchange.attend(lambda: self.control.stop_at != 0, lambda: waiting_for)
+        self.messenger.wait_until(lambda: self.control.stop_at != 0, lambda: waiting_for)
         return lockstep and step < self.control.stop_at
 
     def hear(self, said: dict[str, Any]) -> bool:

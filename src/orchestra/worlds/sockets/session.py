@@ -71,7 +71,7 @@ class Session:
             self.rank = self.order.index(cluster.place.rank)
             nodes = {self.order.index(process): sock for process, sock in connections.items()}
             arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
-        self.exchange = Messenger(
+        self.messenger = Messenger(
             self.rank,
             spec.workers,
             token.run(),
@@ -84,12 +84,12 @@ class Session:
             arranged=arranged,
         )
         self.workers = spec.workers
-        self.transport = RunTransport(self.rank, spec.workers, spec.workers + spec.servers, self.exchange, traffic)
+        self.transport = RunTransport(self.rank, spec.workers, spec.workers + spec.servers, self.messenger, traffic)
         self.name = name_of(self.rank, spec.workers)
 
     def require_everybody(self) -> None:
         """Raise if the connection to anybody broke: nobody leaves before the run is over."""
-        for error in self.exchange.lost.values():
+        for error in self.messenger.lost.values():
             raise error.with_traceback(None)
 
     def run_node(self, spec: RunSpec, *, tell: Tell, show: Callable[[NodeStatus], None], asked: float) -> bool:
@@ -121,8 +121,8 @@ class Session:
         """Connect torch beside hearing what the others say: who fails meanwhile would be waited for in vain."""
         from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store  # not needed otherwise
 
-        exchange, patience = self.exchange, self.cluster.patience
-        store = tcp_store(exchange, self.rank, workers, self.host, patience)
+        messenger, patience = self.messenger, self.cluster.patience
+        store = tcp_store(messenger, self.rank, workers, self.host, patience)
         made: Future[TorchCollectives] = Future()
 
         def connect() -> None:
@@ -130,7 +130,7 @@ class Session:
                 if device.type == "cuda":
                     torch.cuda.set_device(device)  # each thread has one of its own
                 means = TorchCollectives(
-                    store, self.rank, workers, device, host=self.host, patience=patience, on_waiting=exchange.poll
+                    store, self.rank, workers, device, host=self.host, patience=patience, on_waiting=messenger.poll
                 )
                 made.set_result(means)
             except BaseException as error:
@@ -138,8 +138,8 @@ class Session:
 
         threading.Thread(target=connect, name="torch", daemon=True).start()
         while not made.done():
-            exchange.sleep(Sleep(_GLANCE))
-            exchange.poll()
+            messenger.sleep(Sleep(_GLANCE))
+            messenger.poll()
         self.transport.means = made.result()
 
     def cause_of(self, error: BaseException) -> BaseException:
@@ -147,7 +147,7 @@ class Session:
         if isinstance(error, Stalled):
             try:
                 for _ in range(5):
-                    self.exchange.look_out(1.0)
+                    self.messenger.watch_connections(1.0)
                     self.require_everybody()
             except OrchestraError as cause:
                 return cause
@@ -157,12 +157,12 @@ class Session:
         """Send what is left, and hang up: after a moment in any case, however many do not listen."""
         if self.transport.means is not None:
             self.transport.means.close()
-        self.exchange.close()
+        self.messenger.close()
 
     def give_up(self, said: dict[str, Any]) -> None:
         """Tell everybody that this process ends the run, and hang up."""
         with contextlib.suppress(OrchestraError):
-            self.exchange.tell_all({"kind": "stopped", **said, "message": said["message"][-LONGEST:]})
+            self.messenger.send_control_to_all({"kind": "stopped", **said, "message": said["message"][-LONGEST:]})
         self.close()
 
 

@@ -49,24 +49,24 @@ T = TypeVar("T")
 class SocketTransport:
     """Carries out one node's ops."""
 
-    def __init__(self, rank: int, size: int, exchange: Messenger, traffic: Traffic) -> None:
+    def __init__(self, rank: int, size: int, messenger: Messenger, traffic: Traffic) -> None:
         self.rank, self.size, self.traffic = rank, size, traffic
-        self.exchange = exchange
+        self.messenger = messenger
         self.means: TorchCollectives | None = (
             None  # of all workers, if torch takes them; every worker then updates all of x
         )
         self.began = time.perf_counter()
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
-            Compute: lambda op: compute(op, exchange.sleep),
+            Compute: lambda op: compute(op, messenger.sleep),
             PrepareMean: self._ahead,
             Mean: self._mean,
             MeanUpdate: self._mean_update,
             Broadcast: self._broadcast,
             Gather: self._gather,
-            Send: exchange.send,
-            Recv: exchange.recv,
-            Sleep: lambda op: Done(exchange.sleep(op)),
-            Leave: exchange.leave,
+            Send: messenger.send,
+            Recv: messenger.recv,
+            Sleep: lambda op: Done(messenger.sleep(op)),
+            Leave: messenger.leave,
         }
 
     def begin(self) -> None:
@@ -74,7 +74,7 @@ class SocketTransport:
         self.began = time.perf_counter()
         self.traffic.sent, self.traffic.received, self.traffic.waited = 0, 0, 0.0
         self.traffic.sent_to.clear()
-        self.exchange.begin()
+        self.messenger.begin()
 
     def now(self) -> float:
         """Seconds since training began."""
@@ -96,7 +96,7 @@ class SocketTransport:
     def _mean(self, op: Mean) -> Handle[float]:
         if (means := self._means_of(op.group)) is not None:
             self._count(op.x, op.group)
-            with self.exchange.waiting():
+            with self.messenger.waiting():
                 return Done(means.mean_(op.x, op.weight))
         x = op.x if op.x.device.type == "cpu" and op.x.is_contiguous() else op.x.detach().cpu().contiguous()
         mine = ranges(x.numel(), len(op.group))[op.group.index(self.rank)]
@@ -134,7 +134,7 @@ class SocketTransport:
             total = self._mean(Mean(op.g, op.group, op.weight)).wait()
         else:
             self._count(op.g, op.group)
-            with self.exchange.waiting():
+            with self.messenger.waiting():
                 mean, total = means.mean(op.g, op.weight)
         if total:
             op.apply(mean)
@@ -144,7 +144,7 @@ class SocketTransport:
         """The mean of this node's range, from everybody's. Gives the sum of the weights; if 0, nothing is written."""
         parts = ranges(x.numel(), len(group))
         given = [
-            self.exchange.give(member, x[part], weight)
+            self.messenger.send_piece(member, x[part], weight)
             for member, part in zip(group.members, parts, strict=True)
             if member != self.rank
         ]
@@ -162,7 +162,7 @@ class SocketTransport:
     def _share(self, x: Tensor, mine: Tensor, group: Group) -> None:
         """Fill x with everybody's range, this node's own excepted."""
         others = [member for member in group.members if member != self.rank]
-        given = [self.exchange.give(member, mine, 1.0) for member in others]
+        given = [self.messenger.send_piece(member, mine, 1.0) for member in others]
         for member, part in zip(group.members, ranges(x.numel(), len(group)), strict=True):
             if member != self.rank:
                 x[part] = self._take(member, x[part]).x
@@ -170,7 +170,7 @@ class SocketTransport:
 
     def _take(self, member: int, like: Tensor) -> Message:
         """A part from a member; refused if it is of something else."""
-        piece = self.exchange.take(member)
+        piece = self.messenger.receive_piece(member)
         if piece.x.dtype != like.dtype or piece.x.numel() != like.numel():
             raise ClusterError(
                 f"node {member} takes part in another mean than node {self.rank}: it sent {piece.x.numel():,} numbers "
@@ -188,18 +188,21 @@ class SocketTransport:
         others = [member for member in op.group.members if member != self.rank]
         if self.rank == op.root:
             x = op.x.detach().cpu().contiguous()
-            All([self.exchange.give(member, x, 1.0) for member in others]).wait()
+            All([self.messenger.send_piece(member, x, 1.0) for member in others]).wait()
             self.traffic.sent += len(others) * nbytes
         else:
-            op.x.copy_(self.exchange.take(op.root).x)
+            op.x.copy_(self.messenger.receive_piece(op.root).x)
             self.traffic.received += nbytes
         return Done(None)
 
     def _gather(self, op: Gather) -> Handle[list[Tensor]]:
         x = op.x.detach().cpu().contiguous()
         others = [member for member in op.group.members if member != self.rank]
-        given = [self.exchange.give(member, x, 1.0) for member in others]
-        found = [op.x.clone() if m == self.rank else self.exchange.take(m).x.to(op.x.device) for m in op.group.members]
+        given = [self.messenger.send_piece(member, x, 1.0) for member in others]
+        found = [
+            op.x.clone() if m == self.rank else self.messenger.receive_piece(m).x.to(op.x.device)
+            for m in op.group.members
+        ]
         All(given).wait()
         nbytes = len(others) * x.numel() * x.element_size()
         self.traffic.sent += nbytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a parameter server answers, and what it does with what comes late: one file for each paper.
+"""Consistencies: when a parameter server answers, and how it treats late gradients. One file for each paper.
 
     BSP, ASP                                    Li et al. 2014, Dean et al. 2012    rounds, and none
     SSP                                         Ho et al. 2013                      clocks at most s apart
@@ -8,7 +8,7 @@
     KSync, KBatchSync, KAsync, KBatchAsync      Dutta et al. 2018                   the first K
     SoftSync                                    Zhang et al. 2016                   every ⌊λ/n⌋ gradients
 
-and what staleness does to a gradient: StalenessAware (Zhang et al. 2016), DelayCompensated (Zheng et al. 2017).
+Corrections of stale gradients: StalenessAware (Zhang et al. 2016), DelayCompensated (Zheng et al. 2017).
 """
 
 from orchestra.strategies.parameter_server.consistency.asynchronous import ASP

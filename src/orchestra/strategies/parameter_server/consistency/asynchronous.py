@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous: every gradient is applied when it comes, whatever the others do.
+"""Asynchronous: every gradient is applied when it arrives, independently of the other workers.
 
 Dean et al. "Large Scale Distributed Deep Networks", NeurIPS 2012. "Eventual" in Li et al., OSDI 2014.
 https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks
 
-    server: for each push as it comes
+    server: for each push as it arrives
         x ← x − γ d(g);  answer that worker with x
 
 With one worker it is plain SGD. A push is as stale as there were updates since its worker read x: with N workers of one
@@ -24,7 +24,7 @@ from orchestra.strategies.parameter_server.consistency.base import Consistency, 
 
 @dataclass(frozen=True, kw_only=True)
 class ASP(Consistency):
-    """Asynchronous: every gradient is applied when it comes, whatever the others do."""
+    """Asynchronous: every gradient is applied when it arrives, independently of the other workers."""
 
     updates = Updates(synchronous=False, stale=True, gradients=1)
 

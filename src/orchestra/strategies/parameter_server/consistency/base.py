@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server at work, and what a consistency decides about it.
+"""The loop of a server, and the interface of a consistency, which decides when it updates and answers.
 
     worker                                              server of range R
-    repeat                                              for whatever comes
+    repeat                                              for each message
         ask the server of R for x[R], for every R           a push: take it
-        g ← ∇f(x)                                           a question: remember who asks
-        push g[R] to the server of R, for every R           a worker has left: count on it no more
-                                                            update x if it is time; answer those who may read it
+        g ← ∇f(x)                                           a question: note its worker
+        push g[R] to the server of R, for every R           a departure: do not wait for that worker any more
+                                                            update x if due; answer the workers that may read it
                                                             too few workers are left for an update: answer OVER
 
-A worker that receives OVER skips its mini-batches from then on: their gradients could only be dropped. What a server
-holds then stays unused. The summary counts both.
+A worker that receives OVER skips its mini-batches from then on, since their gradients would be dropped. Gradients that
+a server still holds stay unused. The summary counts both.
 
-Whoever has to wait does so before its step, when nothing of the step has happened: there a run can be saved.
+A worker that has to wait does so before its step, when its state is that after its last step: there it can be saved.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Push(NamedTuple):
 
     source: int
     x: Tensor
-    version: int  # of the range at which it was taken
+    version: int  # of the range at which it was computed
     weight: float
     clock: int = 0  # of its worker: how many it had pushed, this one included
 
 
 @dataclass
 class ServerState:
-    """A worker's version of each range when it last read it; a server's version of its own, and what it keeps."""
+    """A worker's versions of the ranges that it last read; a server's version of its own range, and what it keeps."""
 
     versions: list[int]
     pushed: list[int] = field(default_factory=list)  # a worker's clock: its pushes to each server
@@ -54,27 +54,27 @@ class ServerState:
     sent: list[Tensor] = field(default_factory=list)  # what each worker last read
     squares: list[Tensor] = field(default_factory=list)  # a mean of g²
     rest: list[Tensor] = field(default_factory=list)  # what a filter has not pushed yet, by server
-    seen: list[Tensor] = field(default_factory=list)  # what each worker has of x, where a filter keeps back some of it
-    told: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # keys last sent, by node and range
-    heard: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # keys last received
+    seen: list[Tensor] = field(default_factory=list)  # x as each worker has it, with a filter
+    keys_sent: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # last sent, by node and range
+    keys_received: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # last received
 
 
 class Correction:
-    """What staleness does to a gradient before it is applied: nothing, here."""
+    """An adjustment of stale gradients before they are applied; by default none."""
 
     def init(self, node: Node, s: ServerState) -> None:
-        """Make room for what has to be remembered, on a server."""
+        """Initialise the correction's part of a server's state."""
 
     def correct(self, node: Node, s: ServerState, push: Push) -> Tensor:
-        """The gradient to apply."""
+        """Return the gradient to apply."""
         return push.x
 
     def answered(self, node: Node, s: ServerState, worker: int) -> None:
-        """A worker is about to read x."""
+        """Note that a worker is about to read x."""
 
 
 class Consistency(ABC):
-    """When a server answers."""
+    """A rule that decides when a server updates and answers."""
 
     first: ClassVar[int] = 0  # the version a worker has before it has read any
 
@@ -84,29 +84,29 @@ class Consistency(ABC):
         return Updates(synchronous=False, stale=True, clip="mean")
 
     def problems(self, workers: int, servers: int) -> Iterator[Problem]:
-        """What it cannot work with."""
+        """Yield the problems of this rule with that many workers and servers."""
         return iter(())
 
     @abstractmethod
     def work(self, node: Node, s: ServerState) -> None:
-        """A worker's step."""
+        """Do a worker's step."""
 
     @abstractmethod
     def serve(self, node: Node, s: ServerState, correction: Correction) -> None:
-        """A server's life."""
+        """Serve until every worker has left."""
 
 
 @dataclass
 class Service:
-    """A server at work."""
+    """A server and its view of the workers."""
 
     node: Node
     s: ServerState
     correction: Correction
     active: set[int] = field(init=False)  # workers that have not left
-    asking: dict[int, int] = field(default_factory=dict)  # who waits for x, and the version it has
-    ahead: dict[int, float] = field(default_factory=dict)  # the progress at which each goes on when it has x
-    warned: set[int] = field(default_factory=set)  # who knows that there is a newer x
+    asking: dict[int, int] = field(default_factory=dict)  # workers that wait for x, with the versions they have
+    ahead: dict[int, float] = field(default_factory=dict)  # the progress at which each of them continues
+    warned: set[int] = field(default_factory=set)  # workers that were sent a NOTICE of a newer x
 
     def __post_init__(self) -> None:
         self.active = {*self.node.comm.workers.members}
@@ -118,7 +118,7 @@ class Service:
         return self.s.versions[0]
 
     def clock(self, worker: int) -> int:
-        """How many whole pushes of a worker have come."""
+        """Return how many whole pushes of a worker have arrived."""
         return min(t for _, _, t in self.s.clocks[worker])
 
     def hold(self, push: Message) -> None:
@@ -126,9 +126,9 @@ class Service:
         self.s.held.append(Push(push.source, push.x.clone(), push.version, push.weight, push.stamp.clock))
 
     def apply(self, pushes: list[Push], *, by: int = 1) -> None:
-        """One update with the mean of some gradients, in the order of their workers; they are kept no longer.
+        """Update with the mean of some gradients, in the order of their workers, and drop them.
 
-        `by`: what a gradient is divided by, once it is corrected.
+        `by`: the divisor of each gradient after its correction.
         """
         node, s = self.node, self.s
         ordered = sorted(pushes, key=lambda push: (push.source, push.clock))
@@ -143,12 +143,12 @@ class Service:
             node.update(node.g)
             node.samples += int(samples)
         s.versions[0] += 1
-        gone = {id(push) for push in pushes}
-        s.held = [push for push in s.held if id(push) not in gone]
+        used = {id(push) for push in pushes}
+        s.held = [push for push in s.held if id(push) not in used]
 
     def answer(self, worker: int, *, over: bool) -> None:
-        """Let a worker read x, which it need not if it has it already, or if no update can follow any more (`over`)."""
-        self.node.comm.known[worker] = self.ahead.pop(worker)  # not before: it waits
+        """Send x to a worker, or only a tag if the worker has it already or no update can follow any more (`over`)."""
+        self.node.comm.known[worker] = self.ahead.pop(worker)  # not before, since the worker waits
         version = self.asking.pop(worker)
         if over or version == self.version:
             self.node.comm.send(worker, self.node.x[:0], version=version, tag=OVER if over else UNCHANGED)
@@ -170,7 +170,7 @@ class OnRequest(Consistency):
             pass_over(node)
 
     def serve(self, node: Node, s: ServerState, correction: Correction) -> None:
-        """Take what comes, update when it is time, answer who may read."""
+        """Take every message, update when due, and answer the workers that may read."""
         at = Service(node, s, correction)
         for came in node.comm.inbox(departures=True):
             if isinstance(came, Departed):
@@ -189,28 +189,28 @@ class OnRequest(Consistency):
             node.log("dropped", len(s.held))
 
     def take(self, at: Service, push: Message) -> None:
-        """A gradient came."""
+        """Take a gradient that has arrived."""
         at.hold(push)
 
     def settle(self, at: Service) -> None:
-        """Update x if it is time."""
+        """Update x if an update is due."""
 
     def can_update(self, at: Service) -> bool:
-        """Whether enough workers are left for another update."""
+        """Return whether enough workers are left for another update."""
         return True
 
     @abstractmethod
     def may_read(self, at: Service, worker: int, version: int) -> bool:
-        """Whether a worker that has a version of x may go on with the present one."""
+        """Return whether a worker that has this version of x may continue with the present one."""
 
 
 def pull(node: Node, s: ServerState) -> bool:
-    """x[R] ← the server's, for every R, as soon as it may be read; False if no update can follow any more."""
+    """x[R] ← the server's, for every R, once it may be read; return False if no update can follow any more."""
     servers = node.comm.servers.members
     node.comm.progress = node.epochs
     for server, version in zip(servers, s.versions, strict=True):
         node.comm.send(server, node.x[:0], version=version, tag=QUESTION)
-    # Nothing is written before all have answered, so that until then the worker is as it was.
+    # x is written only after all servers have answered, so that a checkpoint can be saved until then.
     answers = [_answer(node, server) for server in servers]
     for part, answer in zip(node.parts(node.x), answers, strict=True):
         if answer.tag in (UNCHANGED, OVER):
@@ -222,14 +222,14 @@ def pull(node: Node, s: ServerState) -> bool:
 
 
 def pass_over(node: Node) -> None:
-    """Take a step without a gradient: it could only be dropped."""
+    """Do a step without a gradient, since the gradient would be dropped."""
     node.gradient(unused=True)
     node.log("dropped", 1)
 
 
 def _answer(node: Node, server: int) -> Message:
     while (answer := node.comm.recv(server, at_rest=True)).tag == NOTICE:
-        pass  # that there is something new to read: which is what comes next
+        pass  # a notice of a newer x, which the next message holds
     return answer
 
 
@@ -241,7 +241,7 @@ def push(node: Node, s: ServerState, g: Tensor) -> None:
 
 
 def exchange(node: Node, s: ServerState) -> None:
-    """Push g and take the servers' answers: the case in which every push is answered."""
+    """Push g and receive x from every server, for consistencies that answer every push."""
     g, servers = node.gradient(), node.comm.servers.members
     pushed: list[Handle[None]] = [
         node.comm.start_send(server, part, version=version, weight=node.weight)

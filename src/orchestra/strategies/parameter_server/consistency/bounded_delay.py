@@ -9,9 +9,9 @@ https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
     server: a worker that has pushed c times asks for x
         answer as soon as t ≥ c − τ
 
-τ = 0 is BSP, bit for bit; τ = ∞ lets everybody go on for ever with what it has. Unlike SSP, x only ever holds whole
-iterations, each one step of the optimizer. In the paper waiting fell from half of the time at τ = 0 to 1.7 % at τ = 16,
-while more iterations were needed: τ = 8 was best.
+τ = 0 is BSP, bit for bit; with τ = ∞ no worker ever waits. Unlike SSP, x only ever holds whole iterations, each one
+step of the optimizer. In the paper waiting decreased from half of the time at τ = 0 to 1.7 % at τ = 16, while more
+iterations were needed: τ = 8 was best.
 
 On the digits (4 workers, τ = 2, momentum 0.9, 20 epochs, mean of 3 seeds, the best of four rates) it ends at 96.7 %,
 one process alone at 97.8 %: it needs a rate of 0.05, and at the 0.1 of all-reduce (97.0 %) it collapses.
@@ -49,5 +49,5 @@ class BoundedDelay(OnRequest):
             at.apply([push for push in at.s.held if push.clock == t])
 
     def may_read(self, at: Service, worker: int, version: int) -> bool:
-        """Whether few enough of its iterations are unfinished."""
+        """Return whether at most τ iterations that the worker has pushed to are unfinished."""
         return at.version >= at.clock(worker) - self.tau

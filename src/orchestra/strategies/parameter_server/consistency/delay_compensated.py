@@ -37,13 +37,13 @@ class DelayCompensated(Correction):
     rho: float = option(0.95, "ρ: of that mean", least=0, most=1)
 
     def init(self, node: Node, s: ServerState) -> None:
-        """Everybody has read the first x."""
+        """Begin as if every worker had read the initial x."""
         s.sent = [node.x.clone() for _ in node.comm.workers.members]
         s.squares = [torch.zeros_like(node.x)] if self.adaptive else []
 
     @torch.no_grad()
     def correct(self, node: Node, s: ServerState, push: Push) -> Tensor:
-        """g + λ g ⊙ g ⊙ (w − w_bak), as g ⊙ (1 + λ g ⊙ (w − w_bak)): that is still −0 where g is (marks.py)."""
+        """Return g ⊙ (1 + λ g ⊙ (w − w_bak)), which is −0 where g is −0 (see gradient_mask)."""
         g = push.x
         drift = g * (node.x - s.sent[push.source])
         if not self.adaptive:
@@ -53,5 +53,5 @@ class DelayCompensated(Correction):
         return g * (1 + self.lam * drift / (ms + _EPSILON).sqrt())
 
     def answered(self, node: Node, s: ServerState, worker: int) -> None:
-        """Remember what it reads."""
+        """Store the x that the worker reads."""
         s.sent[worker].copy_(node.x)

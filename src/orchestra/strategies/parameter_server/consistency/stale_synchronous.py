@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stale synchronous: nobody is more than s steps ahead of the slowest.
+"""Stale synchronous: no worker is more than s steps ahead of the slowest.
 
 Ho, Cipar, Cui, et al. "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013.
 https://papers.nips.cc/paper/4894
@@ -10,10 +10,10 @@ https://papers.nips.cc/paper/4894
     server: worker i asks for x
         answer as soon as cᵢ − min_q c_q ≤ s
 
-What a worker reads at clock c then holds all gradients of clocks up to c − s − 1, its own, and maybe newer ones. Every
-push counts as an N-th of its clock's mean: with plain SGD and equal mini-batches s = 0 is BSP up to rounding, and s = ∞
-is ASP with a learning rate of γ/N. The bound is on clocks, which are steps of a worker. The age of a gradient, which
-reports count in updates, is another figure: it can reach about (N − 1)(2 s + 1).
+The x that a worker reads at clock c then holds all gradients of clocks up to c − s − 1, its own, and maybe newer ones.
+Every push counts as an N-th of its clock's mean: with plain SGD and equal mini-batches s = 0 is BSP up to rounding, and
+s = ∞ is ASP with a learning rate of γ/N. The bound is on clocks, which are steps of a worker. The age of a gradient,
+which reports count in updates, is another figure: it can reach about (N − 1)(2 s + 1).
 
 Bytes per worker and step: S sent, S received.
 """
@@ -30,22 +30,22 @@ from orchestra.strategies.parameter_server.consistency.base import OnRequest, Pu
 
 @dataclass(frozen=True, kw_only=True)
 class SSP(OnRequest):
-    """Stale synchronous: nobody is more than s steps ahead of the slowest."""
+    """Stale synchronous: no worker is more than s steps ahead of the slowest."""
 
     staleness: int = option(3, "s: steps that a worker may be ahead of the slowest", least=0)
 
     @cached_property
     def updates(self) -> Updates:
-        """Gradients are stale unless no worker may be ahead; each is clipped before it is divided by N."""
+        """Stale gradients if workers may be ahead; each is clipped before it is divided by N."""
         return Updates(synchronous=False, stale=self.staleness > 0)
 
     def take(self, at: Service, push: Message) -> None:
-        """Apply its share at once."""
+        """Apply an N-th of the gradient at once."""
         whole = Push(push.source, push.x, push.version, push.weight, push.stamp.clock)
         at.apply([whole], by=len(at.node.comm.workers))
 
     def may_read(self, at: Service, worker: int, version: int) -> bool:
-        """Whether its clock is close enough to the slowest."""
+        """Return whether the worker's clock is close enough to the slowest."""
         gap = at.clock(worker) - min(map(at.clock, at.active | {worker}))
         if gap <= self.staleness:
             at.node.log("gap", gap)

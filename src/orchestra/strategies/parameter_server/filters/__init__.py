@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a vector is worth sending to a server, and back: one file for each rule.
+"""Filters: which entries of a vector are sent to a server, and back. One file for each rule.
 
 Li, Andersen, Park, Smola, et al. "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, §3.6.
 https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu
@@ -13,7 +13,8 @@ Bytes of a filtered vector of S bytes of which k entries pass: 16 + min(S, k val
 `cache_keys=True` only 16 + k values while the keys are those of the message before (`sparse.py`). Where vectors have no
 numbers (`numerics="off"`) everything passes.
 
-A parameter of which nothing passes counts as one without a gradient in that push: its momenta and its decay wait.
+A parameter of which no entry passes counts as one without a gradient in that push: neither momentum nor weight decay
+is applied to it.
 """
 
 from orchestra.strategies.parameter_server.filters.base import Everything, Filter

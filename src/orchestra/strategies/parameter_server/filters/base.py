@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a filter is; and none, which lets everything pass: S bytes."""
+"""The interface of a filter; and `Everything`, which passes all entries: S bytes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from orchestra.core.node import Node
 from orchestra.strategies.parameter_server.consistency.base import ServerState
 
 Sieved = tuple[Tensor, Tensor]
-"""A vector as its receiver is to have it, and which of its entries have to be sent for that."""
+"""A vector as the receiver is to see it, and a mask of the entries to send."""
 
 
 class Filter:
-    """What of a vector is worth sending. None: all of it, as it is."""
+    """A rule that chooses the entries to send; the methods return None to send the vector unchanged."""
 
     def init(self, node: Node, s: ServerState) -> None:
-        """Make room for what has to be remembered."""
+        """Initialise the filter's part of the state."""
 
     def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved | None:
-        """On a worker: of its gradient on a server's range. What does not pass counts as `ABSENT`, a zero."""
+        """Filter a worker's gradient on a server's range. Entries that do not pass count as `ABSENT`, a zero."""
         return None
 
     def answer(self, node: Node, s: ServerState, worker: int) -> Sieved | None:
-        """On a server: of x, to a worker. What does not pass stays what that worker has."""
+        """Filter a server's x for a worker. Entries that do not pass stay as that worker has them."""
         return None
 
 

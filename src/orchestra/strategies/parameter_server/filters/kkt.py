@@ -37,6 +37,6 @@ class KKT(Filter):
 
     @torch.no_grad()
     def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved:
-        """Entries that may leave zero, and those that have."""
+        """Pass the entries that may leave zero, and those whose parameter is not zero."""
         active = (node.parts(node.x)[server] != 0) | (g.abs() >= self.l1 - self.margin)
         return torch.where(active, g, ABSENT), active

@@ -33,7 +33,7 @@ class RandomSkip(Filter):
     unbiased: bool = option(True, "divide what is sent by 1 − p")
 
     def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved:
-        """Entries as drawn."""
+        """Pass entries at random."""
         drawn = torch.empty(g.numel()).bernoulli_(1 - self.probability, generator=node.rng).to(g.device) > 0
         scale = 1 / (1 - self.probability) if self.unbiased else 1.0
         return torch.where(drawn, g * scale, ABSENT), drawn

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vector of which some entries are sent, as one vector of bytes.
+"""The encoding of a sparse vector as one vector of bytes.
 
     8 bytes     k, how many; −1: all of them, because that is shorter
     8 bytes     0, or the hash of all keys if they are those of the message before
     values      k of them, in the order of their keys
     keys        k of them, 4 bytes each, unless there is a hash
 
-Both ends remember the keys that were last sent, for each range, and both compare the hash with what they remember.
+Both ends keep the keys that were last sent, for each range, and compare their hash.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _KEY = torch.int32
 
 
 def hash_of(keys: Tensor) -> int:
-    """Of all keys; never 0."""
+    """Return a hash of the keys, never 0."""
     digest = hashlib.blake2b(keys.cpu().numpy().tobytes(), digest_size=7).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 def pack(v: Tensor, sent: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Bytes for the entries of v that are to be sent, and their keys unless all are; `known`: the keys sent before."""
+    """Return the entries of v to send as bytes, and their keys unless all are sent; `known`: the keys last sent."""
     if v.is_meta:
         return torch.empty(_HEADER + v.nbytes, dtype=torch.uint8, device="meta"), None
     keys = sent.nonzero().view(-1).to(_KEY)
@@ -40,7 +40,7 @@ def pack(v: Tensor, sent: Tensor, known: Tensor | None = None) -> tuple[Tensor, 
 
 
 def unpack(message: Tensor, into: Tensor, known: Tensor | None = None) -> Tensor | None:
-    """Write the entries that came into a vector; gives their keys unless all came."""
+    """Write the received entries into a vector; return their keys unless all entries were sent."""
     if message.is_meta:
         return None
     k, hashed = message[:_HEADER].clone().view(torch.int64).tolist()
@@ -52,7 +52,7 @@ def unpack(message: Tensor, into: Tensor, known: Tensor | None = None) -> Tensor
     if not hashed:
         known = body[size:].clone().view(_KEY)
     elif known is None or hash_of(known) != hashed:
-        raise RuntimeError("a message stands for other keys than those that came last: this is a fault of ours")
+        raise RuntimeError("a message refers to other keys than those last received: this is a bug in orchestra")
     into[known.long()] = body[:size].clone().view(into.dtype)
     return known
 
