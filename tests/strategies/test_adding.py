@@ -19,7 +19,7 @@ PAGE = {block.title: block.text for block in blocks(DOCS / "adding.md") if block
 
 # What the rest of the system makes of a strategy: run with a copy of the package that has one more.
 PLACES = """
-import orchestra, pathlib, sys, tempfile
+import orchestra
 from orchestra.core.traffic import RunSize
 from orchestra.engine import expression
 from orchestra.strategies.catalogue import expected_traffic
@@ -37,7 +37,7 @@ mine = [example for example in EXAMPLES if isinstance(example, orchestra.Growing
 assert strategy in mine and len(mine) > 1
 for example in mine:
     values_law(example)
-    bytes_law(example, 2, pathlib.Path(tempfile.mkdtemp()))
+    bytes_law(example, 2)
 """
 
 
