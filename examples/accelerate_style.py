@@ -6,7 +6,7 @@
 Under torchrun the real Accelerator opens a process group of its own and wraps the model in DistributedDataParallel, so
 every gradient is averaged, whatever the strategy. Here the loop stays, and one class of a few lines has the
 methods that it calls. The real Accelerator works as well if it does not see the launcher's variables: see
-docs/quickstart.md, "Accelerate and the Trainer".
+docs/loop.md, "Accelerate and the Trainer".
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Accelerator:
 
     def clip_grad_norm_(self, parameters, most: float) -> None:
         if self.sync_gradients:
-            nn.utils.clip_grad_norm_(parameters, most)
+            self.optimizer.clip_grad_norm_(most)  # of the mean over the workers, as after DistributedDataParallel
 
     def reduce(self, value: Tensor) -> float:
         return self.optimizer.orchestra.mean(value)

@@ -38,6 +38,8 @@ class OrchestraStrategy(SingleDeviceStrategy):
             return  # nothing is trained here, or more than a strategy knows of
         _, self._prepared = orchestra.prepare(self.lightning_module, self.optimizers[0], **self._given)
         self.optimizers = [self._prepared]
+        # `gradient_clip_val` bounds what the optimizer sees, such as the mean over the workers.
+        self.precision_plugin.clip_grad_by_norm = lambda optimizer, most: self._prepared.clip_grad_norm_(most)
 
     @property
     def seat(self):

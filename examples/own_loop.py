@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain PyTorch script with three lines changed.
+"""A plain PyTorch script with three lines changed, and the line that clips.
 
 python examples/own_loop.py                                      alone: plain PyTorch
 torchrun --standalone --nproc-per-node 4 examples/own_loop.py    four workers
@@ -35,7 +35,7 @@ for _ in range(args.epochs):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        optimizer.clip_grad_norm_(5.0)  # not torch.nn.utils.clip_grad_norm_, which knows this worker's gradient alone
         optimizer.step()
         scheduler.step()
 optimizer.finish()  # 3

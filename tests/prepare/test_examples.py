@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -14,18 +13,21 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from tests.processes import together
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def run(name: str, *args: str) -> str:
-    """What an example prints."""
+    """What an example prints. None may clip by torch: that sees one worker's gradient, not the mean."""
     printed = io.StringIO()
     sys.argv = [name, *args]
-    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+    by_torch = mock.patch.object(torch.nn.utils, "clip_grad_norm_", side_effect=AssertionError("clips by torch"))
+    with contextlib.redirect_stdout(printed), by_torch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other packages
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return printed.getvalue()
@@ -65,13 +67,6 @@ def test_accelerate_style() -> None:
     losses = re.findall(r"epoch \d: loss (\S+)", prints("accelerate_style.py", "--epochs", "3"))
     assert len(losses) == 3
     assert float(losses[2]) < 0.7 * float(losses[0])
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
-def test_lightning_strategy() -> None:
-    found = re.fullmatch(r"accuracy (\S+), workers: 2\n", prints("lightning_strategy.py", "--epochs", "4"))
-    assert found is not None
-    assert float(found[1]) > 0.8
 
 
 def test_under_torchrun() -> None:
