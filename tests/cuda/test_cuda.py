@@ -133,6 +133,7 @@ def test_means_by_nccl_of_a_worker_with_its_own_gpu(tmp_path: Path, monkeypatch:
     means.close()
 
 
+@pytest.mark.alone
 def test_who_waits_for_a_gpu_hears_others_and_is_not_ended_by_nccl(tmp_path: Path) -> None:
     """For longer than the patience, which is for coming together; broken off, it hangs up without waiting."""
     gpu, heard = torch.device("cuda", 0), []
