@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from tests.cli.conftest import Orchestra
 from torch.utils.data import IterableDataset
 
-from orchestra.cli import compare, fairness, sources, streams, tuning, tuning_cost
+from orchestra.cli import compare, fairness, sources, streams, tuning, tuning_cache, tuning_cost
 from orchestra.cli.candidates import Setting, grid, settings
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
@@ -337,6 +338,68 @@ def test_a_stream_that_says_its_length_is_not_read() -> None:
 
     assert streams.samples_of(Long) == 640
     assert streams.samples_of(lambda: torch.zeros(3)) is None
+
+
+def keys(folder: Path, *args: str) -> tuple[str, ...]:
+    """What a try of a script and one of a loop are known by."""
+    found = []
+    for name, text in (("script.py", AS_SCRIPT), ("loop.py", "orchestra.prepare()")):
+        path = folder / name
+        if not path.exists():
+            path.write_text(f"{STREAM}\nimport helper\n{text}\n")
+        race = compare.prepare(
+            sources.find(str(path), args), ["allreduce"], Options(workers=2), 3, "accuracy=0.8", folder / "c"
+        )
+        found.append(tuning_cache.key(race, "allreduce", 3))
+    return tuple(found)
+
+
+def test_a_try_of_another_script_or_with_other_arguments_is_another(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("from more import inner\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "inner.py").write_text("")
+    seen = [keys(tmp_path)]
+    assert keys(tmp_path) == seen[0]
+    seen.append(keys(tmp_path, "--depth", "3"))
+    (tmp_path / "more" / "inner.py").write_text("RATE = 1\n")
+    seen.append(keys(tmp_path))
+    for name in ("script.py", "loop.py"):
+        path = tmp_path / name
+        path.write_text(path.read_text().replace("lr=0.02", "lr=0.03"))
+    seen.append(keys(tmp_path))
+    assert all(len({*each}) == 4 for each in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("verb", [("compare",), ("sweep", "--grid", "bandwidth=10mbit,1gbit", "--tune-each")])
+def test_tuning_that_is_stopped_says_how_to_go_on(
+    verb: tuple[str, ...], orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Typed as it is said, the command makes no try again."""
+    real, runs, stops = Race.run_one, list[Any](), [3]
+
+    def stopping(race: Race, strategy: str, *rest: Any, **more: Any) -> Outcome:
+        if race.out.name == "tuning":
+            if len(runs) in stops:
+                begun = race.out / "allreduce" / "seed1"
+                begun.mkdir(parents=True)
+                (begun / "config.json").touch()
+                raise KeyboardInterrupt
+            runs.append((race.settings[strategy].rate, race.shared.epochs, race.out.parent.name))
+        return real(race, strategy, *rest, **more)
+
+    monkeypatch.setattr(Race, "run_one", stopping)
+    Path("mine.py").write_text(f"{STREAM}\n{AS_RECIPE.replace('accuracy=0.8', '')}\n")
+    said = orchestra(*verb, "mine.py", "--sim", "-s", "allreduce", "--seeds", "1", "--", "--out", "of the script")
+    assert said.code == 130
+    assert "The 3 tries so far are kept; to go on: orchestra " in said.err
+    words = shlex.split(said.err.rpartition("to go on: orchestra ")[2])
+    assert words[-3:] == ["--", "--out", "of the script"]
+    assert ("--target" in words, words[words.index("--out") + 1][:5]) == (True, "runs/")
+    stops.clear()
+    said = orchestra(*words)
+    assert said.code == 0, said.err
+    assert len(runs) > 16
+    assert len({*runs}) == len(runs)
 
 
 def test_a_sweep_tunes_once(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:

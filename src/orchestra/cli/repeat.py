@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from orchestra.runs.reading import object_in
 
 NAME = "command.json"
 _BEFORE = (NAME, "tuning.json", "tuning")  # what is there before the first run of a race
@@ -22,13 +25,29 @@ def keep(typed: Sequence[str], out: Path) -> None:
 
 def is_taken(out: Path) -> bool:
     """Whether there is more in a folder than what a command left that was refused or stopped before the race."""
-    return out.exists() and (not out.is_dir() or any(path.name not in _BEFORE for path in out.iterdir()))
+    if not out.is_dir():
+        return out.exists()
+    return any({*_BEFORE}.isdisjoint(path.relative_to(out).parts) for path in out.rglob("*") if not path.is_dir())
+
+
+def going_on(out: Path, **more: str) -> str | None:
+    """The command to type that goes on in a folder, with options that it lacked; None where it would be refused."""
+    folder = next((folder for folder in (out, out.parent) if (folder / NAME).is_file()), None)
+    words = [] if folder is None else object_in(folder / NAME).get("command")
+    if folder is None or not isinstance(words, list) or not words or is_taken(folder):
+        return None
+    own = words[: words.index("--")] if "--" in words else words
+    lacks = {name: value for name, value in more.items() if not any(word.startswith(f"--{name}") for word in own)}
+    added = [word for name, value in {**lacks, "out": str(folder)}.items() for word in (f"--{name}", value)]
+    return shlex.join([*own, *added, *words[len(own) :]])
 
 
 def _without_out(typed: Sequence[str]) -> Iterator[str]:
     words = iter(typed)
     for word in words:
-        if word == "--out":
+        if word == "--":  # what follows is the script's
+            yield from (word, *words)
+        elif word == "--out":
             next(words, None)
         elif not word.startswith("--out="):
             yield word

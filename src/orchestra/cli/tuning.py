@@ -12,28 +12,24 @@ score when the first of them ends. Tries are simulated, unless told otherwise, a
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli import candidates, sources, summary, tuning_cost
+from orchestra.cli import candidates, sources, summary, tuning_cache, tuning_cost
 from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import OWN_RATE, Loop
-from orchestra.errors import ConfigError, Problem
+from orchestra.errors import ConfigError, Interrupted, Problem
 from orchestra.runs.budget import lower_is_better
-from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.race import Race
     from orchestra.cli.table import Outcome
 
-NAME = "tuning.json"
 _TRIES = 12  # of a strategy
 _KEPT = 3  # one in so many tries goes on, three times as long
 _LONGEST = 0.25  # of the epochs, in the first rung
@@ -160,10 +156,19 @@ class Tuning:
 
     def run(self) -> Race:
         """The same race, every strategy with its best setting."""
+        race = self.race
+        self._kept = tuning_cache.read(race.out)
+        try:
+            return self._run_loop() if isinstance(race.recipe, Loop) else self._run()
+        except KeyboardInterrupt as error:
+            self._show("")
+            shutil.rmtree(race.out / "tuning", ignore_errors=True)  # the try that did not end
+            told = Interrupted(tuning_cache.how_to_go_on(race, len(self._kept)))
+            told.exit_code = getattr(error, "exit_code", told.exit_code)  # type: ignore[misc]
+            raise told from None
+
+    def _run(self) -> Race:
         race, plan = self.race, self.plan
-        self._kept = _read(race.out)
-        if isinstance(race.recipe, Loop):
-            return self._run_loop()
         if race.stream is not None and math.isinf(race.stream):
             summary.say(f"untuned: {_ENDLESS}")
             return race
@@ -262,14 +267,13 @@ class Tuning:
 
     def _one(self, setting: Setting, epochs: float, seed: int) -> TuningResult:
         race = self._race_of(setting, epochs)
-        key = json.dumps([race.source.name, race.options_of(setting.strategy, seed).given()], sort_keys=True)
+        key = tuning_cache.key(race, setting.strategy, seed)
         if key not in self._kept:
             self._show(f"tuning {setting.strategy}: {setting}, {epochs:.3g} epochs")
             outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
             self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric))
             shutil.rmtree(outcome.run, ignore_errors=True)
-            self.race.out.mkdir(parents=True, exist_ok=True)
-            _write(self.race.out, {"tries": self._kept})
+            tuning_cache.write(self.race.out, {"tries": self._kept})
         record = self._kept[key]
         return TuningResult(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
 
@@ -330,8 +334,7 @@ class Tuning:
             },
             "tries": self._kept,
         }
-        self.race.out.mkdir(parents=True, exist_ok=True)
-        _write(self.race.out, record)
+        tuning_cache.write(self.race.out, record)
 
 
 def _strategies(count: int) -> str:
@@ -349,19 +352,3 @@ def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
 
     scores = [(s.t, s.metrics.get(metric)) for s in scores_of(outcome.run)]
     return tuple((t, value) for t, value in scores if value is not None and math.isfinite(value))
-
-
-def _read(out: Path) -> dict[str, dict[str, Any]]:
-    """Tries that an earlier call kept in this folder."""
-    found = object_in(out / NAME).get("tries")
-    return {key: value for key, value in found.items() if _is_record(value)} if isinstance(found, dict) else {}
-
-
-def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and {"seconds", "curve", "failed"} <= {*value} and isinstance(value["curve"], list)
-
-
-def _write(out: Path, record: dict[str, Any]) -> None:
-    from orchestra.engine import checkpoint
-
-    checkpoint.write_text(out / NAME, json.dumps(summary.finite(record), indent=1) + "\n")

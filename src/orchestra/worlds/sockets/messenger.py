@@ -13,7 +13,6 @@ passes them to its listener as soon as it reads them.
 from __future__ import annotations
 
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,14 +26,13 @@ from torch import Tensor
 from orchestra.core.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.engine.checkpoint_protocol import IdleListener
 from orchestra.errors import Stalled, WorkerLost
-from orchestra.worlds.shared_memory.hangs import HangWatch, Limits, Seen
-from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
+from orchestra.worlds.shared_memory.layout import SLEEPING, WAITING
 from orchestra.worlds.sockets import wire
 from orchestra.worlds.sockets.connection import Connection
 from orchestra.worlds.sockets.connections import AHEAD, Connections
 from orchestra.worlds.sockets.listener import Listener, NoListener
+from orchestra.worlds.sockets.neighbours import Neighbours, is_at_work
 from orchestra.worlds.sockets.pairing import Pairing
-from orchestra.worlds.sockets.shm_ring import activity_of
 
 _BYE = {"kind": "bye"}  # a node's last message: its connection will close, which is no error
 _SLICE = 0.2  # seconds between two checks of the deadline
@@ -67,10 +65,10 @@ class Messenger:
         )  # fmt: skip
         self._peers = self._connections.peers
         self._next_source = 0
-        self._watch = HangWatch(Limits.of(patience), lambda node: self._connections.names([node]))
-        self._doing = NOT_WAITING
-        self._begun = False  # before that, nodes may be busy for long, and only a stopped process is known to hang
-        self._working_since, self._longest = math.inf, 0.0  # when this node last waited; seconds of its longest work
+        self._neighbours = Neighbours(rank, self._peers, patience, lambda node: self._connections.names([node]))
+        self.begin, self.stepped = self._neighbours.begin, self._neighbours.stepped
+        self.judge_only_while_waiting = self._neighbours.judge_only_while_waiting
+        self._waiting_since = 0.0
 
     def listen(self, listener: Listener) -> None:
         """From now on, tell a listener what concerns the run as a whole."""
@@ -250,11 +248,14 @@ class Messenger:
             self._connections.send_heartbeats(began)
             self._connections.pump(_SLICE)
 
-    def poll(self) -> None:
-        """Read what has arrived, without waiting."""
+    def poll(self, *, watch: bool = False) -> None:
+        """Read what has arrived, without waiting. `watch`: look for processes of this machine that hang."""
         self._listener.on_waiting()
-        if self._doing == WAITING:
-            self._look_for_hangs([*self._peers.values()])
+        others, waits = [*self._peers.values()], self._neighbours.doing == WAITING
+        if waits:
+            self._keep_waiting(self._waiting_since, lambda: "a mean of all workers")
+        if watch or waits:
+            self._neighbours.look(others, self._waiting_since if waits else time.perf_counter())
         self._connections.pump(0.0)
 
     def wait_until(
@@ -290,64 +291,44 @@ class Messenger:
         forever: bool = False,
         watched: Sequence[Connection] = (),
     ) -> None:  # fmt: skip
-        began, patience = time.perf_counter(), self._connections.patience
+        began = time.perf_counter()
         while not ready():
             self._listener.on_waiting()
             for peer in needed:
                 self._connections.require(peer)
-            self._connections.send_heartbeats(began)
-            overdue = time.perf_counter() - began > patience
-            if not forever and overdue and not any(map(_is_at_work, needed)):
-                raise Stalled(f"{self._connections.names([self._rank])} waited {patience:g} s for {waiting_for()}.")
-            self._look_for_hangs(watched or needed)
+            self._keep_waiting(began, waiting_for, forever=forever)
+            self._neighbours.look(watched or needed, began)
             with self._showing(WAITING):
                 self._connections.pump(_SLICE)
         self._traffic.waited += time.perf_counter() - began
 
+    def _keep_waiting(self, began: float, waiting_for: Callable[[], str], *, forever: bool = False) -> None:
+        """Send heartbeats; raise if this node has waited too long, unless a process of this machine still works.
+
+        The node that this one waits for may itself wait for the process that works.
+        """
+        self._connections.send_heartbeats(began)
+        patience = self._connections.patience
+        overdue = time.perf_counter() - began > patience
+        if not forever and overdue and not any(map(is_at_work, self._peers.values())):
+            raise Stalled(f"{self._connections.names([self._rank])} waited {patience:g} s for {waiting_for()}.")
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Show that this node waits for others by other means; `poll` then looks for processes that hang."""
+        self._waiting_since = time.perf_counter()
         with self._showing(WAITING):
             yield
-
-    def begin(self) -> None:
-        """Begin to measure steps: how long they take says when a node hangs."""
-        self._begun, self._working_since = True, time.perf_counter()
 
     @contextmanager
     def _showing(self, doing: int) -> Iterator[None]:
         """Show the processes of this machine that this node waits or sleeps, and so does not hang."""
-        before = self._doing
-        self._show(doing)
+        before = self._neighbours.doing
+        self._neighbours.show(doing)
         try:
             yield
         finally:
-            self._show(before)
-
-    def _show(self, doing: int) -> None:
-        if doing == self._doing:
-            return
-        now = time.perf_counter()
-        if self._doing == NOT_WAITING:
-            self._longest = max(self._longest, now - self._working_since)
-        elif doing == NOT_WAITING and self._begun:
-            self._working_since = now
-        self._doing = doing
-        for peer in self._peers.values():
-            if peer.ring_out is not None:
-                peer.ring_out.show(doing, self._longest)
-
-    def _look_for_hangs(self, needed: Sequence[Connection]) -> None:
-        """Raise if a process of this machine hangs while this node waits for it; of others, if it is stopped."""
-        if not self._watch.due:
-            return
-        near = {peer.rank: peer.pid for peer in self._peers.values() if peer.pid is not None and not peer.closing}
-        seen = {
-            peer.rank: Seen((peer.received,), *activity_of(peer.ring_in))
-            for peer in needed
-            if self._begun and peer.rank in near and peer.ring_in is not None and not peer.left
-        }
-        self._watch.look(near, seen)
+            self._neighbours.show(before)
 
     def close(self, *, within: float = 2.0) -> None:
         """Send what is left and close all connections, within so many seconds even if other nodes do not read."""
@@ -361,11 +342,6 @@ class Messenger:
                 self._connections.patience = max(0.0, until - time.monotonic())
                 self._flush(peer)
         self._connections.close(until)
-
-
-def _is_at_work(peer: Connection) -> bool:
-    """Whether a process of this machine computes: it is watched for hangs, so the wait for it has no deadline."""
-    return peer.pid is not None and peer.ring_in is not None and activity_of(peer.ring_in).doing == NOT_WAITING
 
 
 @dataclass(slots=True)

@@ -83,7 +83,8 @@ class RunTransport(SocketTransport):
     def proceed(self, step: int, *, lockstep: bool) -> bool:
         """Whether to begin `step`. Once a stop is requested, wait until the last step is known."""
         self.begun = step
-        self.messenger.poll()
+        self.messenger.stepped(step)
+        self.messenger.poll(watch=True)  # others that hang, which a worker with local steps does not wait for
         if not self.control.stop_asked:
             return True
         waiting_for = "worker 0 to say after which step to stop"
