@@ -26,9 +26,8 @@ def read_cluster(o: Options) -> dict[str, Change]:
     if o.sim:
         given |= {"network": o.network, "numerics": o.numerics}
     given = {name: value for name, value in given.items() if value is not None}
-    if o.straggler is not None and not re.fullmatch(r"\d+x\d+(\.\d+)?", o.straggler):
-        message = "say how many workers are how many times slower, such as 1x5"
-        raise ConfigError([Problem("straggler", o.straggler, message)])
+    if o.straggler is not None:
+        read_straggler(o.straggler)
     if o.workers is None and o.strategy is not None and is_solo(o.strategy):
         given["workers"] = 1
     joins = not o.sim and launched()
@@ -65,18 +64,30 @@ def _changed(old: Any, given: dict[str, Any], *, sim: bool, joins: bool) -> Any:
     return Simulated(**({} if old is None else {"workers": old.workers}) | given)
 
 
+def read_straggler(text: str) -> tuple[int, float]:
+    """Return how many are how many times slower.
+
+    >>> read_straggler("1x5")
+    (1, 5.0)
+    """
+    found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
+    if found is None or float(found[2]) == 0:
+        raise ConfigError([Problem("straggler", text, "say how many are how many times slower, such as 1x5")])
+    return int(found[1]), float(found[2])
+
+
 def _with_straggler(cluster: Any, straggler: str) -> Any:
     """Return the cluster with some workers slower than its own compute times."""
     from orchestra.cli.options import COMPUTE_TIME
     from orchestra.clusters.attached import Attached
     from orchestra.engine.compute_times import Slow
 
-    count, factor = straggler.split("x")
-    if int(count) > cluster.workers and not isinstance(cluster, Attached):  # which learns their number later
+    count, factor = read_straggler(straggler)
+    if count > cluster.workers and not isinstance(cluster, Attached):  # which learns their number later
         message = f"there are {plural(cluster.workers, 'worker')}: at most so many can be slow"
         raise ConfigError([Problem("straggler", straggler, message)])
     base = cluster.delay or COMPUTE_TIME
-    slow = f"{base} slow:{straggler}" if isinstance(base, str) else Slow(base, int(count), float(factor))
+    slow = f"{base} slow:{straggler}" if isinstance(base, str) else Slow(base, count, factor)
     return dataclasses.replace(cluster, delay=slow)
 
 
