@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -130,3 +131,28 @@ def test_means_by_nccl_of_a_worker_with_its_own_gpu(tmp_path: Path, monkeypatch:
     assert (total, means.early) == (4.0, 3)
     torch.testing.assert_close(mean, x)
     means.close()
+
+
+@pytest.mark.alone
+def test_who_waits_for_a_gpu_hears_others_and_is_not_ended_by_nccl(tmp_path: Path) -> None:
+    """For longer than the patience, which is for coming together; broken off, it hangs up without waiting."""
+    gpu, heard = torch.device("cuda", 0), []
+
+    def listen() -> None:
+        heard.append(time.monotonic())
+        if len(heard) == 20:
+            raise KeyboardInterrupt
+
+    store = torch_collectives.file_store(tmp_path / "store", 1)
+    means = torch_collectives.TorchCollectives(store, 0, 1, gpu, patience=1.0, on_waiting=listen)
+    x = torch.randn(1000, device=gpu)
+    torch.cuda._sleep(6_000_000_000)  # type: ignore[no-untyped-call]  # cycles, about three seconds
+    mean, _ = means.mean(x, 1.0)
+    torch.testing.assert_close(mean, x)
+    assert 5 < len(heard) < 20
+    torch.cuda._sleep(20_000_000_000)  # type: ignore[no-untyped-call]
+    with pytest.raises(KeyboardInterrupt):
+        means.mean(x, 1.0)
+    began = time.monotonic()
+    means.close()
+    assert time.monotonic() - began < 2

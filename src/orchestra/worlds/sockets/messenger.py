@@ -11,7 +11,6 @@ What concerns the run as a whole travels the same way, in turn with the messages
 from __future__ import annotations
 
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,14 +24,13 @@ from torch import Tensor
 from orchestra.core.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.engine.checkpoint_protocol import IdleListener
 from orchestra.errors import Stalled, WorkerLost
-from orchestra.worlds.shared_memory.hangs import HangWatch, Limits, Seen
-from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
+from orchestra.worlds.shared_memory.layout import SLEEPING, WAITING
 from orchestra.worlds.sockets import wire
 from orchestra.worlds.sockets.connection import Connection
 from orchestra.worlds.sockets.connections import AHEAD, Connections
 from orchestra.worlds.sockets.listener import Listener, NoListener
+from orchestra.worlds.sockets.neighbours import Neighbours, is_at_work
 from orchestra.worlds.sockets.pairing import Pairing
-from orchestra.worlds.sockets.shm_ring import activity_of
 
 _BYE = {"kind": "bye"}  # a node's last word: that its connection ends is nothing to worry about
 _SLICE = 0.2  # seconds between two looks at the deadline
@@ -65,10 +63,10 @@ class Messenger:
         )  # fmt: skip
         self._peers = self._lines.peers
         self._turn = 0
-        self._watch = HangWatch(Limits.of(patience), lambda node: self._lines.names([node]))
-        self._mark = NOT_WAITING
-        self._begun = False  # before, other nodes may be busy for long, and only a stopped one is known to hang
-        self._worked, self._longest = math.inf, 0.0  # since when this node does not wait; seconds of its longest work
+        self._neighbours = Neighbours(rank, self._peers, patience, lambda node: self._lines.names([node]))
+        self.begin, self.stepped = self._neighbours.begin, self._neighbours.stepped
+        self.judge_only_while_waiting = self._neighbours.judge_only_while_waiting
+        self._waits_since = 0.0
 
     def listen(self, listener: Listener) -> None:
         """From now on, tell a listener what concerns the run as a whole."""
@@ -247,11 +245,14 @@ class Messenger:
             self._lines.give_signs(began)
             self._lines.pump(_SLICE)
 
-    def poll(self) -> None:
-        """Take in what has come, without waiting."""
+    def poll(self, *, watch: bool = False) -> None:
+        """Take in what has come, without waiting. `watch`: look for processes of this machine that hang."""
         self._listener.on_waiting()
-        if self._mark == WAITING:
-            self._look_for_hangs([*self._peers.values()])
+        others, waits = [*self._peers.values()], self._neighbours.doing == WAITING
+        if waits:
+            self._go_on_waiting(self._waits_since, lambda: "a mean of all workers")
+        if watch or waits:
+            self._neighbours.look(others, self._waits_since if waits else time.perf_counter())
         self._lines.pump(0.0)
 
     def wait_until(
@@ -287,59 +288,38 @@ class Messenger:
             self._listener.on_waiting()
             for peer in needed:
                 self._lines.require(peer)
-            self._lines.give_signs(began)
-            overdue = time.perf_counter() - began > self._lines.patience
-            if not forever and overdue and not any(map(_is_at_work, needed)):
-                raise Stalled(f"{self._lines.names([self._rank])} waited {self._lines.patience:g} s for {whom()}.")
-            self._look_for_hangs(watched or needed)
+            self._go_on_waiting(began, whom, forever=forever)
+            self._neighbours.look(watched or needed, began)
             with self._doing(WAITING):
                 self._lines.pump(_SLICE)
         self._traffic.waited += time.perf_counter() - began
 
+    def _go_on_waiting(self, began: float, whom: Callable[[], str], *, forever: bool = False) -> None:
+        """Show other machines that this node is there. Raise if it waits too long, and none of its machine works.
+
+        Whom this node waits for may wait itself for the one that works.
+        """
+        self._lines.give_signs(began)
+        overdue = time.perf_counter() - began > self._lines.patience
+        if not forever and overdue and not any(map(is_at_work, self._peers.values())):
+            raise Stalled(f"{self._lines.names([self._rank])} waited {self._lines.patience:g} s for {whom()}.")
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Show that this node waits for others by other means; `poll` then looks for processes that hang."""
+        """Show that this node waits for others by other means; `poll` then looks whether they are there."""
+        self._waits_since = time.perf_counter()
         with self._doing(WAITING):
             yield
-
-    def begin(self) -> None:
-        """The run begins: work from now on counts as steps, and how long they take says when a node hangs."""
-        self._begun, self._worked = True, time.perf_counter()
 
     @contextmanager
     def _doing(self, what: int) -> Iterator[None]:
         """Show the processes of this machine that this node waits or sleeps, and so does not hang."""
-        before = self._mark
-        self._show(what)
+        before = self._neighbours.doing
+        self._neighbours.show(what)
         try:
             yield
         finally:
-            self._show(before)
-
-    def _show(self, what: int) -> None:
-        if what == self._mark:
-            return
-        now = time.perf_counter()
-        if self._mark == NOT_WAITING:
-            self._longest = max(self._longest, now - self._worked)
-        elif what == NOT_WAITING and self._begun:
-            self._worked = now
-        self._mark = what
-        for peer in self._peers.values():
-            if peer.outlet is not None:
-                peer.outlet.show(what, self._longest)
-
-    def _look_for_hangs(self, needed: Sequence[Connection]) -> None:
-        """Raise if a process of this machine that this node waits for hangs; of others, if it is stopped."""
-        if not self._watch.due:
-            return
-        near = {peer.rank: peer.pid for peer in self._peers.values() if peer.pid is not None and not peer.gone}
-        seen = {
-            peer.rank: Seen((peer.taken,), *activity_of(peer.inlet))
-            for peer in needed
-            if self._begun and peer.rank in near and peer.inlet is not None and not peer.left
-        }
-        self._watch.look(near, seen)
+            self._neighbours.show(before)
 
     def close(self, *, within: float = 2.0) -> None:
         """Send what is left, and hang up; after so many seconds even if somebody does not listen."""
@@ -353,11 +333,6 @@ class Messenger:
                 self._lines.patience = max(0.0, until - time.monotonic())
                 self._flush(peer)
         self._lines.close(until)
-
-
-def _is_at_work(peer: Connection) -> bool:
-    """Whether a process of this machine does not wait for others: it is watched, and patience is not needed."""
-    return peer.pid is not None and peer.inlet is not None and activity_of(peer.inlet).doing == NOT_WAITING
 
 
 @dataclass(slots=True)

@@ -81,7 +81,8 @@ class RunTransport(SocketTransport):
     def proceed(self, step: int, *, lockstep: bool) -> bool:
         """Whether to begin `step`: not before it is known which is the last, once somebody has asked to stop."""
         self.begun = step
-        self.messenger.poll()
+        self.messenger.stepped(step)
+        self.messenger.poll(watch=True)  # others that hang, which a worker with local steps does not wait for
         if not self.control.stop_asked:
             return True
         waiting_for = "worker 0 to say after which step to stop"

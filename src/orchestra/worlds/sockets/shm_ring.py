@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 _MOST = 64 << 20  # bytes; only those that were ever used are there
 _LEAST = 4096  # bytes: shorter bodies go with their header
 _SECRET = 16  # bytes at the beginning of a ring
-_ACTIVITY = struct.Struct("<BxxxI")  # after the secret: what the sender does, and milliseconds of its longest work
+_ACTIVITY = struct.Struct("<BxxxIQ")  # after the secret: an `Activity`, with milliseconds for seconds
 _FIRST = _SECRET + _ACTIVITY.size  # where the first body goes
 
 
@@ -29,7 +29,8 @@ class Activity(NamedTuple):
     """What a sender shows in its ring, for processes that wait for it."""
 
     doing: int  # layout.NOT_WAITING, WAITING or SLEEPING
-    longest: float  # seconds of its longest work between two waits
+    longest: float  # seconds of its longest work between two steps or waits
+    step: int
 
 
 @dataclass
@@ -85,9 +86,9 @@ class RingWriter:
         if not self._held:
             self._head = _FIRST  # what was used before is still warm
 
-    def show(self, doing: int, longest: float) -> None:
-        """Show the other node whether this one waits, and the seconds of its longest work between two waits."""
-        self.memory[_SECRET:_FIRST] = _ACTIVITY.pack(doing, min(int(1000 * longest), 2**32 - 1))
+    def show(self, doing: int, longest: float, step: int) -> None:
+        """Show the other node whether this one waits, the seconds of its longest work so far, and its step."""
+        self.memory[_SECRET:_FIRST] = _ACTIVITY.pack(doing, min(int(1000 * longest), 2**32 - 1), step)
 
     def close(self) -> None:
         """Nothing more is to be sent."""
@@ -112,8 +113,8 @@ def enter(invitation: dict[str, Any]) -> mmap.mmap | None:
 
 def activity_of(memory: mmap.mmap) -> Activity:
     """Return what the sender shows in its ring."""
-    doing, milliseconds = _ACTIVITY.unpack(memory[_SECRET:_FIRST])
-    return Activity(doing, milliseconds / 1000)
+    doing, milliseconds, step = _ACTIVITY.unpack(memory[_SECRET:_FIRST])
+    return Activity(doing, milliseconds / 1000, step)
 
 
 def machine() -> str:
