@@ -146,7 +146,9 @@ class Late:
 
 
 @pytest.mark.alone
-def test_who_waits_for_others_by_nccl_hears_them_and_is_not_ended(tmp_path: Path) -> None:
+def test_who_waits_for_others_by_nccl_hears_them_and_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For longer than the patience, which is for coming together; broken off, it hangs up without waiting."""
     gpu, heard = torch.device("cuda", 0), []
 
@@ -160,11 +162,11 @@ def test_who_waits_for_others_by_nccl_hears_them_and_is_not_ended(tmp_path: Path
     x = torch.randn(1000, device=gpu)
     nccl = means._backend
     means.mean(x, 1.0)
-    means._backend = Late(nccl, 8_000_000_000)  # four seconds
+    monkeypatch.setattr(means, "_backend", Late(nccl, 8_000_000_000))  # four seconds
     mean, _ = means.mean(x, 1.0)
     torch.testing.assert_close(mean, x)
     assert 5 < len(heard) < 40
-    means._backend = Late(nccl, 40_000_000_000)
+    monkeypatch.setattr(means, "_backend", Late(nccl, 40_000_000_000))
     with pytest.raises(KeyboardInterrupt):
         means.mean(x, 1.0)
     began = time.monotonic()
