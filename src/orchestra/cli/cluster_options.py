@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from orchestra.engine.environment import launched
 from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem
+from orchestra.formatting import plural
 
 if TYPE_CHECKING:
     from orchestra.cli.options import Options
@@ -20,10 +22,12 @@ def read_cluster(o: Options) -> dict[str, Change]:
     """Where the run takes place."""
     if o.network is not None and not o.sim:
         raise ConfigError([Problem("network", o.network, "needs --sim: the network of this machine is what it is")])
-    given: dict[str, Any] = {"workers": o.workers, "device": o.device, "delay": o.delay}
+    given: dict[str, Any] = {"workers": o.workers, "device": o.device, "delay": o.compute_time}
     if o.sim:
         given |= {"network": o.network, "numerics": o.numerics}
     given = {name: value for name, value in given.items() if value is not None}
+    if o.straggler is not None:
+        read_straggler(o.straggler)
     if o.workers is None and o.strategy is not None and is_solo(o.strategy):
         given["workers"] = 1
     joins = not o.sim and launched()
@@ -34,24 +38,57 @@ def read_cluster(o: Options) -> dict[str, Change]:
         message = "is for processes that torchrun or `orchestra launch` started, which this one is not"
         if wrong := [Problem(name, value, message) for name, value in of_many.items() if value is not None]:
             raise ConfigError(wrong)
-    if not given and not o.sim and not joins:
+    if not given and not o.sim and not joins and o.straggler is None:
         return {}
 
     def change(old: Any) -> Any:
-        from orchestra.clusters.attached import Attached
-        from orchestra.clusters.local import Local
-
-        if joins:
-            return dataclasses.replace(old if isinstance(old, Attached) else Attached(), **given)
-        if not o.sim:
-            return dataclasses.replace(old or Local(), **given)
-        from orchestra.clusters.simulated import Simulated
-
-        if isinstance(old, Simulated):
-            return dataclasses.replace(old, **given)
-        return Simulated(**({} if old is None else {"workers": old.workers}) | given)
+        cluster = _changed(old, given, sim=bool(o.sim), joins=joins)
+        return cluster if o.straggler is None else _with_straggler(cluster, o.straggler)
 
     return {"cluster": change}
+
+
+def _changed(old: Any, given: dict[str, Any], *, sim: bool, joins: bool) -> Any:
+    """Return the cluster with what was given, in place of the one there was if that is of another kind."""
+    from orchestra.clusters.attached import Attached
+    from orchestra.clusters.local import Local
+
+    if joins:
+        return dataclasses.replace(old if isinstance(old, Attached) else Attached(), **given)
+    if not sim:
+        return dataclasses.replace(old or Local(), **given)
+    from orchestra.clusters.simulated import Simulated
+
+    if isinstance(old, Simulated):
+        return dataclasses.replace(old, **given)
+    return Simulated(**({} if old is None else {"workers": old.workers}) | given)
+
+
+def read_straggler(text: str) -> tuple[int, float]:
+    """Return how many are how many times slower.
+
+    >>> read_straggler("1x5")
+    (1, 5.0)
+    """
+    found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
+    if found is None or float(found[2]) == 0:
+        raise ConfigError([Problem("straggler", text, "say how many are how many times slower, such as 1x5")])
+    return int(found[1]), float(found[2])
+
+
+def _with_straggler(cluster: Any, straggler: str) -> Any:
+    """Return the cluster with some workers slower than its own compute times."""
+    from orchestra.cli.options import COMPUTE_TIME
+    from orchestra.clusters.attached import Attached
+    from orchestra.engine.compute_times import Slow
+
+    count, factor = read_straggler(straggler)
+    if count > cluster.workers and not isinstance(cluster, Attached):  # which learns their number later
+        message = f"there are {plural(cluster.workers, 'worker')}: at most so many can be slow"
+        raise ConfigError([Problem("straggler", straggler, message)])
+    base = cluster.delay or COMPUTE_TIME
+    slow = f"{base} slow:{straggler}" if isinstance(base, str) else Slow(base, count, factor)
+    return dataclasses.replace(cluster, delay=slow)
 
 
 def refuse_under_launcher(verb: str) -> None:

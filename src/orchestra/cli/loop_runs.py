@@ -46,11 +46,13 @@ class Loop:
 
 def problems_of(source: Source, shared: Options, lab: str | None = None) -> Iterator[Problem]:
     """What cannot be said of the runs of a loop."""
-    simulated = {"sim": shared.sim, "network": shared.network, "delay": shared.delay}
+    simulated = {"sim": shared.sim, "network": shared.network} | {
+        "compute-time": shared.compute_time, "straggler": shared.straggler,
+    }  # fmt: skip
     for name, value in simulated.items():
         if value is not None:
             yield Problem(name, value, f"{source.label}.py {_REAL}")
-    plain = replace(shared, sim=None, network=None, delay=None)
+    plain = replace(shared, sim=None, network=None, compute_time=None, straggler=None)
     yield from local_processes.problems_of(plain, as_json=False)
     if lab is not None:
         yield Problem("lab", lab, f"{source.label}.py has a loop of its own: orchestra lab run starts it in a lab")

@@ -17,7 +17,7 @@ from orchestra.cli import train_arguments
 from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem
 
-NETWORK, DELAY = "10gbit,0.1ms", "constant:0.05"  # those of `Simulated`, which would have to wait for torch
+NETWORK, COMPUTE_TIME = "10gbit,0.1ms", "constant:0.05"  # those of `Simulated`, which would have to wait for torch
 
 _WHAT = (
     f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train or "
@@ -49,7 +49,7 @@ Strategy = Annotated[
 ]
 Batch = Annotated[
     int | None,
-    training(metavar="B", help="Samples of each worker in a step. Default: the recipe's own."),
+    training(metavar="B", help="Samples of each worker in a step. Default: the recipe's own. Also --batch-size."),
 ]
 Lr = Annotated[
     float | None, training(metavar="RATE", help="Learning rate of the inner optimizer. Default: the recipe's own.")
@@ -102,19 +102,29 @@ Goal = Annotated[
 
 # Cluster.
 
-Workers = Annotated[int | None, cluster("--workers", "-n", metavar="N", help="Default: 2; in orchestra sim 8.")]
+Workers = Annotated[
+    int | None,
+    cluster(
+        "--workers", "-n", metavar="N", help="Default: 2; in orchestra sim 8. Also --nproc-per-node, --num-processes."
+    ),
+]
 Servers = Annotated[
     int | None, cluster(metavar="M", help="Server processes, for strategies that have them. Default: 1.")
 ]
 Device = Annotated[str | None, cluster(metavar="DEVICE", help="cpu, cuda or auto. Default: cpu.")]
-Delay = Annotated[
+ComputeTime = Annotated[
     str | None,
     cluster(
+        "--compute-time",
         metavar="KIND:NUMBERS",
-        help="Seconds a worker takes for a mini-batch: constant:0.05, exponential:0.05,0.02, lognormal:0.05,0.3, "
-        "pareto:0.05,2, markov:0.05,5,0.02,0.2, or a probe's file; behind it slow:1x5 or pause:0.01,2 if you like. "
-        f"Default in simulations: {DELAY}. More: orchestra explain delay.",
+        help="Seconds that a worker takes for a mini-batch: constant:0.05, exponential:0.05,0.02, lognormal:0.05,0.3, "
+        "pareto:0.05,2, markov:0.05,5,0.02,0.2, or a probe's file. Real processes sleep to take as long. "
+        f"Default: {COMPUTE_TIME} in simulations and with --straggler. More: orchestra explain compute-time.",
     ),
+]
+Straggler = Annotated[
+    str | None,
+    cluster(metavar="NxF", help="N of the workers are F times slower than the others. 1x5: worker 0, five times."),
 ]
 
 # Simulation.
@@ -222,7 +232,8 @@ class Options:
     clip: float | None = None
     sim: bool | None = None
     network: str | None = None
-    delay: str | None = None
+    compute_time: str | None = None
+    straggler: str | None = None
     numerics: str | None = None
     token_file: str | None = None
     trusted: bool | None = None
@@ -231,6 +242,13 @@ class Options:
     evaluate_every: float | None = None
     score_afterwards: bool | None = None
     trace: bool | None = None
+
+    @property
+    def delay(self) -> str | None:
+        """The compute times of all workers, as clusters take them."""
+        if self.straggler is None:
+            return self.compute_time
+        return f"{self.compute_time or COMPUTE_TIME} slow:{self.straggler}"
 
     def given(self) -> dict[str, Any]:
         """Those that were given, as JSON takes them."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.runs import files
 
 _OWN_TOKEN = "is not for --on: the processes that it starts get a token of their own"
+_RENAMED = {"delay": "compute_time"}  # options of runs that an earlier release began
 _ENDS = {"epochs", "steps", "seconds", "target"}
 
 
@@ -157,8 +159,9 @@ def _remembered(run: Path, *, together: bool) -> tuple[sources.Source, dict[str,
         if why := _unfit(run, config, together):
             raise ConfigError([Problem("run", str(run), why)])
         note = config.get("note") or {}
-        known = {field for field in Options.__dataclass_fields__}
-        options = {name: value for name, value in dict(note["options"]).items() if name in known}
+        known = {field.name for field in dataclasses.fields(Options)}
+        options = {_RENAMED.get(name, name): value for name, value in note["options"].items()}
+        options = {name: value for name, value in options.items() if name in known}
         return sources.find(str(note["recipe"])), options, [str(arg) for arg in note.get("args", [])]
     except FileNotFoundError:
         raise ConfigError([Problem("run", str(run), "holds no config.json: it is not a run folder")]) from None

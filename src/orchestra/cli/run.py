@@ -25,7 +25,8 @@ def run(
     momentum: o.Momentum = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     precision: o.Precision = None, partition: o.Spread = None, seed: o.Seed = None,
     epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None,
-    workers: o.Workers = None, servers: o.Servers = None, device: o.Device = None, delay: o.Delay = None,
+    workers: o.Workers = None, servers: o.Servers = None, device: o.Device = None,
+    compute_time: o.ComputeTime = None, straggler: o.Straggler = None,
     token_file: o.TokenFile = None, trusted: o.Trusted = False, order: o.Order = None, grace: o.Grace = None,
     on: o.On = None, ray_address: o.RayAddress = "auto",
     out: o.Out = None, checkpoint_every: o.CheckpointEvery = None, evaluate_every: o.EvaluateEvery = None,
@@ -57,7 +58,8 @@ def run(
         target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum,
         optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
-        checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip, delay=delay,
+        checkpoint_every=checkpoint_every, partition=partition, precision=precision, clip=clip,
+        compute_time=compute_time, straggler=straggler,
         token_file=str(token_file) if token_file else None, trusted=trusted or None, order=order, grace=grace,
         evaluate_every=evaluate_every, score_afterwards=score_afterwards or None, trace=trace or None,
     )  # fmt: skip
@@ -143,5 +145,5 @@ def _world(chosen: Options) -> str:
     """The options that say where a rehearsal takes place."""
     if not chosen.sim:
         return ""
-    given = (("network", chosen.network), ("delay", chosen.delay))
+    given = (("network", chosen.network), ("compute-time", chosen.compute_time), ("straggler", chosen.straggler))
     return " --sim" + "".join(f' --{name} "{value}"' for name, value in given if value is not None)

@@ -14,7 +14,8 @@ def sim(
     momentum: o.Momentum = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     precision: o.Precision = None, partition: o.Spread = None, seed: o.Seed = None,
     epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None,
-    workers: o.Workers = None, servers: o.Servers = None, device: o.Device = None, delay: o.Delay = None,
+    workers: o.Workers = None, servers: o.Servers = None, device: o.Device = None,
+    compute_time: o.ComputeTime = None, straggler: o.Straggler = None,
     network: o.Network = None, numerics: o.Numerics = None,
     out: o.Out = None, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
@@ -26,7 +27,7 @@ def sim(
     For example:
 
       orchestra sim digits --workers 16 --network 100mbit,1ms
-      orchestra sim digits -s "ps(consistency=asp())" -n 8 --delay "lognormal:0.05,0.3 slow:1x5" --seed 7
+      orchestra sim digits -s "ps(consistency=asp())" -n 8 --straggler 1x5 --seed 7
       orchestra sim digits -s allreduce -n 1000 --steps 100 --numerics off --network 10gbit,50us
     """
     chosen = Options(
@@ -34,7 +35,8 @@ def sim(
         target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum,
         optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
-        partition=partition, precision=precision, clip=clip, sim=True, network=network, delay=delay, numerics=numerics,
+        partition=partition, precision=precision, clip=clip, sim=True, network=network,
+        compute_time=compute_time, straggler=straggler, numerics=numerics,
         trace=trace or None,
     )  # fmt: skip
     source = find(recipe, chosen)

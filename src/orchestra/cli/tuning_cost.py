@@ -38,8 +38,8 @@ def seconds_of_an_epoch(race: Race) -> float:
 def _seconds_of(race: Race, steps: int, out: Path) -> float:
     assert not isinstance(race.recipe, Loop)
     few = dataclasses.replace(
-        race.shared, strategy="solo", workers=1, steps=steps, epochs=None, target=None, sim=True, delay=None,
-        network=None, trace=None, out=str(out),
+        race.shared, strategy="solo", workers=1, steps=steps, epochs=None, target=None, sim=True, compute_time=None,
+        straggler=None, network=None, trace=None, out=str(out),
     )  # fmt: skip
     began = time.perf_counter()
     sources.train_recipe(race.recipe, few.changes(), evaluate=None, evaluation_data=None)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +43,7 @@ _BUCKET = 1 << 22  # bytes
 _THREADS = 2  # of Gloo: the number of concurrent buckets
 _HEAD = 16  # elements before a vector, which keep it aligned to cache lines; the last two are summed with it
 _SLICE = 0.2  # seconds between two calls of `on_waiting`
+_NEVER = timedelta(days=365)  # time-out of torch, since the waiting process itself finds out which one is missing
 _EXACT = (torch.float32, torch.float64)  # dtypes that hold sums of sample counts exactly
 
 
@@ -53,7 +55,13 @@ class _Backend(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Close the connections."""
+        """Close the connections after all sums."""
+
+    def abort(self) -> None:
+        """Close the connections at once."""
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of sums."""
 
 
 # Rendezvous.
@@ -112,6 +120,16 @@ def _await(work: Work, meanwhile: Callable[[], None]) -> None:
     work.wait()  # raises if it failed
 
 
+def _await_gpu(meanwhile: Callable[[], None]) -> None:
+    """Wait in Python until the GPU has done all work so far, since NCCL handles neither signals nor messages."""
+    stream, looked = torch.cuda.current_stream(), time.monotonic()
+    while not stream.query():
+        time.sleep(0.0)  # other threads of this process may go on
+        if time.monotonic() - looked > _SLICE:
+            meanwhile()
+            looked = time.monotonic()
+
+
 def _never_end(backend: _Backend) -> None:
     """Keep a backend alive forever: its destructor would wait for pending work, whose other members may have ended."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
@@ -121,7 +139,13 @@ class _Sum:
     """The sum Σ wᵢ xᵢ / W in progress."""
 
     def __init__(
-        self, backend: _Backend, x: Tensor, room: Tensor, weight: float, whole: float, wait: Callable[[Work], None]
+        self,
+        backend: _Backend,
+        x: Tensor,
+        room: Tensor,
+        weight: float,
+        whole: float,
+        wait: Callable[[list[Work]], None],
     ) -> None:
         self._backend, self._wait = backend, wait
         self._x, self._room = x, room
@@ -170,8 +194,7 @@ class _Sum:
         self._room[_HEAD - 2 : _HEAD] = torch.tensor([weight, float(again)])
         while len(self._works) < self._count:
             self._send()
-        for work in self._works:
-            self._wait(work)
+        self._wait(self._works)
         total, wrong = self._room[_HEAD - 2 : _HEAD].tolist()
         return total, wrong > 0
 
@@ -195,9 +218,8 @@ class TorchCollectives:
         on_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.workers = workers
-        self._on_waiting = on_waiting
-        self._patience = patience
-        self._blocks = device.type == "cpu"  # NCCL has the GPU wait
+        self._on_waiting = on_waiting  # called now and then, for as long as a mean takes
+        self._blocks = device.type == "cpu"
         try:
             self._backend = _backend(
                 store() if callable(store) else store, rank, workers, device, host, timedelta(seconds=patience)
@@ -208,8 +230,10 @@ class TorchCollectives:
                 f"within {patience:g} s: {str(error).splitlines()[0]}. All ports must be open between the machines; "
                 'Attached(collectives="messages") and runs without --trusted-network do not need it.'
             ) from error
+        self._backend._set_default_timeout(_NEVER)
         self._rooms: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._begun: tuple[Tensor, _Sum] | None = None
+        self._broken = False
         self.early = 0  # buckets sent before their vector was complete
 
     def ahead(self, x: Tensor, weight: float, most: float) -> Callable[[slice], None] | None:
@@ -232,7 +256,7 @@ class TorchCollectives:
         try:
             return self._mean(x, weight, begun[1] if begun is not None else None)
         except RuntimeError as error:
-            raise Stalled(f"an all-reduce of all workers failed, or took {self._patience:g} s: {error}") from error
+            raise Stalled(f"an all-reduce of all workers failed: {error}") from error
 
     def mean_(self, x: Tensor, weight: float) -> float:
         """x ← its mean, in place; return Σ wᵢ. If that is 0, x stays as it is."""
@@ -259,17 +283,21 @@ class TorchCollectives:
 
     def _total(self, weight: float, device: torch.device) -> float:
         total = torch.tensor([weight], dtype=torch.float64, device=device)
-        self._wait(self._backend.allreduce([total]))
+        self._wait([self._backend.allreduce([total])])
         return float(total)
 
     def _sum(self, x: Tensor, weight: float, whole: float) -> _Sum:
         return _Sum(self._backend, x, self._room(x)[0], weight, whole, self._wait)
 
-    def _wait(self, work: Work) -> None:
+    def _wait(self, works: list[Work]) -> None:
         try:
-            _await(work, self._on_waiting) if self._blocks else work.wait()
+            for work in works:
+                _await(work, self._on_waiting) if self._blocks else work.wait()  # NCCL has the GPU wait
+            if not self._blocks:
+                _await_gpu(self._on_waiting)
         except BaseException:
             _never_end(self._backend)
+            self._broken = True
             raise
 
     def _room(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,4 +312,7 @@ class TorchCollectives:
         """Close the connections."""
         if self._begun is not None:
             _never_end(self._backend)
-        self._backend.shutdown()
+        if (self._begun is not None or self._broken) and not self._blocks:
+            self._backend.abort()  # shutdown waits for sums under way, which may never end
+        else:
+            self._backend.shutdown()

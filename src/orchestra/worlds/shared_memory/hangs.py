@@ -7,13 +7,14 @@
     deadlocked  all nodes wait for each other and none makes a step: after the longest of their limits
 
 Only time in which the watcher itself ran counts: not time in which it was stopped too, or the machine was suspended.
+A watcher checks often, or computes from one check to the next.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,7 +76,11 @@ class HangWatch:
     limits: Limits
     name: Callable[[int], str]
     clock: Callable[[], float] = time.monotonic
+    computed: Callable[[], float] = time.process_time  # seconds, by the watcher
+    waiters: Collection[int] | None = None  # unless one of these nodes waits from one look to the next, none hangs
     _last: float | None = None
+    _computed: float = 0.0  # until the last look
+    _waited: dict[int, tuple[float, ...]] = field(default_factory=dict)  # steps of waiters that waited at the last look
     _nodes: dict[int, _WatchedProcess] = field(default_factory=dict)
     _stuck: float = 0.0  # seconds in which all nodes waited
     _steps: tuple[tuple[float, ...], ...] = ()  # of all nodes, when they were last seen
@@ -85,23 +90,47 @@ class HangWatch:
         """Whether the next check is due."""
         return self._last is None or self.clock() - self._last >= self.limits.look
 
-    def look(self, pids: Mapping[int, int], seen: Mapping[int, Seen], *, asked: bool = False) -> bool:
-        """Raise if a process hangs; return whether all wait for each other. `seen` is empty before the run begins."""
+    def look(
+        self,
+        pids: Mapping[int, int],
+        seen: Mapping[int, Seen],
+        *,
+        judged: Collection[int] | None = None,
+        asked: bool = False,
+    ) -> bool:
+        """Raise if a process hangs; return whether all wait for each other. `seen` is empty before the run begins.
+
+        Given `judged`, any other process hangs only if it is stopped.
+        """
         if not self.due:
             return False
-        now = self.clock()
-        passed = 0.0 if self._last is None else min(now - self._last, 2 * self.limits.look)
-        self._last = now
+        passed = self._passed()
+        if self.waiters is not None and not self._some_wait(self.waiters, seen):
+            return False
         for node, pid in pids.items():
             watched = self._nodes.setdefault(node, _WatchedProcess())
             self._look_at(node, pid, watched, passed)
-            if node in seen:
+            if node in seen and (judged is None or node in judged):
                 self._judge(node, pid, watched, seen[node], passed, asked=asked)
         return self._deadlocked(pids, seen, passed)
 
+    def _passed(self) -> float:
+        """Return the seconds since the last look in which this process ran."""
+        now, computed = self.clock(), self.computed()
+        ran = max(2 * self.limits.look, computed - self._computed)
+        passed = 0.0 if self._last is None else min(now - self._last, ran)
+        self._last, self._computed = now, computed
+        return passed
+
+    def _some_wait(self, waiters: Collection[int], seen: Mapping[int, Seen]) -> bool:
+        """Return whether one of them has waited since the last look: one that gets its answers waits anew each time."""
+        now = {node: seen[node].steps for node in waiters if node in seen and seen[node].waits == WAITING}
+        before, self._waited = self._waited, now
+        return any(before.get(node) == steps for node, steps in now.items())
+
     def _look_at(self, node: int, pid: int, watched: _WatchedProcess, passed: float) -> None:
-        watched.state, cpu = _stat(pid)
-        watched.stopped = watched.stopped + passed if watched.state == "T" else 0.0
+        before, (watched.state, cpu) = watched.state, _stat(pid)
+        watched.stopped = watched.stopped + passed if watched.state == before == "T" else 0.0
         if watched.stopped >= self.limits.stopped:
             cause = f"process {pid} has been stopped (state T) for {watched.stopped:.0f} s"
             advice = "A process that is stopped by SIGSTOP or Ctrl-Z goes on after SIGCONT: send it sooner, and resume."

@@ -267,7 +267,7 @@ class Simulation:
         if endless and self.still > _STILL * self.nodes:
             raise Deadlock(
                 f"virtual time stands still at {self.kernel.now:.6g} s: steps take no time, so a budget in seconds is "
-                "never spent. Give --delay a duration, or a budget in steps."
+                "never spent. Give --compute-time a duration, or a budget in steps."
             )
 
     def _glance(self) -> None:
