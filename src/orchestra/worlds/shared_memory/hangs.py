@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine that hang, found from outside, whether or not another process waits for them.
+"""Detection of processes on this machine that hang, whether or not another process waits for them.
 
     stopped     in state T (SIGSTOP, Ctrl-Z): after `stopped` seconds
     silent      no step, no processor time, and not waiting for others: after max(`silent`, `steps` × its longest step)
     asked       asked to stop and still busy with the same step: after max(`patience`, `steps` × its longest step)
     deadlocked  all nodes wait for each other and none makes a step: after the longest of their limits
 
-Only time in which the watcher itself ran counts: not the time in which it was stopped, too, or the machine suspended.
-A watcher looks often, or computes from one look to the next.
+Only time in which the watcher itself ran counts: not time in which it was stopped too, or the machine was suspended.
+A watcher checks often, or computes from one check to the next.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from orchestra.errors import WorkerLost
 from orchestra.worlds.shared_memory.layout import NOT_WAITING, WAITING
 
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
-_IDLE = 0.01  # share of the time; threads that only look at a clock use less
+_IDLE = 0.01  # share of processor time below which a process counts as idle
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds, but for `steps`."""
+    """The limits, in seconds except for `steps`."""
 
     patience: float
     silent: float
     stopped: float = 2.0
     steps: float = 10.0  # times the longest step so far
-    look: float = 0.5  # between two looks
+    look: float = 0.5  # between two checks
 
     @classmethod
     def of(cls, patience: float) -> Limits:
-        """The limit for silence is a tenth of the patience, at least 30 s, and never more than the patience.
+        """Return the limits for a patience; that for silence is a tenth of it, but at least min(30 s, patience).
 
         >>> [Limits.of(patience).silent for patience in (5.0, 300.0, 3000.0)]
         [5.0, 30.0, 300.0]
@@ -48,30 +48,30 @@ class Limits:
 
 @dataclass(frozen=True)
 class Seen:
-    """What can be seen of a node from outside."""
+    """The state of a node as seen from outside."""
 
     steps: tuple[float, ...]  # changes when it makes a step
-    waits: int  # for others, asleep on purpose, or neither
+    waits: int  # NOT_WAITING, WAITING or SLEEPING
     longest: float = 0.0  # seconds of a step, where that is known
 
 
 @dataclass
 class _WatchedProcess:
-    """One process so far."""
+    """The record of one process."""
 
     state: str = ""
-    cpu: float = 0.0  # seconds, when it was last seen to do something
+    cpu: float = 0.0  # seconds, when it was last seen active
     offspring: float = 0.0  # likewise of its descendants, known once half the limit has passed
     steps: tuple[float, ...] = ()
     stopped: float = 0.0  # seconds in state T
     silent: float = 0.0  # seconds without a step, processor time or a wait
-    same: float = 0.0  # seconds in the same step, but for waits
+    same: float = 0.0  # seconds in the same step, without waits
     longest: float = 0.0  # seconds of a step
 
 
 @dataclass
 class HangWatch:
-    """All processes of a run."""
+    """The watch over all processes of a run."""
 
     limits: Limits
     name: Callable[[int], str]
@@ -87,7 +87,7 @@ class HangWatch:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for another look."""
+        """Whether the next check is due."""
         return self._last is None or self.clock() - self._last >= self.limits.look
 
     def look(
@@ -98,7 +98,7 @@ class HangWatch:
         judged: Collection[int] | None = None,
         asked: bool = False,
     ) -> bool:
-        """Raise if a process hangs; True if all wait for each other. `seen` is empty before the run begins.
+        """Raise if a process hangs; return whether all wait for each other. `seen` is empty before the run begins.
 
         Given `judged`, any other process hangs only if it is stopped.
         """
@@ -156,7 +156,7 @@ class HangWatch:
             watched.offspring = _offspring(pid) + _TICK
         cause = f"process {pid} (state {watched.state}) has made no step"
         if watched.silent >= limit:
-            if _offspring(pid) > watched.offspring + _TICK:  # it waits for processes of its own, which are busy
+            if _offspring(pid) > watched.offspring + _TICK:  # it waits for its own child processes, which are busy
                 watched.silent = 0.0
                 return
             cause += f" and used no processor time for {watched.silent:.0f} s"
@@ -173,7 +173,7 @@ class HangWatch:
         return max(self.limits.silent, self.limits.steps * watched.longest)
 
     def _deadlocked(self, pids: Mapping[int, int], seen: Mapping[int, Seen], passed: float) -> bool:
-        """Whether all nodes have waited for so long that none will make a step again."""
+        """Return whether all nodes have waited for longer than their limits without any step."""
         waiting = [seen[node].waits == WAITING for node in pids if node in seen]
         steps = tuple(seen[node].steps for node in seen)
         if not waiting or not all(waiting) or steps != self._steps:
@@ -184,7 +184,7 @@ class HangWatch:
 
 
 def _stat(pid: int) -> tuple[str, float]:
-    """State of a process, and the seconds of processor time of all its threads; nothing of one that has ended."""
+    """Return the state of a process, and the processor seconds of all its threads; empty if it has ended."""
     try:
         # The name in parentheses may contain anything.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -194,7 +194,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _offspring(pid: int) -> float:
-    """Seconds of processor time of all descendants, such as a DataLoader's workers."""
+    """Return the processor seconds of all descendants, such as a DataLoader's workers."""
     total = 0.0
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():
