@@ -267,9 +267,10 @@ def test_rates_are_scaled(rate: str, half: str) -> None:
     assert _scaled(rate, 0.5) == half
 
 
-def test_who_runs_alone_does_so_on_a_machine_that_is_not_slow() -> None:
-    shared = Options(workers=4, delay="constant:0.05 slow:1x5")
-    assert options_for("solo", shared).delay == "constant:0.05"
-    assert options_for("allreduce", shared).delay == shared.delay
-    all_slow = Options(workers=4, delay="slow:4x5 constant:0.05")
-    assert options_for("solo", all_slow).delay == all_slow.delay
+def test_solo_runs_on_a_machine_that_is_slow_only_if_all_are() -> None:
+    shared = Options(workers=4, straggler="1x5")
+    assert options_for("solo", shared).straggler == "1x1"
+    assert options_for("allreduce", shared).straggler == "1x5"
+    assert options_for("solo", Options(workers=4, straggler="4x5")).straggler == "1x5"
+    assert options_for("solo", Options(workers=4, compute_time="1 slow:3x5")).compute_time == "1 slow:1x1"
+    assert options_for("solo", Options(workers=4, compute_time="1 slow:4x5")).compute_time == "1 slow:1x5"

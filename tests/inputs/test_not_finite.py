@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.examples import CERTAIN, each_of, workers_for
+from tests.laws.examples import CERTAIN, in_processes, workers_for
 from tests.zoo import (
     Trap,
     assert_close,
@@ -27,8 +27,8 @@ from orchestra import AllReduce, Dirichlet, Epochs, Steps, Strategy
 from orchestra.errors import Diverged
 from orchestra.runs.events import Skipped, Stepped
 
-every = each_of(CERTAIN, slow=True)
-steady = each_of([s for s in CERTAIN if not s.layout.promotes], slow=True)  # each keeps its samples to the end
+every = in_processes(CERTAIN)
+steady = in_processes([s for s in CERTAIN if not s.layout.promotes])  # each keeps its samples to the end
 
 
 class Sick(nn.Module):

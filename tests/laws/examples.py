@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from tests.zoo import BATCH, SEED, make_data
 
 from orchestra import (
-    EASGD,
-    AllReduce,
     AtShare,
     BackupWorkers,
     BoundedDelay,
-    Downpour,
     Everything,
     KAsync,
     KBatchSync,
@@ -26,12 +23,10 @@ from orchestra import (
     Plateau,
     RandomSkip,
     Significant,
-    SlowMo,
     SoftSync,
     Solo,
     Strategy,
     StrategySwitch,
-    SyncEASGD,
 )
 from orchestra.core.traffic import RunSize
 from orchestra.data.feed import IndexedFeed
@@ -94,34 +89,58 @@ def counted(strategy: Strategy[Any]) -> bool:
 COUNTED = [s for s in EXAMPLES if counted(s)]
 
 
-def seldom(strategy: Strategy[Any]) -> bool:
-    """Whether its like is among the examples, so that it need not be tried every time."""
-    match strategy:
-        case AllReduce(algorithm="native" | "ring", group=None) | AllReduce(group=2):
-            return False
-        case AllReduce():  # each has tests of its own
-            return True
-        case StrategySwitch(momenta=momenta):
-            return momenta != "keep"
-        case SlowMo(buffers=buffers):
-            return buffers == "maintain"
-        case EASGD(tau=tau, servers=1) | SyncEASGD(tau=tau):
-            return tau == 2
-        case Downpour(n_push=n_push, n_fetch=n_fetch, servers=1):
-            return n_push + n_fetch == 3
-    return show(strategy) in (
-        "localsgd(tau=2)", "ps(servers=2)", "ps(placement='layers')", "ps(pieces=2)", "ps(filter=significant)",
-        "ps(consistency=backupworkers)", "ps(consistency=kasync)", "ps(consistency=kbatchasync)", "slowmo(tau=2)",
-        "ps(consistency=ssp(staleness=0), servers=2)", "ps(consistency=asp, servers=2)", "downpour(servers=2)",
-        "slowmo(tau=2, base=allreduce)", "switch(when=atshare)", "ps(filter=kkt)",
-    )  # fmt: skip
+def path(strategy: Strategy[Any]) -> tuple[Any, ...]:
+    """What decides which code carries a run out: where the model is, and which nodes go in lockstep, in each phase."""
+    return tuple(
+        (phase.model_location, bool(strategy.layout.servers), phase.lockstep, phase.colocated, bool(phase.promoted))
+        for phase in strategy.layout.phases()
+    )
 
 
-def each_of(examples: Sequence[Strategy[Any]], *, slow: bool = False) -> pytest.MarkDecorator:
-    """One test for each; some only in `make nightly`, and of a slow test more of them: none of `MORE`."""
-    left_out = {s for s in examples if seldom(s) or (slow and s in MORE)}
-    marked = [pytest.param(s, marks=pytest.mark.nightly) if s in left_out else s for s in examples]
+def first_phase(strategy: Strategy[Any]) -> Any:
+    """The path up to the first switch."""
+    return path(strategy)[0]
+
+
+def kind(strategy: Strategy[Any]) -> tuple[Any, ...]:
+    """The strategy and the path."""
+    return type(strategy), *path(strategy)
+
+
+def state(strategy: Strategy[Any]) -> tuple[Any, ...]:
+    """What there is to be saved: each part may keep something."""
+    values = (getattr(strategy, f.name) for f in dataclasses.fields(strategy))  # type: ignore[arg-type]
+    return *kind(strategy), *(type(value) for value in values if dataclasses.is_dataclass(value))
+
+
+def one_of_each(examples: Sequence[Strategy[Any]], of: Callable[[Strategy[Any]], Any] = kind) -> list[Strategy[Any]]:
+    """Return one example of each kind: the first that is not all defaults, since the rounds of these may be long."""
+    found: dict[Any, Strategy[Any]] = {}
+    for strategy in sorted(examples, key=lambda s: s == type(s)()):
+        found.setdefault(of(strategy), strategy)
+    return [s for s in examples if s in found.values()]
+
+
+def each_of(examples: Sequence[Strategy[Any]]) -> pytest.MarkDecorator:
+    """One test for each, for what takes milliseconds."""
+    return pytest.mark.parametrize("strategy", examples, ids=show)
+
+
+def in_processes(examples: Sequence[Strategy[Any]], of: Callable[[Strategy[Any]], Any] = kind) -> pytest.MarkDecorator:
+    """One test for one example of each kind; the others take part in `make nightly`."""
+    chosen = one_of_each(examples, of)
+    marked = [s if s in chosen else pytest.param(s, marks=pytest.mark.nightly) for s in examples]
     return pytest.mark.parametrize("strategy", marked, ids=[show(s) for s in examples])
+
+
+def each_with(name: str, values: Mapping[str, Any], examples: Sequence[Strategy[Any]]) -> pytest.MarkDecorator:
+    """Every example with one of the values, in turn, one of each kind with all; all with all in `make nightly`."""
+    chosen, cases = one_of_each(examples), []
+    for i, strategy in enumerate(examples):
+        for j, (label, value) in enumerate(values.items()):
+            marks = [] if strategy in chosen or i % len(values) == j else [pytest.mark.nightly]
+            cases.append(pytest.param(strategy, value, id=f"{show(strategy)}-{label}", marks=marks))
+    return pytest.mark.parametrize(("strategy", name), cases)
 
 
 def ends_at(strategy: Strategy[Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.examples import bytes_sent
+from tests.laws.examples import bytes_sent, each_of, in_processes, path
 from tests.zoo import (
     Dicey,
     Jittery,
@@ -70,13 +70,9 @@ EXAMPLES: list[S] = [
     SyncEASGD(tau=2),
     Hogwild(),
 ]
-every = pytest.mark.parametrize("strategy", EXAMPLES, ids=show)
-every_other = pytest.mark.parametrize(  # the rest is slow, and not very different
-    "strategy",
-    [s if i % 2 == 0 else pytest.param(s, marks=pytest.mark.nightly) for i, s in enumerate(EXAMPLES)],
-    ids=[show(s) for s in EXAMPLES],
-)
-synchronous = pytest.mark.parametrize("strategy", [s for s in EXAMPLES if s.layout.updates.synchronous], ids=show)
+every = each_of(EXAMPLES)
+every_path = in_processes(EXAMPLES, of=path)
+synchronous = in_processes([s for s in EXAMPLES if s.layout.updates.synchronous])
 
 # A large ε: else Adam takes a whole step in a direction that is nothing but rounding.
 OPTIMIZERS: dict[str, Factory] = {
@@ -215,7 +211,7 @@ def test_a_gradient_that_is_not_finite_reaches_nobody(tmp_path: Path) -> None:
 restless = partial(Dicey, make_large)
 
 
-@every
+@in_processes(EXAMPLES)
 def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     out = tmp_path / "run"
     given: dict[str, Any] = {"budget": Steps(7), "checkpoint_every": Steps(3)}
@@ -232,7 +228,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
 
 
 @pytest.mark.alone
-@every_other
+@every_path
 def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     out = tmp_path / "run"
     pressed = Trap.at(0, 3, partial(press_ctrl_c, os.getpid()), size=2)
@@ -274,7 +270,7 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, tmp_path: Pat
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("strategy", EXAMPLES[::3], ids=show)
+@every_path
 def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: Path) -> None:
     victim = EXAMPLES.index(strategy) % 2
     death = Trap.at(victim, 2, partial(note_and_die, tmp_path / "death"), size=2)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.laws.examples import EXAMPLES, WORKERS, alone, each_of, workers_for
+from tests.laws.choosy import NEVER, Lacking, choosy, doubles, wide
+from tests.laws.examples import EXAMPLES, WORKERS, alone, each_with, first_phase, in_processes, workers_for
 from tests.processes import Outcome, together
 from tests.zoo import BATCH, INPUTS, SEED, assert_close, assert_same, make_data, plain, train
 from torch import Tensor, nn
@@ -43,59 +44,6 @@ adam: Factory = partial(torch.optim.Adam, lr=0.01, weight_decay=0.1)
 adamw: Factory = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 OPTIMIZERS = {"sgd": sgd, "adam": adam, "adamw": adamw}
 FIXED = Simulated(workers=WORKERS, network="1000gbit,0s", delay="constant:1", numerics="real")
-
-
-class Choosy(nn.Module):
-    """Layers that are never used, and two of which a mini-batch uses one, the other, or neither."""
-
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.never = nn.Linear(3, 5)
-        self.first = nn.Linear(INPUTS, width)
-        self.gain = nn.Parameter(torch.ones(1))
-        self.plus = nn.Linear(width, width)
-        self.idle = nn.Parameter(torch.ones(()))
-        self.minus = nn.Linear(width, width)
-        self.last = nn.Linear(width, 1)
-        self.rest = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.first(x))
-        total = float(x[:, 1].sum())
-        if total > 1:
-            y = y + self.plus(y)
-        if total < -2:
-            y = y + self.minus(y) * self.gain
-        z: Tensor = self.last(y)
-        return z
-
-
-NEVER = ("never", "idle", "rest")
-
-
-class Lacking(nn.Module):
-    """As many parameters as there are inputs, half of them never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.never = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(INPUTS - 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :3] @ self.used[:, None]
-
-
-def choosy() -> nn.Module:
-    return Choosy().double()
-
-
-def wide() -> nn.Module:
-    """80,941 parameters: fused kernels, ranges at whole cache lines, layers at none."""
-    return Choosy(197)
-
-
-def doubles() -> tuple[Tensor, Tensor]:
-    x, y = make_data()
-    return x.double(), y.double()
 
 
 def start_of(model: Callable[[], nn.Module] = choosy) -> dict[str, Tensor]:
@@ -180,8 +128,7 @@ def local(optimizer: Factory, tau: int, size: int = WORKERS, steps: int = 8, *, 
 # Never used.
 
 
-@each_of(EXAMPLES)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@each_with("optimizer", {"sgd": "sgd", "adamw": "adamw"}, EXAMPLES)
 def test_what_is_never_used_stays_as_it_was(strategy: Strategy[Any], optimizer: str, tmp_path: Path) -> None:
     cluster = Simulated(workers=workers_for(strategy), delay="lognormal:0.05,0.3")
     made = run(strategy, tmp_path / "run", optimizer=OPTIMIZERS[optimizer], cluster=cluster, budget=Steps(9))
@@ -192,16 +139,10 @@ def test_what_is_never_used_stays_as_it_was(strategy: Strategy[Any], optimizer: 
     assert not torch.equal(state["first.weight"], start["first.weight"])
 
 
-REAL = [
-    "allreduce", "ps(servers=2)", "ps(consistency=asp)", "ps(consistency=ssp)", "localsgd(tau=2)", "slowmo(tau=2)",
-    "easgd", "synceasgd(tau=2)", "downpour(n_push=2, n_fetch=2)", "hogwild", "switch(when=atshare)",
-    "allreduce(algorithm=ring)",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("strategy", REAL)
-def test_nor_does_it_move_in_processes(strategy: str, tmp_path: Path) -> None:
-    assert_never_moved(run(strategy, tmp_path / "run", optimizer=sgd).state_dict(), start_of())
+@in_processes(EXAMPLES, of=first_phase)
+def test_nor_does_it_move_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
+    made = run(strategy, tmp_path / "run", optimizer=sgd, workers=workers_for(strategy))
+    assert_never_moved(made.state_dict(), start_of())
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
@@ -241,8 +182,7 @@ def test_nor_where_torch_takes_the_means(tmp_path: Path) -> None:
 # Used in some steps.
 
 
-@each_of(EXAMPLES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_with("optimizer", {name: name for name in OPTIMIZERS}, EXAMPLES)
 def test_a_worker_alone_is_plain_torch(strategy: Strategy[Any], optimizer: str, tmp_path: Path) -> None:
     expected = plain(model=choosy, data=doubles, optimizer=OPTIMIZERS[optimizer], steps=8)
     cluster = Simulated(workers=1, numerics="real")

@@ -183,7 +183,7 @@ def start(*arguments: str, cwd: Path, out: int) -> subprocess.Popen[str]:
 
 
 def test_a_real_run_seen_from_the_command_line_until_it_is_killed(browser: Browser, tmp_path: Path) -> None:
-    slow = ("-s", "localsgd(tau=2)", "-n", "2", "--delay", "constant:0.1", "--steps", "5000")
+    slow = ("-s", "localsgd(tau=2)", "-n", "2", "--compute-time", "constant:0.1", "--steps", "5000")
     run = start("run", "digits", *slow, "--quiet", "--out", "run", cwd=tmp_path, out=subprocess.DEVNULL)
     watch = None
     try:

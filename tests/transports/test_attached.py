@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.laws.examples import EXAMPLES, each_of, workers_for
+from tests.laws.examples import EXAMPLES, in_processes, workers_for
 from tests.zoo import assert_same, ended, make_large, train
 
 from orchestra import Local, Steps, Strategy
@@ -33,9 +33,9 @@ TOKEN = Token("0123456789abcdef" * 2, trusted=True)
 
 def connect(size: int, workers: int, largest: int) -> list[SocketTransport]:
     meetings = [Rendezvous(rank, TOKEN, {}) for rank in range(size)]
-    addresses = [meeting.address for meeting in meetings]
+    addresses = [rendezvous.address for rendezvous in meetings]
     with ThreadPoolExecutor(size) as pool:
-        connections = list(pool.map(lambda m: m.gather(addresses, patience=10), meetings))
+        connections = list(pool.map(lambda m: m.connect_all(addresses, patience=10), meetings))
     found = []
     for rank, sockets in enumerate(connections):
         traffic = Traffic()
@@ -105,7 +105,7 @@ class ThreadsRunner(Runner):
 RUNNERS[Threads] = ThreadsRunner
 
 
-@each_of([s for s in EXAMPLES if s.layout.model_location != "shared"])
+@in_processes([s for s in EXAMPLES if s.layout.model_location != "shared"])
 def test_every_strategy_is_as_on_one_machine(strategy: Strategy[Any], tmp_path: Path) -> None:
     workers = workers_for(strategy)
     here = train(strategy, tmp_path / "here", cluster=Local(workers=workers), budget=Steps(8))

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _PAGES = {
     "network": "orchestra.worlds.simulated.networks",
-    "delay": "orchestra.engine.compute_times",
+    "compute-time": "orchestra.engine.compute_times",
+    "delay": "orchestra.engine.compute_times",  # its name before
     "optimizer": "orchestra.model.optimizers",
     "lars": "orchestra.model.optimizers.lars",
     "lamb": "orchestra.model.optimizers.lamb",
@@ -30,7 +31,7 @@ def explain(
     name: Annotated[
         str,
         typer.Argument(
-            help="A strategy or a part of one, such as slowmo, ps, asp; or network, delay, optimizer, schedule.",
+            help="A strategy or a part of one, such as slowmo, ps, asp; or network, compute-time, optimizer, schedule.",
             metavar="NAME",
         ),
     ],
@@ -42,7 +43,7 @@ def explain(
 
       orchestra explain slowmo
       orchestra explain asp
-      orchestra explain delay         what --delay takes; likewise network, optimizer, schedule
+      orchestra explain compute-time  what --compute-time takes; likewise network, optimizer, schedule
       orchestra explain lars          an optimizer for large mini-batches; likewise lamb
     """
     from orchestra.cli import part_text, summary

@@ -40,18 +40,20 @@ def probe(
 ) -> None:  # fmt: skip
     """Measure this machine: a step of the recipe at several batches, memory, loopback, and what a message costs.
 
-    The file serves rehearsals: --delay FILE draws computing times from those measured, and --network FILE exchanges
-    tensors as processes of this machine do ("FILE loopback": as its sockets do). Run it while nothing else runs.
+    The file is for simulations: --compute-time FILE draws from the times measured, and --network FILE exchanges tensors
+    as processes of this machine do ("FILE loopback": as its sockets do). Run it while nothing else runs.
 
     For example:
 
       orchestra probe digits
-      orchestra sim digits -n 4 --delay probe.json --network probe.json
-      orchestra sim digits -n 64 --delay "probe.json slow:4x3" --network 1gbit,0.5ms
+      orchestra sim digits -n 4 --compute-time probe.json --network probe.json
+      orchestra sim digits -n 64 --compute-time probe.json --straggler 4x3 --network 1gbit,0.5ms
     """
     wanted = _sizes(batches)
     if out.suffix != ".json":
-        raise ConfigError([Problem("out", str(out), "must end in .json: that is how --delay and --network know it")])
+        raise ConfigError(
+            [Problem("out", str(out), "must end in .json, by which --compute-time and --network know it")]
+        )
     if threads < 1:
         raise ConfigError([Problem("threads", threads, "must be at least 1")])
     source = find(recipe, Options(device=device))
@@ -66,7 +68,7 @@ def probe(
     print("\n".join(_describe(found)), flush=True)
     if not quiet:
         what = source.name if source.path is None else summary.nearby(source.path)
-        summary.say(f"\nwritten to {out}\nnext: orchestra sim {what} -n 4 --delay {out} --network {out}")
+        summary.say(f"\nwritten to {out}\nnext: orchestra sim {what} -n 4 --compute-time {out} --network {out}")
 
 
 def _sizes(text: str | None) -> list[int] | None:

@@ -46,9 +46,6 @@ Network = Annotated[
         "goes without: it runs on this machine.",
     ),
 ]
-Straggler = Annotated[
-    str | None, o.cluster(metavar="NxF", help="N of the workers are F times slower than the others: 1x5.")
-]
 Candidates = Annotated[
     str | None, o.comparison("--strategies", "-s", metavar="A,B,C", help="Only these. Default: the whole catalogue.")
 ]
@@ -57,7 +54,8 @@ Seeds = Annotated[int, o.comparison(metavar="K", help="Runs of each candidate in
 
 def recommend(
     context: typer.Context, recipe: racing.Name, args: o.Args = None,
-    network: Network = None, workers: o.Workers = None, straggler: Straggler = None, delay: o.Delay = None,
+    network: Network = None, workers: o.Workers = None, 
+    compute_time: o.ComputeTime = None, straggler: o.Straggler = None,
     strategies: Candidates = None, seeds: Seeds = 4, target: racing.Goal = None, tune: racing.Tune = True,
     batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, epochs: o.Epochs = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
@@ -68,24 +66,22 @@ def recommend(
     rate of equally many tries, asynchronous strategies also without momentum; strategies that you name, the best value
     of their main option as well, unless you give one. Round by round the slower half is
     left out, and the others run with more seeds. Measure the compute times of a machine with `orchestra probe`,
-    and pass its file: --delay FILE.
+    and pass its file: --compute-time FILE.
 
     A script with a loop of its own cannot be simulated: its candidates run on this machine, for real, to their end.
 
     For example:
 
       orchestra recommend digits --network 50mbit --workers 16 --straggler 1x5
-      orchestra recommend digits --network 1gbit,0.5ms -n 8 --delay "lognormal:0.02,0.3" --target accuracy=0.9
+      orchestra recommend digits --network 1gbit,0.5ms -n 8 --target accuracy=0.9
       orchestra recommend loop.py -n 2 -s "allreduce,localsgd,slowmo,ps"
     """
     source = sources.find(recipe, args or ())
     usual = 2 if source.holds_loop else 4
-    if straggler is not None:
-        described.check_stragglers(straggler, workers if workers is not None else usual)
-        delay = f"{delay or o.DELAY} slow:{straggler}"
     shared = Options(
         workers=workers if workers is not None else usual, epochs=epochs, batch=batch, lr=lr, optimizer=optimizer,
-        sim=None if source.holds_loop else True, network=described.network(network, source), delay=delay,
+        sim=None if source.holds_loop else True, network=described.network(network, source),
+        compute_time=compute_time, straggler=straggler,
     )  # fmt: skip
     if seeds < 1:
         raise ConfigError([Problem("seeds", seeds, "must be at least 1")])

@@ -111,8 +111,8 @@ def placed(recipe: Recipe, shared: Options) -> Options:
     if not isinstance(cluster, Simulated):
         return replace(shared, workers=workers)
     network = shared.network or str(cluster.get_network())
-    delay = shared.delay or (cluster.delay if isinstance(cluster.delay, str) else None)
-    return replace(shared, workers=workers, sim=True, network=network, delay=delay)
+    time = shared.compute_time or (cluster.delay if isinstance(cluster.delay, str) else None)
+    return replace(shared, workers=workers, sim=True, network=network, compute_time=time)
 
 
 # The training loss, of scripts without a score.

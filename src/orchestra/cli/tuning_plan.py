@@ -130,7 +130,16 @@ def measure(race: Race) -> Costs:
     chosen = race.options_of(baseline_of(simulable) if simulable else "solo", race.seeds)
     workers = min(chosen.workers or 2, _WORKERS)
     few = dataclasses.replace(
-        chosen, workers=workers, epochs=None, target=None, seconds=None, sim=True, delay=None, network=None, trace=None
+        chosen,
+        workers=workers,
+        epochs=None,
+        target=None,
+        seconds=None,
+        sim=True,
+        compute_time=None,
+        straggler=None,
+        network=None,
+        trace=None,
     )
     model, data = recipe.model(), recipe.evaluation_data()
     scoring.figures(recipe.evaluate, model, data)  # the first time takes longer
