@@ -153,7 +153,7 @@ def test_a_torch_that_crashes(poison: Poison, orchestra: Orchestra) -> None:
     said = orchestra("doctor", "torch")
     assert said.code == 3
     assert "broken  torch       died of SIGABRT without an answer: no such instruction" in said.out
-    assert said.out.splitlines()[-1] == "Training on this machine will fail until this is mended: torch."
+    assert said.out.splitlines()[-1] == "Training on this machine will fail until this is fixed: torch."
 
 
 def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +370,7 @@ def _alive(pid: int) -> bool:
         ),
         (
             {"cuda": "broken", "shm": "broken"},
-            "Training on this machine will fail until this is mended: shm.",
+            "Training on this machine will fail until this is fixed: shm.",
         ),
     ],
 )
