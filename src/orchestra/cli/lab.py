@@ -12,6 +12,7 @@ import typer
 
 from orchestra.cli import in_lab, summary
 from orchestra.cli import options as o
+from orchestra.cli.cluster_options import read_straggler
 from orchestra.cli.help_text import flowing
 from orchestra.cli.verb import Verb
 from orchestra.errors import ConfigError, Interrupted, Problem
@@ -29,6 +30,10 @@ Rate = Annotated[
 ]
 Latency = Annotated[str, o.cluster(metavar="TIME", help="One way from host to host, e.g. 1ms.")]
 Cpu = Annotated[float | None, o.cluster(metavar="CORES", help="Of each host, e.g. 0.5. Default: any.")]
+Straggler = Annotated[
+    str | None,
+    o.cluster(metavar="NxF", help="The first N hosts are F times slower: 1/F of the cores of each of the others. 1x5."),
+]
 Exceptions = Annotated[
     list[str] | None,
     o.cluster(
@@ -49,6 +54,7 @@ def lab(context: typer.Context) -> None:
     For example:
 
       orchestra lab up --hosts 4 --rate 100mbit --latency 1ms
+      orchestra lab up --hosts 4 --rate 1gbit --straggler 1x5
       orchestra lab up --hosts 4 --rate 1gbit --host 4:rate=10mbit,cpu=0.1
       orchestra lab run -- ip -br address        on all at once
       orchestra lab run --host 1 -- bash         a shell on the first
@@ -69,8 +75,8 @@ app.callback(help=flowing(lab.__doc__ or ""), invoke_without_command=True)(lab)
 
 
 def up(
-    hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, host: Exceptions = None,
-    name: Name = _NAME, json_: o.Json = False, quiet: o.Quiet = False,
+    hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, straggler: Straggler = None,
+    host: Exceptions = None, name: Name = _NAME, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
     """Build a lab. Refused where one of the same name is up, in which something may run: take it down first.
 
@@ -82,7 +88,7 @@ def up(
     from orchestra.lab import build
     from orchestra.lab.inspection import look
 
-    plan = _plan(name, hosts, rate, latency, cpu, host)
+    plan = _plan(name, hosts, rate, latency, cpu, straggler, host)
     build.up(plan, instead=False)
     _show(look(name), json_=json_)
     if json_ or quiet:
@@ -198,8 +204,8 @@ def list_(json_: o.Json = False) -> None:
 
 
 def compose(
-    hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, host: Exceptions = None,
-    name: Name = _NAME,
+    hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, straggler: Straggler = None,
+    host: Exceptions = None, name: Name = _NAME,
     image: Annotated[
         str | None,
         o.cluster(metavar="IMAGE", help="With ip and tc in it. Default: built from a checkout in this folder."),
@@ -216,7 +222,7 @@ def compose(
     """
     from orchestra.lab.compose import compose as written
 
-    print(written(_plan(name, hosts, rate, latency, cpu, host), image), end="", flush=True)
+    print(written(_plan(name, hosts, rate, latency, cpu, straggler, host), image), end="", flush=True)
     made = f"(umask 077 && openssl rand -hex 32 > {name}.token)"
     summary.say(f"next: {made} && docker compose -f FILE up -d --build")
 
@@ -229,12 +235,24 @@ app.command("list", cls=Verb, help=flowing(list_.__doc__ or ""))(list_)
 
 
 def _plan(
-    name: str, hosts: int, rate: str | None, latency: str, cpu: float | None, exceptions: list[str] | None
+    name: str,
+    hosts: int,
+    rate: str | None,
+    latency: str,
+    cpu: float | None,
+    straggler: str | None,
+    exceptions: list[str] | None,
 ) -> LabPlan:
     from orchestra.lab.plan import make_plan, read_exception
 
     problems: list[Problem] = []
     differing: dict[int, dict[str, str | float]] = {}
+    if straggler is not None:
+        count, factor = read_straggler(straggler)
+        if count > hosts:
+            problems.append(Problem("straggler", straggler, f"there are {plural(hosts, 'host')}: at most so many"))
+        share = (os.cpu_count() or 1) / max(1, hosts) if cpu is None else cpu
+        differing = {k: {"cpu": share / factor} for k in range(1, min(count, hosts) + 1)}
     for text in exceptions or []:
         try:
             k, changes = read_exception(text)
