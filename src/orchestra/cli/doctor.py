@@ -136,7 +136,7 @@ def verdict(results: Sequence[tuple[Check, Finding]]) -> str:
     needed = _missing(results)
     others = [check.name for check, finding in results if finding.state != "fine" and check.name not in needed]
     if broken := _missing(results, "broken"):
-        return f"Training on this machine will fail until this is mended: {', '.join(broken)}."
+        return f"Training on this machine will fail until this is fixed: {', '.join(broken)}."
     if needed:
         return f"Whether training works on this machine is not known yet: {', '.join(needed)} took too long."
     if len(results) < len(CHECKS):
