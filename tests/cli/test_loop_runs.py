@@ -136,7 +136,9 @@ def test_a_factor_reaches_the_steps_of_a_contestant(tmp_path: Path, monkeypatch:
     assert outcome.seconds is not None
 
 
-@pytest.mark.parametrize(("seeds", "factors"), [(2, []), (3, [1 / 3, 1, 3]), (4, [1 / 3, 1, 3]), (9, NINTHS)])
+@pytest.mark.parametrize(
+    ("seeds", "factors"), [(1, []), (2, [1 / 3, 1]), (3, [1 / 3, 1, 3]), (4, [1 / 3, 1, 3]), (9, NINTHS)]
+)
 def test_a_loop_is_tuned_by_whole_runs(seeds: int, factors: list[float], tmp_path: Path) -> None:
     source = sources.find(write(tmp_path))
     race = prepare(source, ["allreduce"], Options(workers=2), seeds, "accuracy=0.5", tmp_path / "c")

@@ -131,6 +131,8 @@ def compare(
     race = goals.settle(race, quiet=quiet)
     if fixed is None:
         race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
+    else:
+        race = dataclasses.replace(race, tuning=fixed)
     said = [claims.parse(text, race.strategies) for text in asserted or []]
     table = race.run(quiet=quiet)
     conclude(table, race.out, as_json=json_, quiet=quiet, fair=race.fairness(table), asserted=said)

@@ -100,7 +100,7 @@ def _race(world: dict[str, Any], names: list[str], out: Path) -> Race:
     shared = o.Options(workers=4, sim=True, **world)
     race = compare.prepare(sources.find("digits"), names, shared, _SEEDS, None, out)
     settings = {name: Setting(name, given=_TUNED[name]) for name in names}
-    return dataclasses.replace(race, strategies=tuple(names), settings=settings, tries=_TRIES, tuned="in simulation")
+    return dataclasses.replace(race, strategies=tuple(names), settings=settings, tries=_TRIES, tuning="in simulation")
 
 
 def _contrast(slow: Table, fast: Table) -> str:

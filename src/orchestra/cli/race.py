@@ -45,7 +45,7 @@ class Race:
     fixed: frozenset[str] = frozenset()  # strategies of which the main option was given
     settings: Mapping[str, Setting] = field(default_factory=dict)  # what they run with, as tuned
     tries: int = 0  # of each, before
-    tuned: str = ""  # where these took place
+    tuning: str = ""  # where these took place, or why there are none
     snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
     stream: float | None = None  # samples in a pass over the data, if that has no index
@@ -113,7 +113,7 @@ class Race:
     def like(self, tuned: Race) -> Race:
         """The same race, every strategy with its setting in another."""
         return dataclasses.replace(
-            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuned=tuned.tuned
+            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuning=tuned.tuning
         )
 
     def options_of(self, strategy: str, seed: int) -> Options:

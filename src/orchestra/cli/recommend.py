@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates that are not halved any more
-_WORTH = 3.0  # runs of each candidate that tuning may cost: the rungs take more, all in all
 _GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
-_ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies alone: benchmarks/RESULTS.md, laboratory
+_ERROR, _ERROR_OF_A_TENTH = (
+    0.062,
+    0.259,
+)  # of a step, from rates and latencies alone: benchmarks/results/lab_prediction-2-cores.md
 
 Network = Annotated[
     str | None,
@@ -98,7 +100,9 @@ def recommend(
         race = dataclasses.replace(race, shared=shared)
     repeat.keep(context.obj, race.out)
     if tune and lr is None:
-        race = Tuning(race, _WORTH, quiet=quiet).run()
+        race = Tuning(race, _runs(len(race.strategies), seeds, race) / len(race.strategies), quiet=quiet).run()
+    else:
+        race = dataclasses.replace(race, tuning="--lr" if tune else "--no-tune")
     ladder = SuccessiveHalving(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)
@@ -138,6 +142,22 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
     return fit, unfit
 
 
+def _rungs(candidates: int, seeds: int) -> Iterator[tuple[int, range]]:
+    """How many run in each rung, and with which seeds."""
+    done = 0
+    while candidates > _FEW:
+        upto = min(seeds, max(1, 2 * done))
+        yield candidates, range(done, upto)
+        done, candidates = upto, max(_FEW, math.ceil(candidates / 2))
+    yield candidates, range(done, seeds)
+
+
+def _runs(candidates: int, seeds: int, race: Race) -> int:
+    """Runs in all, at most: those of the rungs, and of two elsewhere."""
+    elsewhere = 2 * 2 * seeds if race.shared.sim and candidates > 1 else 0
+    return elsewhere + sum(count * len(more) for count, more in _rungs(candidates, seeds))
+
+
 class SuccessiveHalving:
     """The race, rung by rung."""
 
@@ -148,18 +168,12 @@ class SuccessiveHalving:
 
     def climb(self) -> None:
         """Run until few are left, with as many seeds as were asked for."""
-        done = 0
-        while True:
-            last = len(self.left) <= _FEW
-            upto = self.seeds if last else min(self.seeds, max(1, 2 * done))
-            for seed in range(done, upto):
+        for count, more in _rungs(len(self.left), self.seeds):
+            if count < len(self.left):
+                self.left = [row.strategy for row in self.table(self.left).ranked][:count]
+            for seed in more:
                 for i, strategy in enumerate(self.left):
-                    self._run(strategy, seed, f"{i + 1}/{len(self.left)}")
-            done = max(done, upto)
-            if last:
-                return
-            ranked = [row.strategy for row in self.table(self.left).ranked]
-            self.left = ranked[: max(_FEW, math.ceil(len(ranked) / 2))]
+                    self._run(strategy, seed, f"{i + 1}/{count}")
 
     def table(self, strategies: list[str] | None = None) -> Table:
         """What is known so far."""

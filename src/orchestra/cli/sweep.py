@@ -82,7 +82,7 @@ def sweep(
     ]
     repeat.keep(context.obj, folder)
     goal = goals.settle(races[0][1], quiet=quiet).target  # one for all conditions
-    races = [(values, replace(race, target=goal)) for values, race in races]
+    races = [(values, replace(race, target=goal, tuning=fixed or "")) for values, race in races]
     if not tune_each and fixed is None:
         races = _tuned_once(races, folder, real=tune_real, quiet=quiet)
     best = partial(_tuned, real=tune_real, quiet=quiet) if tune_each else lambda race: race
