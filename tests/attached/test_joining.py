@@ -346,7 +346,7 @@ def test_that_a_network_is_trusted_is_told_when_a_run_begins(
     assert "the network is trusted" not in told(0)
     assert "the network is trusted" not in told(1, trusted=True)
     if begin is not begin_run:
-        assert "even ask" not in told(0, trusted=True, collectives="messages")
+        assert "even check" not in told(0, trusted=True, collectives="messages")
 
 
 LOOP = """

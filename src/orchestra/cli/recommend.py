@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates that are not halved any more
 _GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
-_ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies alone: benchmarks/RESULTS.md, laboratory
+_ERROR, _ERROR_OF_A_TENTH = (
+    0.062,
+    0.259,
+)  # of a step, from rates and latencies alone: benchmarks/results/lab_prediction-2-cores.md
 
 Network = Annotated[
     str | None,
