@@ -8,9 +8,9 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 2 --dist worksteal
-PART ?= laws paths docs launch lab browser soak
+PART ?= laws paths docs launch libraries lab browser soak
 
-.PHONY: setup demo test check nightly bench docs clean $(addprefix nightly-,laws paths docs launch lab browser soak)
+.PHONY: setup demo test check nightly bench docs clean $(addprefix nightly-,laws paths docs launch libraries lab browser soak)
 
 setup: $(VENV)/.ready
 
@@ -47,7 +47,8 @@ nightly-laws: setup
 
 nightly-paths: setup
 	@echo "nightly paths: more strategies in processes: deaths, Ctrl-C, checkpoints, hangs, sockets"
-	$(PYTEST) tests -m "nightly and alone" --ignore tests/browser --ignore tests/lab --ignore tests/launch --timeout 600
+	$(PYTEST) tests -m "nightly and alone" --ignore tests/browser --ignore tests/lab --ignore tests/launch \
+	  --ignore tests/prepare/test_libraries.py --timeout 600
 
 nightly-docs: setup
 	@echo "nightly docs: the site is built, and every block of every page runs"
@@ -58,6 +59,11 @@ nightly-launch: setup
 	@echo "nightly launch: hosts behind a private sshd (apt-get install openssh-server); runs on Ray"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	$(PYTEST) tests/launch -m nightly --timeout 600
+
+nightly-libraries: setup
+	@echo "nightly libraries: Accelerate, the Trainer of transformers, and Lightning"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[libraries]'
+	$(PYTEST) tests/prepare/test_libraries.py -m nightly --timeout 600
 
 nightly-lab: setup
 	@echo "nightly lab: networks of this machine that are slow and break (as root, apt-get install iproute2)"

@@ -85,8 +85,8 @@ class HostRunner(Runner):
         host, cluster = os.environ["ORCHESTRA_LAB_ADDRESS"], self.cluster
         rank, workers = cluster.rank, cluster.workers
         token = Token(SECRET, trusted=cluster.kind != "messages")
-        meeting = Rendezvous(rank, token, {}, host=host)
-        connections = meeting.gather(self._addresses(meeting.address), patience=60)
+        rendezvous = Rendezvous(rank, token, {}, host=host)
+        connections = rendezvous.connect_all(self._addresses(rendezvous.address), patience=60)
         traffic = Traffic()
         messenger = Messenger(
             rank, workers, token.run(), connections,

@@ -44,10 +44,10 @@ class Sockets:
 
     def __init__(self, rank: int, kind: str, other: str | None, tell: Callable[[str], None]) -> None:
         token = Token(SECRET, trusted="trusted" in kind)
-        meeting = Rendezvous(rank, token, {})
-        tell(str(meeting.address[1]))
-        addresses = [("127.0.0.1", int(other))] if other else [meeting.address]
-        found = meeting.gather([*addresses, meeting.address], patience=30)
+        rendezvous = Rendezvous(rank, token, {})
+        tell(str(rendezvous.address[1]))
+        addresses = [("127.0.0.1", int(other))] if other else [rendezvous.address]
+        found = rendezvous.connect_all([*addresses, rendezvous.address], patience=30)
         self._other = 1 - rank
         self._messenger = Messenger(
             rank, 2, token.run(), found, largest=1 << 26, patience=60, traffic=Traffic(), summed=token.trusted

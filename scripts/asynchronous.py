@@ -20,7 +20,7 @@ from typing import Any
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures" / "asynchronous.json"
 COMMAND = (
-    'orchestra compare digits --sim --workers 4 --network {} --delay "lognormal:0.02,0.3 slow:1x8" '
+    "orchestra compare digits --sim --workers 4 --network {} --compute-time lognormal:0.02,0.3 --straggler 1x8 "
     '--strategies "allreduce, slowmo, ps(consistency=asp)" --seeds 5'
 )
 NETWORKS = {"fast": "1gbit,0.1ms", "slow": "10mbit,1ms"}

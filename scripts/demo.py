@@ -22,7 +22,7 @@ import torch
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures" / "demo.json"
 TUNING = (
-    'orchestra compare digits --sim --workers 4 --network 10mbit,1ms --delay "lognormal:0.02,0.3 slow:1x4" '
+    "orchestra compare digits --sim --workers 4 --network 10mbit,1ms --compute-time lognormal:0.02,0.3 --straggler 1x4 "
     '--strategies "allreduce, ps, ps(consistency=asp), localsgd, slowmo" --seeds 3'
 )
 SHOWN = ("strategy", "reached", "runs", "seconds_to_target", "speedup", "final")

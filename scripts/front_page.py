@@ -22,7 +22,7 @@ import torch
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures" / "front_page.json"
 COMMAND = (
-    'orchestra compare digits --sim --workers 4 --network 20mbit,1ms --delay "lognormal:0.02,0.3 slow:1x3" '
+    "orchestra compare digits --sim --workers 4 --network 20mbit,1ms --compute-time lognormal:0.02,0.3 --straggler 1x3 "
     '--strategies "allreduce, ps, ps(consistency=asp), localsgd, slowmo" --seeds 5 --target accuracy=0.9'
 )
 SHOWN = ("strategy", "reached", "runs", "seconds_to_target", "interval", "speedup", "speedup_interval", "final")

@@ -25,15 +25,19 @@ from scripts import front_page
 from tests.browser.devtools import Browser, Page
 
 SHOTS = Path(__file__).resolve().parents[1] / "docs" / "screenshots"
-WORLD = ["--workers", "4", "--network", "20mbit,1ms", "--delay", "lognormal:0.02,0.3 slow:1x3"]
+WORLD = ["--workers", "4", "--network", "20mbit,1ms", "--compute-time", "lognormal:0.02,0.3", "--straggler", "1x3"]
 RUNS = {
     "traced": ["sim", "digits", *WORLD, "-s", "ps(consistency=ssp)", "--lr", "0.01", "--trace"],
     "sweep": [
-        "sweep", "digits", "--sim", "-n", "4", "--grid", "bandwidth=10mbit,100mbit,1gbit", "--grid", "straggler=1,5",
+        "sweep", "digits", "--sim", "-n", "4",
+        "--grid", "bandwidth=10mbit,100mbit,1gbit", "--grid", "straggler=1x1,1x5",
         "-s", "allreduce,localsgd,ps(consistency=asp),slowmo", "--target", "accuracy=0.9",
     ],
 }  # fmt: skip
-LIVE = ["run", "digits", "-n", "4", "-s", "ps(consistency=ssp)", "--delay", "lognormal:0.05,0.3 slow:1x2"]
+LIVE = [
+    "run", "digits", "-n", "4", "-s", "ps(consistency=ssp)", "--compute-time", "lognormal:0.05,0.3",
+    "--straggler", "1x2",
+]  # fmt: skip
 UNDER_WAY = 45.0  # seconds into a run that is looked at
 READY = "document.documentElement?.dataset.ready === 'yes'"
 A_FEW = "[...document.querySelectorAll('#timeline button')].find((b) => b.textContent === 'A few steps').click()"

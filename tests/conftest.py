@@ -24,9 +24,9 @@ from orchestra.worlds.shared_memory import fork_server
 LANES = {
     "alone": (
         "attached", "browser", "core/test_hangs.py", "core/test_orphans.py", "core/test_scoring_meanwhile.py",
-        "core/test_stopping.py", "lab", "launch", "live/test_server.py", "transports",
+        "core/test_stopping.py", "lab", "launch", "live/test_server.py", "prepare/test_libraries.py", "transports",
     ),
-    "nightly": ("browser", "docs/test_blocks.py", "lab", "launch/test_ray.py"),
+    "nightly": ("browser", "docs/test_blocks.py", "lab", "launch/test_ray.py", "prepare/test_libraries.py"),
 }  # fmt: skip
 _TESTS = Path(__file__).parent
 

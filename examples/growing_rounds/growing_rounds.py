@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestra import Node, Strategy, option
+from orchestra.core.node import Node
+from orchestra.core.strategy import Strategy, option
 from orchestra.core.traffic import ExpectedTraffic, RunSize
 from orchestra.strategies.catalogue import Row
 

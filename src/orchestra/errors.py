@@ -7,14 +7,14 @@ OrchestraError                 1
 │   └── RunFolderGone          3   the run folder was deleted while the run went on
 ├── ClusterError               4   the nodes did not come together
 │   ├── WorkerFailed           1   a node raised; its traceback comes first
-│   ├── WorkerLost             6   a node died without a word, or is out of reach
-│   ├── Stopped                10  another process ended the run, and said why: that one is the cause
+│   ├── WorkerLost             6   a node died or hangs, or its machine is out of reach
+│   ├── Stopped                10  another process ended the run: its message is the cause
 │   ├── Stalled                4   a wait passed its deadline; names whom it waited for
-│   └── Deadlock               4   in virtual time: everybody waits for somebody
+│   └── Deadlock               4   in virtual time: all nodes wait for each other
 ├── Diverged                   5   too many gradients in a row were not finite
 ├── CheckpointError            7   a checkpoint that cannot be trusted or does not fit
-├── Exposed                    8   others could reach the run, and nothing keeps them out
-└── Interrupted              130   Ctrl-C: the run stopped at a step boundary and left a checkpoint
+├── Exposed                    8   other machines could connect to the run, and no token is asked for
+└── Interrupted              130   Ctrl-C, or SIGTERM (143): the run stopped after a step and left a checkpoint
 """
 
 from __future__ import annotations

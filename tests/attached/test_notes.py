@@ -28,6 +28,7 @@ from orchestra.worlds.sockets.file_transfer import FileReceiver, files_of, part_
 from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.wire import BadFrame
 
+ASSIGNMENT = {"kind": "assignment", "run": "/a/run", "launch": "0a1b", "resume": "step-00000012", "resumed_from": 12}
 # All that processes say, as they say it.
 SAID: list[tuple[int, dict[str, Any]]] = [
     (1, {"kind": "ready", "node": 1}),
@@ -36,9 +37,9 @@ SAID: list[tuple[int, dict[str, Any]]] = [
     (2, {"kind": "file", "path": "events-2.jsonl", "bytes": 0}),
     (2, {"kind": "refused", "node": 2, "error": "Diverged", "message": "..."}),
     (2, {"kind": "signal", "name": "SIGTERM"}),
-    (0, {"kind": "order", "run": "/a/run", "launch": "0a1b", "resume": "step-00000012", "resumed_from": 12}),
+    (0, ASSIGNMENT),
     (0, {"kind": "go", "at": 0.0}),
-    (0, {"kind": "over", "run": "/a/run", "metrics": {"loss": 0.1}, "summary": {}, "bytes": 100}),
+    (0, {"kind": "outcome", "run": "/a/run", "metrics": {"loss": 0.1}, "summary": {}, "bytes": 100}),
     (1, {"kind": "finished", "steps": 7, "how": "finish", "left": None}),
     (0, {"kind": "folder", "path": "/a/run", "mark": ".mark"}),
     (1, {"kind": "settings", "name": "lr", "first_group": 0, "by_group": [0.1, 1e-3]}),
@@ -61,19 +62,19 @@ def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, An
 @pytest.mark.parametrize(
     ("source", "said", "told"),
     [
-        (1, {"kind": "go", "at": 0.0}, "of kind 'go'"),  # only home lets the nodes go
-        (0, {"kind": "ready"}, "of kind 'ready'"),
+        (1, {"kind": "go", "at": 0.0}, "of unknown kind 'go'"),  # only process 0 lets the nodes begin
+        (0, {"kind": "ready"}, "of unknown kind 'ready'"),
         (1, {"kind": "ready", "node": 2}, "in the name of node 2"),
         (1, {"kind": "control", "field": "saved", "of": True, "value": 1}, "of = True"),
         (1, {"kind": "control", "field": "go", "of": 0, "value": 1}, "field = 'go'"),
-        (0, {"kind": "order", "run": "", "launch": "a", "resume": "../step-00000001", "resumed_from": 0}, "resume = "),
-        (0, {"kind": "order", "run": "", "launch": "../a", "resume": None, "resumed_from": 0}, "launch = "),
+        (0, ASSIGNMENT | {"resume": "../step-00000001"}, "resume = "),
+        (0, ASSIGNMENT | {"launch": "../a"}, "launch = "),
         (1, {"kind": "failed", "traceback": "x" * 10**6}, "traceback = 'xxx"),
         (1, {"kind": "settings", "name": "lr", "first_group": 0, "by_group": [float("nan")]}, "by_group = "),
         (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 9, "figures": {"x": "1"}}, "figures = "),
         (1, {"kind": "score", "number": 0, "t": 1.5, "step": 3, "samples": 9, "figures": {}}, "figures = "),
         (1, {"kind": "settings", "name": "betas", "first_group": 0, "by_group": [[0.9, float("inf")]]}, "by_group = "),
-        (1, {}, "of kind None"),
+        (1, {}, "of unknown kind None"),
     ],
 )
 def test_what_nobody_says(source: int, said: dict[str, Any], told: str) -> None:
@@ -133,7 +134,7 @@ def test_a_nodes_own_files_are_taken_and_no_others(tmp_path: Path) -> None:
            "checkpoints/step-00000012/node-2.safetensors", "checkpoints/../node-2.safetensors", "events-2.jsonl\n",
            "snapshots/0000\u0661/node-2.safetensors", "")  # fmt: skip
     for name in bad:
-        with pytest.raises(BadFrame, match="none of its own"):
+        with pytest.raises(BadFrame, match="not one of its own"):
             files.expect(2, {"path": name, "bytes": 6})
     assert part_of(1).fullmatch("step-00000012/node-1.safetensors")
     assert not part_of(1).fullmatch("step-00000012/node-2.safetensors")
@@ -146,7 +147,7 @@ def test_files_of_other_lengths_than_announced(tmp_path: Path) -> None:
     with pytest.raises(BadFrame, match="had not announced"):
         files.take_in(2, b"x")
     files.expect(2, {"path": GOOD[0], "bytes": 3})
-    with pytest.raises(BadFrame, match="before it had sent another"):
+    with pytest.raises(BadFrame, match="before it had sent the last one"):
         files.expect(2, {"path": GOOD[1], "bytes": 3})
     with pytest.raises(BadFrame, match=r"more of events-2\.jsonl than the 3 bytes"):
         files.take_in(2, b"more")
@@ -198,11 +199,11 @@ def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     log = tmp_path / "events-1.jsonl"
     log.write_text("0123456789abc\n")
     bringing = file_transfer.FileSender(Notes(), tmp_path, 0)  # type: ignore[arg-type]
-    bringing.bring()
-    bringing.bring()
+    bringing.send_new()
+    bringing.send_new()
     with log.open("a") as file:
         file.write("more\n")
-    bringing.bring()
+    bringing.send_new()
     assert sent == [10, b"0123456789", 4, b"abc\n", 5, b"more\n"]
 
 

@@ -267,4 +267,4 @@ def test_who_waits_for_the_result_hears_that_there_is_none(tmp_path: Path) -> No
     home, other = together(2, lambda: train("allreduce", tmp_path / "run", cluster=Attached(patience=20), **given))
     assert "cannot be scored" in home.error
     assert (other.kind, other.code) == ("Stopped", 10)
-    assert "worker 0 left before it told" in other.error
+    assert "worker 0 left before it sent the outcome" in other.error

@@ -24,7 +24,9 @@ def test_the_rates_are_those_that_tuning_found() -> None:
 def test_the_rates_were_tuned_for_the_cluster_of_the_demo() -> None:
     words = shlex.split(SAVED["tuned_by"])
     assert SAVED["tuned_by"] == figures.TUNING
-    assert [words[words.index(name) + 1] for name in ("--network", "--delay")] == [*demo._SLOW.values()]
+    assert [words[words.index(name) + 1] for name in ("--network", "--compute-time", "--straggler")] == [
+        *demo._SLOW.values()
+    ]
 
 
 @pytest.mark.alone

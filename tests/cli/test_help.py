@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+from tests.cli.conftest import Orchestra
 
 from orchestra.cli.app import app
 
@@ -33,3 +34,33 @@ def test_every_option_of_a_big_command_is_in_a_panel(name: str) -> None:
 
 def test_commands_with_many_options_are_those_with_panels() -> None:
     assert {name for name, command in COMMANDS.items() if len(command.params) > 10} == set(BIG)
+
+
+def test_commands_that_choose_a_strategy_come_first(orchestra: Orchestra) -> None:
+    panels = {name: command.rich_help_panel for name, command in COMMANDS.items()}
+    assert [*dict.fromkeys(panels.values())] == ["Choose a strategy", "Train", "Look at runs", "Machines and data"]
+    assert [*COMMANDS][:2] == ["recommend", "compare"]
+    first = orchestra("--help").out.splitlines()[:12]
+    assert all(any(f"orchestra {name} digits" in line for line in first) for name in ("recommend", "compare"))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_is_printed(shell: str, orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--install-completion" in orchestra("--help").out
+    monkeypatch.setenv("_ORCHESTRA_COMPLETE", f"source_{shell}")
+    said = orchestra()
+    assert said.code == 0
+    assert f"complete_{shell}" in said.out
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [("orchestra rec", {"recommend"}), ("orchestra run digits --str", {"--strategy", "--straggler"})],
+)
+def test_commands_and_options_are_completed(
+    typed: str, expected: set[str], orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_ORCHESTRA_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+    assert set(orchestra().out.split()) == expected

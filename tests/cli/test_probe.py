@@ -54,8 +54,10 @@ def test_this_machine_is_measured_and_rehearsed(orchestra: Orchestra) -> None:
         "3",
         "--steps",
         "5",
-        "--delay",
-        "probe.json slow:1x3",
+        "--compute-time",
+        "probe.json",
+        "--straggler",
+        "1x3",
         "--network",
         "probe.json",
         "--json",
@@ -94,7 +96,9 @@ def test_times_at_other_batches_lie_on_a_line(batch: int, expected: float, file:
 
 def test_a_probe_belongs_to_the_batch_of_the_run(file: Path, orchestra: Orchestra) -> None:
     seconds = [
-        orchestra("sim", "digits", "--steps", "9", "--delay", str(file), "--batch", batch, "--json").json["seconds"]
+        orchestra("sim", "digits", "--steps", "9", "--compute-time", str(file), "--batch", batch, "--json").json[
+            "seconds"
+        ]
         for batch in ("16", "64")
     ]
     assert seconds[1] / seconds[0] == pytest.approx(4, rel=0.2)
@@ -125,7 +129,7 @@ def _without(name: str) -> str:
 )
 def test_other_files_are_refused(text: str, said: str, file: Path, orchestra: Orchestra) -> None:
     file.write_text(text, encoding="utf-8")
-    for option in ("--delay", "--network"):
+    for option in ("--compute-time", "--network"):
         answer = orchestra("sim", "digits", option, str(file))
         assert answer.code == 2
         assert said in answer.err
@@ -148,6 +152,6 @@ def test_bad_requests_are_refused_at_once(arguments: list[str], said: str, orche
 
 
 def test_a_missing_file_says_how_to_make_one(orchestra: Orchestra) -> None:
-    answer = orchestra("sim", "digits", "--delay", "probe.json")
+    answer = orchestra("sim", "digits", "--compute-time", "probe.json")
     assert answer.code == 2
     assert "`orchestra probe RECIPE` writes one" in answer.err

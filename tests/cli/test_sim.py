@@ -17,7 +17,7 @@ from tests.zoo import SEED, Trap, events, train, trapped
 
 from orchestra import AllReduce, Local, Simulated, Steps
 from orchestra.cli import sweep
-from orchestra.cli.options import DELAY, NETWORK, Options
+from orchestra.cli.options import COMPUTE_TIME, NETWORK, Options
 from orchestra.engine.compute_times import parse, sampler
 from orchestra.errors import WorkerLost
 from orchestra.report import model
@@ -25,7 +25,10 @@ from orchestra.runs.budget import Target
 from orchestra.runs.events import Stepped
 from orchestra.worlds.simulated.networks import parse as parse_network
 
-SIM = ("sim", "digits", "--workers", "6", "--steps", "4", "--network", "100mbit,1ms", "--delay", "lognormal:0.05,0.3")
+SIM = (
+    "sim", "digits", "--workers", "6", "--steps", "4", "--network", "100mbit,1ms",
+    "--compute-time", "lognormal:0.05,0.3",
+)  # fmt: skip
 
 
 def test_a_rehearsal_is_repeated_to_the_last_digit(orchestra: Orchestra) -> None:
@@ -71,7 +74,7 @@ def test_compare_in_virtual_time(orchestra: Orchestra) -> None:
 def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
     said = orchestra(
         "sweep", "digits", "--sim", "-n", "4", "--epochs", "4", "--target", "accuracy=0.9", "--out", "swept",
-        "--no-tune", "-s", "allreduce,localsgd", "--grid", "bandwidth=1mbit,1gbit", "--grid", "straggler=1,3",
+        "--no-tune", "-s", "allreduce,localsgd", "--grid", "bandwidth=1mbit,1gbit", "--grid", "straggler=1x1,1x3",
     )  # fmt: skip
     assert said.code == 0
     assert said.out.count("◂") == 1 + 4  # once in the title, once under each condition
@@ -80,8 +83,8 @@ def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
         tuple(c["values"].values()): {row["strategy"]: row["seconds_to_target"] for row in c["table"]["rows"]}
         for c in record["conditions"]
     }
-    assert times["1mbit", "1"]["allreduce"] > 5 * times["1gbit", "1"]["allreduce"]
-    assert times["1gbit", "3"]["allreduce"] > 2 * times["1gbit", "1"]["allreduce"]
+    assert times["1mbit", "1x1"]["allreduce"] > 5 * times["1gbit", "1x1"]["allreduce"]
+    assert times["1gbit", "1x3"]["allreduce"] > 2 * times["1gbit", "1x1"]["allreduce"]
     assert (tmp_path / "swept" / "sweep.md").read_text().count("|") > 20
     words = " ".join(said.out.split())
     assert model.tell([tmp_path / "swept"], target=Target("accuracy", 0.9))["verdict"]["sentence"] in words
@@ -106,7 +109,7 @@ def test_bad_grids_are_refused(grid: str, said: str, orchestra: Orchestra) -> No
     ("option", "value", "said"),
     [
         ("--network", "fast", "is not a rate"),
-        ("--delay", "often", "is no delay"),
+        ("--compute-time", "often", "is no delay"),
         ("--numerics", "some", "one of auto, real"),
     ],
 )
@@ -155,8 +158,10 @@ def test_delays_go_on_where_they_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--grid", "straggler=2,2"], "names a value twice"),
-        (["--grid", "straggler=0"], "must be a finite number above 0"),
+        (["--grid", "straggler=1x2,1x2"], "names a value twice"),
+        (["--grid", "straggler=1x0"], "must be a finite number above 0"),
+        (["--grid", "straggler=ax5"], "how many times slower, such as 1x5"),
+        (["--grid", "lr=1x0.1"], "must be a finite number above 0"),
         (["--grid", "workers=2.7"], "must be a whole number"),
         (["--grid", "bandwidth=1mbit", "--network", "hosts.yaml"], "not a file"),
     ],
@@ -168,10 +173,10 @@ def test_grids_that_mean_nothing_are_refused(arguments: list[str], said: str, or
 
 
 def test_a_grid_changes_nothing_but_its_axis() -> None:
-    base = Options(network="10mbit,1ms,2us racks:4x8", delay="constant:0.1")
+    base = Options(network="10mbit,1ms,2us racks:4x8", compute_time="constant:0.1")
     assert sweep._bandwidth(base, "1gbit").network == "1gbit,1ms,2us racks:4x8"
     assert sweep._latency(base, "5ms").network == "10mbit,5ms,2us racks:4x8"
-    assert [sweep._straggler(base, f).delay for f in ("1", "3")] == ["constant:0.1 slow:1x1", "constant:0.1 slow:1x3"]
+    assert [sweep._straggler(base, value).straggler for value in ("1x1", "2x3", "3")] == ["1x1", "2x3", "1x3"]
 
 
 def test_a_network_needs_a_rehearsal(orchestra: Orchestra) -> None:
@@ -205,8 +210,8 @@ def test_a_script_keeps_its_own_virtual_cluster(orchestra: Orchestra, tmp_path: 
 
 
 def test_time_that_stands_still_is_noticed(orchestra: Orchestra) -> None:
-    answer = orchestra("sim", "regression", "-n", "2", "--delay", "constant:0", "--seconds", "1", "--network", "1gbit",
-                       "--numerics", "off", "-s", "localsgd(tau=1000000)")  # fmt: skip
+    answer = orchestra("sim", "regression", "-n", "2", "--compute-time", "constant:0", "--seconds", "1",
+                       "--network", "1gbit", "--numerics", "off", "-s", "localsgd(tau=1000000)")  # fmt: skip
     assert answer.code != 0
     assert "stands still" in answer.err
 
@@ -220,19 +225,19 @@ def test_thousands_of_workers_need_no_samples(orchestra: Orchestra) -> None:
 
 def test_what_to_try_next_is_in_the_same_world(orchestra: Orchestra) -> None:
     said = orchestra(*SIM)
-    assert '--sim --network "100mbit,1ms" --delay "lognormal:0.05,0.3"' in said.err
+    assert '--sim --network "100mbit,1ms" --compute-time "lognormal:0.05,0.3"' in said.err
 
 
 def test_steps_of_fast_and_slow_workers_are_told_apart(orchestra: Orchestra) -> None:
     said = orchestra("sim", "digits", "-n", "4", "--seconds", "1", "-s", "ps(consistency=asp())",
-                     "--delay", "constant:0.05 slow:1x5")  # fmt: skip
+                     "--straggler", "1x5")  # fmt: skip
     assert "4 to 20 steps of each worker" in said.out or "5 to 20 steps of each worker" in said.out
 
 
 def test_a_comparison_says_where_it_took_place(orchestra: Orchestra, tmp_path: Path) -> None:
     said = orchestra("compare", "digits", "--sim", "--network", "10mbps,1ms", "--epochs", "0.2", "-s", "allreduce",
                      "--out", "out", "--no-tune")  # fmt: skip
-    assert "virtual seconds: network 10mbps,1ms, delay constant:0.05" in said.out
+    assert "virtual seconds: network 10mbps,1ms, compute time constant:0.05" in said.out
     assert "virtual seconds" in (tmp_path / "out" / "table.md").read_text()
 
 
@@ -243,7 +248,7 @@ def test_a_bad_condition_is_refused_before_the_first_runs(orchestra: Orchestra, 
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("topic", "word"), [("delay", "lognormal:0.05,0.3"), ("network", "hosts.yaml")])
+@pytest.mark.parametrize(("topic", "word"), [("compute-time", "lognormal:0.05,0.3"), ("network", "hosts.yaml")])
 def test_worlds_are_explained(topic: str, word: str, orchestra: Orchestra) -> None:
     assert word in orchestra("explain", topic).out
 
@@ -257,4 +262,4 @@ def test_a_script_may_end_as_scripts_do(orchestra: Orchestra, tmp_path: Path) ->
 
 def test_defaults_are_those_of_the_cluster() -> None:
     assert Simulated().get_network() == parse_network(NETWORK)
-    assert Simulated().delay == DELAY
+    assert Simulated().delay == COMPUTE_TIME

@@ -61,14 +61,22 @@ def _env() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("command", "said", "not_said"),
     [
-        ("run --network 10mbit", ["orchestra sim --network", "--lab", "orchestra sim, compare"], ["trusted"]),
+        (
+            "run --network 10mbit",
+            ["orchestra sim --network", "--lab", "orchestra recommend, compare, sweep and sim"],
+            ["trusted"],
+        ),
         ("resume --network 10mbit", ["orchestra sim --network", "--lab"], ["trusted"]),
         ("run --sim", ["Use `orchestra sim`"], ["Did you mean"]),
         ("run --numerics off", ["use `orchestra sim`"], ["Did you mean"]),
-        ("run --lab 10mbit,1ms", ["--lab is an option of orchestra compare.", "orchestra lab up"], ["--delay", "--lr"]),
-        ("sim --lab 10mbit,1ms", ["--lab is an option of orchestra compare."], ["--delay", "--lr"]),
+        (
+            "run --lab 10mbit,1ms",
+            ["--lab is an option of orchestra compare.", "orchestra lab up"],
+            ["--compute", "--lr"],
+        ),
+        ("sim --lab 10mbit,1ms", ["--lab is an option of orchestra compare."], ["--compute", "--lr"]),
         ("run --hosts FILE", ["orchestra launch --hosts FILE -- run"], ["--out", "--steps"]),
-        ("run --strategies slowmo", ["Did you mean --strategy?", "orchestra compare, sweep and"], ["--trace"]),
+        ("run --strategies slowmo", ["Did you mean --strategy?", "orchestra recommend, compare and"], ["--trace"]),
         ("compare --strategy slowmo", ["Did you mean --strategies?", "orchestra run and sim"], ["--trace"]),
         ("run --worker 3", ["Did you mean --workers?"], ["--order"]),
         ("run --frobnicate", ["No such option: --frobnicate"], ["Did you mean", "is an option of"]),

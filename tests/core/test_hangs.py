@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.processes import Outcome, Processes
+from tests.processes import Outcome, Processes, together
 from tests.zoo import Trap, ended, make_data, make_model, momentum, paced, train, trapped
 
 import orchestra
@@ -72,17 +73,30 @@ def own_loop(action: Callable[[], None], strategy: str) -> None:
     optimizer.finish()
 
 
+LOCAL_STEPS = "localsgd(tau=1000)"  # a worker of it waits for no other for a long time
+
+
 def in_train(trap: Trap, strategy: str, out: Path) -> None:
     cluster = Attached(patience=3 if trap.action is block else 300)
-    train(strategy, out, cluster=cluster, model=trapped(trap), budget=Steps(8))
+    model = trapped(trap, model=paced(0.2, 0.2)) if strategy == LOCAL_STEPS else trapped(trap)
+    train(strategy, out, cluster=cluster, model=model, budget=Steps(10**6 if strategy == LOCAL_STEPS else 8))
 
 
 CAUSES = {stop: r"has been stopped \(state T\)", block: r"\(state S\) has made no step and used no processor time"}
 
 
 @pytest.mark.parametrize("action", [stop, block])
-@pytest.mark.parametrize("kind", ["train", "own loop"])
-@pytest.mark.parametrize(("strategy", "size"), [("allreduce", 2), ("ps(consistency=asp)", 3)], ids=["allreduce", "asp"])
+@pytest.mark.parametrize(
+    ("kind", "strategy", "size"),
+    [
+        ("train", "allreduce", 2),
+        ("train", "ps(consistency=asp)", 3),
+        ("train", LOCAL_STEPS, 2),
+        ("own loop", "allreduce", 2),
+        ("own loop", "ps", 3),
+        ("own loop", "ps(consistency=asp)", 3),
+    ],
+)
 def test_attached_processes_of_one_machine(
     tmp_path: Path, kind: str, action: Callable[[], None], strategy: str, size: int
 ) -> None:
@@ -158,11 +172,60 @@ def through_another() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def everywhere(way: str, out: Path, *, strategy: str = "allreduce", **given: Any) -> None:
+    """Train two workers whose patience is 2 s: of `Local`, or Attached with messages, torch or a server."""
+    if way == "local":
+        train(strategy, out, cluster=Local(workers=2, patience=2), **given)
+        return
+    cluster = Attached(patience=2, trusted=way == "torch")
+
+    def call() -> None:
+        train("ps" if way == "server" else strategy, out, cluster=cluster, **given)
+
+    outcomes = together(3 if way == "server" else 2, call)
+    assert not any(outcome.kind for outcome in outcomes), outcomes
+
+
 @pytest.mark.parametrize("action", [partial(busy, 5.0), through_another], ids=["itself", "through another"])
-def test_a_process_that_works_is_left_alone(tmp_path: Path, action: Callable[[], None]) -> None:
-    trap = Trap.at(1, 2, action, size=2)
-    train("allreduce", tmp_path, cluster=Local(workers=2, patience=2), model=trapped(trap))
+@pytest.mark.parametrize("way", ["local", "messages", "torch", "server"])
+def test_a_process_that_works_is_left_alone(tmp_path: Path, way: str, action: Callable[[], None]) -> None:
+    everywhere(way, tmp_path, model=trapped(Trap.at(1, 2, action, size=2)))
     assert [ended(tmp_path, node).step for node in range(2)] == [5, 5]
+
+
+@pytest.mark.parametrize("way", ["messages", "torch"])
+def test_local_steps_that_nobody_waits_for_are_no_hang(tmp_path: Path, way: str) -> None:
+    """Nor if they use no processor time."""
+    everywhere(way, tmp_path, strategy=LOCAL_STEPS, model=paced(1.0, 1.0), budget=Steps(6))
+    assert ended(tmp_path, 1).step == 6
+
+
+def pausing_loop(resumed: Path) -> int:
+    """A loop of one's own in which worker 1 pauses for longer than a hang may last, and worker 0 goes on meanwhile."""
+    torch.manual_seed(0)
+    model = make_model()
+    strategy, cluster = "ps(consistency=asp)", Attached(patience=2)
+    model, optimizer = orchestra.prepare(model, momentum(model.parameters()), strategy=strategy, cluster=cluster)
+    (x, y), steps, until = make_data(), 0, time.monotonic() + 60
+    first = os.environ["RANK"] == "0"
+    while steps < 10 or (first and not resumed.exists() and time.monotonic() < until):
+        if not first and steps == 5:
+            time.sleep(8)
+            resumed.touch()
+        optimizer.zero_grad()
+        torch.autograd.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        time.sleep(0.05)
+        steps += 1
+    optimizer.finish()
+    return steps
+
+
+def test_a_server_of_a_loop_that_waits_is_not_waited_for(tmp_path: Path) -> None:
+    outcomes = together(3, partial(pausing_loop, tmp_path / "resumed"))
+    assert not any(outcome.kind for outcome in outcomes[:2]), outcomes
+    assert outcomes[0].value > 20
+    assert outcomes[1].value == 10
 
 
 def test_delays_that_were_asked_for_are_no_hang(tmp_path: Path) -> None:
@@ -269,3 +332,33 @@ def test_a_clock_that_a_thread_looks_at_is_no_work_but_computing_is(scene: Scene
     scene.pass_by(100, cpu=0.1)
     with pytest.raises(WorkerLost):
         scene.pass_by(100, cpu=0.001)
+
+
+def test_time_in_which_the_watcher_computed_counts(scene: Scene) -> None:
+    """One that looks between two steps of its own looks seldom; one that was suspended used no processor time."""
+    spent = 0.0
+    scene.watch.computed = lambda: spent
+    for _ in range(2):
+        scene.now += 20
+        scene.pass_by(1)
+    spent = 40.0
+    with pytest.raises(WorkerLost, match="no processor time for"):
+        scene.pass_by(40, look=40)
+
+
+@pytest.mark.parametrize("state", ["S", "T"])
+def test_unless_a_waiter_waits_no_process_hangs(scene: Scene, state: str) -> None:
+    scene.watch.waiters, scene.state = (1, 2), state
+
+    def pass_by(seconds: int, steps: int, waits: int) -> None:
+        for second in range(seconds):
+            scene.now += 1
+            waiter = Seen((second * steps,), waits)
+            scene.watch.look(
+                {0: 17, 1: 18}, {0: Seen((0,), NOT_WAITING), 1: waiter, 3: Seen((0,), WAITING)}, judged={0}
+            )
+
+    pass_by(100, 0, NOT_WAITING)  # only node 3 waits, a server
+    pass_by(100, 1, WAITING)  # it gets what it waits for
+    with pytest.raises(WorkerLost, match=r"worker [01] hangs"):
+        pass_by(100, 0, WAITING)

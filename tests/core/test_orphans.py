@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 _MARK = "TEST_OF_ORPHANS"
 _PROMISED = 2.0  # seconds, during start-up
 _IN_ORDER = 5.0  # for processes that are training: they tell each other and end as after Ctrl-C

@@ -279,8 +279,8 @@ def test_files_of_far_off_nodes_are_replaced_as_well(tmp_path: Path) -> None:
             log.write(event)
             if i % 700 == 0:
                 log.flush()
-                sender.bring()
-    sender.bring()
+                sender.send_new()
+    sender.send_new()
     assert any(isinstance(e, Thinned) for e in read(path))
     assert [*read(home / "events-2.jsonl")] == [*earlier, *read(path)]
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zoo import BATCH, INPUTS, SEED, assert_same, make_data, make_model, my_rank, train
+from tests.zoo import BATCH, INPUTS, SEED, assert_same, make_data, make_model, my_rank, paced, train
 from torch import Tensor, nn
 
 from orchestra import ConfigError, Local, Simulated, Steps
@@ -133,6 +134,21 @@ def test_the_callers_settings_reach_every_process(tmp_path: Path, when: str) -> 
         for rank in range(2):
             there = json.loads((folder / f"{rank}.json").read_text())
             assert {n: v for n, v in there.items() if here[n] != UNREADABLE} == readable(here), name
+
+
+@pytest.mark.parametrize("name", ["dtype", "device", "deterministic", "flushes", "anomaly"])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_callers_settings_hold_where_snapshots_are_scored(tmp_path: Path, name: str) -> None:
+    found: dict[str, dict[str, Any]] = {}
+
+    def evaluate(model: nn.Module, data: Any) -> float:
+        found[threading.current_thread().name] = in_force()
+        return 0.0
+
+    CHANGES[name]()
+    given = {"evaluate": evaluate, "evaluation_data": doubles, "evaluate_every": Steps(2), "data": doubles}
+    train("allreduce", tmp_path, workers=2, model=paced(0.05), budget=Steps(24), **given)
+    assert found["scorer"] == found[threading.current_thread().name] == in_force()
 
 
 def test_settings_do_not_outlive_a_run(tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ def test_no_place_for_snapshots(strategy: Strategy[Any], tmp_path: Path, capfd: 
     model = obstructing(tmp_path / "snapshots")
     result = train(strategy, tmp_path, workers=2, model=model, budget=Steps(5), evaluate_every=Steps(2), **SCORED)
     assert result.summary.steps == 5
-    first = next(line for line in warnings_of(tmp_path).splitlines() if "could not set aside the model" in line)
+    first = next(
+        line for line in warnings_of(tmp_path).splitlines() if "could not write its part of a snapshot" in line
+    )
     assert first in capfd.readouterr().err  # at once, not only at the end
     scores = scores_of(tmp_path)
     assert scores[0].step == 0

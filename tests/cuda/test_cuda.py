@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -129,4 +130,43 @@ def test_means_by_nccl_of_a_worker_with_its_own_gpu(tmp_path: Path, monkeypatch:
     mean, total = means.mean(x, 4.0)  # not what was promised
     assert (total, means.early) == (4.0, 3)
     torch.testing.assert_close(mean, x)
+    means.close()
+
+
+class Late:
+    """NCCL, whose sums begin so many cycles of the GPU late: the others may not be there yet."""
+
+    def __init__(self, backend: Any, cycles: int) -> None:
+        self.backend, self.cycles = backend, cycles
+        self.shutdown, self.abort = backend.shutdown, backend.abort
+
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
+        return self.backend.allreduce(tensors)
+
+
+@pytest.mark.alone
+def test_who_waits_for_others_by_nccl_hears_them_and_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than the patience, which is for coming together; and what it hears may end it."""
+    gpu, heard, stops = torch.device("cuda", 0), [], False
+
+    def listen() -> None:
+        heard.append(time.monotonic())
+        if stops:
+            raise KeyboardInterrupt
+
+    store = torch_collectives.file_store(tmp_path / "store", 1)
+    means = torch_collectives.TorchCollectives(store, 0, 1, gpu, patience=1.0, on_waiting=listen)
+    x = torch.randn(1000, device=gpu)
+    nccl = means._backend
+    means.mean(x, 1.0)
+    monkeypatch.setattr(means, "_backend", Late(nccl, 8_000_000_000))  # four seconds
+    mean, _ = means.mean(x, 1.0)
+    torch.testing.assert_close(mean, x)
+    assert len(heard) > 5
+    stops = True
+    with pytest.raises(KeyboardInterrupt):
+        means.mean(x, 1.0)
     means.close()

@@ -48,7 +48,7 @@ def test_the_examples_of_the_catalogue_run(command: str, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=lambda page: page.stem)
 def test_no_block_hides_in_another_language(page: Path) -> None:
     assert pages.MADE.sub("", page.read_text(encoding="utf-8")).count("\n```") == 2 * len(blocks(page))
-    assert {block.language for block in blocks(page)} <= {"bash", "python", "text"}
+    assert {block.language for block in blocks(page)} <= {"bash", "python", "text", "toml"}
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:

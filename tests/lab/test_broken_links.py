@@ -93,5 +93,5 @@ def test_a_host_that_does_not_come_back_is_named(
         assert lab.run([*command, "localsgd(tau=2)", str(out), "2"]) != 0
         cutting.join()
     said = b"".join(capfdbinary.readouterr()).decode()
-    assert "worker 1 is out of reach since" in said
+    assert "worker 1 has been unreachable since" in said
     assert "its connection to worker 0 broke" in said

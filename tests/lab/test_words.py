@@ -53,6 +53,8 @@ def test_a_lab_does_not_wait_for_torch() -> None:
         (("--hosts", "2", "--host", "2:cpu=half"), "must be a number of cores"),
         (("--hosts", "2", "--host", "2"), "write it like 3:rate=10mbit"),
         (("--hosts", "2", "--name", "A b"), "small letters"),
+        (("--hosts", "2", "--straggler", "5"), "such as 1x5"),
+        (("--hosts", "2", "--straggler", "3x5"), "there are 2 hosts"),
     ],
 )
 @pytest.mark.parametrize("verb", ["up", "compose"])
@@ -205,3 +207,13 @@ def test_the_script_of_a_container_shapes_a_link(name: str) -> None:
     assert "rate 10Mbit" in out
     if "ifb0" in out:
         assert "rate 20Mbit" in out
+
+
+def test_a_straggler_is_a_host_with_less_of_the_processor(orchestra: Orchestra) -> None:
+    def shares(*words: str) -> list[float]:
+        services = yaml.safe_load(orchestra("lab", "compose", "--hosts", "3", *words).out)["services"]
+        return [service.get("cpus") for service in services.values()]
+
+    assert shares("--cpu", "0.5", "--straggler", "2x5") == [0.1, 0.1, 0.5]
+    assert shares("--straggler", "1x5") == [pytest.approx((os.cpu_count() or 1) / 15, rel=1e-2), None, None]
+    assert shares("--cpu", "0.5", "--straggler", "1x5", "--host", "1:cpu=0.2") == [0.2, 0.5, 0.5]

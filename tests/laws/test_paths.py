@@ -281,7 +281,7 @@ def test_long_words_outside_ascii_still_arrive(tmp_path: Path) -> None:
 
 def test_a_worker_that_exits_without_a_word_is_lost(tmp_path: Path) -> None:
     trap = Trap.at(1, 1, partial(os._exit, 0), size=2)
-    with pytest.raises(WorkerLost, match="worker 1 died: it exited with code 0 without a word"):
+    with pytest.raises(WorkerLost, match="worker 1 died: it exited with code 0 without an error message"):
         train(AllReduce(), tmp_path / "run", workers=2, model=trapped(trap))
 
 

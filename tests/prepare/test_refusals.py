@@ -208,38 +208,3 @@ def test_every_parameter_is_a_tensor_of_its_own(tmp_path: Path) -> None:
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert len(storages) == len([*model.parameters()])
     optimizer.finish()
-
-
-def test_accelerate_saves_and_loads_with_servers(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-
-    def call() -> Any:
-        model = make_model()
-        try:
-            model, optimizer, loader = orchestra.prepare(
-                model, momentum(model.parameters()), make_loader(), strategy="ps", cluster=Attached(patience=20)
-            )
-        except SystemExit:
-            return None
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-            os.environ.pop(name)  # so that Accelerate starts as one process
-        accelerator = accelerate.Accelerator(cpu=True)
-        model, wrapped = accelerator.prepare(model, optimizer)
-        for x, y in loader:
-            wrapped.zero_grad()
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
-            wrapped.step()
-        if optimizer.orchestra.is_coordinator:
-            accelerator.save_state(str(tmp_path))
-        optimizer.orchestra.mean(1.0)
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        accelerator.load_state(str(tmp_path))
-        optimizer.finish()
-        return before, model.state_dict()
-
-    for outcome in together(3, call, seconds=120):
-        assert not outcome.kind, outcome.error
-        assert outcome.value is None or equal(*outcome.value)

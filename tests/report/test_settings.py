@@ -61,7 +61,7 @@ def test_how_gradients_were_computed_is_no_condition_but_that_they_were_is() -> 
 
 
 def test_conditions_are_in_order_of_size() -> None:
-    texts = ["network 1gbit · delay slow:1x5", "network 100mbit · delay slow:1x1", "network 10mbit · delay slow:1x1"]
+    texts = ["network 1gbit · straggler 1x5", "network 100mbit · straggler 1x1", "network 10mbit · straggler 1x1"]
     assert sorted([*texts, "network 10mbit"], key=settings.natural) == ["network 10mbit", texts[2], texts[1], texts[0]]
     assert sorted(["2tbit,1us", "3gbit,2us", "3gbit,900ns", "500bit"], key=settings.natural) == [
         "500bit", "3gbit,900ns", "3gbit,2us", "2tbit,1us",
@@ -86,13 +86,13 @@ def test_the_command_of_a_comparison_is_what_its_folder_says(tmp_path: Path) -> 
 
 def test_the_command_of_a_run_is_safe_to_paste(tmp_path: Path) -> None:
     figures = {"epochs": 3.25, "lr": 0.012345678, "trace": True}
-    options = {"strategy": "slowmo(tau=4)", **figures, "out": "gone", "delay": "x; rm -rf $HOME"}
+    options = {"strategy": "slowmo(tau=4)", **figures, "out": "gone", "compute_time": "x; rm -rf $HOME"}
     note = {"recipe": "my recipe.py", "args": ["--fast"], "options": options}
     run = reading.load(make_run(tmp_path / "run", note=note))
     (command,) = settings.commands([run])
     assert shlex.split(command) == [
         "orchestra", "run", "my recipe.py", "--strategy", "slowmo(tau=4)", "--epochs", "3.25",
-        "--lr", "0.012345678", "--trace", "--delay", "x; rm -rf $HOME", "--", "--fast",
+        "--lr", "0.012345678", "--trace", "--compute-time", "x; rm -rf $HOME", "--", "--fast",
     ]  # fmt: skip
 
 

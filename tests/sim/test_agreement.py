@@ -301,7 +301,7 @@ class Silent(Strategy[None]):
 
 def test_a_deadlock_names_the_line_of_the_strategy(tmp_path: Path) -> None:
     line = r"worker 0 waits for a message from worker 1 \(test_agreement\.py:\d+, step\)"
-    with pytest.raises(Deadlock, match=rf"at 0 s nobody can go on:\n  {line}"):
+    with pytest.raises(Deadlock, match=rf"at 0 s no node can continue:\n  {line}"):
         train(Silent(), tmp_path, cluster=Simulated(workers=2), budget=Steps(3) | Seconds(5000))
 
 

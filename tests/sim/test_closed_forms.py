@@ -91,7 +91,7 @@ def test_when_a_sender_goes_on(keeps: float, free: list[float]) -> None:
 
     def send() -> None:
         for size in (700, 300, 700, 300):
-            taken = world.hand_over(world.way(0, 1), size, lambda _: came.append(kernel.now), None)
+            taken = world.send_blocking(world.way(0, 1), size, lambda _: came.append(kernel.now), None)
             if taken is not None:
                 taken.wait()
             went_on.append(kernel.now)

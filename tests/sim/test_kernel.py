@@ -90,7 +90,7 @@ def test_a_deadlock_says_who_waits_for_what_and_where(kind: Kind) -> None:
 
     kernel.spawn("worker 0", stuck)
     pattern = (
-        r"at 0\.5 s nobody can go on:\n  worker 0 waits for a message from worker 1 \(test_kernel\.py:\d+, stuck\)"
+        r"at 0\.5 s no node can continue:\n  worker 0 waits for a message from worker 1 \(test_kernel\.py:\d+, stuck\)"
     )
     with pytest.raises(Deadlock, match=pattern):
         kernel.run()

@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.docs.blocks import DOCS, ROOT, blocks
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "growing_rounds"
+PAGE = {block.title: block.text for block in blocks(DOCS / "adding.md") if block.language == "python"}
 
 # What the rest of the system makes of a strategy: run with a copy of the package that has one more.
 PLACES = """
@@ -54,14 +55,13 @@ def orchestra(*words: str, path: list[Path], folder: Path) -> str:
 
 
 def test_a_file_and_a_row_are_all_it_takes(tmp_path: Path) -> None:
+    """What `docs/adding.md` says, word for word."""
     source = tmp_path / "src"
     shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
-    text, row = (EXAMPLE / "growing_rounds.py").read_text().split("ROW = ")
     package = source / "orchestra" / "strategies"
-    (package / "growing.py").write_text(text.replace("from orchestra.strategies.catalogue import Row\n", ""))
+    (package / "growing.py").write_text(PAGE["growing.py"])
     before = (package / "catalogue.py").read_text()
-    row = row.replace("traffic=traffic", "traffic=growing.traffic").strip()
-    after = before.replace("\nROWS = (\n", f"\nROWS = (\n{row},\n").replace(
+    after = before.replace("\nROWS = (\n", f"\nROWS = (\n{PAGE[None].strip()},\n").replace(
         "from orchestra.strategies import ",
         "from orchestra.strategies.growing import Growing as Growing\nfrom orchestra.strategies import growing, ",
         1,
@@ -73,6 +73,19 @@ def test_a_file_and_a_row_are_all_it_takes(tmp_path: Path) -> None:
     assert "growing" in [
         entry["name"] for entry in json.loads(orchestra("strategies", "--json", path=path, folder=tmp_path))
     ]
+    test = PAGE["test_growing.py"].replace("from growing import", "from orchestra.strategies.growing import")
+    (tmp_path / "test_growing.py").write_text(test)
+    done = run("-m", "pytest", "-q", "test_growing.py", path=path, folder=tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_example_is_the_strategy_of_the_page() -> None:
+    text = PAGE["growing.py"].replace(
+        "import ExpectedTraffic, RunSize\n",
+        "import ExpectedTraffic, RunSize\nfrom orchestra.strategies.catalogue import Row\n",
+    )
+    row = PAGE[None].replace("growing.traffic", "traffic")
+    assert (EXAMPLE / "growing_rounds.py").read_text() == f"{text}\n\nROW = {row}"
 
 
 # From another package.

@@ -161,7 +161,7 @@ def apart() -> tuple[Tensor, Tensor]:
 
 def test_the_loss_of_samples_set_apart(tmp_path: Path) -> None:
     when = Plateau(loss="validation", every=1)
-    with pytest.raises(ConfigError, match="set apart"):
+    with pytest.raises(ConfigError, match="needs the validation loss"):
         train(StrategySwitch(when=when), tmp_path / "without", workers=WORKERS, budget=Epochs(1))
     for name, cluster in (("local", LOCAL), ("simulated", SIMULATED)):
         given: dict[str, Any] = {"cluster": cluster, "budget": Epochs(1), "validation_data": apart}

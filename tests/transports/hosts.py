@@ -47,10 +47,10 @@ class Machine:
 
 def _live(rank: int, size: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    meeting = Rendezvous(rank, TOKEN, {}, host=HOST)
-    pipe.send(meeting.address)
+    rendezvous = Rendezvous(rank, TOKEN, {}, host=HOST)
+    pipe.send(rendezvous.address)
     traffic = Traffic()
-    sockets = meeting.gather(pipe.recv(), patience=PATIENCE)
+    sockets = rendezvous.connect_all(pipe.recv(), patience=PATIENCE)
     messenger = Messenger(
         rank, size, TOKEN.run(), sockets, largest=1 << 24, patience=PATIENCE, traffic=traffic, summed=True
     )  # fmt: skip

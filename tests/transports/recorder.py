@@ -10,12 +10,12 @@ from typing import Any
 class Recorder:
     """Keeps what a messenger tells it."""
 
-    def __init__(self, heard: Callable[[dict[str, Any]], None] = lambda said: None) -> None:
+    def __init__(self, heard: Callable[[dict[str, Any]], None] = lambda message: None) -> None:
         self._heard = heard
         self.pieces: list[bytes] = []
 
-    def on_control(self, source: int, said: dict[str, Any]) -> None:
-        self._heard(said)
+    def on_control(self, source: int, message: dict[str, Any]) -> None:
+        self._heard(message)
 
     def on_file_piece(self, source: int, piece: bytes) -> None:
         self.pieces.append(piece)

@@ -33,9 +33,9 @@ TOKEN = Token("0123456789abcdef" * 2, trusted=True)
 
 def connect(size: int, workers: int, largest: int) -> list[SocketTransport]:
     meetings = [Rendezvous(rank, TOKEN, {}) for rank in range(size)]
-    addresses = [meeting.address for meeting in meetings]
+    addresses = [rendezvous.address for rendezvous in meetings]
     with ThreadPoolExecutor(size) as pool:
-        connections = list(pool.map(lambda m: m.gather(addresses, patience=10), meetings))
+        connections = list(pool.map(lambda m: m.connect_all(addresses, patience=10), meetings))
     found = []
     for rank, sockets in enumerate(connections):
         traffic = Traffic()

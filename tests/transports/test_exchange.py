@@ -34,11 +34,11 @@ def meet(size: int, *, trusted: bool = False, abouts: list[dict[str, Any]] | Non
     """Everybody's connections, or what went wrong."""
     token = [Token(SECRET, trusted=trusted) for _ in range(size)]
     meetings = [Rendezvous(r, token[r], (abouts or [ABOUT] * size)[r]) for r in range(size)]
-    addresses = [meeting.address for meeting in meetings]
+    addresses = [rendezvous.address for rendezvous in meetings]
 
-    def join(meeting: Rendezvous) -> Any:
+    def join(rendezvous: Rendezvous) -> Any:
         try:
-            return meeting.gather(addresses, patience=10)
+            return rendezvous.connect_all(addresses, patience=10)
         except ClusterError as error:
             return error
 
@@ -267,7 +267,7 @@ def test_without_the_token_nobody_gets_in_and_nobody_is_disturbed(trusted: bool)
         thread.start()
     time.sleep(0.2)
     try:
-        joined = at_once(*(lambda m=m: m.gather(addresses, patience=10) for m in meetings))
+        joined = at_once(*(lambda m=m: m.connect_all(addresses, patience=10) for m in meetings))
     finally:
         stop.set()
         for thread in strangers:
@@ -291,9 +291,9 @@ def test_the_first_difference_is_named() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    meeting = Rendezvous(0, Token(SECRET), ABOUT)
-    with pytest.raises(ClusterError, match="waited in vain for node 1, 2"):
-        meeting.gather([meeting.address] * 3, patience=0.2)
+    rendezvous = Rendezvous(0, Token(SECRET), ABOUT)
+    with pytest.raises(ClusterError, match="nodes 1, 2 did not connect"):
+        rendezvous.connect_all([rendezvous.address] * 3, patience=0.2)
 
 
 def test_two_with_one_rank_are_refused() -> None:
@@ -301,14 +301,14 @@ def test_two_with_one_rank_are_refused() -> None:
     first, *others = [Rendezvous(r, token, ABOUT) for r in (0, 1, 1)]
     addresses = [first.address, others[0].address, others[1].address]
 
-    def join(meeting: Rendezvous) -> Any:
+    def join(rendezvous: Rendezvous) -> Any:
         try:
-            return meeting.gather(addresses, patience=1)
+            return rendezvous.connect_all(addresses, patience=1)
         except ClusterError as error:
             return str(error)
 
     said = at_once(*(lambda m=m: join(m) for m in (first, *others)))
-    assert any("call themselves node 1" in str(each) for each in said)
+    assert any("claim to be node 1" in str(each) for each in said)
 
 
 def test_nothing_readable_passes_an_encrypted_connection() -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from orchestra.errors import ClusterError
 from orchestra.worlds.sockets import addresses, link_probe, rendezvous
-from orchestra.worlds.sockets.addresses import EVERYWHERE, door_of, is_loopback, resolve
-from orchestra.worlds.sockets.auth import Token
+from orchestra.worlds.sockets.addresses import EVERYWHERE, is_loopback, resolve, where_to_listen
+from orchestra.worlds.sockets.auth import Token, Unauthenticated
 from orchestra.worlds.sockets.rendezvous import Rendezvous
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -79,11 +79,11 @@ def names(monkeypatch: pytest.MonkeyPatch, known: Callable[[], dict[str, str]]) 
 @both_ways
 def test_silent_strangers_keep_nobody_out(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than there is room for, and all before those who belong there."""
-    monkeypatch.setattr(rendezvous, "_PROOF", 20.0)  # they would be waited for longer than this test takes
-    monkeypatch.setattr(rendezvous, "_STRANGERS", 8)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE", 20.0)  # they would be waited for longer than this test takes
+    monkeypatch.setattr(rendezvous, "_UNAUTHENTICATED", 8)
     home, other = some(0, trusted=trusted), some(1, trusted=trusted, host=None)
     with ExitStack() as strangers, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(home.welcome, 2, patience=10)
+        waiting = pool.submit(home.host_all, 2, patience=10)
         for _ in range(30):
             strangers.enter_context(socket.create_connection(home.address))
         began = time.monotonic()
@@ -94,12 +94,12 @@ def test_silent_strangers_keep_nobody_out(trusted: bool, monkeypatch: pytest.Mon
 
 def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is dropped at the door calls again, until it is let in."""
-    room = rendezvous.Unauthenticated
+    room = Unauthenticated
     monkeypatch.setattr(rendezvous, "Unauthenticated", lambda _: room(2))
     size = 12
     home, *others = [some(rank, host="127.0.0.1" if rank == 0 else None) for rank in range(size)]
     found = at_once(
-        lambda: home.welcome(size, patience=20), *(lambda o=o: o.join(home.address, patience=20) for o in others)
+        lambda: home.host_all(size, patience=20), *(lambda o=o: o.join(home.address, patience=20) for o in others)
     )
     assert [sorted(each) for each in found] == [[n for n in range(size) if n != rank] for rank in range(size)]
     hang_up(*found)
@@ -108,7 +108,7 @@ def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.Monk
 def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is not taken for another that calls itself the same."""
     home, second, third = some(0), some(1, host=None), some(2, host=None)
-    heard, cut = rendezvous.hear, threading.Event()
+    heard, cut = rendezvous.receive_json, threading.Event()
 
     def lose(sock: socket.socket, until: float | None = None) -> dict[str, Any]:
         said = heard(sock, until)
@@ -117,9 +117,9 @@ def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.Mon
             raise TimeoutError("the answer came too late")
         return said
 
-    monkeypatch.setattr(rendezvous, "hear", lose)
+    monkeypatch.setattr(rendezvous, "receive_json", lose)
     with ThreadPoolExecutor(2) as pool:
-        waiting, first = pool.submit(home.welcome, 3, patience=5), pool.submit(second.join, home.address, patience=5)
+        waiting, first = pool.submit(home.host_all, 3, patience=5), pool.submit(second.join, home.address, patience=5)
         assert cut.wait(5)
         found = third.join(home.address, patience=5), first.result(), waiting.result()
     assert [sorted(each) for each in found] == [[0, 1], [0, 2], [1, 2]]
@@ -128,10 +128,10 @@ def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.Mon
 
 @both_ways
 def test_who_speaks_slowly_has_one_deadline_for_all(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_PROOF", 0.6)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE", 0.6)
     home = some(0, trusted=trusted)
     with ThreadPoolExecutor(1) as pool, socket.create_connection(home.address) as slow:
-        waiting = pool.submit(home.gather, [home.address] * 2, patience=3)
+        waiting = pool.submit(home.connect_all, [home.address] * 2, patience=3)
         began = time.monotonic()
         with suppress(OSError):  # when it is cut off
             while time.monotonic() - began < 10:
@@ -143,7 +143,7 @@ def test_who_speaks_slowly_has_one_deadline_for_all(trusted: bool, monkeypatch: 
 
 def test_who_answers_slowly_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Likewise at the other end: something that is not ours listens where node 0 should."""
-    monkeypatch.setattr(rendezvous, "_PROOF", 0.5)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as door:
 
         def drip() -> None:
@@ -158,7 +158,7 @@ def test_who_answers_slowly_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
         threading.Thread(target=drip, daemon=True).start()
         began = time.monotonic()
-        with pytest.raises(ClusterError, match=r"node 1 cannot join node 0 at 127\.0\.0\.1"):
+        with pytest.raises(ClusterError, match=r"node 1 cannot connect to node 0 at 127\.0\.0\.1"):
             some(1, host=None).join(door.getsockname(), patience=0.3)
         assert time.monotonic() - began < 2
 
@@ -174,10 +174,10 @@ def test_a_name_may_become_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_that_never_becomes_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_QUIET", 0.1)
+    monkeypatch.setattr(addresses, "_FIRST", 0.1)
     said: list[str] = []
-    with names(monkeypatch, dict), pytest.raises(ClusterError, match=r"'pod\.test' cannot be resolved.*port 29500"):
-        resolve("pod.test", 29500, patience=0.5, tell=said.append)
+    with names(monkeypatch, dict), pytest.raises(ClusterError, match=r"'pod\.test' could not be resolved.*port 29500"):
+        resolve("pod.test", 29500, patience=0.5, notify=said.append)
     assert "'pod.test' cannot be resolved yet" in said[0]
     with names(monkeypatch, dict), pytest.raises(ClusterError, match=r"pod\.test:29500.*Is MASTER_ADDR right"):
         some(1, host=None).join(("pod.test", 29500), patience=0.3)
@@ -192,7 +192,7 @@ def test_either_protocol(host: str, by: str) -> None:
         pytest.skip("this machine does not speak IPv6")
     home, second, third = some(0, host=by), some(1, host=None), some(2, host=None)
     found = at_once(
-        lambda: home.welcome(3, patience=5), *(
+        lambda: home.host_all(3, patience=5), *(
             lambda m=m: m.join((host, home.address[1]), patience=5) for m in (second, third)
         )
     )  # fmt: skip
@@ -202,12 +202,12 @@ def test_either_protocol(host: str, by: str) -> None:
 
 def test_a_machine_that_knows_itself_as_loopback_is_found_by_others() -> None:
     """Nodes 0 and 1 are on one machine, whose name is 127.0.1.1 there; node 2 is elsewhere and knows better."""
-    host = door_of(["127.0.1.1"], one_machine=False)
+    host = where_to_listen(["127.0.1.1"], one_machine=False)
     assert host == EVERYWHERE
     home, near, far = (some(rank, host=host if rank == 0 else None, one_machine=False) for rank in range(3))
     port, outside = home.address[1], own_address()
     found = at_once(
-        lambda: home.welcome(3, patience=5),
+        lambda: home.host_all(3, patience=5),
         lambda: near.join(("127.0.1.1", port), patience=5),
         lambda: far.join((outside, port), patience=5),
     )
@@ -218,10 +218,10 @@ def test_a_machine_that_knows_itself_as_loopback_is_found_by_others() -> None:
 
 def test_where_to_listen() -> None:
     outside = own_address()
-    assert door_of([outside], one_machine=False) == outside
-    assert door_of([outside, "127.0.1.1"], one_machine=False) == EVERYWHERE
-    assert door_of(["198.51.100.7"], one_machine=False) == EVERYWHERE  # a name in front of this machine
-    assert door_of(["127.0.1.1"], one_machine=True) == "127.0.1.1"
+    assert where_to_listen([outside], one_machine=False) == outside
+    assert where_to_listen([outside, "127.0.1.1"], one_machine=False) == EVERYWHERE
+    assert where_to_listen(["198.51.100.7"], one_machine=False) == EVERYWHERE  # a name in front of this machine
+    assert where_to_listen(["127.0.1.1"], one_machine=True) == "127.0.1.1"
 
 
 # What is said.
@@ -238,28 +238,28 @@ def test_a_port_in_use_is_told() -> None:
 
 
 def test_who_waits_says_for_whom_and_who_calls_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_QUIET", 0.2)
+    monkeypatch.setattr(addresses, "_FIRST", 0.2)
     said: list[str] = []
-    home = some(0, tell=said.append)
+    home = some(0, notify=said.append)
     called = ("10.9.8.7", 29500)
-    with pytest.raises(ClusterError, match=r"waited in vain for node 1, 2 to come to 10\.9\.8\.7:29500"):
-        home.welcome(3, patience=1.5, known_as=called)
-    assert said[0] == "node 0 waits for node 1, 2 to come to 10.9.8.7:29500"
+    with pytest.raises(ClusterError, match=r"nodes 1, 2 did not connect to node 0 at 10\.9\.8\.7:29500 within 1\.5 s"):
+        home.host_all(3, patience=1.5, known_as=called)
+    assert said[0] == "node 0 waits for nodes 1, 2 to connect to 10.9.8.7:29500"
     assert len(said) == 2  # ever less often
     said.clear()
     with pytest.raises(ClusterError, match="Was it started there, and does a firewall"):
-        some(1, host=None, tell=said.append).join(home.address, patience=1)
-    assert said[0].startswith(f"node 1 calls node 0 at 127.0.0.1:{home.address[1]}: ")
+        some(1, host=None, notify=said.append).join(home.address, patience=1)
+    assert said[0].startswith(f"node 1 tries to reach node 0 at 127.0.0.1:{home.address[1]}: ")
 
 
 @both_ways
 def test_who_has_come_says_that_it_waits_for_those_who_have_not(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_QUIET", 0.2)
+    monkeypatch.setattr(addresses, "_FIRST", 0.2)
     said: list[str] = []
-    home, second = some(0, trusted=trusted), some(1, trusted=trusted, host=None, tell=said.append)
+    home, second = some(0, trusted=trusted), some(1, trusted=trusted, host=None, notify=said.append)
     third = some(2, trusted=trusted, host=None)
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(home.welcome, 3, patience=20)
+        first = pool.submit(home.host_all, 3, patience=20)
         other = pool.submit(second.join, home.address, patience=20)
         deadline = time.monotonic() + 15
         while not said and time.monotonic() < deadline:
@@ -267,23 +267,23 @@ def test_who_has_come_says_that_it_waits_for_those_who_have_not(trusted: bool, m
         found = first, other, pool.submit(third.join, home.address, patience=20)
         hang_up(*(each.result() for each in found))
     port = home.address[1]
-    assert said[0] == f"node 1 is with node 0 at 127.0.0.1:{port}, which waits for others: it says for whom"
+    assert said[0] == f"node 1 is connected to node 0 at 127.0.0.1:{port}, which waits for other nodes and names them"
 
 
 def test_a_node_that_leaves_before_all_have_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     home, other = some(0), some(1, host=None)
 
     def cut(sock: socket.socket, what: Any) -> None:
-        if "doors" in what:
+        if "addresses" in what:
             raise BrokenPipeError("Broken pipe")
         said(sock, what)
 
-    said = rendezvous.say
-    monkeypatch.setattr(rendezvous, "say", cut)
-    first, second = at_once(lambda: home.welcome(2, patience=3), lambda: other.join(home.address, patience=3))
+    said = rendezvous.send_json
+    monkeypatch.setattr(rendezvous, "send_json", cut)
+    first, second = at_once(lambda: home.host_all(2, patience=3), lambda: other.join(home.address, patience=3))
     assert "node 1 at 127.0.0.1:" in str(first)
-    assert "left before all had come: Broken pipe" in str(first)
-    assert "it gave up waiting for the others" in str(second)
+    assert "left before all nodes had connected: Broken pipe" in str(first)
+    assert "addresses of the other nodes: it stopped waiting for them" in str(second)
 
 
 @pytest.mark.parametrize("says", [b"", struct.pack("<I", 12) + b'{"rank": 01}', struct.pack("<I", 2) + b"{}"])

@@ -24,17 +24,17 @@ from orchestra.errors import WorkerLost
 from orchestra.worlds.sockets import connections, pairing, reconnect
 from orchestra.worlds.sockets.auth import Token
 from orchestra.worlds.sockets.messenger import Messenger
-from orchestra.worlds.sockets.reconnect import Arrival
+from orchestra.worlds.sockets.reconnect import NewConnection
 
 BOTH = Group((0, 1))
 
 
 @contextmanager
 def machines(
-    monkeypatch: pytest.MonkeyPatch, *, apart: bool, trusted: bool = False, grace: float = 3.0, **given: Any
+    monkeypatch: pytest.MonkeyPatch, *, remote: bool, trusted: bool = False, grace: float = 3.0, **given: Any
 ) -> Iterator[Any]:
     """Two nodes, on one machine or as if on two."""
-    if apart:
+    if remote:
         names = itertools.count()
         monkeypatch.setattr(pairing, "machine", lambda: f"machine {next(names)}")
     token, sockets = Token(SECRET, trusted=trusted), meet(2, trusted=trusted)
@@ -45,10 +45,10 @@ def machines(
         )
     made = [
         Messenger(
-            rank, 2, token.run(), sockets[rank], arranged=arranged,
+            rank, 2, token.run(), sockets[rank], pairing=pairing,
             **{"largest": 1 << 24, "patience": 20.0, "traffic": Traffic(), "summed": trusted, **given},
         )
-        for rank, arranged in enumerate(both)
+        for rank, pairing in enumerate(both)
     ]  # fmt: skip
     yield made
     for node in made:
@@ -58,7 +58,7 @@ def machines(
 def cut(node: Messenger) -> None:
     """Break the connection, as a firewall that forgets it would."""
     (peer,) = node._peers.values()
-    if peer.parted is None:
+    if peer.broken_at is None:
         with socket.socket(fileno=os.dup(peer.sock.fileno())) as line:  # below the encryption
             line.shutdown(socket.SHUT_RDWR)
 
@@ -67,7 +67,7 @@ def cut(node: Messenger) -> None:
 @pytest.mark.parametrize("numel", [3, 100_000])
 def test_no_message_is_lost_or_comes_twice(trusted: bool, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut again and again while messages go both ways: each comes once, in order, whole."""
-    with machines(monkeypatch, apart=True, trusted=trusted) as (a, b):
+    with machines(monkeypatch, remote=True, trusted=trusted) as (a, b):
 
         def speak(node: Messenger, other: int) -> list[tuple[int, float]]:
             found = []
@@ -87,25 +87,25 @@ def test_no_message_is_lost_or_comes_twice(trusted: bool, numel: int, monkeypatc
 
 
 def test_what_only_one_of_them_sends_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=True) as (a, b):
+    with machines(monkeypatch, remote=True) as (a, b):
 
         def send() -> int:
             most = 0
             for _ in range(50):
                 a.send(Send(1, torch.zeros(100_000)))
-                most = max(most, len(a._peers[1].unheard))
+                most = max(most, len(a._peers[1].unacknowledged))
             return most
 
         most, _ = at_once(send, lambda: [recv(b, 0, BOTH) for _ in range(50)])
         assert (
             most <= connections.AHEAD + 25
         )  # what lies in the kernels' buffers, and what was taken in before it was asked for
-        at_once(lambda: a._wait(lambda: not a._peers[1].unheard, lambda: "b to have all", []), lambda: b.poll())
+        at_once(lambda: a._wait(lambda: not a._peers[1].unacknowledged, lambda: "b to have all", []), lambda: b.poll())
 
 
 def test_a_node_that_computes_is_waited_for_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_SILENT", 0.3)
-    with machines(monkeypatch, apart=True) as (a, b):
+    with machines(monkeypatch, remote=True) as (a, b):
 
         def compute() -> None:
             cut(b)
@@ -114,7 +114,7 @@ def test_a_node_that_computes_is_waited_for_and_one_that_is_gone_is_not(monkeypa
 
         came, _ = at_once(lambda: recv(a, 1, BOTH), compute)
         assert float(came.x.sum()) == 3.0
-        b._lines._reunion.door.close()  # as when its process ends
+        b._connections._reconnector.listening.close()  # as when its process ends
         cut(b)
         began = time.monotonic()
         with pytest.raises(WorkerLost, match=r"worker 1.*connection to worker 0 broke"):
@@ -123,8 +123,8 @@ def test_a_node_that_computes_is_waited_for_and_one_that_is_gone_is_not(monkeypa
 
 
 def test_a_stranger_at_the_door_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=True) as (a, b):
-        door = a._lines._reunion.door.getsockname()
+    with machines(monkeypatch, remote=True) as (a, b):
+        door = a._connections._reconnector.listening.getsockname()
         strangers = [socket.create_connection(door) for _ in range(40)]
         for stranger in strangers[::2]:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -138,18 +138,18 @@ def test_a_stranger_at_the_door_is_none_of_them(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_nodes_of_one_machine_have_memory_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=False) as (a, b):
-        assert a._lines._reunion is None  # nothing that breaks
-        outlet = a._peers[1].outlet
-        assert outlet is not None
+    with machines(monkeypatch, remote=False) as (a, b):
+        assert a._connections._reconnector is None  # nothing that breaks
+        ring_out = a._peers[1].ring_out
+        assert ring_out is not None
         laid: list[int | None] = []
-        put = outlet.put
+        put = ring_out.put
 
         def watched(number: int, body: memoryview) -> int | None:
             laid.append(put(number, body))
             return laid[-1]
 
-        monkeypatch.setattr(outlet, "put", watched)
+        monkeypatch.setattr(ring_out, "put", watched)
 
         def send() -> None:
             for i in range(40):
@@ -166,16 +166,16 @@ def test_nodes_of_one_machine_have_memory_in_common(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_place_where_nothing_lies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=False) as (a, b):
-        monkeypatch.setattr(a._peers[1].outlet, "put", lambda number, body: 1 << 40)
+    with machines(monkeypatch, remote=False) as (a, b):
+        monkeypatch.setattr(a._peers[1].ring_out, "put", lambda number, body: 1 << 40)
         a.send(Send(1, torch.zeros(10_000)))
-        with pytest.raises(WorkerLost, match="lies where nothing is"):
+        with pytest.raises(WorkerLost, match="lies outside of the shared memory"):
             recv(b, 0, BOTH)
 
 
 def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Last words are heard to the end, however many there are."""
-    with machines(monkeypatch, apart=True) as (a, b):
+    with machines(monkeypatch, remote=True) as (a, b):
         heard: list[int] = []
         a.listen(Recorder(lambda said: heard.append(said["i"])))
         for i in range(2000):
@@ -200,26 +200,28 @@ def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> No
 def test_it_is_told_when_a_node_is_looked_for_and_when_it_is_found(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(connections, "_SOON", 0.0)
-    with machines(monkeypatch, apart=True) as (a, b):
+    monkeypatch.setattr(connections, "_WARN_AFTER", 0.0)
+    with machines(monkeypatch, remote=True) as (a, b):
         cut(b)
-        while not a._peers[1].missed:
-            a._lines.pump(0.05)
+        while not a._peers[1].reported:
+            a._connections.pump(0.05)
         at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
-    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: worker 1 ")]
+    told = [line for line in capfd.readouterr().err.splitlines() if " to worker 1 a" in line]
     assert len(told) == 2
-    assert re.search(r"is looked for since \d\d:\d\d:\d\d: its connection to worker 0 broke: .*for 3 s\.$", told[0])
-    assert re.search(r"was found after \d+\.\d s and is connected again: its connection to worker 0 broke", told[1])
+    assert re.search(
+        r"lost the connection to worker 1 at \d\d:\d\d:\d\d: its .* broke: .* Reconnecting, .*for 3 s\.$", told[0]
+    )
+    assert re.search(r"reconnected to worker 1 after \d+\.\d s: its connection to worker 0 broke", told[1])
 
 
 def test_a_node_that_is_found_at_once_was_hardly_missed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(connections, "_SOON", 1e9)
-    with machines(monkeypatch, apart=True) as (a, b):
+    monkeypatch.setattr(connections, "_WARN_AFTER", 1e9)
+    with machines(monkeypatch, remote=True) as (a, b):
         cut(b)
         at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
-    assert "is looked for" not in capfd.readouterr().err
+    assert "lost the connection" not in capfd.readouterr().err
 
 
 def test_a_machine_that_gives_no_answer_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,37 +229,37 @@ def test_a_machine_that_gives_no_answer_is_out_of_reach(monkeypatch: pytest.Monk
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(reconnect, "connect", lost_on_the_way)
-    with machines(monkeypatch, apart=True, grace=0.3) as (a, b):
+    with machines(monkeypatch, remote=True, grace=0.3) as (a, b):
         cut(b)
         with pytest.raises(
             WorkerLost,
-            match=r"^worker 1 is out of reach since \d\d:\d\d:\d\d: its .* for 0\.3 s: .*Attached\(grace=\.\.\.\)",
+            match=r"^worker 1 has been unreachable since \d\d:\d\d:\d\d: its .* for 0\.3 s: .*Attached\(grace=\.\.\.\)",
         ):
             recv(a, 1, BOTH)
-        with pytest.raises(WorkerLost, match="out of reach"):  # whatever else is asked of it
+        with pytest.raises(WorkerLost, match="unreachable since"):  # whatever else is asked of it
             a.send(Send(1, torch.ones(1)))
 
 
 def test_a_node_that_answers_but_does_not_come_back_is_waited_for_as_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=True) as (a, b):
-        b._lines._reunion._over = True  # it does not call, as if it were computing
+    with machines(monkeypatch, remote=True) as (a, b):
+        b._connections._reconnector._closed = True  # it does not call, as if it were computing
         cut(b)
-        a._lines.patience = 0.3
+        a._connections.patience = 0.3
         while not a.lost:
-            a._lines.pump(0.05)
-        assert re.search(r"did not come back within 0\.3 s\. .*Attached\(patience=", str(a.lost[1]))
+            a._connections.pump(0.05)
+        assert re.search(r"did not reconnect within 0\.3 s\. .*Attached\(patience=", str(a.lost[1]))
 
 
 def test_one_that_dies_while_it_is_sought_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=True) as (a, b):
-        there = b._lines._reunion
-        there._over = True  # it does not call, as if it were computing
+    with machines(monkeypatch, remote=True) as (a, b):
+        there = b._connections._reconnector
+        there._closed = True  # it does not call, as if it were computing
         cut(b)
         began = time.monotonic()
 
         def die() -> None:
             time.sleep(1.5)  # it was heard by then
-            there.door.close()
+            there.listening.close()
 
         with pytest.raises(WorkerLost, match="worker 1"):
             at_once(lambda: recv(a, 1, BOTH), die)
@@ -265,10 +267,10 @@ def test_one_that_dies_while_it_is_sought_is_not_waited_for(monkeypatch: pytest.
 
 
 def test_a_new_connection_that_breaks_at_once_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=True) as (a, b):
+    with machines(monkeypatch, remote=True) as (a, b):
         ours, theirs = socket.socketpair()
         theirs.close()
-        a._lines._reunion._arrivals.put(Arrival(1, ours, 0, None, 0))
+        a._connections._reconnector._new.put(NewConnection(1, ours, 0, None, 0))
         a.poll()
         assert not a.lost
         came, _ = at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
@@ -276,8 +278,8 @@ def test_a_new_connection_that_breaks_at_once_is_not_the_last(monkeypatch: pytes
 
 
 def test_strangers_at_the_second_door_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=True) as (a, b):
-        door = b._lines._reunion._invitations[0].door
+    with machines(monkeypatch, remote=True) as (a, b):
+        door = b._connections._reconnector._addresses[0].address
         strangers = [socket.create_connection(door) for _ in range(60)]
         cut(a)
         began = time.monotonic()
@@ -290,10 +292,12 @@ def test_strangers_at_the_second_door_keep_nobody_out(monkeypatch: pytest.Monkey
 
 def test_who_is_of_another_run_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token may be the same: each two have a word of their own."""
-    with machines(monkeypatch, apart=True) as (a, b):
-        seeker = b._lines._reunion
-        seeker._invitations = {0: seeker._invitations[0]._replace(word="of yesterday")}
-        calling = socket.create_connection(seeker._invitations[0].door)
-        _, called = at_once(lambda: [a._lines.pump(0.1) for _ in range(20)], lambda: seeker._call(0, calling, 0))
+    with machines(monkeypatch, remote=True) as (a, b):
+        seeker = b._connections._reconnector
+        seeker._addresses = {0: seeker._addresses[0]._replace(secret="of yesterday")}
+        calling = socket.create_connection(seeker._addresses[0].address)
+        _, called = at_once(
+            lambda: [a._connections.pump(0.1) for _ in range(20)], lambda: seeker._introduce(0, calling, 0)
+        )
         assert not called
-        assert a._peers[1].parted is None
+        assert a._peers[1].broken_at is None

@@ -26,9 +26,9 @@ from orchestra.core.ops import Send
 from orchestra.errors import ClusterError
 from orchestra.worlds.sockets import link_probe, pairing
 from orchestra.worlds.sockets.addresses import accept, connect
-from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.reconnect import Arrival, Reconnector
-from orchestra.worlds.sockets.rendezvous import Rendezvous, Unauthenticated, hear, say
+from orchestra.worlds.sockets.auth import Token, Unauthenticated
+from orchestra.worlds.sockets.reconnect import NewConnection, Reconnector
+from orchestra.worlds.sockets.rendezvous import Rendezvous, receive_json, send_json
 
 
 @contextmanager
@@ -63,13 +63,13 @@ def test_a_short_word_does_not_wait_for_more_when_connections_are_measured(
     trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a neighbour may seem 40 ms away, and a ring goes the long way round."""
-    really, seen = link_probe._there_and_back, []
+    really, seen = link_probe._round_trip, []
 
     def look(sock: socket.socket, *, first: bool) -> float:
         seen.append(is_prompt(sock))
         return really(sock, first=first)
 
-    monkeypatch.setattr(link_probe, "_there_and_back", look)
+    monkeypatch.setattr(link_probe, "_round_trip", look)
     sockets = meet(2, trusted=trusted)
     at_once(lambda: link_probe.measure(0, sockets[0]), lambda: link_probe.measure(1, sockets[1]))
     for each in sockets:
@@ -80,7 +80,7 @@ def test_a_short_word_does_not_wait_for_more_when_connections_are_measured(
 
 @both_ways
 def test_nor_over_a_connection_that_was_made_anew(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with machines(monkeypatch, apart=True, trusted=trusted) as (a, b):
+    with machines(monkeypatch, remote=True, trusted=trusted) as (a, b):
         before = a._peers[1].sock
         cut(a)
         at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
@@ -123,39 +123,39 @@ def test_a_caller_for_whom_there_is_no_room_is_hung_up_on(lacking: str, monkeypa
 
 def test_who_comes_when_all_are_there_is_turned_away() -> None:
     token = Token(SECRET, trusted=True)
-    meeting = Rendezvous(0, token, {})
-    meeting._unproven = Unauthenticated(4)
-    meeting.close()
+    rendezvous = Rendezvous(0, token, {})
+    rendezvous._unauthenticated = Unauthenticated(4)
+    rendezvous.close()
     with connected() as (far, near), ThreadPoolExecutor(1) as pool:
-        pool.submit(meeting._admit, near, near.dup())
+        pool.submit(rendezvous._admit, near, near.dup())
         token.secure(far, server=False)
-        say(far, {"rank": 1, "about": {}, "door": ["127.0.0.1", 1]})
-        hear(far)
-        say(far, {"rank": 1})
+        send_json(far, {"rank": 1, "about": {}, "address": ["127.0.0.1", 1]})
+        receive_json(far)
+        send_json(far, {"rank": 1})
         assert is_closed(far)
 
 
 def test_who_is_found_when_nobody_looks_any_more_is_turned_away() -> None:
-    reunion = Reconnector(0, Token(SECRET), socket.create_server(("127.0.0.1", 0)), {}, {}, 1.0)
-    reunion.close()
+    reconnector = Reconnector(0, Token(SECRET), socket.create_server(("127.0.0.1", 0)), {}, {}, 1.0)
+    reconnector.close()
     with connected() as (far, near):
-        reunion._arrive(Arrival(1, near, 0, None, 0))
+        reconnector._add(NewConnection(1, near, 0, None, 0))
         assert is_closed(far)
 
 
 def test_who_comes_to_no_arrangement_leaves_no_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, really, doors = itertools.count(), pairing._open_door, []
+    names, really, doors = itertools.count(), pairing._listen, []
 
     def open_door(connections: list[socket.socket]) -> socket.socket:
         doors.append(really(connections))
         return doors[-1]
 
     monkeypatch.setattr(pairing, "machine", lambda: f"machine {next(names)}")
-    monkeypatch.setattr(pairing, "_open_door", open_door)
+    monkeypatch.setattr(pairing, "_listen", open_door)
     with connected() as (far, near):
-        say(far, {"rank": 1, "machine": "another"})
+        send_json(far, {"rank": 1, "machine": "another"})
         far.shutdown(socket.SHUT_WR)
-        with pytest.raises(ClusterError, match="could not come to an arrangement with node 1"):
+        with pytest.raises(ClusterError, match="could not set up its connection to node 1"):
             pairing.arrange(0, {1: near}, Token(SECRET), longest=1 << 10, grace=1.0, patience=5)
     assert [door.fileno() for door in doors] == [-1]
 
@@ -164,7 +164,7 @@ def test_who_encrypts_is_told_that_the_other_end_does_not() -> None:
     with connected() as (far, near):
         doorman = threading.Thread(target=_secure, args=(Token(SECRET, trusted=True), near), daemon=True)
         doorman.start()
-        with pytest.raises(ConnectionError, match="--trusted-network must be said on every machine, or on none"):
+        with pytest.raises(ConnectionError, match="--trusted-network must be given on every machine, or on none"):
             Token(SECRET).secure(far, server=False, until=time.monotonic() + 10)
         doorman.join(20)
 

@@ -73,7 +73,7 @@ def test_a_mean_is_the_mean_by_hand(machines: Hosts, numel: int, dtype: torch.dt
 @pytest.mark.parametrize("host", [HOST, "198.51.100.7"], ids=["nobody else comes", "not our address"])
 def test_workers_that_do_not_come_together_are_told_what_to_do(host: str, tmp_path: Path) -> None:
     store = torch_collectives.file_store(tmp_path / "store", 2)
-    with pytest.raises(Stalled, match=r"did not come together with the other 1 .*All ports must be open"):
+    with pytest.raises(Stalled, match=r"could not connect to the other 1 .*All ports must be open"):
         torch_collectives.TorchCollectives(store, 0, 2, torch.device("cpu"), host=host, patience=0.5)
 
 
@@ -248,7 +248,7 @@ def test_the_same_bits_every_time(machines: Hosts, tmp_path: Path) -> None:
 def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals, tmp_path: Path) -> None:
     """And then ends, though a mean is under way that never will."""
 
-    def wait_in_vain() -> None:
+    def wait_for_ever() -> None:
         store = torch_collectives.file_store(tmp_path / "store", 2)
         means = torch_collectives.TorchCollectives(
             store,
@@ -263,7 +263,7 @@ def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals
         signal.signal(number, signal.default_int_handler)
         means.mean(torch.zeros(3), 1.0)
 
-    with Processes([wait_in_vain] * 2) as processes:
+    with Processes([wait_for_ever] * 2) as processes:
         deadline = time.monotonic() + 30
         while not (tmp_path / "waiting").exists():
             assert time.monotonic() < deadline

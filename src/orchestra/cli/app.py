@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs, put together."""
+"""All commands in one application."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -38,14 +39,14 @@ _NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
 
 
 class _Verbs(TyperGroup):
-    """Leaves Ctrl-C to `orchestra.cli.invoke`, which has more to say of it than typer; keeps what was typed."""
+    """A group that handles Ctrl-C itself, and keeps what was typed."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Every verb finds the words in the `obj` of its context."""
+        """Keep the typed words in the `obj` of the context, for every command."""
         return super().make_context(info_name, args, parent, **{"obj": [*args]} | extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """Carry out a verb."""
+        """Run a command."""
         try:
             with script_names.scope():
                 return super().invoke(ctx)
@@ -61,7 +62,7 @@ class _Verbs(TyperGroup):
 
 
 def _say(message: str) -> None:
-    """Of several processes that were stopped together, the first says so."""
+    """Print a message; of several processes that were stopped together, only the first does."""
     if not environment.is_member():
         print(message, file=sys.stderr)
 
@@ -69,7 +70,6 @@ def _say(message: str) -> None:
 app = typer.Typer(
     cls=_Verbs,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
@@ -86,26 +86,20 @@ def _version(asked: bool) -> None:
 
 def orchestra(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Train one model on several processes with any strategy, and see which one wins for you.
+    """Train one model on several processes with any strategy, and see which strategy is best for you.
 
     Start here:
 
-      orchestra demo                            five strategies race on real data
-      orchestra run digits --strategy slowmo    one run
-      orchestra sim digits --workers 16         the same on a cluster you do not have
-      orchestra probe digits                    measure this machine for that
-      orchestra report runs/demo                see what happened, in a browser
-      orchestra top                             the newest run as it goes, here
-      orchestra watch                           the same in a browser
-      orchestra strategies                      which there are
-      orchestra explain slowmo                  how one works
-      orchestra doctor                          what works here, how to mend the rest
-      orchestra trace RUN                       who did what when, for Perfetto
-      orchestra lab up --hosts 4                a network of hosts on this machine
-      orchestra launch --hosts FILE -- run ...  one run on many machines
+      orchestra demo                                 five strategies, on real data
+      orchestra recommend digits --network 50mbit    which strategy for a cluster
+      orchestra compare digits                       strategies side by side
+      orchestra run digits --strategy slowmo         one run
+      orchestra sim digits --workers 16              a run on simulated machines
+      orchestra report runs/demo                     what happened, in a browser
+      orchestra doctor                               what works on this machine
 
     Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
     come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 8 open to strangers, 9 an assertion does
@@ -114,12 +108,17 @@ def orchestra(
 
 
 app.callback(help=flowing(orchestra.__doc__ or ""))(orchestra)
-for _verb in (
-    demo, run, resume, sim, compare, sweep, recommend, top, watch, report, export, trace, probe, strategies, explain,
-    doctor,
-):  # fmt: skip
-    app.command(cls=Verb, help=flowing(_verb.__doc__ or ""))(_verb)
-# What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.
-app.command(cls=Verb, help=flowing(launch.__doc__ or ""), context_settings={"allow_interspersed_args": False})(launch)
-app.add_typer(data.app)
-app.add_typer(lab.app)
+_PANELS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "Choose a strategy": (recommend, compare, sweep, strategies, explain),
+    "Train": (run, resume, sim, demo),
+    "Look at runs": (top, watch, report, export, trace),
+    "Machines and data": (doctor, probe, launch),
+}
+for _panel, _verbs in _PANELS.items():
+    for _verb in _verbs:
+        # Options after the command to launch belong to that command: `launch --hosts hosts.txt -- run digits`.
+        _settings = {"allow_interspersed_args": _verb is not launch}
+        _about = flowing(_verb.__doc__ or "")
+        app.command(cls=Verb, help=_about, rich_help_panel=_panel, context_settings=_settings)(_verb)
+app.add_typer(lab.app, rich_help_panel="Machines and data")
+app.add_typer(data.app, rich_help_panel="Machines and data")

@@ -85,7 +85,8 @@ def compare(
     tune_real: TuneReal = False, asserted: Claims = None,
     batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
     clip: o.Clip = None, precision: o.Precision = None, partition: o.Spread = None, epochs: o.Epochs = None,
-    workers: o.Workers = None, device: o.Device = None, delay: o.Delay = None, lab: Lab = None,
+    workers: o.Workers = None, device: o.Device = None,
+    compute_time: o.ComputeTime = None, straggler: o.Straggler = None, lab: Lab = None,
     sim: o.Sim = False, network: o.Network = None,
     out: o.Out = None, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
@@ -107,7 +108,7 @@ def compare(
       orchestra compare digits --strategies allreduce,localsgd --seeds 3
       orchestra compare train.py --strategies allreduce,localsgd -- --your arguments
       orchestra compare digits -n 4 -s "ps, ps(consistency=asp()), slowmo(tau=8)"
-      orchestra compare digits --sim -n 16 --network 10mbit,1ms --delay "lognormal:0.02,0.3 slow:1x5"
+      orchestra compare digits --sim -n 16 --network 10mbit,1ms --straggler 1x5
       orchestra compare digits --lab 10mbit,1ms -n 3 -s allreduce,localsgd
       orchestra compare digits --sim -n 8 --seeds 5 --lrs 0.02,0.05,0.1 --assert "slowmo.time < allreduce.time"
     """
@@ -119,7 +120,8 @@ def compare(
     shared = Options(
         workers=workers, epochs=epochs, batch=batch, lr=lr,
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, precision=precision,
-        device=device, sim=sim or None, network=network, delay=delay, trace=trace or None,
+        device=device, sim=sim or None, network=network, compute_time=compute_time,
+        straggler=straggler, trace=trace or None,
     )  # fmt: skip
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
     rates = () if lrs is None else tuning.read(lrs, source)
@@ -129,6 +131,8 @@ def compare(
     race = goals.settle(race, quiet=quiet)
     if fixed is None:
         race = tuning.Tuning(race, seeds, rates, real=tune_real, quiet=quiet).run()
+    else:
+        race = dataclasses.replace(race, tuning=fixed)
     said = [claims.parse(text, race.strategies) for text in asserted or []]
     table = race.run(quiet=quiet)
     conclude(table, race.out, as_json=json_, quiet=quiet, fair=race.fairness(table), asserted=said)

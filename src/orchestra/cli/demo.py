@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from orchestra.cli.table import Table
 
 _SECONDS = 10.0  # of real processes
-_SLOW: dict[str, Any] = {"network": "10mbit,1ms", "delay": "lognormal:0.02,0.3 slow:1x4"}
-_FAST: dict[str, Any] = {"network": "10gbit,0.1ms", "delay": "lognormal:0.02,0.3"}
+_SLOW: dict[str, Any] = {"network": "10mbit,1ms", "compute_time": "lognormal:0.02,0.3", "straggler": "1x4"}
+_FAST: dict[str, Any] = {"network": "10gbit,0.1ms", "compute_time": "lognormal:0.02,0.3"}
 # Learning rates as tuned by: orchestra compare digits --sim --workers 4 --network 10mbit,1ms
-#   --delay "lognormal:0.02,0.3 slow:1x4" --strategies "allreduce, ps, ps(consistency=asp), localsgd, slowmo" --seeds 3
+#   --compute-time lognormal:0.02,0.3 --straggler 1x4 --seeds 3
+#   --strategies "allreduce, ps, ps(consistency=asp), localsgd, slowmo"
 # `python -m scripts.demo runs` runs it and writes docs/figures/demo.json, which a test compares with these.
 _TUNED = {
     "allreduce": 0.16875,
@@ -99,7 +100,7 @@ def _race(world: dict[str, Any], names: list[str], out: Path) -> Race:
     shared = o.Options(workers=4, sim=True, **world)
     race = compare.prepare(sources.find("digits"), names, shared, _SEEDS, None, out)
     settings = {name: Setting(name, given=_TUNED[name]) for name in names}
-    return dataclasses.replace(race, strategies=tuple(names), settings=settings, tries=_TRIES, tuned="in simulation")
+    return dataclasses.replace(race, strategies=tuple(names), settings=settings, tries=_TRIES, tuning="in simulation")
 
 
 def _contrast(slow: Table, fast: Table) -> str:

@@ -10,16 +10,7 @@ from orchestra.errors import ConfigError, Problem
 
 
 def network(text: str | None, source: Source) -> str | None:
-    """The network with a latency. A loop has none: what is said of it is refused later, with the reason."""
+    """Return the network with a latency. A loop has none: if one is given, it is refused later."""
     if text is None and not source.holds_loop:
-        raise ConfigError([Problem("network", None, "say what is between the machines, such as --network 1gbit,0.5ms")])
+        raise ConfigError([Problem("network", None, "name the network of the machines, such as --network 1gbit,0.5ms")])
     return text if text is None or "," in text else re.sub(r"\S+", r"\g<0>,0.5ms", text, count=1)
-
-
-def check_stragglers(text: str, workers: int) -> None:
-    """Refuse what is no number of slow workers and how slow they are."""
-    found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
-    if found is None:
-        raise ConfigError([Problem("straggler", text, "say how many workers are how many times slower, such as 1x5")])
-    if int(found[1]) > workers:
-        raise ConfigError([Problem("straggler", text, f"there are {workers} workers: at most so many can be slow")])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra explain`: one strategy, as its paper has it, with its options."""
+"""`orchestra explain`: one strategy, as in its paper, with its options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _PAGES = {
     "network": "orchestra.worlds.simulated.networks",
-    "delay": "orchestra.engine.compute_times",
+    "compute-time": "orchestra.engine.compute_times",
+    "delay": "orchestra.engine.compute_times",  # its name before
     "optimizer": "orchestra.model.optimizers",
     "lars": "orchestra.model.optimizers.lars",
     "lamb": "orchestra.model.optimizers.lamb",
@@ -30,7 +31,7 @@ def explain(
     name: Annotated[
         str,
         typer.Argument(
-            help="A strategy or a part of one, such as slowmo, ps, asp; or network, delay, optimizer, schedule.",
+            help="A strategy or a part of one, such as slowmo, ps, asp; or network, compute-time, optimizer, schedule.",
             metavar="NAME",
         ),
     ],
@@ -42,8 +43,9 @@ def explain(
 
       orchestra explain slowmo
       orchestra explain asp
-      orchestra explain delay         what --delay takes; likewise network, optimizer, schedule
-      orchestra explain lars          an optimizer for large mini-batches; likewise lamb
+      orchestra explain compute-time   values of --compute-time; also network,
+                                       optimizer, schedule
+      orchestra explain lars           an optimizer for large mini-batches; also lamb
     """
     from orchestra.cli import part_text, summary
     from orchestra.strategies.catalogue import PARTS

@@ -77,6 +77,7 @@ def rates(race: Race) -> str:
     """Whether all were tuned, how, and what was found."""
     if not race.settings:
         which = "the recipe's own" if race.shared.lr is None else f"{race.shared.lr:g}"
-        return f"untuned: the learning rate is {which} for all, and tuned, the order may be another"
+        why = f" ({race.tuning})" if race.tuning else ""
+        return f"untuned{why}: the learning rate is {which} for all, and tuned, the order may be another"
     each = "; ".join(f"{strategy} {setting}" for strategy, setting in race.settings.items())
-    return f"tuned {race.tuned}, each the best of {race.tries} tries, with seeds that are not raced with: {each}"
+    return f"tuned {race.tuning}, each the best of {race.tries} tries, with seeds that are not raced with: {each}"

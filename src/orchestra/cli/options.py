@@ -17,7 +17,7 @@ from orchestra.cli import train_arguments
 from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem
 
-NETWORK, DELAY = "10gbit,0.1ms", "constant:0.05"  # those of `Simulated`, which would have to wait for torch
+NETWORK, COMPUTE_TIME = "10gbit,0.1ms", "constant:0.05"  # those of `Simulated`, which would have to wait for torch
 
 _WHAT = (
     f"A recipe ({', '.join(recipes.names())}), or a .py file with a RECIPE in it or that calls orchestra.train or "
@@ -30,7 +30,7 @@ Args = Annotated[
 
 
 def panel(title: str) -> Callable[..., Any]:
-    """Return what declares an option in one panel of a command's help."""
+    """Return a function that declares an option in one panel of a command's help."""
     return functools.partial(typer.Option, rich_help_panel=title)
 
 
@@ -49,7 +49,7 @@ Strategy = Annotated[
 ]
 Batch = Annotated[
     int | None,
-    training(metavar="B", help="Samples of each worker in a step. Default: the recipe's own."),
+    training(metavar="B", help="Samples of each worker in a step. Default: the recipe's own. Also --batch-size."),
 ]
 Lr = Annotated[
     float | None, training(metavar="RATE", help="Learning rate of the inner optimizer. Default: the recipe's own.")
@@ -102,19 +102,29 @@ Goal = Annotated[
 
 # Cluster.
 
-Workers = Annotated[int | None, cluster("--workers", "-n", metavar="N", help="Default: 2; in orchestra sim 8.")]
+Workers = Annotated[
+    int | None,
+    cluster(
+        "--workers", "-n", metavar="N", help="Default: 2; in orchestra sim 8. Also --nproc-per-node, --num-processes."
+    ),
+]
 Servers = Annotated[
     int | None, cluster(metavar="M", help="Server processes, for strategies that have them. Default: 1.")
 ]
 Device = Annotated[str | None, cluster(metavar="DEVICE", help="cpu, cuda or auto. Default: cpu.")]
-Delay = Annotated[
+ComputeTime = Annotated[
     str | None,
     cluster(
+        "--compute-time",
         metavar="KIND:NUMBERS",
-        help="Seconds a worker takes for a mini-batch: constant:0.05, exponential:0.05,0.02, lognormal:0.05,0.3, "
-        "pareto:0.05,2, markov:0.05,5,0.02,0.2, or a probe's file; behind it slow:1x5 or pause:0.01,2 if you like. "
-        f"Default in simulations: {DELAY}. More: orchestra explain delay.",
+        help="Seconds that a worker takes for a mini-batch: constant:0.05, exponential:0.05,0.02, lognormal:0.05,0.3, "
+        "pareto:0.05,2, markov:0.05,5,0.02,0.2, or a probe's file. Real processes sleep to take as long. "
+        f"Default: {COMPUTE_TIME} in simulations and with --straggler. More: orchestra explain compute-time.",
     ),
+]
+Straggler = Annotated[
+    str | None,
+    cluster(metavar="NxF", help="N of the workers are F times slower than the others. 1x5: worker 0, five times."),
 ]
 
 # Simulation.
@@ -198,7 +208,7 @@ Quiet = Annotated[bool, output("--quiet", "-q", help="Nothing but the outcome: n
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options as they were given; None leaves the recipe's or the script's own value."""
+    """The options of a run as they were given; None leaves the recipe's or the script's own value."""
 
     strategy: str | None = None
     workers: int | None = None
@@ -222,7 +232,8 @@ class Options:
     clip: float | None = None
     sim: bool | None = None
     network: str | None = None
-    delay: str | None = None
+    compute_time: str | None = None
+    straggler: str | None = None
     numerics: str | None = None
     token_file: str | None = None
     trusted: bool | None = None
@@ -233,18 +244,18 @@ class Options:
     trace: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        """Those that were given, as JSON takes them."""
+        """Return the options that were given, as JSON values."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def changes(self, *, of_script: bool = False) -> dict[str, Change]:
-        """What they change in a call of `train`. Raises a `ConfigError` with all that cannot be understood."""
+        """Return what the options change in a call of `train`; raise a `ConfigError` with all that is wrong."""
         found, problems = self.read(of_script=of_script)
         if problems:
             raise ConfigError(problems)
         return found
 
     def read(self, *, of_script: bool = False) -> tuple[dict[str, Change], list[Problem]]:
-        """What they change in a call of `train`, as far as they can be understood, and what cannot be.
+        """Return what the options change in a call of `train`, and what is wrong with them.
 
         A script may define a strategy of its own: then the name is looked up when the script calls `train`.
         """
@@ -252,7 +263,7 @@ class Options:
 
 
 def split_strategies(text: str) -> list[str]:
-    """The strategies in a list, cut at commas outside parentheses.
+    """Split a list of strategies at commas outside parentheses.
 
     >>> split_strategies("ps, slowmo(tau=4, beta=0.5),solo")
     ['ps', 'slowmo(tau=4, beta=0.5)', 'solo']

@@ -45,7 +45,7 @@ class Race:
     fixed: frozenset[str] = frozenset()  # strategies of which the main option was given
     settings: Mapping[str, Setting] = field(default_factory=dict)  # what they run with, as tuned
     tries: int = 0  # of each, before
-    tuned: str = ""  # where these took place
+    tuning: str = ""  # where these took place, or why there are none
     snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
     stream: float | None = None  # samples in a pass over the data, if that has no index
@@ -113,7 +113,7 @@ class Race:
     def like(self, tuned: Race) -> Race:
         """The same race, every strategy with its setting in another."""
         return dataclasses.replace(
-            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuned=tuned.tuned
+            self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuning=tuned.tuning
         )
 
     def options_of(self, strategy: str, seed: int) -> Options:
@@ -185,17 +185,29 @@ class Race:
             return f"in a laboratory: {self.lab}"
         if not self.shared.sim:
             return ""
-        delay = self.shared.delay or o.DELAY
-        return f"virtual seconds: network {self.shared.network or o.NETWORK}, delay {delay}"
+        slow = "" if self.shared.straggler is None else f", straggler {self.shared.straggler}"
+        time = self.shared.compute_time or o.COMPUTE_TIME
+        return f"virtual seconds: network {self.shared.network or o.NETWORK}, compute time {time}{slow}"
 
 
 def options_for(strategy: str, shared: Options, **more: Any) -> Options:
     """The options of one run. A strategy that runs alone has one worker, and a machine that is not slow."""
-    alone: dict[str, Any] = {"workers": 1} if is_solo(strategy) else {}
-    slow = re.search(r"\s*\bslow:(\d+)x\S+", shared.delay or "")
-    if alone and slow is not None and int(slow[1]) < (shared.workers or 1):
-        alone["delay"] = (shared.delay or "").replace(slow[0], "")
+    alone = _of_one_worker(shared) if is_solo(strategy) else {}
     return Options(**shared.given() | {"strategy": strategy} | alone | more)
+
+
+def _of_one_worker(shared: Options) -> dict[str, Any]:
+    """Return what is different with one worker: it is slow only where all workers are."""
+    workers = shared.workers or 1
+
+    def on_one(slow: re.Match[str]) -> str:
+        return f"1x{slow[2] if int(slow[1]) >= workers else 1}"
+
+    return {
+        "workers": 1,
+        "straggler": re.sub(r"^(\d+)x(.+)", on_one, shared.straggler or "") or None,
+        "compute_time": re.sub(r"(?<=\bslow:)(\d+)x(\S+)", on_one, shared.compute_time or "") or None,
+    }
 
 
 def _reason(error: OrchestraError) -> str:

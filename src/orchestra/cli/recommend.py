@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 
 _PATIENCE = 3.0  # times the best so far that a run may take
 _FEW = 3  # candidates that are not halved any more
-_WORTH = 3.0  # runs of each candidate that tuning may cost: the rungs take more, all in all
 _GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
-_ERROR, _ERROR_OF_A_TENTH = 0.062, 0.259  # of a step, from rates and latencies alone: benchmarks/RESULTS.md, laboratory
+_ERROR, _ERROR_OF_A_TENTH = (
+    0.062,
+    0.259,
+)  # of a step, from rates and latencies alone: benchmarks/results/lab_prediction-2-cores.md
 
 Network = Annotated[
     str | None,
@@ -47,9 +49,6 @@ Network = Annotated[
         "goes without: it runs on this machine.",
     ),
 ]
-Straggler = Annotated[
-    str | None, o.cluster(metavar="NxF", help="N of the workers are F times slower than the others: 1x5.")
-]
 Candidates = Annotated[
     str | None, o.comparison("--strategies", "-s", metavar="A,B,C", help="Only these. Default: the whole catalogue.")
 ]
@@ -58,7 +57,8 @@ Seeds = Annotated[int, o.comparison(metavar="K", help="Runs of each candidate in
 
 def recommend(
     context: typer.Context, recipe: racing.Name, args: o.Args = None,
-    network: Network = None, workers: o.Workers = None, straggler: Straggler = None, delay: o.Delay = None,
+    network: Network = None, workers: o.Workers = None, 
+    compute_time: o.ComputeTime = None, straggler: o.Straggler = None,
     strategies: Candidates = None, seeds: Seeds = 4, target: racing.Goal = None, tune: racing.Tune = True,
     batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, epochs: o.Epochs = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
@@ -69,24 +69,22 @@ def recommend(
     rate of equally many tries, asynchronous strategies also without momentum; strategies that you name, the best value
     of their main option as well, unless you give one. Round by round the slower half is
     left out, and the others run with more seeds. Measure the compute times of a machine with `orchestra probe`,
-    and pass its file: --delay FILE.
+    and pass its file: --compute-time FILE.
 
     A script with a loop of its own cannot be simulated: its candidates run on this machine, for real, to their end.
 
     For example:
 
       orchestra recommend digits --network 50mbit --workers 16 --straggler 1x5
-      orchestra recommend digits --network 1gbit,0.5ms -n 8 --delay "lognormal:0.02,0.3" --target accuracy=0.9
+      orchestra recommend digits --network 1gbit,0.5ms -n 8 --target accuracy=0.9
       orchestra recommend loop.py -n 2 -s "allreduce,localsgd,slowmo,ps"
     """
     source = sources.find(recipe, args or ())
     usual = 2 if source.holds_loop else 4
-    if straggler is not None:
-        described.check_stragglers(straggler, workers if workers is not None else usual)
-        delay = f"{delay or o.DELAY} slow:{straggler}"
     shared = Options(
         workers=workers if workers is not None else usual, epochs=epochs, batch=batch, lr=lr, optimizer=optimizer,
-        sim=None if source.holds_loop else True, network=described.network(network, source), delay=delay,
+        sim=None if source.holds_loop else True, network=described.network(network, source),
+        compute_time=compute_time, straggler=straggler,
     )  # fmt: skip
     if seeds < 1:
         raise ConfigError([Problem("seeds", seeds, "must be at least 1")])
@@ -102,7 +100,9 @@ def recommend(
         race = dataclasses.replace(race, shared=shared)
     repeat.keep(context.obj, race.out)
     if tune and lr is None:
-        race = Tuning(race, _WORTH, quiet=quiet).run()
+        race = Tuning(race, _runs(len(race.strategies), seeds, race) / len(race.strategies), quiet=quiet).run()
+    else:
+        race = dataclasses.replace(race, tuning="--lr" if tune else "--no-tune")
     ladder = SuccessiveHalving(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)
@@ -142,6 +142,22 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
     return fit, unfit
 
 
+def _rungs(candidates: int, seeds: int) -> Iterator[tuple[int, range]]:
+    """How many run in each rung, and with which seeds."""
+    done = 0
+    while candidates > _FEW:
+        upto = min(seeds, max(1, 2 * done))
+        yield candidates, range(done, upto)
+        done, candidates = upto, max(_FEW, math.ceil(candidates / 2))
+    yield candidates, range(done, seeds)
+
+
+def _runs(candidates: int, seeds: int, race: Race) -> int:
+    """Runs in all, at most: those of the rungs, and of two elsewhere."""
+    elsewhere = 2 * 2 * seeds if race.shared.sim and candidates > 1 else 0
+    return elsewhere + sum(count * len(more) for count, more in _rungs(candidates, seeds))
+
+
 class SuccessiveHalving:
     """The race, rung by rung."""
 
@@ -152,18 +168,12 @@ class SuccessiveHalving:
 
     def climb(self) -> None:
         """Run until few are left, with as many seeds as were asked for."""
-        done = 0
-        while True:
-            last = len(self.left) <= _FEW
-            upto = self.seeds if last else min(self.seeds, max(1, 2 * done))
-            for seed in range(done, upto):
+        for count, more in _rungs(len(self.left), self.seeds):
+            if count < len(self.left):
+                self.left = [row.strategy for row in self.table(self.left).ranked][:count]
+            for seed in more:
                 for i, strategy in enumerate(self.left):
-                    self._run(strategy, seed, f"{i + 1}/{len(self.left)}")
-            done = max(done, upto)
-            if last:
-                return
-            ranked = [row.strategy for row in self.table(self.left).ranked]
-            self.left = ranked[: max(_FEW, math.ceil(len(ranked) / 2))]
+                    self._run(strategy, seed, f"{i + 1}/{count}")
 
     def table(self, strategies: list[str] | None = None) -> Table:
         """What is known so far."""

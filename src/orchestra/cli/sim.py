@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra sim`: rehearse a run on a cluster one does not have."""
+"""`orchestra sim`: simulate a run on a cluster."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ def sim(
     momentum: o.Momentum = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None, clip: o.Clip = None,
     precision: o.Precision = None, partition: o.Spread = None, seed: o.Seed = None,
     epochs: o.Epochs = None, steps: o.Steps = None, seconds: o.Seconds = None, target: o.Goal = None,
-    workers: o.Workers = None, servers: o.Servers = None, device: o.Device = None, delay: o.Delay = None,
+    workers: o.Workers = None, servers: o.Servers = None, device: o.Device = None,
+    compute_time: o.ComputeTime = None, straggler: o.Straggler = None,
     network: o.Network = None, numerics: o.Numerics = None,
     out: o.Out = None, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Rehearse a run on virtual machines, in virtual time: the same strategies, real gradients, real convergence.
+    """Simulate a run on a cluster, in virtual time: the same strategies, real gradients, real convergence.
 
-    Nothing waits: a run of an hour takes as long as its gradients take to compute, one after the other. The same seed
-    gives the same run to the last digit. The run folder is that of a real run; its seconds are virtual.
+    A simulation takes as long as this machine needs to compute the gradients: no process waits or sleeps. The same seed
+    gives the same run, to the last digit. The run folder is like that of a real run; its seconds are virtual.
 
     For example:
 
       orchestra sim digits --workers 16 --network 100mbit,1ms
-      orchestra sim digits -s "ps(consistency=asp())" -n 8 --delay "lognormal:0.05,0.3 slow:1x5" --seed 7
-      orchestra sim digits -s allreduce -n 1000 --steps 100 --numerics off --network 10gbit,50us
+      orchestra sim digits -s "ps(consistency=asp())" -n 8 --straggler 1x5
+      orchestra sim digits -n 1000 --steps 100 --numerics off
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
         target=target, seed=seed, batch=batch, lr=lr, lr_factor=lr_factor, momentum=momentum,
         optimizer=optimizer, schedule=schedule,
         out=str(out) if out else None, device=device,
-        partition=partition, precision=precision, clip=clip, sim=True, network=network, delay=delay, numerics=numerics,
+        partition=partition, precision=precision, clip=clip, sim=True, network=network,
+        compute_time=compute_time, straggler=straggler, numerics=numerics,
         trace=trace or None,
     )  # fmt: skip
     source = find(recipe, chosen)

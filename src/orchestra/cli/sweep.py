@@ -32,8 +32,8 @@ Grid = Annotated[
     list[str],
     o.comparison(
         metavar="AXIS=A,B,C",
-        help="Values to try; several axes are crossed. bandwidth, latency (with --sim), straggler (how many times "
-        "slower worker 0 is), workers, batch, lr.",
+        help="Values to try; several axes are crossed. bandwidth, latency (with --sim), straggler (1x5), "
+        "workers, batch, lr.",
     ),
 ]
 Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
@@ -46,7 +46,8 @@ def sweep(
     tune: racing.Tune = True, tune_each: TuneEach = False, tune_real: racing.TuneReal = False,
     batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, schedule: o.Schedule = None,
     clip: o.Clip = None, partition: o.Spread = None, epochs: o.Epochs = None,
-    workers: o.Workers = None, device: o.Device = None, delay: o.Delay = None,
+    workers: o.Workers = None, device: o.Device = None,
+    compute_time: o.ComputeTime = None, straggler: o.Straggler = None,
     sim: o.Sim = False, network: o.Network = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
@@ -55,12 +56,12 @@ def sweep(
     Each condition is a comparison as `orchestra compare` makes it, in a folder of its own. The table has a row for each
     strategy and a column for each condition: seconds to the target, the first of a column marked; several, where they
     cannot be told apart. Learning rates are tuned once for each strategy, under the first condition, as `compare` does.
-    Scripts are taken as `orchestra compare` takes them; a loop of your own has no network, delay or batch to vary, only
-    workers.
+    Scripts are taken as `orchestra compare` takes them; a loop of your own has no network, compute time or batch to
+    vary, only workers.
 
     For example:
 
-      orchestra sweep digits --sim -n 8 --grid bandwidth=10mbit,100mbit,1gbit --grid straggler=1,5
+      orchestra sweep digits --sim -n 8 --grid bandwidth=10mbit,100mbit,1gbit --grid straggler=1x1,1x5
       orchestra sweep digits --sim --grid workers=2,4,8,16 -s "allreduce,ps(consistency=asp()),slowmo" --seeds 3
     """
     refuse_under_launcher("sweep")
@@ -68,7 +69,7 @@ def sweep(
     base = Options(
         workers=workers, epochs=epochs, batch=batch, lr=lr,
         optimizer=optimizer, schedule=schedule, clip=clip, partition=partition, device=device,
-        sim=sim or None, network=network, delay=delay,
+        sim=sim or None, network=network, compute_time=compute_time, straggler=straggler,
     )  # fmt: skip
     fixed = "--no-tune" if not tune else "--lr" if lr is not None else "--grid lr=..." if "lr" in dict(axes) else None
     if problems := [*_problems(axes, sim, network, out), *tuning.contradicts("tune-each", tune_each or None, fixed)]:
@@ -81,7 +82,7 @@ def sweep(
     ]
     repeat.keep(context.obj, folder)
     goal = goals.settle(races[0][1], quiet=quiet).target  # one for all conditions
-    races = [(values, replace(race, target=goal)) for values, race in races]
+    races = [(values, replace(race, target=goal, tuning=fixed or "")) for values, race in races]
     if not tune_each and fixed is None:
         races = _tuned_once(races, folder, real=tune_real, quiet=quiet)
     best = partial(_tuned, real=tune_real, quiet=quiet) if tune_each else lambda race: race
@@ -150,12 +151,12 @@ def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None,
             yield Problem("grid", name, "is given twice: put its values in one list")
         seen.add(name)
         if not values:
-            yield Problem("grid", f"{name}=", "needs values, e.g. straggler=1,2,5")
+            yield Problem("grid", f"{name}=", "needs values, e.g. straggler=1x1,1x5")
         for value in values if name in ("workers", "batch") else []:
             if not value.isdigit() or int(value) < 1:
                 yield Problem("grid", f"{name}={value}", "must be a whole number of at least 1")
         for value in values if name in ("straggler", "lr") else []:
-            if not _is_positive(value):
+            if not _is_positive(value.rpartition("x")[2] if name == "straggler" else value):
                 yield Problem("grid", f"{name}={value}", "must be a finite number above 0")
 
 
@@ -190,7 +191,7 @@ def _latency(base: Options, value: str) -> Options:
 
 
 def _straggler(base: Options, value: str) -> Options:
-    return replace(base, delay=f"{base.delay or o.DELAY} slow:1x{value}")  # also by 1: all conditions have a delay
+    return replace(base, straggler=value if "x" in value else f"1x{value}")
 
 
 _AXES: dict[str, Callable[[Options, str], Options]] = {

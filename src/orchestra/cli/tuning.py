@@ -15,28 +15,27 @@ import dataclasses
 import math
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli import candidates, sources, summary, tuning_cache, tuning_cost
+from orchestra.cli import candidates, sources, summary, tuning_cache, tuning_plan
 from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import OWN_RATE, Loop
+from orchestra.cli.tuning_plan import SNAPSHOTS, TuningPlan
 from orchestra.errors import ConfigError, Interrupted, Problem
+from orchestra.formatting import plural
 from orchestra.runs.budget import lower_is_better
 
 if TYPE_CHECKING:
     from orchestra.cli.race import Race
     from orchestra.cli.table import Outcome
 
-_TRIES = 12  # of a strategy
-_KEPT = 3  # one in so many tries goes on, three times as long
-_LONGEST = 0.25  # of the epochs, in the first rung
-_SNAPSHOTS = 10  # scores of a try
 _ENDLESS = (
-    "the data is a stream that did not end within a minute, so that a part of it cannot be told in steps. Give its "
-    "Dataset a __len__, the samples of a pass."
+    "the data is a stream that did not end within a minute, so that a part of it cannot be told in steps: give its "
+    "Dataset a __len__, the samples of a pass"
 )
 
 
@@ -85,53 +84,11 @@ def rank(found: Mapping[Setting, TuningResult], sign: int) -> list[Setting]:
 
 
 @dataclass
-class TuningPlan:
-    """How much is tried, and for how long: together at most as long as the race."""
-
-    strategies: int
-    epochs: float  # of a run
-    worth: float  # runs of each strategy that tuning may cost
-    given: int = 0  # rates that were given: no others are tried
-
-    @property
-    def tries(self) -> int:
-        """Of each strategy."""
-        return self.given or _TRIES
-
-    @property
-    def kept(self) -> int:
-        """Of each strategy, in the second rung."""
-        return max(1, self.tries // _KEPT)
-
-    @property
-    def _cost(self) -> int:
-        """Of both rungs, in tries of the first."""
-        return self.tries + 3 * self.kept
-
-    @property
-    def first(self) -> float:
-        """Epochs of a try in the first rung; half as many tries again are left for a wider grid."""
-        reserve = 0 if self.given else self.tries // 2
-        return self.epochs * min(_LONGEST, self.worth / (self._cost + reserve))
-
-    @property
-    def widenings(self) -> int:
-        """Times that the grid may be made wider."""
-        left = self.worth * self.epochs - self._cost * self.first
-        return 0 if self.given else min(2, int(left / (self.tries // 2 * self.first) + 1e-9))
-
-    @property
-    def most(self) -> float:
-        """Epochs in all."""
-        return self.strategies * self.first * (self._cost + self.widenings * (self.tries // 2))
-
-
-@dataclass
 class Tuning:
     """Finds the settings with which strategies race."""
 
     race: Race
-    worth: float  # runs of each strategy that it may cost
+    worth: float  # runs of each strategy that the race has, and that it may cost
     rates: tuple[float, ...] = ()  # given, in place of the grid
     real: bool = False  # tries run as the race does, not in simulation
     quiet: bool = False
@@ -150,9 +107,26 @@ class Tuning:
 
     @cached_property
     def plan(self) -> TuningPlan:
-        """How much is tried."""
-        race = self.race
-        return TuningPlan(len(race.strategies), race.epochs, self.worth, len(self.rates))
+        """How much is tried: what takes no longer than the race, or what an earlier call in this folder began with."""
+        race, costs = self.race, self._measure()
+        planned = TuningPlan(
+            len(race.strategies), race.epochs, self.worth, costs, race_is_real=not race.shared.sim,
+            real=not race.shared.sim and (self.real or race.lab is not None), given=len(self.rates),
+            snapshots=race.snapshots,
+        )  # fmt: skip
+        if kept := tuning_cache.read_plan(race, *self._known_by):
+            return dataclasses.replace(planned, **kept)
+        found = planned.fitted()
+        if not found.fits and planned.race_is_real and (other := dataclasses.replace(planned, real=True).fitted()).fits:
+            return other  # many cores are faster than one that simulates them
+        return found
+
+    def _measure(self) -> tuning_plan.Costs:
+        return tuning_plan.measure(self.race)
+
+    @property
+    def _known_by(self) -> tuple[Any, ...]:
+        return self.worth, self.rates, self.real
 
     def run(self) -> Race:
         """The same race, every strategy with its best setting."""
@@ -168,22 +142,23 @@ class Tuning:
             raise told from None
 
     def _run(self) -> Race:
-        race, plan = self.race, self.plan
+        race = self.race
         if race.stream is not None and math.isinf(race.stream):
-            summary.say(f"untuned: {_ENDLESS}")
-            return race
+            return self._untuned(_ENDLESS)
+        plan = self.plan
+        if not plan.fits:
+            longer = f"{plan.seconds / plan.race_seconds:.2g} times as long as the race"
+            return self._untuned(f"the shortest tries would take {longer}: more --seeds leave time")
         if not self.quiet:
             summary.say(self._estimate())
         tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
         for name in race.strategies:
             self._try(self._grid(name), tried[name], plan.first, race.seeds)
         for _ in range(plan.widenings):
-            sides = {side for name in race.strategies if (side := self._edge(tried[name]))}
-            for side in sides:
+            sides = Counter(side for name in race.strategies if (side := self._edge(tried[name])))
+            for side, _ in sides.most_common(1):
                 for name in race.strategies:
                     self._try(self._grid(name, side), tried[name], plan.first, race.seeds)
-            if not sides:
-                break
         final: dict[str, list[Setting]] = {}
         for name in race.strategies:
             best = rank(tried[name], self._sign)[: plan.kept]
@@ -195,19 +170,22 @@ class Tuning:
     def _run_loop(self) -> Race:
         """The same for a loop, which runs to its end with each try: as many tries as there are seeds, at most five."""
         race = self.race
-        count = min(5, int(self.worth) - (int(self.worth) + 1) % 2)
-        if count < 3:
-            if not self.quiet:
-                summary.say("untuned: a try is a whole run of the script. --seeds 3 or more leaves time for tuning.")
-            return race
+        count = (0, 0, 2, 3, 3, 5)[min(5, int(self.worth))]
+        if not count:
+            return self._untuned("a try is a whole run of the script: --seeds 2 or more leave time")
         if not self.quiet:
             runs = f"{count} tries each, seed {race.seeds}: {count * len(race.strategies)} whole runs of the script"
             summary.say(f"tuning {_strategies(len(race.strategies))}, {runs}. --no-tune leaves it out.")
-        factors = [3.0**exponent for exponent in range(-(count // 2), count // 2 + 1)]
+        factors = [3.0**exponent for exponent in range(-(count // 2), (count + 1) // 2)]
         tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
         for name in race.strategies:
             self._try([Setting(name, factor=factor) for factor in factors], tried[name], race.epochs, race.seeds)
         return self._conclude(tried, {name: rank(found, self._sign) for name, found in tried.items()})
+
+    def _untuned(self, why: str) -> Race:
+        if not self.quiet:
+            summary.say(f"untuned: {why}.")
+        return dataclasses.replace(self.race, tuning=why)
 
     def _conclude(self, tried: Mapping[str, dict[Setting, TuningResult]], final: Mapping[str, list[Setting]]) -> Race:
         """Choose, say and keep what was found."""
@@ -223,7 +201,7 @@ class Tuning:
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
         tries = max(len(found) for found in tried.values())
-        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries, tuned=self.where)
+        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries, tuning=self.where)
 
     @property
     def _sign(self) -> int:
@@ -273,7 +251,7 @@ class Tuning:
             outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
             self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric))
             shutil.rmtree(outcome.run, ignore_errors=True)
-            tuning_cache.write(self.race.out, {"tries": self._kept})
+            tuning_cache.write(self.race.out, self._record())
         record = self._kept[key]
         return TuningResult(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
 
@@ -293,7 +271,7 @@ class Tuning:
             race.shared, epochs=epochs, target=target, sim=self._simulates(setting.strategy) or None
         )
         return dataclasses.replace(
-            race, shared=shared, settings={setting.strategy: setting}, snapshots=_SNAPSHOTS, out=race.out / "tuning"
+            race, shared=shared, settings={setting.strategy: setting}, snapshots=SNAPSHOTS, out=race.out / "tuning"
         )
 
     def _simulates(self, strategy: str) -> bool:
@@ -301,7 +279,7 @@ class Tuning:
         from orchestra.engine import expression
 
         race = self.race
-        if race.shared.sim or self.real or race.lab is not None or isinstance(race.recipe, Loop):
+        if race.shared.sim or isinstance(race.recipe, Loop) or self.plan.real:
             return bool(race.shared.sim)
         return expression.parse(strategy).layout.model_location != "shared"
 
@@ -316,25 +294,34 @@ class Tuning:
         return "in simulation" + (f", {' and '.join(apart)} on real processes" if apart else "")
 
     def _estimate(self) -> str:
-        """How much is tried, and how long it will take at most."""
+        """How much is tried, how long it will take at most, and how long the race."""
         plan, race = self.plan, self.race
-        seconds = plan.most * tuning_cost.seconds_of_an_epoch(race)
-        took = f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+        network = ", and what its network takes" if race.lab is not None else ""
         return (
             f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
-            f"{race.seeds + 1}: {took} at most, for fewer epochs than those of the race. --no-tune leaves it out."
+            f"{race.seeds + 1}: {_about(plan.seconds)} at most{network}, for fewer epochs than those of the race. "
+            f"--no-tune leaves it out.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}: "
+            f"{_about(plan.race_seconds)}{' at most' if race.shared.target else ''}{network}."
         )
 
+    def _record(self) -> dict[str, Any]:
+        if isinstance(self.race.recipe, Loop):
+            return {"tries": self._kept}
+        plan = tuning_cache.plan_record(self.race, self.plan, *self._known_by)
+        return {"plan": plan, "tries": self._kept}
+
     def _save(self, chosen: Mapping[str, Setting]) -> None:
-        record = {
-            "seeds": [self.race.seeds, self.race.seeds + 1],
-            "epochs": [self.plan.first, 3 * self.plan.first],
-            "chosen": {
-                name: {"lr": s.rate, "lr_factor": s.factor, "momentum": s.momentum} for name, s in chosen.items()
-            },
-            "tries": self._kept,
-        }
-        tuning_cache.write(self.race.out, record)
+        epochs = None if isinstance(self.race.recipe, Loop) else [self.plan.first, 3 * self.plan.first]
+        found = {name: {"lr": s.rate, "lr_factor": s.factor, "momentum": s.momentum} for name, s in chosen.items()}
+        seeds = [self.race.seeds, self.race.seeds + 1]
+        tuning_cache.write(self.race.out, {"seeds": seeds, "epochs": epochs, "chosen": found} | self._record())
+
+
+def _about(seconds: float) -> str:
+    """A time in words, to one or two digits."""
+    if seconds < 90:
+        return f"about {max(1, float(f'{seconds:.2g}')):.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.2g} h"
 
 
 def _strategies(count: int) -> str:

@@ -21,6 +21,7 @@ from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
     from orchestra.cli.race import Race
+    from orchestra.cli.tuning_plan import TuningPlan
 
 NAME = "tuning.json"
 
@@ -69,6 +70,24 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
 
 def _is_record(value: Any) -> bool:
     return isinstance(value, dict) and {"seconds", "curve", "failed"} <= {*value} and isinstance(value["curve"], list)
+
+
+def read_plan(race: Race, *known_by: Any) -> dict[str, Any]:
+    """How long and how many tries are, as an earlier call of the same command began; empty if there is none."""
+    found = object_in(race.out / NAME).get("plan")
+    if not isinstance(found, dict) or found.pop("of", None) != _plan_of(race, known_by):
+        return {}
+    return found if {*found} == {"first", "real", "widenings"} else {}
+
+
+def plan_record(race: Race, plan: TuningPlan, *known_by: Any) -> dict[str, Any]:
+    """What `read_plan` reads."""
+    found = {"first": plan.first, "real": plan.real, "widenings": plan.widenings}
+    return {"of": _plan_of(race, known_by), **found}
+
+
+def _plan_of(race: Race, known_by: tuple[Any, ...]) -> str:
+    return json.dumps([key(race, race.strategies[0], race.seeds), race.strategies, race.epochs, known_by])
 
 
 def write(out: Path, record: dict[str, Any]) -> None:

@@ -3,13 +3,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from typer.core import TyperCommand
+
+_PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+# Names of options in torchrun and Accelerate, and in the previous release of this program. --help does not list them.
+OTHER_NAMES = {
+    "--workers": (*_PROCESSES, "--num-processes", "--num_processes"),
+    "--per-host": _PROCESSES,
+    "--batch": ("--batch-size", "--batch_size"),
+    "--compute-time": ("--delay",),
+}
 
 
 class Verb(TyperCommand):
     """A command whose help has the option --help last, and no type beside an option that takes no value."""
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Return a parser that knows the options by their other names as well."""
+        parser = super().make_parser(ctx)
+        for param in self.params:
+            if names := [name for option in param.opts for name in OTHER_NAMES.get(option, ())]:
+                parser.add_option(obj=cast("Any", param), opts=names, dest=param.name, nargs=param.nargs)
+        return parser
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, --help among them."""

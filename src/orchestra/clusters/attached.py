@@ -30,7 +30,7 @@ from orchestra.engine.compute_times import Delay
 from orchestra.engine.environment import NEEDED, is_member, keeps_order
 from orchestra.errors import ClusterError, ConfigError, EnvironmentProblem, Exposed, Problem
 from orchestra.worlds.sockets import auth
-from orchestra.worlds.sockets.addresses import Reminder, bare, is_loopback, resolve, show, speak
+from orchestra.worlds.sockets.addresses import Reminder, bare, is_loopback, print_notice, resolve, show
 from orchestra.worlds.sockets.auth import Token
 
 if TYPE_CHECKING:
@@ -232,12 +232,12 @@ def _own_token(place: ProcessRank, patience: float) -> str:
     path = _left_at(place)
     if place.rank == 0:
         return _leave(auth.new(), path)
-    until, remind = time.monotonic() + patience, Reminder(speak)
+    until, remind = time.monotonic() + patience, Reminder(print_notice)
     while time.monotonic() < until:
         # Process 0 writes before it listens: what lies there when it answers is of this run, not left by another.
         if _answers(place) and _is_private(path.parent) and path.exists() and path.stat().st_size:
             return auth.read(path)
-        remind(lambda: f"process {place.rank} waits for process 0 to come to {show((place.host, place.port))}")
+        remind(lambda: f"process {place.rank} waits for process 0 to listen at {show((place.host, place.port))}")
         time.sleep(_AGAIN)
     raise ClusterError(f"process 0 left no token in {path}: was it started, on this machine and by this user?")
 

@@ -13,7 +13,7 @@ the same stragglers.
                                  step and end with probability 0.2: slow steps come in a row
     probe.json                   as `orchestra probe` measured it on a machine, at the run's own batch
     ... pause:0.01,2             in addition, with probability 0.01 a step, a pause of 2 s
-    ... slow:1x5                 worker 0 takes 5 times as long
+    ... slow:1x5                 worker 0 takes 5 times as long; on the command line: --straggler 1x5
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import nn
 from orchestra.core.strategy import Strategy
 from orchestra.engine import snapshot
 from orchestra.engine.background import BackgroundProcess
+from orchestra.engine.torch_settings import TorchSettings
 from orchestra.errors import ConfigError, Problem
 from orchestra.model.replica import persistent_buffers
 from orchestra.runs.budget import Target
@@ -210,7 +212,8 @@ class Scorer:
             return
         if apart:
             self._aside = BackgroundProcess(self._answer)
-        self._thread = threading.Thread(target=self._follow, name="scorer", daemon=True)
+        follow = partial(self._follow, TorchSettings.current())
+        self._thread = threading.Thread(target=follow, name="scorer", daemon=True)
         self._thread.start()
 
     def stop(self, *, wait: bool = True) -> None:
@@ -236,7 +239,8 @@ class Scorer:
             self._give_up_some()
         return self.reached
 
-    def _follow(self) -> None:
+    def _follow(self, settings: TorchSettings) -> None:
+        settings.apply()  # the default device, for one, holds in the caller's thread only
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         torch.set_num_threads(1)
         try:

@@ -99,7 +99,9 @@ class RunSupervisor(ABC):
                 self.incomplete.add(said["step"])
                 self._discard(said["step"])
             case "snapshot-failed":
-                self._warn(f"{self.name(node)} could not set aside the model at step {said['step']}: {said['error']}.")
+                self._warn(
+                    f"{self.name(node)} could not write its part of a snapshot at step {said['step']}: {said['error']}."
+                )
             case "log-failed" if node not in self.silenced:
                 self.silenced.add(node)
                 self._warn(f"{self.name(node)} could not write its events: {said['error']}. It goes on trying.")

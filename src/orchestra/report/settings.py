@@ -24,6 +24,7 @@ def settings_of(run: RunRecord) -> dict[str, str]:
     config, options = run.config, run.options
     cluster = config["cluster"]
     versions = config.get("versions")
+    slow = options.get("straggler")  # what the cluster has as a part of its compute times
     versions = versions if isinstance(versions, dict) else {}
     chosen: dict[str, Any] = {
         "strategy": config["strategy"],
@@ -32,7 +33,8 @@ def settings_of(run: RunRecord) -> dict[str, str]:
         "budget": _budget(run),
         "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
         "network": cluster.get("network") or options.get("network"),
-        "delay": options.get("delay") or cluster.get("delay"),
+        "compute time": options.get("compute_time") or options.get("delay") or (None if slow else cluster.get("delay")),
+        "straggler": slow,
         "numerics": cluster.get("numerics"),
         **{name: config.get(name) for name in ("optimizer", "schedule", "clip", "precision", "accumulate")},
         **{name: config.get(name) for name in ("partition", "device", "threads", "data", "parameters", "model")},

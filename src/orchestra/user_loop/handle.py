@@ -129,7 +129,8 @@ class LoopHandle:
         self._peers.tell_settings(self._node.comm.servers.members, name, values)
 
     def before_step(self, gradients: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Let worker 0 compare this worker with the others."""
+        """Show the others which step this is, and let worker 0 compare this worker with them."""
+        self._peers.messenger.stepped(self.steps + 1)
         if self._told is not None and not self._driver.over:
             rates = [float(group["lr"]) for group in groups] if self._runtime.lockstep else []
             self._told.before_step(self.steps + 1, gradients, rates, self._node.clip or math.inf)

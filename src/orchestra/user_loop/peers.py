@@ -49,6 +49,7 @@ class Peers:
         self.name = name_of(rank, workers)
         self._parted = False
         messenger.listen(self)
+        messenger.judge_only_while_waiting(range(workers))  # a loop may pause; that a server waits for it does no harm
 
     @property
     def messenger(self) -> Messenger:

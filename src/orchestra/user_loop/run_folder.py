@@ -83,7 +83,7 @@ class LoopRunFolder:
     def deliver(self) -> None:
         """All that this process writes is written."""
         if self._sender is not None:
-            self._sender.bring()
+            self._sender.send_new()
         if self._scratch is not None:
             self._scratch.cleanup()
         if self.path is not None and not self._is_home:

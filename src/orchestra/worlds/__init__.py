@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worlds that carry out what a strategy asks for: shared memory, sockets, virtual time."""
+"""The worlds that carry out the ops of a strategy: shared memory, sockets, virtual time."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a node computes where that simply takes as long as it takes."""
+"""Computation in the worlds of real time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestra.core.ops import Compute, Done, Handle, Sleep
 
 
 def compute(op: Compute[Any], undisturbed: Callable[[Sleep], bool]) -> Handle[Any]:
-    """Call it; what is not wanted any more is found out before and after, not in the middle."""
+    """Run the function of an op; check for its cancellation before and after, not in between."""
     if op.cancel_on is None:
         return Done(op.fn())
     glance = Sleep(0, op.cancel_on)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one machine: tensors in memory that all of them map."""
+"""The world of processes on one machine: tensors in memory that all of them map."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caller's model and data, for its processes to compare with their own.
+"""A description of the caller's model and data, with which its processes compare their own.
 
-Every process calls the factories of model and data itself. Sets of texts have another order in every program, so that
-layers registered from a set come in another order; a label map made from a set gives other labels.
+Every process calls the factories of model and data itself. Sets of strings have another order in every program, so
+layers registered from a set may differ in order, and a label map made from a set gives other labels.
 
     modules                   matched by name: every process puts those of a container into the caller's order
-    parameters in x           matched by name: every process takes them in the caller's order (`RunSpec.names`)
-    frozen ones, buffers      matched by name: every process takes over the caller's values
+    parameters in x           matched by name: every process uses the caller's order (`RunSpec.names`)
+    frozen ones, buffers      matched by name: every process copies the caller's values
     kinds of modules          compared, with their settings: not all have parameters
-    samples                   compared: their number and a sum of some of them; those set apart for validation as well
-    outputs                   compared, for a few samples: a forward pass may follow another order yet
+    samples                   compared: their number and a hash of some of them; also the validation samples
+    outputs                   compared, for a few samples: a forward pass may still use another order
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from orchestra.data.random_state import left_alone, seed_everything
 from orchestra.engine.fingerprint import modules_of, opening_sum, parts_of_data, parts_of_validation, shape_of
 from orchestra.errors import ClusterError
 
-_CARRIED = 64 << 20  # bytes of frozen parameters and buffers; of more, only a sum is compared
-_FEW = 4  # samples of which the outputs are compared
-_NUMBERS = 4096  # of an output that are compared
-_ROUNDING = 0.01  # of the outputs' norm; processes may round differently, or compute on a GPU
+_CARRIED = 64 << 20  # maximum bytes of frozen parameters and buffers to send; beyond, only a hash is compared
+_FEW = 4  # samples whose outputs are compared
+_NUMBERS = 4096  # elements of an output that are compared
+_ROUNDING = 0.01  # tolerance relative to the outputs' norm; processes may round differently, or use a GPU
 
 
 @dataclass(frozen=True)
 class CallerModel:
-    """What the caller has."""
+    """The description of the caller's model and data."""
 
     shapes: dict[str, str]  # of parameters and buffers
     modules: dict[str, str]  # class and settings of each
-    values: dict[str, Tensor | str]  # of those that are not in x
+    values: dict[str, Tensor | str]  # of frozen parameters and buffers
     children: dict[str, list[str]]  # of every module, in order
     samples: dict[str, str | int]
     drawn: bool  # samples differ from one reading to the next
-    outputs: list[Tensor]  # of the model for a few samples; empty where they are drawn
-    hashed: int  # a text, by the caller's hash seed
+    outputs: list[Tensor]  # of the model for a few samples; empty if they are drawn
+    hashed: int  # the hash of a string, which shows the caller's hash seed
 
     @classmethod
     def of(cls, module: nn.Module, data: Any, apart: Any, seed: int) -> CallerModel:
@@ -56,7 +56,7 @@ class CallerModel:
         small = sum(tensor.nbytes for tensor in fixed.values()) <= _CARRIED
         values = {name: t.detach().cpu().clone() if small else opening_sum(t) for name, t in fixed.items()}
         first, second = (_samples(data, apart, seed) for _ in range(2))
-        # Samples that the caller itself reads differently the second time are drawn: no process can have the same.
+        # Samples that differ at a second reading are drawn at random, so that no process can have the same.
         drawn = first != second
         known = {name: _shape_alone(value) for name, value in first.items()} if drawn else first
         outputs = [] if drawn else _outputs(module, data, seed)
@@ -66,9 +66,9 @@ class CallerModel:
 
     @torch.no_grad()
     def require_same(self, module: nn.Module, data: Any, apart: Any, seed: int) -> None:
-        """Raise if this process has another model or other data; take over the caller's values of what is not in x.
+        """Raise if this process has another model or other data; copy the caller's frozen parameters and buffers.
 
-        `apart`: samples for validation, if there are any.
+        `apart`: the validation samples, if there are any.
         """
         self._compare_model(module)
         self._put_in_order(module)
@@ -85,7 +85,7 @@ class CallerModel:
                 raise self._differs(f"{name} is {sample!r} in the caller and {there!r} in the processes")
 
     def require_same_outputs(self, module: nn.Module, data: Any, seed: int) -> None:
-        """Raise if the model computes something else here, with the caller's parameters."""
+        """Raise if the model computes other outputs in this process with the caller's parameters."""
         if self.outputs and (here := _outputs(module, data, seed)) and not _are_near(self.outputs, here, _ROUNDING):
             caller, process = (f"{float(outputs[0].norm()):.6g}" for outputs in (self.outputs, here))
             how = (
@@ -95,7 +95,7 @@ class CallerModel:
             raise self._differs(how)
 
     def _put_in_order(self, module: nn.Module) -> None:
-        """Give the modules of every container the caller's order, in which it may call them."""
+        """Put the modules of every container into the caller's order, in which the container may call them."""
         for name, part in module.named_modules():
             names = self.children.get(name, [])
             if names != [*part._modules] and {*names} == {*part._modules}:
@@ -122,7 +122,7 @@ class CallerModel:
                 raise self._differs(f"{name} is {mine!r} in the caller and {there!r} in the processes")
 
     def _differs(self, how: str) -> ClusterError:
-        """Name a difference and what to do about it."""
+        """Return an error that names a difference and its remedy."""
         if self.hashed == hash(__name__):
             advice = "The factories of model and data must make the same in every process."
         else:
@@ -134,24 +134,24 @@ class CallerModel:
 
 
 def _everything(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, under every name that they have."""
+    """Return parameters and buffers, under every name that they have."""
     found: dict[str, Tensor] = {f"parameter {n}": p for n, p in module.named_parameters(remove_duplicate=False)}
     return found | {f"buffer {n}": b for n, b in module.named_buffers(remove_duplicate=False)}
 
 
 def _shapes(module: nn.Module) -> dict[str, str]:
-    """The shape of every parameter and buffer, each once."""
+    """Return the shape of every parameter and buffer, each once."""
     found = {f"parameter {n}": shape_of(p) for n, p in module.named_parameters()}
     return found | {f"buffer {n}": shape_of(b) for n, b in module.named_buffers()}
 
 
 def _fixed(module: nn.Module) -> dict[str, Tensor]:
-    """What is not in x."""
+    """Return the frozen parameters and the buffers."""
     return {name: t for name, t in _everything(module).items() if not t.requires_grad}
 
 
 def _samples(data: Any, apart: Any, seed: int) -> dict[str, str | int]:
-    """The number of samples, and of some the shapes and a sum; nothing of a stream, which may be read only once."""
+    """Return the number of samples, and shapes and hashes of some; nothing of a stream, which can be read only once."""
     seed_everything(seed)  # samples may be drawn
     found = parts_of_validation(apart)
     if isinstance(data, IterableDataset):
@@ -164,12 +164,12 @@ def _shape_alone(sample: str | int) -> str | int:
 
 
 def _children(module: nn.Module) -> dict[str, list[str]]:
-    """The names of the modules in every module that has several."""
+    """Return the names of the modules in every module that has several."""
     return {name: [*part._modules] for name, part in module.named_modules() if len(part._modules) > 1}
 
 
 def _outputs(module: nn.Module, data: Any, seed: int) -> list[Tensor]:
-    """What the model gives in evaluation for a few samples; nothing if it cannot be asked so."""
+    """Return the model's outputs in evaluation mode for a few samples; nothing if that fails."""
     if isinstance(data, IterableDataset):
         return []
     try:
@@ -186,7 +186,7 @@ def _outputs(module: nn.Module, data: Any, seed: int) -> list[Tensor]:
 
 
 def _are_near(mine: list[Tensor], others: list[Tensor], rounding: float) -> bool:
-    """Whether outputs are the same up to a part of their norm."""
+    """Return whether outputs are equal up to a fraction of their norm."""
     if [a.shape for a in mine] != [b.shape for b in others]:
         return False
     pairs = [(a, b) for a, b in zip(mine, others, strict=True) if bool(a.isfinite().all())]

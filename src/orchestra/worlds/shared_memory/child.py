@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked process does: take the spec, live as one node, tell the coordinator how it went."""
+"""The work of a forked process: read the spec, run one node, report its end to the coordinator."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ _LONGEST = 10_000  # characters of a traceback; a datagram must hold them, at up
 
 @dataclass(frozen=True)
 class ChildSetup:
-    """What the coordinator gives to every process, as one pickle in memory they share."""
+    """The settings that the coordinator gives to every process, as one pickle in shared memory."""
 
     plan: ArenaLayout
-    spec: bytes  # a pickle of its own: what it needs to be read is set up first
+    spec: bytes  # a separate pickle, since the environment must be set up before it is read
     path: list[str]
     folder: str
     environment: dict[str, str]
     origin: CallerModel
     torch_settings: TorchSettings
-    asked: float  # when the processes were asked for
+    asked: float  # when the processes were requested
     patience: float  # seconds for all nodes to be ready
 
 
 def node_main(rank: int, fds: Sequence[int]) -> int:
-    """Live as node `rank`; gives the exit code."""
-    arena_fd, handover_fd, control_fd = fds
+    """Run node `rank`; return the exit code."""
+    arena_fd, setup_fd, control_fd = fds
     control = socket.socket(fileno=control_fd)
 
-    def tell(news: dict[str, Any]) -> None:
-        control.send(json.dumps(news).encode())
+    def tell(message: dict[str, Any]) -> None:
+        control.send(json.dumps(message).encode())
 
     try:
-        handover = _read(handover_fd)
-        _move_in(handover)
-        spec: RunSpec = pickle.loads(handover.spec)
-        arena = Arena(arena_fd, handover.plan)
-        _run_node(spec, arena, rank, tell, handover)
+        setup = _read(setup_fd)
+        _enter_environment(setup)
+        spec: RunSpec = pickle.loads(setup.spec)
+        arena = Arena(arena_fd, setup.plan)
+        _run_node(spec, arena, rank, tell, setup)
         return 0
     except Aborted:
         return 0
@@ -74,22 +74,22 @@ def node_main(rank: int, fds: Sequence[int]) -> int:
         return 1
 
 
-def _run_node(spec: RunSpec, arena: Arena, rank: int, tell: Tell, handover: ChildSetup) -> None:
+def _run_node(spec: RunSpec, arena: Arena, rank: int, tell: Tell, setup: ChildSetup) -> None:
     """Set up, begin together with the others, train or serve."""
-    transport = SharedMemoryTransport(arena, rank, patience=handover.patience, near=spec.near(rank))
+    transport = SharedMemoryTransport(arena, rank, patience=setup.patience, near=spec.near(rank))
 
     def make_node(comm: Comm, log: EventLog) -> Node:
-        node = _node(spec, arena, rank, comm, log, handover.origin)
+        node = _node(spec, arena, rank, comm, log, setup.origin)
         if spec.torch_means and node.feed is not None:
             from orchestra.worlds.torch_collectives import TorchCollectives, file_store  # not needed otherwise
 
             store = file_store(spec.run / f"nccl-{spec.launch}", spec.workers)
-            transport.gpu_means = TorchCollectives(store, rank, spec.workers, node.x.device, patience=handover.patience)
+            transport.gpu_means = TorchCollectives(store, rank, spec.workers, node.x.device, patience=setup.patience)
         return node
 
     show = partial(arena.report, rank)
     interrupted = run_node(
-        spec, transport, transport.control, make_node=make_node, tell=tell, show=show, asked=handover.asked
+        spec, transport, transport.control, make_node=make_node, tell=tell, show=show, asked=setup.asked
     )
     if transport.gpu_means is not None:
         transport.gpu_means.close()
@@ -105,7 +105,7 @@ def _node(spec: RunSpec, arena: Arena, rank: int, comm: Comm, log: EventLog, ori
         x.copy_(start[part])
         return node_loop.server(spec, rank, comm, log, x)
     x, g = arena.vector("x", rank), arena.vector("g", rank)
-    if not plan.shared_x:  # a shared one was written before anybody was there to read it
+    if not plan.shared_x:  # a shared x was initialised by the coordinator
         x.copy_(start)
     if spec.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -116,18 +116,18 @@ def _node(spec: RunSpec, arena: Arena, rank: int, comm: Comm, log: EventLog, ori
 
 
 def _read(fd: int) -> ChildSetup:
-    """The hand-over comes from the process that forked this one, in memory nobody else can open."""
+    """Read the setup, which the coordinator wrote to memory that no other process can open."""
     # Mapped, not read: all nodes share one file position.
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
-        handover: ChildSetup = pickle.loads(memory)
-    return handover
+        setup: ChildSetup = pickle.loads(memory)
+    return setup
 
 
-def _move_in(handover: ChildSetup) -> None:
-    """Be where the user's program is: its folder, its import path, its environment."""
+def _enter_environment(setup: ChildSetup) -> None:
+    """Take over the folder, the import path and the environment of the user's program."""
     os.environ.clear()
-    os.environ.update(handover.environment)
-    sys.path[:] = handover.path
-    os.chdir(handover.folder)
+    os.environ.update(setup.environment)
+    sys.path[:] = setup.path
+    os.chdir(setup.folder)
     torch.set_grad_enabled(True)
-    handover.torch_settings.apply()
+    setup.torch_settings.apply()

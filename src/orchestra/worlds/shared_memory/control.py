@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control values of a run in memory that all its processes map: a futex word each."""
+"""The control values of a run in shared memory: a futex word each."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _WORDS = {"stop_asked": STOP_ASKED, "stop_at": STOP_AT, "save_wanted": SAVE_WANT
 
 
 class SharedControl(Control):
-    """Values in an arena."""
+    """Control values in an arena."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
 
     def index(self, field: OfRun | OfNode, node: int = 0) -> int:
-        """The futex word that holds a value."""
+        """Return the index of the futex word that holds a value."""
         return _WORDS[field] if field in _WORDS else self._arena.plan.word(field, node)
 
     def read(self, field: OfRun | OfNode, node: int = 0) -> int:
-        """A value as it is now."""
+        """Return the present value."""
         return self._arena.words[self.index(field, node)]
 
     def write(self, field: OfRun | OfNode, value: int, node: int = 0, *, wake: bool = False) -> None:
-        """Set a value, and wake the processes that wait for it if told to."""
+        """Set a value; `wake` the processes that wait for it."""
         put = self._arena.words.announce if wake else self._arena.words.set
         put(self.index(field, node), value)

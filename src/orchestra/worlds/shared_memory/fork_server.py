@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A warm process, with torch imported, that nodes are forked from: a run starts in milliseconds.
+"""The fork server: a process with torch imported, from which nodes are forked, so that a run starts in milliseconds.
 
     client                                               server
-    start()       a subprocess, importing meanwhile
+    start()       a subprocess, which imports torch
     spawn(n, fds) {"nodes": n} + descriptors       →     fork n children, each runs node_main(rank, descriptors)
                                                    ←     {"pids": [...]}
                                                    ←     {"node": rank, "status": ...} as each one ends
     kill          one byte                         →     SIGKILL to those of this run still alive
-    EOF           the client is gone or done       →     likewise
+    EOF           the client has ended or is done  →     likewise
 
-Every run has a socket of its own. Children die with the server, and the server with its client, at any moment: the
-kernel kills it while it imports torch, and later it watches the client's pidfd. Sockets alone are not enough, because
-forks of the client hold copies of them. The server
-is in a session of its own, so Ctrl-C reaches the client alone, which then decides.
+Every run has its own socket. Children die with the server, and the server with its client, at any time: the kernel
+kills it while it imports torch, and later it watches the client's pidfd. Sockets alone are not enough, because forks of
+the client hold copies of them. The server has its own session, so Ctrl-C reaches only the client, which then decides.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ from typing import Any
 
 _MAX = 1 << 16
 _PR_SET_PDEATHSIG = 1
-# The first lines come before any import that takes time. Until torch is imported nothing else notices that the client
-# has died.
+# The first lines precede any slow import. Until torch is imported nothing else notices that the client has died.
 _PROGRAM = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
-if os.getppid() != int(sys.argv[2]):  # it died before the line above took effect
+if os.getppid() != int(sys.argv[2]):  # the client died before the line above took effect
     os._exit(1)
 from orchestra.worlds.shared_memory import fork_server
 fork_server.main()
@@ -53,7 +51,7 @@ class ForkServer:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         source = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # Threads that wait for each other by spinning take the cores from the processes they wait for.
+        # Threads that spin while they wait would take the cores from other processes.
         environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | _hash_seed() | {"PYTHONPATH": path}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
@@ -69,22 +67,22 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
+        """The pid of the server."""
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether the server still runs, and is this process's own: a fork of the client must not use its socket."""
+        """Return whether the server runs, and this process started it: a fork of the client must not use its socket."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     def spawn(self, nodes: int, fds: Sequence[int]) -> socket.socket:
-        """Fork `nodes` processes, each with these descriptors; news of them comes on the socket returned."""
+        """Fork `nodes` processes, each with these descriptors; return a socket that reports their pids and exits."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with self._lock, theirs:
             socket.send_fds(self._socket, [json.dumps({"nodes": nodes}).encode()], [theirs.fileno(), *fds])
         return mine
 
     def close(self) -> None:
-        """End the server and with it all its children, who are killed when it dies."""
+        """Kill the server, and with it all its children."""
         if self.alive():
             self._socket.close()
             self._process.kill()
@@ -92,7 +90,7 @@ class ForkServer:
 
 
 def _hash_seed() -> dict[str, str]:
-    """PYTHONHASHSEED as this program was started with: what os.environ says since then does not change its hashes."""
+    """Return the PYTHONHASHSEED with which this program was started; os.environ may have changed since."""
     if sys.flags.ignore_environment:
         return {}
     started = [os.fsdecode(entry).partition("=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0")]
@@ -103,7 +101,7 @@ _server: ForkServer | None = None
 
 
 def warm() -> ForkServer:
-    """The fork server of this process, started at the first call; it imports torch while the caller goes on."""
+    """Return the fork server of this process, started at the first call; it imports torch in the background."""
     global _server
     if _server is None or not _server.alive():
         _server = ForkServer()
@@ -121,9 +119,9 @@ class _Run:
         self.channel = channel
         self.alive: dict[int, int] = {}  # pid → rank
 
-    def tell(self, news: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the client may have gone
-            self.channel.send(json.dumps(news).encode())
+    def tell(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the client may have ended
+            self.channel.send(json.dumps(message).encode())
 
     def kill(self) -> None:
         for pid in self.alive:
@@ -132,15 +130,15 @@ class _Run:
 
 
 def serve(channel: socket.socket, client: int) -> None:
-    """Fork on request until the client is gone. `client`: its pidfd."""
+    """Fork on request until the client ends. `client`: its pidfd."""
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     runs: list[_Run] = []
     while True:
-        ears: list[Any] = [channel, client, woken, *(run.channel for run in runs)]
-        readable, _, _ = select.select(ears, [], [])
+        channels: list[Any] = [channel, client, woken, *(run.channel for run in runs)]
+        readable, _, _ = select.select(channels, [], [])
         if client in readable:
             return _leave(runs)
         if woken in readable:
@@ -161,7 +159,7 @@ def serve(channel: socket.socket, client: int) -> None:
 def _leave(runs: list[_Run]) -> None:
     for run in runs:
         run.kill()
-    signal.set_wakeup_fd(-1)  # the sockets close before the last child is gone
+    signal.set_wakeup_fd(-1)  # the sockets close before the last child has ended
 
 
 def _reap(runs: list[_Run]) -> None:
@@ -194,11 +192,11 @@ def _fork(nodes: int, fds: Sequence[int]) -> _Run:
 
 
 def _child(parent: int, rank: int, fds: Sequence[int]) -> None:
-    """Run a node in the forked process; never returns."""
+    """Run a node in the forked process; never return."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above took effect
+        if os.getppid() != parent:  # the parent died before the line above took effect
             os._exit(1)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -219,12 +217,12 @@ def main() -> None:
 
     import orchestra.worlds.shared_memory.child  # noqa: F401  so that no child has to
 
-    # The first optimizer of a process imports a second's worth of torch; better once, here.
+    # The first optimizer of a process imports further parts of torch, which takes a second: do it once, here.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     client = os.pidfd_open(os.getppid())
     # The kernel would also kill this process when the client's thread that started it ends. From here on the pidfd
-    # tells when the client as a whole does.
+    # shows when the whole client ends.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
-    if os.getppid() != int(sys.argv[2]):  # the client died before the pidfd was its own
+    if os.getppid() != int(sys.argv[2]):  # the client died before the pidfd was opened
         os._exit(1)
     serve(socket.socket(fileno=int(sys.argv[1])), client)

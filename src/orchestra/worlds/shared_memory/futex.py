@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words in shared memory on which processes wait in the kernel (Linux futexes).
 
-A word is a 32-bit number with one writer at a time. Writing it and waking the waiters costs one system call however
-many wait; the kernel compares the value before it puts a waiter to sleep, so no wake-up is lost.
+A word is a 32-bit number with one writer at a time. Writing it and waking all waiters takes one system call; the kernel
+compares the value before it puts a waiter to sleep, so no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import threading
 
 from orchestra.errors import EnvironmentProblem
 
-# Only where stores become visible in the order they are made: nothing here waits for them otherwise.
+# Only architectures on which stores become visible in order: there are no other memory barriers here.
 _SYSCALL = {"x86_64": 202}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
+_ALL = 2**31 - 1
 
 
 class _Timespec(ctypes.Structure):
@@ -53,19 +53,19 @@ class FutexWords:
         return self._values[index]
 
     def set(self, index: int, value: int) -> None:
-        """Write without waking anybody, visible before anything this process reads next."""
+        """Write without waking waiters; the write is visible before the next read of this process."""
         self._values[index] = value
-        # A store may still sit in this core's buffer while the next load is served: taking a lock is a full fence.
+        # The store may stay in this core's buffer during the next load: taking a lock is a full fence.
         with self._fence:
             pass
 
     def announce(self, index: int, value: int) -> None:
-        """Write and wake everyone who waits on this word."""
+        """Write and wake all that wait on this word."""
         self._values[index] = value
-        self._syscall(_SYSCALL, self._base + 4 * index, _WAKE, _EVERYBODY, None, None, 0)
+        self._syscall(_SYSCALL, self._base + 4 * index, _WAKE, _ALL, None, None, 0)
 
     def wait(self, index: int, seen: int, seconds: float) -> None:
-        """Sleep until the word differs from `seen`, or for `seconds`; may also wake for no reason."""
+        """Sleep until the word differs from `seen`, or for `seconds`; may also return spuriously."""
         limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         failed = self._syscall(_SYSCALL, self._base + 4 * index, _WAIT, seen, ctypes.addressof(limit), None, 0)
         if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
@@ -73,6 +73,6 @@ class FutexWords:
             raise OSError(code, os.strerror(code))
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Release the mapping."""
         self._values.release()
         del self._anchor

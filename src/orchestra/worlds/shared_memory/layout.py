@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that all processes of a run map: one anonymous file, laid out by a plan.
+"""The memory that all processes of a run map: one anonymous file with a computed layout.
 
     words      futex words: go, abort, stop, per node and per pair of nodes
-    board      what each node last reported (step, loss, seconds by kind, bytes), for whoever watches
+    board      the latest report of each node (step, loss, seconds by kind, bytes), for display
     headers    `UNDER_WAY` message headers per ordered pair of nodes
     start      the initial parameters
-    x, g       every node's two flat vectors (one x for all where the replicas are always equal)
-    scratch    for vectors that do not live here
+    x, g       every node's two flat vectors (one x for all if the replicas are always equal)
+    scratch    copies of vectors that are not in this memory
     even, odd  every node's copy of a small vector to be averaged; they alternate
     mean       two alternating results of means
     slots      two alternating message bodies per ordered pair of nodes
-    small      as many as headers, of bodies that are no longer than such a part of a vector
+    small      as many small message bodies as headers, each with that fraction of a vector's bytes
 
-The file has no name, so nothing can be left behind in /dev/shm; its pages exist only once they are touched, so the
-room for pairs that never talk costs nothing.
+The file has no name, so nothing can be left behind in /dev/shm; its pages exist only once they are touched, so the room
+for pairs that never exchange messages costs nothing.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from orchestra.runs.status import NodeStatus
 from orchestra.worlds.shared_memory.futex import FutexWords
 
 _PAGE = 4096
-HEADER = 128  # bytes set aside for a message header: whole cache lines
-SLACK = _PAGE  # a message may be a little longer than the model: a vector and its weight travel together
-UNDER_WAY = 4  # messages from one node to another that have not been read
+HEADER = 128  # bytes reserved for a message header: whole cache lines
+SLACK = _PAGE  # margin of a message over the model's length
+UNDER_WAY = 4  # maximum of unread messages from one node to another
 
 # Words that concern the whole run.
 GO, ABORT, STOP_ASKED, STOP_AT, BARRIER, SAVE_WANTED, STALLED = range(7)
 
-# What a node does, as far as it makes no step: nothing of the kind, wait for others, sleep because it is told to.
+# Activities of a node that makes no step: computing, waiting for others, sleeping on purpose.
 NOT_WAITING, WAITING, SLEEPING = range(3)
 
 _GLOBAL_WORDS = 16
 
 
-# What a node publishes for a collective: its weight, the place of its vector, its weight for even and odd small means.
+# The facts of a node for a collective: its weight, the offset of its vector, its weight for even and odd small means.
 WEIGHT, PLACE, EVEN, ODD = range(4)
 FACTS = 4
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Where everything lies. A pure function of the run's shape, so every process computes the same."""
+    """The offsets of everything: a pure function of the run's size, so that every process computes the same."""
 
     workers: int
     servers: int
@@ -61,16 +61,16 @@ class ArenaLayout:
 
     @property
     def nodes(self) -> int:
-        """Workers and servers."""
+        """The number of workers and servers."""
         return self.workers + self.servers
 
     @property
     def vector(self) -> int:
-        """Bytes set aside for one flat vector."""
+        """The bytes reserved for one flat vector."""
         return _round(self.numel * self.dtype.itemsize + SLACK)
 
     def word(self, kind: str, node: int, other: int = 0) -> int:
-        """Index of a word per node (`arrived`, `bell`, `begun`, `saved`, `waits`) or pair (`posted`, `released`)."""
+        """Return the index of a node's word (arrived, bell, begun, saved, waits) or a pair's (posted, released)."""
         kinds = ("arrived", "bell", "begun", "saved", "waits")
         if kind in kinds:
             return _GLOBAL_WORDS + kinds.index(kind) * self.nodes + node
@@ -79,7 +79,7 @@ class ArenaLayout:
 
     @property
     def words(self) -> int:
-        """How many futex words there are."""
+        """The number of futex words."""
         return self.word("released", self.nodes - 1, self.nodes - 1) + 1
 
     @property
@@ -89,11 +89,11 @@ class ArenaLayout:
 
     @property
     def facts(self) -> int:
-        """Offset of the clock, and then of what nodes publish for a collective: a row each of `FACTS`."""
+        """Offset of the clock, followed by the facts of each node for a collective: a row each of `FACTS`."""
         return self.board + _round(self.nodes * 8 * len(NodeStatus._fields))
 
     def header(self, source: int, to: int, number: int) -> int:
-        """Offset of a message header."""
+        """Return the offset of a message header."""
         pair = source * self.nodes + to
         return self.facts + _round((self.nodes + 1) * 8 * FACTS) + (UNDER_WAY * pair + number % UNDER_WAY) * HEADER
 
@@ -103,7 +103,7 @@ class ArenaLayout:
         return _round(self.header(self.nodes - 1, self.nodes - 1, UNDER_WAY - 1) + HEADER)
 
     def place(self, kind: str, node: int) -> int:
-        """Offset of a node's `x`, `g`, `scratch`, `even` or `odd`, or of the `mean` of parity `node`."""
+        """Return the offset of a node's `x`, `g`, `scratch`, `even` or `odd`, or of the `mean` of parity `node`."""
         kinds = ("x", "g", "scratch", "even", "odd")
         base = self.start + self.vector
         if kind == "mean":
@@ -113,22 +113,22 @@ class ArenaLayout:
         return base + (kinds.index(kind) * self.nodes + node) * self.vector
 
     def slot(self, source: int, to: int, parity: int) -> int:
-        """Offset of a long message body."""
+        """Return the offset of a long message body."""
         return self.place("mean", 2) + (2 * (source * self.nodes + to) + parity) * self.vector
 
     @property
     def small(self) -> int:
-        """Bytes of a body that counts as small."""
+        """The maximum length of a small body in bytes."""
         return self.vector // UNDER_WAY
 
     def small_slot(self, source: int, to: int, number: int) -> int:
-        """Offset of a small message body."""
+        """Return the offset of a small message body."""
         pair = source * self.nodes + to
         return self.slot(self.nodes, 0, 0) + pair * self.vector + number % UNDER_WAY * self.small
 
     @property
     def nbytes(self) -> int:
-        """Length of the whole file; most of it is never touched."""
+        """The length of the whole file, most of which is never touched."""
         return self.small_slot(self.nodes, 0, 0)
 
 
@@ -137,7 +137,7 @@ def _round(nbytes: int) -> int:
 
 
 def create(plan: ArenaLayout) -> int:
-    """Make the anonymous file and give its descriptor."""
+    """Create the anonymous file and return its descriptor."""
     fd = os.memfd_create("orchestra")
     os.ftruncate(fd, plan.nbytes)
     return fd
@@ -161,15 +161,15 @@ class Arena:
         self.places = facts.cast("Q")
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor at an offset."""
+        """Return a flat tensor at an offset."""
         return self.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
 
     def vector(self, kind: str, node: int, numel: int | None = None) -> Tensor:
-        """A node's x, g or scratch, as the model's dtype."""
+        """Return a node's x, g or scratch, with the model's dtype."""
         return self.tensor(self.plan.place(kind, node), self.plan.numel if numel is None else numel, self.plan.dtype)
 
     def require_room(self, x: Tensor) -> None:
-        """Refuse what does not fit the room for one vector."""
+        """Raise if a tensor does not fit into the memory for one vector."""
         nbytes = x.numel() * x.element_size()
         if nbytes > self.plan.vector:
             raise ValueError(
@@ -178,9 +178,9 @@ class Arena:
             )
 
     def pin(self, node: int) -> None:
-        """Let the GPU copy straight from and to what this node uses; needs a CUDA context.
+        """Pin the memory that this node uses, for direct copies by the GPU; needs a CUDA context.
 
-        Only what the node will surely touch: pinned pages exist, whether used or not.
+        Only memory that the node will certainly use is pinned, since pinned pages are allocated.
         """
         plan = self.plan
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -193,17 +193,17 @@ class Arena:
                 raise EnvironmentProblem(f"CUDA could not pin {plan.vector} bytes of shared memory (error {code}).")
 
     def offset(self, x: Tensor) -> int | None:
-        """Where a tensor lies in the arena, or None if it lies elsewhere or is not contiguous."""
+        """Return the offset of a tensor in the arena, or None if it lies elsewhere or is not contiguous."""
         offset = x.data_ptr() - self.base
         inside = 0 <= offset < self._nbytes and x.is_contiguous() and x.device.type == "cpu"
         return offset if inside else None
 
     def forget_start(self) -> None:
-        """Give back the memory of the initial parameters: every node has its own by now."""
+        """Free the memory of the initial parameters, once every node has its copy."""
         self.memory.madvise(mmap.MADV_REMOVE, self.plan.start, self.plan.vector)
 
     def report(self, node: int, row: NodeStatus) -> None:
-        """Put a node's row on the board."""
+        """Write a node's row to the board."""
         at = node * len(row)
         for i, value in enumerate(row):
             self._board[at + i] = value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between processes of one machine: a header, and the place of a body that both map.
+"""Messages between processes of one machine: a header, and the offset of a body that both map.
 
 sender                                              receiver
 body: its own vector, if lent, else one of two      sleeps on its bell
@@ -23,13 +23,13 @@ from orchestra.worlds.shared_memory.layout import SLEEPING, UNDER_WAY, Arena
 from orchestra.worlds.shared_memory.waiting import Waiter
 
 _HEADER = struct.Struct("=HHIQQqddQQQ")  # kind, dtype, tag, place, numel, version, weight, progress, stamp
-_BODY, _FAREWELL = 1, 2
+_BODY, _LEAVE = 1, 2
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 _LEND_FROM = 1 << 16  # bytes; copying less than this costs less than making the sender wait for its vector
 
 
 class Mailbox:
-    """One node's messages, to and from everybody."""
+    """The messages of one node, to and from all others."""
 
     def __init__(self, arena: Arena, rank: int, waiter: Waiter, traffic: Traffic, near: Collection[int] = ()) -> None:
         self._idle_listener: IdleListener | None = None
@@ -46,7 +46,7 @@ class Mailbox:
         self._left = [False for _ in nodes]
         self._rings = 0
         self._turn = 0
-        # Where a pair's words and headers lie never changes, and is asked for several times a message.
+        # The indices of a pair's words and headers, cached because every message needs them several times.
         self._bell = [plan.word("bell", node) for node in nodes]
         self._posted_to = [plan.word("posted", rank, node) for node in nodes]
         self._posted_by = [plan.word("posted", node, rank) for node in nodes]
@@ -54,7 +54,7 @@ class Mailbox:
         self._released_by = [plan.word("released", node, rank) for node in nodes]
         self._headers_to = [[plan.header(rank, node, k) for k in range(UNDER_WAY)] for node in nodes]
         self._headers_by = [[plan.header(node, rank, k) for k in range(UNDER_WAY)] for node in nodes]
-        self._slots_free = [[0, 0] for _ in nodes]  # once so many messages are released, each of the two slots is free
+        self._slots_free = [[0, 0] for _ in nodes]  # number of released messages at which each of the two slots is free
 
     def listen_idle(self, listener: IdleListener) -> None:
         """From now on, tell a listener when this node is about to sleep because there is no message."""
@@ -63,7 +63,7 @@ class Mailbox:
     # Sending.
 
     def send(self, op: Send) -> Handle[None]:
-        """Post a message; returns at once unless too many are still under way to the same node."""
+        """Post a message; return at once unless too many messages to the same node are unread."""
         arena, to, x = self._arena, op.to, op.x
         self._release(to)
         number = self._sent[to]
@@ -82,18 +82,18 @@ class Mailbox:
         return _LentBody(self, to, number + 1) if lent else Done(None)
 
     def leave(self, op: Leave) -> Handle[None]:
-        """Post a farewell to every member of a group."""
+        """Tell every member of a group that this node sends nothing more."""
         for to in op.group.members:
             self._release(to)
             self._await_header(to)
-            self._post(to, _FAREWELL, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
+            self._post(to, _LEAVE, 0, 0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
         return Done(None)
 
     def _await_header(self, to: int) -> None:
         self.await_release(to, self._sent[to] + 1 - UNDER_WAY)
 
     def _place(self, to: int, number: int, nbytes: int) -> int:
-        """Where a body goes; long ones wait until the one before the last is released."""
+        """Return the offset for a body; for a long one, wait until the one before the last is released."""
         plan = self._plan
         if nbytes <= plan.small:
             return plan.small_slot(self._rank, to, number)
@@ -111,25 +111,25 @@ class Mailbox:
         self.ring(to)
 
     def ring(self, node: int) -> None:
-        """Wake a node that waits for messages, so that it looks around.
+        """Wake a node, so that it checks its messages and the control values.
 
-        Every ring has a value of its own, so whoever looked at the bell before it rang sees that it did.
+        Every ring has a different value, so a node that read the bell before cannot miss it.
         """
         self._rings += 1
         self._words.announce(self._bell[node], (self._rings * self._plan.nodes + self._rank) % 2**32)
 
     def await_release(self, to: int, number: int) -> None:
-        """Block until `to` is done with the first `number` messages of this node."""
+        """Block until `to` has released the first `number` messages of this node."""
         word = self._released_to[to]
         if self._words[word] >= number:
             return
-        whom = self._waiter.names
-        self._waiter.wait(word, lambda: self._words[word] >= number, lambda: f"{whom([to])} to take a message")
+        names = self._waiter.names
+        self._waiter.wait(word, lambda: self._words[word] >= number, lambda: f"{names([to])} to take a message")
 
     # Receiving.
 
     def recv(self, op: Recv) -> Handle[Message | Departed | None]:
-        """Take the next message from one node, or from whoever comes first."""
+        """Take the next message from one node, or from any of several."""
         sources = op.group.members if op.source is None else (op.source,)
         for source in sources:
             self._release(source)
@@ -141,11 +141,11 @@ class Mailbox:
                 self._idle_listener.on_idle(at_rest=op.at_rest)
             return False
 
-        def whom() -> str:
+        def awaited() -> str:
             return "a message from " + self._waiter.names([s for s in sources if not self._left[s]])
 
         while True:
-            self._waiter.wait(self._bell[self._rank], ready, whom)
+            self._waiter.wait(self._bell[self._rank], ready, awaited)
             arrived = self._arrived(sources)
             if arrived is None:
                 return Done(None)
@@ -156,7 +156,7 @@ class Mailbox:
                 return Done(Departed(arrived))
 
     def sleep(self, op: Sleep) -> bool:
-        """Sleep for a while; whether no message came from those whose messages disturb it."""
+        """Sleep for a while; return False if a message from a node in `cancel_on` ended it."""
         with self._waiter.doing(SLEEPING):
             return self._sleep(op)
 
@@ -175,11 +175,11 @@ class Mailbox:
             self._words.wait(bell, seen, left)
 
     def has_mail(self) -> bool:
-        """Whether a message from anybody lies here unread."""
+        """Return whether there is an unread message."""
         return self._arrived(range(self._plan.nodes)) is not None
 
     def _arrived(self, sources: Sequence[int]) -> int | None:
-        """A source with a message waiting; the one served last comes last, so that nobody is passed over."""
+        """Return a source with an unread message; the one served last is tried last, for fairness."""
         for i in range(len(sources)):
             source = sources[(self._turn + i) % len(sources)]
             if self._words[self._posted_by[source]] != self._taken[source]:
@@ -193,7 +193,7 @@ class Mailbox:
         kind, dtype, tag, place, numel, version, weight, progress, *stamp = _HEADER.unpack_from(
             self._arena.memory, self._headers_by[source][number % UNDER_WAY]
         )
-        if kind == _FAREWELL:
+        if kind == _LEAVE:
             self._left[source] = True
             self._release(source)
             return None
@@ -203,7 +203,7 @@ class Mailbox:
         return Message(source, x, version, weight, tag, RangeStamp(*stamp), progress)
 
     def _release(self, source: int) -> None:
-        """Tell a sender that what came from it so far is no longer looked at."""
+        """Tell a sender that its messages so far are no longer read."""
         word = self._released_by[source]
         if self._words[word] != self._taken[source]:
             self._words.announce(word, self._taken[source])
@@ -211,12 +211,12 @@ class Mailbox:
 
 @dataclass(slots=True)
 class _LentBody:
-    """A message read in the sender's own memory."""
+    """The handle of a message that is read in the sender's own memory."""
 
     mailbox: Mailbox
     to: int
     number: int
 
     def wait(self) -> None:
-        """Block until the receiver is done with the vector."""
+        """Block until the receiver has released the vector."""
         self.mailbox.await_release(self.to, self.number)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one machine: tensors in memory that all of them map, only signals between them.
+"""The transport between processes of one machine: tensors in memory that all of them map, with signals by futexes.
 
-    mean      everyone announces its vector; everyone averages its own range over all vectors, in rank order, into a
-              result that all map; everyone announces that; everyone reads the result
-              of small vectors, everyone averages the whole: one wait instead of two
-    message   a header and the place of a body (mailbox.py)
+    mean      every worker publishes its vector; barrier; every worker averages its own range over all vectors, in rank
+              order, into a result that all map; barrier; every worker reads the result
+              small vectors: every worker averages the whole, with one barrier
+    message   a header and the offset of a body (mailbox.py)
 
-No thread stands between two processes, no tensor is serialised, and who has to wait sleeps in the kernel, with a
-deadline, knowing whom it waits for.
+There is no thread between two processes, and no tensor is serialised. A node that has to wait sleeps in the kernel,
+with a deadline, and knows for which nodes it waits.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ T = TypeVar("T")
 
 
 class SharedMemoryTransport:
-    """One node's end of the shared memory."""
+    """The transport of one node."""
 
     def __init__(self, arena: Arena, rank: int, *, patience: float, near: Collection[int] = ()) -> None:
         self.rank = rank
         self.size = arena.plan.nodes
         self.traffic = Traffic()
-        self.gpu_means: TorchCollectives | None = None  # where every worker has a GPU of its own
+        self.gpu_means: TorchCollectives | None = None  # if every worker has its own GPU
         self._arena = arena
         self._words = arena.words
         self.control = SharedControl(arena)
@@ -91,50 +91,50 @@ class SharedMemoryTransport:
         }
 
     def now(self) -> float:
-        """Seconds since training began."""
+        """Return the seconds since training began."""
         return time.perf_counter() - self._arena.clock[0]
 
     def start(self, op: Op[T]) -> Handle[T]:
-        """Carry out an op; all but lent sends are finished when this returns."""
+        """Carry out an op; all ops but lent sends are finished when this returns."""
         return cast("Handle[T]", self._rules[type(op)](op))
 
-    # The run as a whole: begin together, end together.
+    # Start, checkpoints and end of the run.
 
     def await_go(self) -> None:
-        """Block until every node is ready. From then on the coordinator sees to it that no wait lasts for ever."""
+        """Block until every node is ready. From then on the coordinator detects waits that never end."""
         self._waiter.wait(GO, lambda: self._words[GO] != 0, lambda: "the other nodes to be ready")
         self._waiter.patience = math.inf
 
     def await_saved(self, node: int, label: int, *, lockstep: bool) -> None:
-        """Block until a server has saved a checkpoint, which it does when every worker has."""
+        """Block until a node has saved a checkpoint, which it does when every worker has."""
         control, workers = self.control, range(self._arena.plan.workers)
 
-        def whom() -> str:
+        def awaited() -> str:
             late = [w for w in workers if control.saved(w) < label]
             return f"{self._waiter.names(late or [node])} to save a checkpoint"
 
-        # Where each goes its own pace, the others may have been told to stop before they saw that they should save.
+        # Without lockstep, the others may stop before they see that they should save.
         self._waiter.wait(
             control.index("saved", node),
             lambda: control.saved(node) >= label or (not lockstep and control.stop_at != 0),
-            whom,
+            awaited,
         )
 
     def await_bell(self, ready: Callable[[], bool]) -> None:
-        """Block, for as long as it takes, until something happens that concerns this node."""
+        """Block until `ready`, which is checked whenever this node is woken; there is no time-out."""
         self._waiter.wait(self._arena.plan.word("bell", self.rank), ready, lambda: "the others", forever=True)
 
     def ring_everybody(self) -> None:
-        """Make every node look around."""
+        """Wake every node."""
         for node in range(self.size):
             self.mailbox.ring(node)
 
     def proceed(self, step: int, *, lockstep: bool) -> bool:
-        """Whether to begin `step`.
+        """Return whether to begin `step`.
 
         To stop, the coordinator sets `stop_asked`; from then on no worker begins a step before `stop_at` is known. The
         coordinator then sets `stop_at` past every step that was begun, so that all workers end after the same one.
-        Where workers do not go in step, each ends where it is.
+        Without lockstep, each worker ends after its present step.
         """
         control = self.control
         control.write("begun", step, self.rank)
@@ -150,9 +150,9 @@ class SharedMemoryTransport:
     # Collectives.
 
     def _barrier(self, group: Group) -> None:
-        """Wait until every member has come here as often as this node.
+        """Wait until every member has entered the barrier as often as this node.
 
-        Only the last one to come wakes the others, and it wakes them all with one call.
+        The last one to enter wakes all others with one call.
         """
         words, plan = self._words, self._arena.plan
         if len(group) != plan.workers:
@@ -175,7 +175,7 @@ class SharedMemoryTransport:
         self._waiter.wait(BARRIER, lambda: words[BARRIER] >= number or complete(), missing)
 
     def _publish(self, x: Tensor, weight: float) -> None:
-        """Show the others where this node's vector lies, moving it to shared memory if it is elsewhere."""
+        """Publish the offset of this node's vector, after copying it to shared memory if it is elsewhere."""
         arena = self._arena
         place = arena.offset(x)
         if place is None:
@@ -186,7 +186,7 @@ class SharedMemoryTransport:
         arena.places[FACTS * self.rank + PLACE] = place
 
     def _published(self, group: Group, part: slice, like: Tensor) -> tuple[list[Tensor], list[float]]:
-        """The same range of everyone's vector, and everyone's weight."""
+        """Return a range of every member's vector, and every member's weight."""
         arena = self._arena
         item = like.element_size()
         vectors = [
@@ -196,7 +196,7 @@ class SharedMemoryTransport:
         return vectors, [arena.numbers[FACTS * m + WEIGHT] for m in group.members]
 
     def _result(self, x: Tensor) -> Tensor:
-        """Where a collective leaves its result: alternating, so that nobody writes what a slow peer still reads."""
+        """Return memory for the result of a collective: two in turn, since a slow peer may still read the last one."""
         self._means += 1
         return self._arena.tensor(self._arena.plan.place("mean", self._means % 2), x.numel(), x.dtype)
 
@@ -229,10 +229,10 @@ class SharedMemoryTransport:
         return Done(sum(weights))
 
     def _small_mean(self, op: Mean) -> float:
-        """Average the whole on every node.
+        """Average the whole vector on every node.
 
-        From copies that alternate: whoever goes on to the next mean writes the other one, and the next but one begins
-        only when all have read this.
+        The copies alternate: the next mean writes the other ones, and the one after that begins only when all nodes
+        have read these.
         """
         arena, plan = self._arena, self._arena.plan
         arena.require_room(op.x)
@@ -271,7 +271,7 @@ class SharedMemoryTransport:
         vectors, weights = self._published(op.group, mine, g)
         alive = any(weights)
         if alive:
-            # Nobody else reads this node's own range of its own g, so the mean may take its place.
+            # No other node reads this node's own range of its own g, so the mean may overwrite it.
             weighted_mean(vectors[op.group.index(self.rank)], vectors, weights)
             mean = vectors[op.group.index(self.rank)]
             op.apply(mean if mean.device == x.device else mean.to(x.device))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a node waits for others: asleep in the kernel, with a deadline, knowing for whom."""
+"""Waiting for other nodes: asleep in the kernel, with a deadline, and a description of what is awaited."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from orchestra.runs.status import name_of
 from orchestra.worlds.shared_memory.futex import FutexWords
 from orchestra.worlds.shared_memory.layout import ABORT, NOT_WAITING, STALLED, WAITING
 
-_SLICE = 0.2  # seconds between two looks at the deadline and at whether the run is being given up
+_SLICE = 0.2  # seconds between two checks of the deadline and of whether the run is aborted
 
 
 class Aborted(BaseException):
-    """The run is being given up; unwinds a node without a word, since another one has already said why."""
+    """Raised when the run is aborted; it unwinds a node silently, since another one has reported the reason."""
 
 
 class Waiter:
-    """One node's patience."""
+    """The waiting of one node."""
 
     def __init__(
         self, words: FutexWords, rank: int, workers: int, patience: float, traffic: Traffic, *, waits: int
@@ -29,12 +29,12 @@ class Waiter:
         self._words = words
         self._rank = rank
         self._workers = workers
-        self.patience = patience  # seconds; without end where a coordinator watches for processes that hang
-        self._waits = waits  # the word that says that this node waits
+        self.patience = patience  # seconds; infinite once the coordinator watches for processes that hang
+        self._waits = waits  # the word that shows whether this node waits
         self._traffic = traffic
 
-    def wait(self, word: int, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False) -> None:
-        """Sleep on a word until `ready()`, at most as long as this node is patient unless told `forever`."""
+    def wait(self, word: int, ready: Callable[[], bool], what: Callable[[], str], *, forever: bool = False) -> None:
+        """Sleep on a word until `ready()`; raise after `patience` seconds unless `forever`."""
         words = self._words
         began = time.perf_counter()
         while True:
@@ -46,7 +46,7 @@ class Waiter:
             waited = time.perf_counter() - began
             if not forever and (waited > self.patience or words[STALLED]):
                 raise Stalled(
-                    f"{self.names([self._rank])} waited {min(waited, self.patience):.3g} s for {whom()}. If a step may "
+                    f"{self.names([self._rank])} waited {min(waited, self.patience):.3g} s for {what()}. If a step may "
                     "take longer, give Local(patience=...) more seconds."
                 )
             with self.doing(WAITING):
@@ -55,7 +55,7 @@ class Waiter:
 
     @contextmanager
     def doing(self, what: int) -> Iterator[None]:
-        """Let the coordinator know that this node waits or sleeps, and so does not hang."""
+        """Show the coordinator that this node waits or sleeps, and so does not hang."""
         self._words.set(self._waits, what)
         try:
             yield
@@ -63,5 +63,5 @@ class Waiter:
             self._words.set(self._waits, NOT_WAITING)
 
     def names(self, nodes: Sequence[int]) -> str:
-        """How people are told of some nodes."""
-        return ", ".join(name_of(node, self._workers) for node in nodes) or "nobody"
+        """Return the names of some nodes for messages."""
+        return ", ".join(name_of(node, self._workers) for node in nodes) or "no node"

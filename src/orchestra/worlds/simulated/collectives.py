@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What collectives do to the members' vectors, in rank order, and how many bytes each member moves for it."""
+"""The effect of collectives on the members' vectors, in rank order, and the bytes that each member moves."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _mean(group: Group, ops: Sequence[Mean]) -> list[float]:
 def _mean_update(group: Group, ops: Sequence[MeanUpdate]) -> list[None]:
     """Average the whole of g once, then let each member update the range of x that it owns.
 
-    The mean is taken element by element, so it has the bits of the means of ranges, which real workers take; for N
-    members it is N operations, not N².
+    The mean is element-wise, so its bits equal those of the means of ranges, which real workers compute; for N members
+    it takes N operations, not N².
     """
     weights = [op.weight for op in ops]
     if any(weights) and not ops[0].g.is_meta:
@@ -42,7 +42,7 @@ def _mean_update(group: Group, ops: Sequence[MeanUpdate]) -> list[None]:
 
 
 def _share(vectors: Sequence[Tensor], parts: Sequence[slice]) -> None:
-    """Bring each member's own range to all members: into one vector, then from there to those in other memory."""
+    """Copy each member's own range to all members: into one vector, then from there to the others."""
     whole = vectors[0]
     apart = [(x, part) for x, part in zip(vectors, parts, strict=True) if x.data_ptr() != whole.data_ptr()]
     for x, part in apart:
@@ -60,7 +60,7 @@ def _broadcast(group: Group, ops: Sequence[Broadcast]) -> list[None]:
 
 
 def _gather(group: Group, ops: Sequence[Gather]) -> list[list[Tensor]]:
-    """Give every member a copy of its own of all vectors, which it may change: one operation for all N vectors."""
+    """Return a separate copy of all vectors for every member, which may change it: one operation for all N vectors."""
     vectors = [op.x.detach() for op in ops]
     if vectors[0].is_meta:
         return [vectors.copy() for _ in ops]
@@ -77,19 +77,19 @@ CARRY_OUT: dict[type[Any], Callable[..., list[Any]]] = {
 
 
 def vector_of(op: Any) -> Tensor:
-    """What a collective is about."""
+    """Return the vector of a collective."""
     vector: Tensor = op.g if isinstance(op, MeanUpdate) else op.x
     return vector
 
 
 def nbytes(x: Tensor) -> int:
-    """Length of a message with it."""
+    """Return the length of a message with this vector."""
     size: int = x.numel() * x.element_size()
     return size
 
 
 def bytes_of(op: Any, rank: int) -> tuple[int, int]:
-    """What a member of a collective sends and receives."""
+    """Return the bytes that a member of a collective sends and receives."""
     x, peers = vector_of(op), len(op.group) - 1
     match op:
         case Mean() | MeanUpdate():

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links shared by flows: every flow gets its max-min fair rate, recomputed when one starts or ends.
 
-    rate r of flow f:   some link on its way is saturated, and no flow through that link is faster than f
+    rate r of flow f:   some link of its route is saturated, and no flow through that link is faster than f
 
-The flows held back by a link all have the same rate there, ρ. So each link keeps one count of bytes served to any of
-them, V, growing at rate ρ: a flow of B bytes that joins at V ends when the count reaches V + B, and a change of ρ moves
-all of them at once, however many they are.
+The flows for which a link is the bottleneck all have the same rate there, ρ. So each link keeps one count of bytes
+served to any of them, V, growing at rate ρ: a flow of B bytes that joins at V ends when the count reaches V + B, and a
+change of ρ applies to all of them at once.
 
-What happens to one flow mostly concerns one link: then ρ = capacity / flows is all there is to do. Where links interact
-(a flow might become held back elsewhere), the rates of all flows connected to it are computed anew by filling up:
-raise all rates together, fix those whose link is full, go on with the rest (Bertsekas and Gallager, Data Networks,
-§6.5.2).
+The start or the end of a flow usually concerns one link: then ρ = capacity / flows. If links interact (the bottleneck
+of a flow might move), the rates of all connected flows are recomputed by filling up: raise all rates together, fix
+those whose link is full, continue with the rest (Bertsekas and Gallager, Data Networks, §6.5.2).
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from typing import Any
 from orchestra.worlds.simulated.kernel import Kernel
 
 _FEW = 16  # flows on a link that are summed up rather than bounded
-_ROOM = 1 + 1e-12  # of a capacity: what rounding may add
-_NOTHING = 1e-12  # of a count: what rounding may leave
+_ROOM = 1 + 1e-12  # tolerance for rounding, relative to a capacity
+_NOTHING = 1e-12  # tolerance for rounding, relative to a count
 _NEVER = float("inf")
 
 
 class Link:
-    """Something with a capacity that flows share."""
+    """A capacity that flows share."""
 
     __slots__ = (
         "alone", "capacity", "due", "flows", "kind", "left", "name", "rho", "served", "since", "unfixed", "waiting"
@@ -41,23 +40,23 @@ class Link:
         self.kind = kind  # flows that cross two links of one kind share no other link
         self.capacity = capacity  # bytes per second
         self.flows: dict[Flow, None] = {}  # all that cross it
-        self.waiting: deque[tuple[float, int, Flow]] = deque()  # those it holds back, by the count at which they end
-        self.rho = 0.0  # their rate
+        self.waiting: deque[tuple[float, int, Flow]] = deque()  # those it limits, by the count at which they end
+        self.rho = 0.0  # the rate of those
         self.served = 0.0  # V, at `since`
         self.since = 0.0
-        self.due = _NEVER  # when to see whether the next one ends; events of other times are void
-        self.alone = True  # if it holds back any: all that cross it, and no other link holds back any of them
-        self.left = 0.0  # while rates are computed anew: capacity not given away yet, and
-        self.unfixed = 0  # flows whose rate is not known yet
+        self.due = _NEVER  # when to check whether the next flow ends; events of other times are void
+        self.alone = True  # if it limits any flow: it limits all that cross it, and no other link limits those
+        self.left = 0.0  # while rates are recomputed: capacity not assigned yet
+        self.unfixed = 0  # while rates are recomputed: flows whose rate is not known yet
 
     def advance(self, now: float) -> None:
-        """Bring V up to date."""
+        """Update V to the present."""
         self.served += self.rho * (now - self.since)
         self.since = now
 
 
 class Flow:
-    """Bytes on their way."""
+    """A transfer of bytes in progress."""
 
     __slots__ = ("about", "arrived", "at", "end", "left", "links", "number")
 
@@ -65,9 +64,9 @@ class Flow:
         self.number = number
         self.links = links
         self.arrived, self.about = arrived, about
-        self.at: Link | None = None  # which holds it back
+        self.at: Link | None = None  # its bottleneck
         self.end: float  # the count of that link at which it ends
-        self.left: float  # bytes, while rates are computed anew
+        self.left: float  # bytes, while rates are recomputed
 
     @property
     def rate(self) -> float:
@@ -76,26 +75,27 @@ class Flow:
 
 
 class Flows:
-    """All flows under way."""
+    """All flows in progress."""
 
     def __init__(self, kernel: Kernel, *, single: bool = False) -> None:
-        """`single`: of the flows that cross a link, at most one crosses each link of any other kind.
+        """Create an empty network of flows.
 
-        Then a link is crossed by at most one flow of every link of another kind, and if all these together serve no
-        more than the least capacity there is, it is not full.
+        `single`: of the flows that cross a link, at most one crosses each link of any other kind. Then a link is
+        crossed by at most one flow of every link of another kind, and is not full if the rates of all those links
+        together are at most the smallest capacity.
         """
         self._kernel = kernel
         self._count = 0
         self._single = single
-        self._hot: dict[Link, None] = {}  # links that hold flows back
+        self._hot: dict[Link, None] = {}  # links that limit flows
         self._rates: dict[int, float] = defaultdict(float)  # the sum of their ρ, by kind
         self._least = float("inf")  # smallest capacity seen
-        self._dirty: dict[Link, None] = {}  # whose flows are to be given new rates at this very moment
-        self.filled = 0  # how often rates were computed anew, and
-        self.touched = 0  # for how many flows in all
+        self._dirty: dict[Link, None] = {}  # links whose flows get new rates at the present time
+        self.filled = 0  # how often rates were recomputed
+        self.touched = 0  # the total number of flows whose rates were recomputed
 
     def start(self, links: tuple[Link, ...], size: float, arrived: Callable[..., None], *about: Any) -> Flow:
-        """Begin to send bytes over links; `arrived` is called when the last one has left."""
+        """Start a flow over links; `arrived` is called when its last byte has left."""
         self._count += 1
         flow = Flow(self._count, links, arrived, about)
         if size <= 0 or not links:
@@ -120,7 +120,7 @@ class Flows:
         return flow
 
     def _soon(self, links: Iterable[Link]) -> None:
-        """Give new rates once all that happens at this moment has happened."""
+        """Schedule the recomputation of rates after all events of the present time."""
         if not self._dirty:
             self._kernel.at(self._kernel.now, self._settle)
         self._dirty.update(dict.fromkeys(links))
@@ -132,7 +132,7 @@ class Flows:
     # One link at a time.
 
     def _joins_alone(self, flow: Flow) -> Link | None:
-        """The link that will hold a new flow back, if no other flow but those it holds already is concerned."""
+        """Return the bottleneck of a new flow, if only the flows that this link limits already are affected."""
         host: Link | None = None
         for link in flow.links:
             if link.waiting:
@@ -153,7 +153,7 @@ class Flows:
         return host
 
     def _load(self, link: Link, host: Link, rho: float) -> float:
-        """At most this much crosses a link if `host` serves its flows at rate ρ."""
+        """Return an upper bound on the load of a link if `host` serves its flows at rate ρ."""
         if len(link.flows) <= _FEW:
             load = 0.0
             for flow in link.flows:
@@ -163,7 +163,7 @@ class Flows:
         return len(link.flows) * max([rho, *(other.rho for other in self._hot)])
 
     def _leaves_alone(self, host: Link) -> bool:
-        """Whether the flows that a link still holds back may share all of it."""
+        """Return whether the flows that a link still limits may share all of it."""
         if not host.waiting:
             return True
         if not host.alone:
@@ -180,25 +180,25 @@ class Flows:
 
     def _join(self, flow: Flow, host: Link, size: float) -> None:
         now, waiting = self._kernel.now, host.waiting
-        host.served += host.rho * (now - host.since)  # as `advance` does, but without a call: this is the inner loop
+        host.served += host.rho * (now - host.since)  # as `advance`, inlined: this is the inner loop
         host.since = now
         flow.at = host
         flow.end = end = host.served + size
         if not waiting:
             self._hot[host] = None
-        if not waiting or waiting[-1][0] <= end:  # as mostly: flows of a size end in the order in which they come
+        if not waiting or waiting[-1][0] <= end:  # the usual case: flows of equal size end in the order of their start
             waiting.append((end, flow.number, flow))
         else:
             bisect.insort(waiting, (end, flow.number, flow))
 
     def _share(self, host: Link) -> None:
-        """A link that holds back all its flows, and is up to date, serves them equally."""
+        """Divide the capacity of an updated link, which limits all its flows, equally."""
         rho = host.capacity / len(host.waiting)
         self._rates[host.kind] += rho - host.rho
         host.rho = rho
 
     def _await(self, host: Link) -> None:
-        """Expect the next flow of a link to end. If it turns out later than expected, it is expected again then."""
+        """Schedule the end of the next flow of a link; if the flow then needs longer, the end is scheduled again."""
         now = self._kernel.now
         left = host.waiting[0][0] - host.served
         due = now + left / host.rho if left > 0 else now
@@ -223,7 +223,7 @@ class Flows:
         ended = [waiting.popleft()[2]]
         while waiting and waiting[0][0] <= end:
             ended.append(waiting.popleft()[2])
-        # Whoever shared another link with them may now be faster, unless those links held nobody back.
+        # Flows that shared another link with them may now be faster, if that link limits any flow.
         others = []
         for flow in ended:
             for link in flow.links:
@@ -242,10 +242,10 @@ class Flows:
         for flow in ended:
             flow.arrived(*flow.about)
 
-    # All that are connected.
+    # All connected links.
 
     def _fill(self, links: Iterable[Link]) -> None:
-        """Compute the rates of all flows connected to some links anew."""
+        """Recompute the rates of all flows connected to some links."""
         now = self._kernel.now
         touched, flows = _connected(links)
         self.filled += 1
@@ -278,7 +278,7 @@ class Flows:
 
 
 def _connected(links: Iterable[Link]) -> tuple[list[Link], list[Flow]]:
-    """Everything that shares a link with what shares a link with ... these."""
+    """Return all links and flows that are connected to these links, directly or through others."""
     seen = dict.fromkeys(links)
     flows: dict[Flow, None] = {}
     todo = deque(seen)
@@ -294,7 +294,7 @@ def _connected(links: Iterable[Link]) -> tuple[list[Link], list[Flow]]:
 
 
 def _levels(links: list[Link], flows: list[Flow]) -> list[tuple[Link, float, list[Flow]]]:
-    """Fill up: which links hold back which flows, and at what rate."""
+    """Return the bottleneck links with their rates and the flows that they limit, by filling up."""
     for flow in flows:
         flow.at = None
     for link in links:
@@ -307,7 +307,7 @@ def _levels(links: list[Link], flows: list[Flow]) -> list[tuple[Link, float, lis
         if not link.unfixed:
             continue
         rho = max(0.0, link.left) / link.unfixed
-        if rho > share * _ROOM:  # others took less than their share of it: not its turn yet
+        if rho > share * _ROOM:  # other links limited some of its flows: it is full only later
             heapq.heappush(heap, (rho, i, link))
             continue
         held = [flow for flow in link.flows if flow.at is None]

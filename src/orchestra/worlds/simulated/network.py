@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between the nodes of a virtual cluster: messages, and collectives as the flows of their algorithms.
+"""The network of a simulation: messages, and collectives as the flows of their algorithms.
 
-    Mean        begins when the last member has come, then a ring: reduce-scatter and all-gather
+    Mean        begins when the last member has joined, then a ring: reduce-scatter and all-gather
     Broadcast   one flow to each member; Gather: one flow from each to each
-    Send        a flow; where kernels keep only so many bytes of a connection, the sender goes on when its kernel has
-                the rest: by then all messages before it have left, and so has what it is too long by
+    Send        a flow; with a limited kernel buffer the sender continues when the rest of the message fits into it:
+                by then all earlier messages have left, and so have the bytes of this one that do not fit
 
-Where all hosts are alike, all nodes take part and nothing else is under way, a collective's flows are all equal, and
+If all hosts are equal, all nodes take part and nothing else is in flight, the flows of a collective are all equal, and
 its time is a formula:
 
     Mean        2 (N-1) (S/N / R + α + o)        S bytes, N members, rate R, latency α, work per message o
@@ -37,36 +37,36 @@ from orchestra.worlds.simulated.kernel import Kernel, Promise
 from orchestra.worlds.simulated.networks import Host, Network
 
 UP, DOWN = 0, 1  # kinds of links
-Arrived = Callable[[Any], None]  # what is called when a message is there
+Arrived = Callable[[Any], None]  # called when a message has arrived
 
 
-_Parcel = tuple[float, Arrived, Any, Promise[None] | None]  # bytes, who is told of what, the sender if it waits
+_Queued = tuple[float, Arrived, Any, Promise[None] | None]  # bytes, callback, its argument, a sender that waits
 
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """From one node to another, as by a connection of their own: messages keep their order."""
+    """The route from one node to another, like a connection: messages keep their order."""
 
     source: int  # machine
     links: tuple[Link, ...] = ()  # none between nodes of one machine
     latency: float = 0.0  # seconds
     work: float = 0.0  # seconds for every message, at its source
     busy: bool = False  # with a message that has not left yet
-    behind: deque[_Parcel] | None = None  # messages that wait for it; mostly there is none
-    keeps: float | None = None  # bytes that the kernel of the source holds
+    behind: deque[_Queued] | None = None  # messages that wait for it; usually none
+    keeps: float | None = None  # bytes of the kernel buffer at the source
     leaving: float = 0.0  # bytes of the message that is about to leave
 
 
 @dataclass(slots=True)
 class _Collective:
-    """Members of a group on their way to a collective."""
+    """The members of a group that have joined a collective."""
 
     ops: dict[int, Any] = field(default_factory=dict)
     promises: dict[int, Promise[Any]] = field(default_factory=dict)
 
 
 class VirtualNetwork:
-    """Everything the nodes share."""
+    """The network that all nodes share."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class VirtualNetwork:
         self.network = network
         self.workers = workers
         self.flows = Flows(kernel, single=network.rack is None)
-        self.stop_at: int | None = None  # the step before which workers stop, where they stop together
+        self.stop_at: int | None = None  # the step before which workers in lockstep stop
         self._closed_forms = closed_forms and network.symmetric
         self._machines = range(nodes) if machines is None else machines  # of every node
         every = range(max(self._machines) + 1)
         self._hosts = [network.host(m) for m in every]
-        self._busy = [0.0 for _ in every]  # until when a host works on messages
+        self._busy = [0.0 for _ in every]  # time until which each host processes messages
         self._up = [Link(f"up {m}", network.host(m).up / 8, UP) for m in every]
         self._down = [Link(f"down {m}", network.host(m).down / 8, DOWN) for m in every]
         self._racks = _racks(network, len(every))
-        self.ways: list[dict[int, Route]] = [{} for _ in range(nodes)]  # from each node to those that it wrote to
+        self.ways: list[dict[int, Route]] = [{} for _ in range(nodes)]  # from each node to those that it has sent to
         self._flying: dict[Route, deque[tuple[Arrived, Any]]] = {}
         self._meetings: dict[Group, _Collective] = {}
         self.under_way = 0  # messages and collectives in flight
@@ -99,11 +99,11 @@ class VirtualNetwork:
     # From host to host.
 
     def host(self, node: int) -> Host:
-        """The machine that a node lives on."""
+        """Return the host of a node."""
         return self._hosts[self._machines[node]]
 
     def way(self, source: int, to: int) -> Route:
-        """From node to node."""
+        """Return the route from one node to another."""
         way = self.ways[source].get(to)
         if way is None:
             way = self.ways[source][to] = self._between(self._machines[source], self._machines[to])
@@ -118,8 +118,8 @@ class VirtualNetwork:
         here, there = self._hosts[source], self._hosts[to]
         return Route(source, links, here.latency + there.latency, here.message, keeps=here.keeps)
 
-    def hand_over(self, way: Route, size: float, arrived: Arrived, about: Any) -> Promise[None] | None:
-        """Send as programs do: what is kept when the kernel has all of it, if that is not at once."""
+    def send_blocking(self, way: Route, size: float, arrived: Arrived, about: Any) -> Promise[None] | None:
+        """Send a message; if it does not fit into the kernel buffer, return a promise that is kept once it does."""
         if way.keeps is None or not way.links or _backlog(way) + size <= way.keeps:
             self.carry(way, size, arrived, about)
             return None
@@ -128,7 +128,7 @@ class VirtualNetwork:
         return taken
 
     def carry(self, way: Route, size: float, arrived: Arrived, about: Any, taken: Promise[None] | None = None) -> None:
-        """Send bytes from node to node; calls `arrived` when the last one is there, at once on one machine."""
+        """Send bytes; `arrived` is called when the last one has arrived, without delay on one machine."""
         if not way.links:
             self._fly(way, arrived, about)
         elif way.busy:
@@ -146,14 +146,14 @@ class VirtualNetwork:
             size = max(0.0, size - (way.keeps or 0.0))
             then = (self._taken, way, arrived, about, taken)
         if work := way.work:
-            # The work on a message is done after that on the messages before it.
+            # A host processes messages one after the other.
             self._busy[way.source] = done = max(self._busy[way.source], self.kernel.now) + work
             self.kernel.at(done, self.flows.start, way.links, size, *then)
         else:
             self.flows.start(way.links, size, *then)
 
     def _taken(self, way: Route, arrived: Arrived, about: Any, taken: Promise[None]) -> None:
-        """The kernel holds the rest of a message."""
+        """Continue when the rest of a message fits into the kernel buffer: the sender may go on."""
         way.leaving = min(way.leaving, way.keeps or 0.0)
         self.flows.start(way.links, way.leaving, self._sent, way, arrived, about)
         taken.keep(None)
@@ -170,7 +170,7 @@ class VirtualNetwork:
         if not kernel.shuffles:
             kernel.at(kernel.now + way.latency, arrived, about)
             return
-        # Messages of the same two nodes may arrive at the same time, but never in another order.
+        # Messages between two nodes keep their order, even if they arrive at the same time.
         self._flying.setdefault(way, deque()).append((arrived, about))
         kernel.at(kernel.now + way.latency, self._land, way)
 
@@ -181,12 +181,12 @@ class VirtualNetwork:
     # Collectives.
 
     def meet(self, rank: int, op: Any, group: Group) -> Promise[Any]:
-        """Come to a collective; it begins when every member has."""
+        """Join a collective, which begins when every member has joined."""
         meeting = self._meetings.get(group)
         if meeting is None:
             meeting = self._meetings[group] = _Collective()
         if rank in meeting.ops:
-            raise RuntimeError(f"node {rank} comes to a collective twice before the others came once")
+            raise RuntimeError(f"node {rank} joined a collective twice before the others joined once")
 
         def missing() -> str:
             late = [m for m in group.members if m not in meeting.ops]
@@ -204,7 +204,7 @@ class VirtualNetwork:
         kinds = {type(op) for op in ops}
         if len(kinds) > 1:
             names = sorted(kind.__name__ for kind in kinds)
-            raise RuntimeError(f"members {group.members} came to different collectives: {', '.join(names)}")
+            raise RuntimeError(f"members {group.members} called different collectives: {', '.join(names)}")
         values = collectives.CARRY_OUT[kinds.pop()](group, ops)
         began = self.kernel.now
         self.under_way += 1
@@ -221,7 +221,7 @@ class VirtualNetwork:
             _FLOWS[type(ops[0])](self, group, ops[0], complete)
 
     def _alone(self, group: Group, op: Any) -> bool:
-        """Whether a formula tells when every member of a collective is done, and no other traffic can change that."""
+        """Return whether the formulas hold for a collective: equal hosts, all nodes, and no other traffic."""
         in_turn = isinstance(op, Broadcast) and self._hosts[0].message  # then they are not done at the same time
         everyone = len(group) == len(self._machines) and self.under_way == 1
         return self._closed_forms and everyone and not in_turn
@@ -231,7 +231,7 @@ class VirtualNetwork:
             complete(member)
 
     def _seconds(self, group: Group, op: Any) -> float:
-        """How long a collective takes by itself, where all hosts are alike."""
+        """Return the duration of a collective without other traffic between equal hosts."""
         n, host = len(group), self.network.hosts[0]
         size = nbytes(vector_of(op))
         slower = min(host.up, host.down) / 8
@@ -246,14 +246,14 @@ class VirtualNetwork:
                 return max(first, rest) + latency
 
     def ring(self, group: Group, op: Mean | MeanUpdate, complete: Callable[[int], None]) -> None:
-        """The flows of a mean: 2 (N-1) rounds in which every member sends a part to the next one."""
+        """Start the flows of an all-reduce: 2 (N-1) rounds in which every member sends a part to the next one."""
         n, size = len(group), nbytes(vector_of(op)) / len(group)
         rounds = 2 * (n - 1)
         sent, got = [0] * n, [0] * n
         ways = [self.way(a, b) for a, b in pairwise((*group.members, group.members[0]))]
 
         def go_on(i: int) -> None:
-            # A round's part can leave once the part before has come.
+            # The part of a round can leave once the previous part has arrived.
             while sent[i] < rounds and sent[i] <= got[i]:
                 sent[i] += 1
                 self.carry(ways[i], size, receive, (i + 1) % n)
@@ -269,7 +269,7 @@ class VirtualNetwork:
             go_on(i)
 
     def spread(self, group: Group, op: Broadcast, complete: Callable[[int], None]) -> None:
-        """The flows of a broadcast: from the root to everyone."""
+        """Start the flows of a broadcast: from the root to every other member."""
         left = len(group) - 1
 
         def arrived(member: int) -> None:
@@ -284,7 +284,7 @@ class VirtualNetwork:
                 self.carry(self.way(op.root, member), nbytes(op.x), arrived, member)
 
     def exchange(self, group: Group, op: Gather, complete: Callable[[int], None]) -> None:
-        """The flows of a gather: from everyone to everyone."""
+        """Start the flows of a gather: from every member to every other."""
         left = dict.fromkeys(group.members, len(group) - 1)
 
         def arrived(member: int) -> None:
@@ -294,13 +294,13 @@ class VirtualNetwork:
 
         members = group.members
         for i, source in enumerate(members):
-            for member in (*members[i + 1 :], *members[:i]):  # everyone begins with another
+            for member in (*members[i + 1 :], *members[:i]):  # each begins with another receiver
                 self.carry(self.way(source, member), nbytes(op.x), arrived, member)
 
 
 def _backlog(way: Route) -> float:
-    """Bytes of the messages that have not left; those of one that is leaving all count until it has."""
-    return way.leaving + sum(parcel[0] for parcel in way.behind or ()) if way.busy else 0.0
+    """Return the bytes of the messages that have not left, including the whole of one that is leaving."""
+    return way.leaving + sum(queued[0] for queued in way.behind or ()) if way.busy else 0.0
 
 
 def _kernel_to_take() -> str:
@@ -316,7 +316,7 @@ _FLOWS: dict[type[Any], Callable[..., None]] = {
 
 
 def _racks(network: Network, machines: int) -> list[tuple[Link, Link]]:
-    """Each machine's rack, as its links to and from the core."""
+    """Return the rack of each machine, as its links to and from the core."""
     if network.rack is None:
         return []
     found: list[tuple[Link, Link]] = []

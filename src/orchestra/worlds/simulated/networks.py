@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks to rehearse on: hosts with a link each to a switch, or to a switch per rack below a core.
+"""Descriptions of simulated networks: hosts linked to one switch, or to one switch per rack below a core.
 
     100mbit,1ms               every host up and down at 100 Mbit/s, 1 ms from host to host
-    10gbit,50us,5us           besides, 5 µs of work for every message
+    10gbit,50us,5us           in addition, 5 µs of work for every message
     100mbit,1ms racks:4x8     hosts in racks of 4; a rack's link to the core is 8 times too small for them
     hosts.yaml                a list, one entry per host:  - {rate: 1gbit, latency: 0.2ms}
                                                            - {up: 20mbit, down: 100mbit, latency: 10ms, keeps: 128kB}
     probe.json [loopback]     hosts like the processes of a machine that `orchestra probe` measured: through shared
                               memory, or through its sockets
 
-Nodes beyond the hosts that are listed take turns on them.
+Further nodes use the listed hosts in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from orchestra.runs import measurements
 from orchestra.runs.measurements import LinkMeasurement
 
 _LARGEST = 1 << 20  # bytes of a file of hosts
-_FEW = 3  # kinds of hosts that are told one by one
+_FEW = 3  # kinds of hosts that are listed one by one
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d{1,4})?"
 _PREFIXES = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12}  # powers of ten
 _UNITS = {prefix + unit: power for unit in ("bit", "bps", "bit/s") for prefix, power in _PREFIXES.items()}
@@ -39,14 +39,14 @@ _TIMES = {"s": 0, "ms": -3, "us": -6, "µs": -6, "ns": -9}
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One machine: its link, and what it does beside computing gradients."""
+    """One machine: its link, and the times of its work besides computing gradients."""
 
     up: float  # bits per second
     down: float  # bits per second
-    latency: float = 0.0  # seconds from here to the middle of the network
+    latency: float = 0.0  # seconds from the host to the middle of the network
     message: float = 0.0  # seconds of work for every message sent
     number: float = 0.0  # seconds of work for every number that is averaged or updated
-    keeps: float | None = None  # bytes of a connection that its kernel holds before a sender must wait; None: all
+    keeps: float | None = None  # bytes of a connection's kernel buffer; None: unlimited
 
     def __str__(self) -> str:
         rates = dict.fromkeys(_shortest(rate, _UNITS) for rate in (self.up, self.down))
@@ -60,33 +60,33 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Hosts and what lies between them. Nodes beyond the hosts that are listed take turns on them."""
+    """Hosts and the links between them. Further nodes use the listed hosts in turn."""
 
     hosts: tuple[Host, ...]
     rack: int | None = None  # hosts in a rack; None: one switch for all
     oversubscription: float = 1.0  # how many times a rack's link to the core is too small for its hosts
 
     def host(self, node: int) -> Host:
-        """Where a node lives. Every machine is a host of its own, alike to one of those listed."""
+        """Return the host of a node. Every machine has its own host, with the properties of a listed one."""
         return self.hosts[node % len(self.hosts)]
 
     @property
     def symmetric(self) -> bool:
-        """Whether all hosts are alike, and so are all ways between them."""
+        """Whether all hosts, and so all routes between them, are equal."""
         return len(set(self.hosts)) == 1 and self.rack is None
 
     def __str__(self) -> str:
-        """As the command line takes it, where it could: `parse` reads the same network. Else its hosts, in short."""
+        """Return text from which `parse` reads the same network, if there is one; else its hosts, in short."""
         if next(self.problems(), None) is not None:
             return repr(self)
         alike = [(str(host), len([*group])) for host, group in groupby(self.hosts)]
-        told = "; ".join(host if n == 1 else f"{n} x {host}" for host, n in alike)
-        if len(alike) > _FEW:  # which ones they are must be told from others all the same
-            told = f"{len(self.hosts)} hosts, {alike[0][0]} and others ({zlib.crc32(repr(self.hosts).encode()):08x})"
-        return told if self.rack is None else f"{told} racks:{self.rack}x{_shortest(self.oversubscription, {'': 0})}"
+        text = "; ".join(host if n == 1 else f"{n} x {host}" for host, n in alike)
+        if len(alike) > _FEW:  # a checksum distinguishes them from other hosts
+            text = f"{len(self.hosts)} hosts, {alike[0][0]} and others ({zlib.crc32(repr(self.hosts).encode()):08x})"
+        return text if self.rack is None else f"{text} racks:{self.rack}x{_shortest(self.oversubscription, {'': 0})}"
 
     def problems(self) -> Iterator[Problem]:
-        """What nothing could be sent over."""
+        """Yield the values with which no message could be sent."""
         if not self.hosts:
             yield Problem("cluster.network", self.hosts, "needs at least one host")
         for i, host in enumerate(self.hosts):
@@ -107,7 +107,7 @@ class Network:
 def Ethernet(
     *, gbit: float, latency: float = 1e-4, message: float = 0.0, rack: int | None = None, oversubscription: float = 1.0
 ) -> Network:
-    """Equal hosts: their rate in Gbit/s and the seconds from one to another."""
+    """Return a network of equal hosts, by their rate in Gbit/s and the seconds from one to another."""
     host = Host(up=gbit * 1e9, down=gbit * 1e9, latency=latency / 2, message=message)
     return Network(hosts=(host,), rack=rack, oversubscription=oversubscription)
 
@@ -167,7 +167,7 @@ def _probed(path: Path, loopback: bool) -> Host:
 
 
 def like(way: LinkMeasurement, number: float) -> Host:
-    """A host that was measured."""
+    """Return a host with the properties of a measured link."""
     return Host(up=8 * way.rate, down=8 * way.rate, latency=way.latency / 2, message=way.message, number=number)
 
 
@@ -189,7 +189,7 @@ def _entry(path: Path, i: int, entry: Mapping[str, Any]) -> Host:
 
 
 def read_rate(text: object) -> float:
-    """Bits per second.
+    """Parse a rate in bits per second.
 
     >>> read_rate("2.5gbit")
     2500000000.0
@@ -198,7 +198,7 @@ def read_rate(text: object) -> float:
 
 
 def read_time(text: object) -> float:
-    """Seconds.
+    """Parse a time in seconds.
 
     >>> read_time("1ms")
     0.001
@@ -207,7 +207,7 @@ def read_time(text: object) -> float:
 
 
 def read_size(text: object) -> float:
-    """Bytes.
+    """Parse a size in bytes.
 
     >>> read_size("128kB")
     128000.0
@@ -223,7 +223,7 @@ def _quantity(text: object, units: Mapping[str, int], what: str) -> float:
 
 
 def _shortest(value: float, units: Mapping[str, int]) -> str:
-    """The shortest text that is read as this value.
+    """Return the shortest text that is read as this value.
 
     >>> _shortest(1e8, _UNITS), _shortest(5e-05, _TIMES), _shortest(1e-4, _TIMES)
     ('100mbit', '50us', '0.1ms')

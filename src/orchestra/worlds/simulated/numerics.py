@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many gradients in one call: those of all workers that are computing, when the first of them is due.
+"""Batched gradients: those of all workers that are computing are computed in one call, when the first one is due.
 
     a worker begins to compute     note its parameters and its mini-batch
-    a gradient is due              if it is not there: take the gradients of everyone noted so far in one
-                                   `torch.func.vmap`, and keep those that are not due yet
+    a gradient is due              if it is not computed: compute all noted gradients in one `torch.func.vmap`, and
+                                   keep those that are not due yet
 
-None is needed before its virtual time, and each is that at the parameters held when it began, so the result is that of
-one gradient at a time but for rounding. Models that draw random numbers or change their buffers in training (dropout,
-BatchNorm) are not taken: whether a model is, a trial shows.
+No gradient is needed before its virtual time, and each is computed at the parameters from its beginning, so the results
+equal those of single gradients up to rounding. Models that draw random numbers or change their buffers in training
+(dropout, BatchNorm) are excluded, by a trial.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from orchestra.data.batches import Loss, Pieces, each, like, loss_of, pieces
 from orchestra.model import error_hints
 from orchestra.model.replica import flatten, trainable
 
-_SMALL, _MANY = 1 << 16, 8  # parameters up to which, and workers from which on, it pays on a CPU
-_TOLERANCE = 1e-4  # of the largest element: how far a gradient taken together may be from one taken alone
+_SMALL, _MANY = 1 << 16, 8  # maximum of parameters and minimum of workers for which batching is faster on a CPU
+_TOLERANCE = 1e-4  # of the largest element: allowed difference between a batched and a single gradient
 
 
 @dataclass(eq=False, slots=True)
 class Pending:
-    """A gradient under way. Its worker waits for it meanwhile, and nobody else writes to its x."""
+    """A gradient in progress. Its worker waits for it, and no other worker writes to its x."""
 
     x: Tensor
     batch: Pieces  # pieces of a mini-batch; or one list of indices, where the data are known
@@ -41,7 +41,7 @@ class Pending:
 
 
 class Batched:
-    """The gradients of one model at many parameters. With `data`, mini-batches are lists of indices into them."""
+    """The gradients of one model at many parameters. With `data`, mini-batches are lists of indices into it."""
 
     def __init__(self, module: nn.Module, loss: Loss | None, data: Pieces | None = None) -> None:
         self._module = module.train()
@@ -67,7 +67,7 @@ class Batched:
         return loss_of(forward, batch, self._loss)
 
     def begin(self, x: Tensor, batch: Pieces) -> Pending:
-        """A worker begins."""
+        """Note the beginning of a gradient."""
         pending = Pending(x, batch)
         each_piece = pieces(batch)
         key = tuple((piece.shape, piece.dtype) for piece in each_piece) if self._data is None else len(each_piece[0])
@@ -75,7 +75,7 @@ class Batched:
         return pending
 
     def end(self, pending: Pending) -> tuple[Tensor, float]:
-        """Its gradient is due."""
+        """Return a gradient that is due, computing all pending ones if necessary."""
         if pending.answer is None:
             for group in self._waiting.values():
                 self._take(group)
@@ -100,7 +100,7 @@ class Batched:
             pending.answer = (row, value)
 
     def _explain(self, error: Exception, x: Tensor, batches: Pieces) -> None:
-        """Add what one mini-batch alone says about its labels: the error of many in one call is about other shapes."""
+        """Add notes about labels from single mini-batches: the error of a batched call refers to other shapes."""
         for i, one in enumerate(x):
             alone = each(itemgetter(i), batches)
             try:
@@ -112,7 +112,7 @@ class Batched:
                 return
 
     def _batches(self, group: list[Pending], device: torch.device) -> Pieces:
-        """All mini-batches, one upon the other."""
+        """Return all mini-batches, stacked."""
         if self._data is None:
             columns = zip(*(pieces(pending.batch) for pending in group), strict=True)
             return like(group[0].batch, (torch.stack([piece.to(device) for piece in column]) for column in columns))
@@ -122,9 +122,9 @@ class Batched:
 
 
 def pays(module: nn.Module, device: str, workers: int) -> bool:
-    """Whether taking gradients together is faster, by what was measured (benchmarks/batched.py).
+    """Return whether batched gradients are faster, by a rule from measurements (benchmarks/batched.py).
 
-    A rule and not a stopwatch, so that the same call gives the same run.
+    A rule instead of a measurement, so that the same call gives the same run.
     """
     if device != "cpu":
         return workers > 1
@@ -134,14 +134,14 @@ def pays(module: nn.Module, device: str, workers: int) -> bool:
 
 
 def _have_gradients(module: nn.Module, loss: Loss | None, batch: Pieces) -> list[bool]:
-    """Which parameters have a gradient. In one call for many mini-batches those without would have zeros."""
+    """Return which parameters have a gradient: in a batched call the others would have zeros."""
     parameters = list(trainable(module.train()).values())
     found = torch.autograd.grad(loss_of(module, batch, loss), parameters, allow_unused=True)
     return [g is not None for g in found]
 
 
 def why_not(module: nn.Module, loss: Loss | None, batch: Pieces) -> str | None:
-    """Why gradients of a model cannot be taken together, or None if they can."""
+    """Return why gradients of a model cannot be batched, or None if they can."""
     if len({p.dtype for p in trainable(module).values()}) > 1:
         return "the parameters have several dtypes"
     x0, twin = flatten(module), copy.deepcopy(module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run in virtual time: every node set up as it would be in a process of its own, then let live."""
+"""One run in virtual time: every node is set up as in a process of its own, and runs as a task of the kernel."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from orchestra.worlds.simulated.numerics import Batched
 from orchestra.worlds.simulated.timing import momenta_of, timed
 from orchestra.worlds.simulated.transport import connect
 
-_GLANCE = 0.1  # real seconds between two looks at the board
-_STILL = 20  # looks for each node at a clock that does not move; 256 events lie between two of them
+_GLANCE = 0.1  # real seconds between two updates of the display
+_STILL = 20  # heartbeats per node without progress of virtual time that count as a standstill
 _MANY = 4096  # events that a node may keep in memory
 
 
@@ -52,7 +52,7 @@ class Simulation:
         self.prepared = prepared
         self.timing_only = numerics == "off"
         self.batched = numerics == "batched"
-        # Without numbers there is nothing to set aside and score.
+        # Without numerics there is no model to save and score.
         self.spec = spec = replace(prepared.spec, snapshot_steps=None) if self.timing_only else prepared.spec
         self.nodes = spec.workers + spec.servers
         self.kernel = kernel
@@ -73,15 +73,15 @@ class Simulation:
         self.shown = 0.0
         self.had_folder = not run_lock.is_gone(spec.run)
         self.seen_at, self.still = 0.0, 0
-        self.random: dict[int, Any] = {}  # where each node's generators stand
-        self.at_dice = -1  # the node whose they are now
+        self.random: dict[int, Any] = {}  # the random state of each node
+        self.rng_owner = -1  # the node whose state the global generators have
         self.traces: list[_BufferedLog] = []
-        self.snapped = Counter[int]()  # workers that set a snapshot aside, by its number
-        self.done: list[Promise[None]] = []  # of workers that wait for the others to be done
+        self.snapped = Counter[int]()  # workers that have written their part of a snapshot, by its number
+        self.done: list[Promise[None]] = []  # of workers that wait until the others are done
 
     def run(self) -> Ending:
         """Set up all nodes, then let virtual time pass."""
-        # As many as a process of a real run would have: sums in other pieces would round otherwise.
+        # As many as a process of a real run has, since sums round differently with other numbers of threads.
         threads = torch.get_num_threads()
         torch.set_num_threads(self.spec.threads)
         try:
@@ -90,19 +90,19 @@ class Simulation:
             torch.set_num_threads(threads)
 
     def _run(self) -> Ending:
-        born = self._timed_nodes() if self.timing_only else self._nodes()
-        for node, meter, log in born:
-            self.kernel.spawn(name_of(node.rank, self.spec.workers), self._living(node, meter, log))
+        nodes = self._timed_nodes() if self.timing_only else self._nodes()
+        for node, meter, log in nodes:
+            self.kernel.spawn(name_of(node.rank, self.spec.workers), self._body_of(node, meter, log))
         if self.prepared.seconds is not None:
             self.kernel.at(self.prepared.seconds, self.stop, "seconds")
         try:
             self.kernel.run(self._heartbeat)
         except KeyboardInterrupt:
             raise Interrupted(
-                f"stopped at {self.kernel.now:.6g} virtual seconds. A rehearsal is not saved: the same call repeats it."
+                f"stopped at {self.kernel.now:.6g} virtual seconds. It is not saved: the same call repeats it."
             ) from None
         finally:
-            self._close([*(log for _, _, log in born), *self.traces])
+            self._close([*(log for _, _, log in nodes), *self.traces])
         self._show()
         if self.timing_only:
             x0 = snapshot.SnapshotPart(self.kernel.now, 0, 0, 0, self.prepared.x0, {})
@@ -121,13 +121,13 @@ class Simulation:
             self.warnings.append(f"{len(failed)} of {len(logs)} files of events could not be written: {failed[0]}.")
 
     def stop(self, reason: str) -> None:
-        """End soon: workers that go in step after the same step, the others where they are."""
+        """Stop the run soon: workers in lockstep after the same step, others after their present step."""
         if self.world.stop_at is None:
             self.stopped_by = reason
             self.world.stop_at = max(t.begun for t in self.transports[: self.spec.workers]) + 1
 
     def await_others(self) -> None:
-        """Let a worker that has done its steps wait until all have."""
+        """Let a worker that has done its steps wait for the others."""
         mine: Promise[None] = Promise(self.kernel, lambda: "the other workers to be done")
         self.done.append(mine)
         if len(self.done) == self.spec.workers:
@@ -138,11 +138,11 @@ class Simulation:
     # Nodes.
 
     def _nodes(self) -> list[tuple[Node, Metered, _BufferedLog]]:
-        """Every node with its own module, vectors and random numbers; the data are there once."""
+        """Return every node with its own module, vectors and random state; the data are shared."""
         spec, x0 = self.spec, self.prepared.x0.to(self.spec.device)
         shared = x0.clone() if spec.updated != "whole" else None
         data: Any = None
-        born = []
+        nodes = []
         for rank in range(self.nodes):
             log = self._log(rank)
             meter, comm = self._connect(rank, log)
@@ -152,17 +152,17 @@ class Simulation:
                 data = _shared(node.feed, x0.device)
             else:
                 node = node_loop.server(spec, rank, comm, log, x0[spec.range_of(rank)].clone())
-            self.at_dice = rank
+            self.rng_owner = rank
             self.random[rank] = exchange_states(None, cuda=x0.is_cuda)
-            born.append((node, meter, log))
+            nodes.append((node, meter, log))
         if self.batched:
             self._gather_gradients(
-                [node for node, _, _ in born[: spec.workers]], data if samples.is_columns(data) else None
+                [node for node, _, _ in nodes[: spec.workers]], data if samples.is_columns(data) else None
             )
-        return born
+        return nodes
 
     def _gather_gradients(self, nodes: list[Node], data: Any) -> None:
-        """Let all workers' gradients be taken together, and their samples if these are tensors."""
+        """Compute the gradients of all workers in one call, and select their samples together if these are tensors."""
         first = nodes[0]
         assert first.replica is not None
         together = Batched(copy.deepcopy(first.replica.module), self.spec.loss, data)
@@ -175,7 +175,7 @@ class Simulation:
     def _together(self, together: Batched, node: Node, op: Compute[Any]) -> Callable[[], Any]:
         if op.batch is None:
             return self._compute(node.rank, op)
-        # The gradient is that at x as it is now; where x is everybody's, others will have written to it.
+        # The gradient is taken at the present x; a shared x is copied, since others will write to it.
         x = node.x.clone() if self.spec.strategy.layout.model_location == "shared" else node.x
         pending = together.begin(x, op.batch)
 
@@ -191,13 +191,13 @@ class Simulation:
     def _timed_nodes(self) -> list[tuple[Node, Metered, _BufferedLog]]:
         spec, x0 = self.spec, self.prepared.x0
         data, momenta = samples.read(spec.data()), momenta_of(spec, x0)
-        born = []
+        nodes = []
         for rank in range(self.nodes):
             log = self._log(rank)
             meter, comm = self._connect(rank, log)
             at_once = not self.world.host(rank).number
-            born.append((timed(spec, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
-        return born
+            nodes.append((timed(spec, rank, comm, log, x0, data, momenta, at_once=at_once), meter, log))
+        return nodes
 
     def _log(self, rank: int) -> _BufferedLog:
         limit = None if self.spec.trace else event_thinning.limit(self.nodes)
@@ -216,7 +216,7 @@ class Simulation:
         meter = Metered(traced)
         return meter, Comm(meter, *spec.groups)
 
-    def _living(self, node: Node, meter: Metered, log: _BufferedLog) -> Callable[[], None]:
+    def _body_of(self, node: Node, meter: Metered, log: _BufferedLog) -> Callable[[], None]:
         name = name_of(node.rank, self.spec.workers)
 
         def show(row: NodeStatus) -> None:
@@ -225,10 +225,10 @@ class Simulation:
         def body() -> None:
             log.write(NodeStarted(0.0, node.rank, "worker" if node.rank < self.spec.workers else "server", 0.0))
             try:
-                self._take_dice(node.rank)
+                self._use_rng(node.rank)
                 runtime = _SimulatedRuntime(self.spec, node, meter, log, self._hear, show)
-                keeper = _ScoreWatch(self, runtime)
-                node_loop.serve(runtime, keeper) if runtime.is_server else node_loop.work(runtime, keeper)
+                checkpointer = _ScoreWatch(self, runtime)
+                node_loop.serve(runtime, checkpointer) if runtime.is_server else node_loop.work(runtime, checkpointer)
             except (OrchestraError, KeyboardInterrupt):
                 raise
             except Exception:
@@ -237,28 +237,29 @@ class Simulation:
         return body
 
     def _compute(self, rank: int, op: Compute[Any]) -> Callable[[], Any]:
-        """Call something of a node's, with that node's random numbers if it may need any."""
+        """Run a node's function, with the node's random state if the function may draw."""
         if op.draws:
-            self._take_dice(rank)
+            self._use_rng(rank)
         value = op.fn()
         self._glance()
         return lambda: value
 
-    def _take_dice(self, rank: int) -> None:
-        """Let the global random numbers be a node's own."""
-        if self.at_dice != rank and rank in self.random:
-            self.random[self.at_dice] = exchange_states(self.random[rank], cuda=self.prepared.spec.device == "cuda")
-            self.at_dice = rank
+    def _use_rng(self, rank: int) -> None:
+        """Set the global generators to a node's random state."""
+        if self.rng_owner != rank and rank in self.random:
+            self.random[self.rng_owner] = exchange_states(self.random[rank], cuda=self.prepared.spec.device == "cuda")
+            self.rng_owner = rank
 
-    # Whoever watches.
+    # Progress.
 
     def _hear(self, said: dict[str, Any]) -> None:
         name = name_of(said["node"], self.spec.workers)
         if said["kind"] == "snapshot-failed":
-            self.warnings.append(f"{name} could not set aside the model at step {said['step']}: {said['error']}.")
+            what = "could not write its part of a snapshot"
+            self.warnings.append(f"{name} {what} at step {said['step']}: {said['error']}.")
 
     def _heartbeat(self) -> None:
-        """Now and then: show where the run is, and see that time passes if only time can end it."""
+        """Show the progress of the run, and raise if virtual time stands still in a run that only time can end."""
         self._glance()
         self.still = self.still + 1 if self.kernel.now == self.seen_at else 0
         self.seen_at = self.kernel.now
@@ -266,7 +267,7 @@ class Simulation:
         if endless and self.still > _STILL * self.nodes:
             raise Deadlock(
                 f"virtual time stands still at {self.kernel.now:.6g} s: steps take no time, so a budget in seconds is "
-                "never spent. Give --delay a duration, or a budget in steps."
+                "never spent. Give --compute-time a duration, or a budget in steps."
             )
 
     def _glance(self) -> None:
@@ -283,14 +284,14 @@ class Simulation:
 
 
 def _shared(feed: Any, device: torch.device) -> Any:
-    """The data of one worker for the next, where they will be needed; streams are each worker's own."""
+    """Return the data of one worker for the next, on the device; None for a stream, which each worker opens itself."""
     if not isinstance(feed, IndexedFeed):
         return None
     return each(lambda t: t.to(device), feed.data) if samples.is_columns(feed.data) else feed.data
 
 
 class _BufferedLog:
-    """Keeps events in memory and appends them to a file now and then: a thousand nodes cannot all hold one open.
+    """A log that keeps events in memory and appends them to a file in batches: a thousand files cannot all be open.
 
     A file of more than `limit` bytes is thinned out.
     """
@@ -308,7 +309,7 @@ class _BufferedLog:
             self.close()
 
     def close(self) -> None:
-        """Bring everything so far to the file; what finds no room there waits in memory for the next attempt."""
+        """Write all events to the file; if the disk is full, keep them in memory for the next attempt."""
         self.error = None
         try:
             log = EventLog(self._path, self._complain, limit=self._limit)
@@ -330,42 +331,42 @@ class _SimulatedRuntime(node_loop.NodeRuntime):
 
 @dataclass
 class _ScoreWatch:
-    """Nothing is kept: but a score may end the run, at the very virtual moment of its snapshot."""
+    """A checkpointer that saves nothing, and stops the run when a score reaches the target, at the snapshot's time."""
 
-    rehearsal: Simulation
+    simulation: Simulation
     runtime: _SimulatedRuntime
     snapshots: int = 0
 
     def after_step(self, before: int) -> None:
-        """Score what was just set aside: at once if a score could end the run, else when the last worker has."""
-        rehearsal, prepared = self.rehearsal, self.rehearsal.prepared
+        """Score a new snapshot: at once if a score may end the run, else when the last worker has written its part."""
+        simulation, prepared = self.simulation, self.simulation.prepared
         if self.runtime.snapshots <= self.snapshots:
             return
         self.snapshots = self.runtime.snapshots
-        rehearsal.snapped[self.snapshots] += 1
-        if not prepared.has_target and rehearsal.snapped[self.snapshots] < rehearsal.spec.workers:
+        simulation.snapped[self.snapshots] += 1
+        if not prepared.has_target and simulation.snapped[self.snapshots] < simulation.spec.workers:
             return
-        with left_alone():  # the random numbers are this worker's
+        with left_alone():  # the random state is this worker's
             prepared.scorer.rest_now()
         if prepared.scorer.target_reached():
-            rehearsal.stop("target")
+            simulation.stop("target")
 
     def after_steps(self) -> None:
-        """Nothing to save."""
+        """Do nothing: a simulation has no checkpoints."""
 
     def interrupted(self) -> bool:
-        """Never: Ctrl-C ends a rehearsal at once."""
+        """Return False: Ctrl-C ends a simulation at once."""
         return False
 
     def break_off(self) -> None:
-        """Nothing to save."""
+        """Do nothing: a simulation has no checkpoints."""
 
     def stay(self) -> bool:
-        """Wait for those who still write to the same x. Without numbers there is no model to set aside."""
+        """Wait for other workers that write to the same x; return whether there is a final model to write."""
         if self.runtime.spec.strategy.layout.model_location == "shared":
-            self.rehearsal.await_others()
-        return not self.rehearsal.timing_only
+            self.simulation.await_others()
+        return not self.simulation.timing_only
 
     def after_service(self) -> bool:
-        """Likewise."""
-        return not self.rehearsal.timing_only
+        """Return whether there is a final model to write."""
+        return not self.simulation.timing_only

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that compute nothing: vectors have a length but no numbers, so that thousands of them can be timed.
+"""Nodes without numerics: vectors have a length but no numbers, so that thousands of nodes can be simulated.
 
-All that takes time or traffic is as with numbers: the sizes of mini-batches, who updates what, how many momenta.
+Everything that takes time or traffic is as with numerics: sizes of mini-batches, ranges of updates, number of momenta.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from orchestra.engine.spec import RunSpec
 
 
-Momenta = tuple[dict[str, Any], Sequence[int]]  # the outline of what an optimizer keeps, and the lengths of its vectors
+Momenta = tuple[dict[str, Any], Sequence[int]]  # the outline of an optimizer's state, and the lengths of its vectors
 
 
 def timed(
@@ -42,7 +42,7 @@ def timed(
 
 
 class _TimedNode(Node):
-    """Takes its time over gradients, averages and updates, and does nothing."""
+    """A node whose gradients, averages and updates take time and compute nothing."""
 
     def __init__(
         self, comm: Comm, optimizer: Any, x: Tensor, at_once: bool, log: Log, spec: RunSpec, feed: Any = None
@@ -57,26 +57,26 @@ class _TimedNode(Node):
         return 0.0
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
-        """The servers' ranges: all vectors of a kind have the same, since they hold nothing."""
+        """Return the servers' ranges of a vector, cached by dtype, since the vectors hold no numbers."""
         if x.dtype not in self._parts:
             self._parts[x.dtype] = super().parts(x)
         return self._parts[x.dtype]
 
     def average(self, pushes: Sequence[Message]) -> float:
-        """Take one's time over it."""
+        """Let the time of an average pass; return the sum of the weights."""
         weights = sum(push.weight for push in pushes)
         if weights:
-            self._pass_over(len(pushes) * self.x.numel())
+            self._spend_time_on(len(pushes) * self.x.numel())
         return weights
 
     def update(self, g: Tensor) -> None:
-        """Count, and take one's time over it."""
+        """Count an update, and let its time pass."""
         if self.feed is None:
             self.steps += 1
         self.optimizer.step(g)
-        self._pass_over(self.x.numel())
+        self._spend_time_on(self.x.numel())
 
-    def _pass_over(self, numbers: int) -> None:
+    def _spend_time_on(self, numbers: int) -> None:
         if not self._at_once:
             self.comm.transport.start(Compute(_nothing, numbers=numbers)).wait()
 
@@ -86,7 +86,7 @@ def _nothing() -> None:
 
 
 class _TimedOptimizer:
-    """An optimizer with nothing to optimize, but with as many momenta as the real one."""
+    """An optimizer that computes nothing, with as many momenta as the real one."""
 
     lr = 1.0
     draws = False
@@ -97,50 +97,50 @@ class _TimedOptimizer:
         self._begun = False
 
     def set_progress(self, epochs: float) -> None:
-        """No schedule."""
+        """Do nothing: there is no schedule."""
 
     def rates(self) -> list[tuple[slice, float]]:
-        """One of all."""
+        """Return one rate for all of x."""
         return [(slice(None), self.lr)]
 
     def step(self, g: Tensor) -> None:
-        """From the first on there are momenta."""
+        """Note that momenta exist from the first step on."""
         self._begun = True
 
     def reset(self) -> None:
-        """Forget them."""
+        """Forget the momenta."""
         self._begun = False
 
     momentum = None
 
     def rescale(self, factor: float) -> None:
-        """No learning rate."""
+        """Do nothing: there is no learning rate."""
 
     def set_momentum(self, momentum: float, *, keep: bool) -> None:
-        """Nothing that it would change."""
+        """Do nothing: the momentum changes neither time nor traffic."""
 
     def first_moments(self) -> list[Tensor]:
-        """Nothing to scale."""
+        """Return no vectors: there are no numbers to scale."""
         return []
 
     def outline(self) -> dict[str, Any]:
-        """As that of the real one."""
+        """Return the outline of the real optimizer's state."""
         return self._outline if self._begun else {}
 
     def adopt(self, outline: dict[str, Any], vectors: Sequence[Tensor]) -> None:
-        """Have them if another one had."""
+        """Have momenta if the other optimizer had."""
         self._begun = bool(vectors)
 
     def put(self, vectors: Sequence[Tensor]) -> None:
-        """There are no numbers to keep."""
+        """Do nothing: there are no numbers to store."""
 
     def vectors(self) -> list[Tensor]:
-        """Those it has."""
+        """Return the momenta, if there are any yet."""
         return self._momenta if self._begun else []
 
 
 def momenta_of(spec: RunSpec, x0: Tensor) -> Momenta:
-    """What a worker's optimizer keeps, by a trial."""
+    """Return the outline and the vector lengths of a worker's optimizer state, by a trial step."""
     layers = list(trainable(spec.model()).values()) if spec.layerwise else None
     inner = FlatOptimizer(spec.optimizer, x0.clone(), layers=layers)
     inner.step(torch.zeros_like(x0))
@@ -148,7 +148,7 @@ def momenta_of(spec: RunSpec, x0: Tensor) -> Momenta:
 
 
 def _feed(spec: RunSpec, rank: int, data: Any) -> Any:
-    """Mini-batches of the true sizes; full ones of a stream, whose length nobody knows, and of too few samples."""
+    """Return a feed of batches of the true sizes; of full ones for a stream, or if the samples are too few."""
     if isinstance(data, IterableDataset) or spec.batch * spec.workers > len(SampleStore(data)):
         return _Stream(spec.batch, spec.workers, spec.steps_per_epoch)
     feed = IndexedFeed(data, batch=spec.batch, seed=spec.seed, rank=rank, size=spec.workers, partition=spec.partition)
@@ -157,7 +157,7 @@ def _feed(spec: RunSpec, rank: int, data: Any) -> Any:
 
 
 class _Stream:
-    """Full batches, without samples in them."""
+    """A feed of full batches without samples."""
 
     draws = False
     reshared: int | None = None
@@ -165,28 +165,28 @@ class _Stream:
     def __init__(self, batch: int, workers: int, steps_per_epoch: int | None) -> None:
         self.batch, self._workers = batch, workers
         self._steps = steps_per_epoch or 2**62
-        self._done = 0  # steps of single workers: so many make one of all
+        self._done = 0  # the sum of the steps of all workers
         self._left = workers
 
     @property
     def epoch(self) -> int:
-        """Whole passes so far."""
+        """Number of whole passes so far."""
         return self._done // (self._steps * self._workers)
 
     @property
     def epochs(self) -> float:
-        """Passes so far."""
+        """Number of passes so far."""
         return self._done / (self._steps * self._workers)
 
     def distance(self, steps: int) -> float:
-        """Steps so far, as all workers together would have done them."""
+        """Return the steps of all workers so far, divided by the initial number of workers."""
         return self._done / self._workers
 
     def next(self) -> tuple[list[Any], int]:
-        """The size of the next batch."""
+        """Return an empty batch and its size, and advance."""
         self._done += self._left
         return [], self.batch
 
     def reshare(self, size: int) -> None:
-        """From here on only so many workers have batches."""
+        """From here on, deal batches to the first `size` workers only."""
         self.reshared = self._left = size

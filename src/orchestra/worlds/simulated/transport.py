@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One node's end of a virtual cluster: one rule per op, each in virtual seconds.
+"""The transport of one node in a simulation: it carries out each op in virtual seconds.
 
-    Compute     the gradient is taken at the parameters held when it starts, and delivered when it ends: what others do
-                to the model meanwhile is what staleness is
+    Compute     the gradient is computed at the parameters from its beginning, and delivered at its end: changes of the
+                model meanwhile make it stale
     Send, Recv  a flow from host to host; messages between the same two nodes keep their order, as on one connection
 
-Collectives are in world.py.
+Collectives are in network.py.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Delivery:
-    """A message, or a farewell, on its way."""
+    """A message, or the notice that a node leaves, on its way."""
 
     message: Message | None
     source: int
     size: int  # bytes on the network
     posted: float  # seconds
-    read: Promise[None] | None = None  # kept when the receiver is done with a lent vector
+    read: Promise[None] | None = None  # kept when the receiver has read a lent vector
 
 
 class SimulatedTransport:
-    """One node's end of it."""
+    """The transport of one node."""
 
     def __init__(self, world: VirtualNetwork, rank: int, size: int, others: list[SimulatedTransport]) -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
-        # How values come about: what is called when an op begins gives what is called when it ends.
+        # Called when a computation begins; returns the function that gives its value when it ends.
         self.computing: Callable[[Compute[Any]], Callable[[], Any]] = _at_once
         self.lasts: Sampler = lambda step: 0.0  # seconds of each gradient
         self.begun = 0
@@ -73,12 +73,12 @@ class SimulatedTransport:
         self._kernel = world.kernel
         self._step = 0
         self._boxes: dict[int, deque[_Delivery]] = {}
-        self._arrivals: deque[int] = deque()  # sources of letters, in the order they came
+        self._arrivals: deque[int] = deque()  # sources of messages, in the order of arrival
         self._left: set[int] = set()
         self._lent: dict[int, Promise[None]] = {}  # vectors of others that this node may still be reading
         self._awaited: Promise[None] | None = None
-        self._from: int | None = None  # whose letter is awaited; None: anybody's
-        self._alarm: tuple[Group, Promise[bool]] | None = None  # whose letters disturb it
+        self._from: int | None = None  # the node whose message is awaited; None: any node
+        self._alarm: tuple[Group, Promise[bool]] | None = None  # nodes whose messages end a sleep
         self._rules: dict[type[Any], Callable[[Any], Any]] = {
             Compute: self._compute,
             PrepareMean: lambda op: None,
@@ -92,17 +92,17 @@ class SimulatedTransport:
         }
 
     def now(self) -> float:
-        """Virtual seconds since training began."""
+        """Return the virtual seconds since training began."""
         return self._kernel.now
 
     def start(self, op: Op[T]) -> Handle[T]:
-        """Carry out an op; returns when it is over, in virtual time, but for vectors that are lent."""
+        """Carry out an op; return when it is over in virtual time, except for sends of lent vectors."""
         if type(op) is Send:
             return cast("Handle[T]", self._send(op))
         return Done(self._rules[type(op)](op))
 
     def proceed(self, step: int, *, lockstep: bool) -> bool:
-        """Whether to begin `step`: not once the run is to stop, where all stop at the same one if they go in step."""
+        """Return whether to begin `step`: once the run stops, workers in lockstep stop at the same step."""
         self.begun = step
         stop_at = self._world.stop_at
         return stop_at is None or (lockstep and step < stop_at)
@@ -116,11 +116,11 @@ class SimulatedTransport:
             if not self._sleep(Sleep(self.lasts(self._step - 1), op.cancel_on)):
                 return None
         elif op.numbers:
-            self._pass_over(op.numbers)
+            self._spend_time_on(op.numbers)
         return answer()
 
-    def _pass_over(self, numbers: int) -> None:
-        """Work on vectors, if that takes any time here."""
+    def _spend_time_on(self, numbers: int) -> None:
+        """Let the time pass that this host needs to process vector elements."""
         if self._number:
             self._pause(numbers * self._number)
 
@@ -157,26 +157,26 @@ class SimulatedTransport:
         elif not x.is_meta:
             x = x.detach().clone()
         message = Message(self.rank, x, op.version, op.weight, op.tag, op.stamp, op.progress)
-        letter = _Delivery(message, self.rank, size, self._kernel.now, read)
+        delivery = _Delivery(message, self.rank, size, self._kernel.now, read)
         if way.keeps is None or read is not None:
-            self._post(to, way, letter)
+            self._post(to, way, delivery)
         else:
-            self._hand_over(to, way, letter)
+            self._send_blocking(to, way, delivery)
         return read or _NOTHING
 
-    def _hand_over(self, to: int, way: Route, letter: _Delivery) -> None:
-        """Wait until the kernel has the message, as sockets do."""
+    def _send_blocking(self, to: int, way: Route, delivery: _Delivery) -> None:
+        """Send a message and wait until the simulated kernel buffer has room for it, as sockets do."""
         self._world.under_way += 1
-        taken = self._world.hand_over(way, letter.size, self._others[to].deliver, letter)
+        taken = self._world.send_blocking(way, delivery.size, self._others[to].deliver, delivery)
         if taken is not None:
             taken.wait()
-            self.traffic.waited += self._kernel.now - letter.posted
+            self.traffic.waited += self._kernel.now - delivery.posted
 
     def _reader(self, to: int) -> str:
         return f"{name_of(to, self._world.workers)} to have read a message"
 
     def _release(self, source: int) -> None:
-        """This node no longer looks at what was lent to it."""
+        """Release the vector that another node lent to this one."""
         read = self._lent.pop(source, None)
         if read is not None:
             read.keep(None)
@@ -186,19 +186,19 @@ class SimulatedTransport:
             self._release(to)
             self._post(to, self._world.way(self.rank, to), _Delivery(None, self.rank, 0, self._kernel.now))
 
-    def _post(self, to: int, way: Route, letter: _Delivery) -> None:
+    def _post(self, to: int, way: Route, delivery: _Delivery) -> None:
         world = self._world
         world.under_way += 1
-        world.carry(way, letter.size, self._others[to].deliver, letter)
+        world.carry(way, delivery.size, self._others[to].deliver, delivery)
 
-    def deliver(self, letter: _Delivery) -> None:
-        """A letter has come."""
+    def deliver(self, delivery: _Delivery) -> None:
+        """Put an arrived message into the inbox, and wake this node if it waits for it."""
         self._world.under_way -= 1
-        source, awaited = letter.source, self._awaited
+        source, awaited = delivery.source, self._awaited
         box = self._boxes.get(source)
         if box is None:
             box = self._boxes[source] = deque()
-        box.append(letter)
+        box.append(delivery)
         self._arrivals.append(source)
         if awaited is not None:
             if self._from is None or self._from == source:
@@ -213,31 +213,31 @@ class SimulatedTransport:
             for source in [s for s in self._lent if s in op.group] if op.source is None else [op.source]:
                 self._release(source)
         while True:
-            letter = self._take(op)
-            if letter is None:
+            delivery = self._take(op)
+            if delivery is None:
                 sources = op.group.members if op.source is None else (op.source,)
                 if self._left and all(source in self._left for source in sources):
                     self.traffic.waited += self._kernel.now - asked
                     return None
                 self._from = op.source
-                self._awaited = Promise(self._kernel, self._whom, sources)
+                self._awaited = Promise(self._kernel, self._sources_awaited, sources)
                 self._awaited.wait()
-            elif letter.message is None:
-                self._left.add(letter.source)
+            elif delivery.message is None:
+                self._left.add(delivery.source)
                 if op.departures:
                     self.traffic.waited += self._kernel.now - asked
-                    return Departed(letter.source)
+                    return Departed(delivery.source)
             else:
-                if letter.read is not None:
-                    self._lent[letter.source] = letter.read
-                self.traffic.received += letter.size
-                # Before it was sent there was nothing to do but wait; after that it was on its way.
-                if letter.posted > asked:
-                    self.traffic.waited += letter.posted - asked
-                return letter.message
+                if delivery.read is not None:
+                    self._lent[delivery.source] = delivery.read
+                self.traffic.received += delivery.size
+                # Only the time until the message was sent counts as waiting; the rest was its transfer.
+                if delivery.posted > asked:
+                    self.traffic.waited += delivery.posted - asked
+                return delivery.message
 
     def _take(self, op: Recv) -> _Delivery | None:
-        """The letter that came first, from one node or from any of several."""
+        """Remove and return the message that arrived first, from one node or from any of several."""
         if op.source is not None:
             box = self._boxes.get(op.source)
             if not box:
@@ -250,9 +250,9 @@ class SimulatedTransport:
                 return self._boxes[candidate].popleft()
         return None
 
-    def _whom(self, sources: Sequence[int]) -> str:
+    def _sources_awaited(self, sources: Sequence[int]) -> str:
         waited = [s for s in sources if s not in self._left]
-        return "a message from " + (", ".join(name_of(s, self._world.workers) for s in waited[:8]) or "nobody")
+        return "a message from " + (", ".join(name_of(s, self._world.workers) for s in waited[:8]) or "no node")
 
     # Collectives.
 
@@ -266,7 +266,7 @@ class SimulatedTransport:
         self.traffic.sent += sent
         self.traffic.received += received
         if isinstance(op, Mean | MeanUpdate):
-            self._pass_over(vector_of(op).numel())  # its share of everyone's vector, which makes one whole
+            self._spend_time_on(vector_of(op).numel())  # its range of every member's vector: one vector in total
         return value
 
 
@@ -288,7 +288,7 @@ def _time_to_pass() -> str:
 
 
 def connect(world: VirtualNetwork, nodes: int) -> list[SimulatedTransport]:
-    """The ends of all nodes."""
+    """Return the transports of all nodes."""
     transports: list[SimulatedTransport] = []
     transports += [SimulatedTransport(world, rank, nodes, transports) for rank in range(nodes)]
     return transports

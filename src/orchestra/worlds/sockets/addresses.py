@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses: of what was asked for, and by which others can reach this machine.
+"""Addresses: resolving names, and by which address other machines can reach this one.
 
-A name may not be known yet (a pod that is being started). A machine may know its own name as 127.0.1.1 only, which is
-another machine for everybody else. And an address may be of either protocol.
+A name may not be resolvable yet (a pod that is being started). A machine may resolve its own name to 127.0.1.1, by
+which no other machine reaches it. And an address may be IPv4 or IPv6.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Callable
 from orchestra.errors import ClusterError
 
 Address = tuple[str, int]
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 EVERYWHERE = ""  # to listen at all addresses of this machine
-_AGAIN = 0.2  # seconds between two questions for a name
-_QUIET, _RARELY = 5.0, 60.0  # seconds before the first reminder, and at most between two
-_BACKLOG = 1024  # callers that the kernel holds
+_AGAIN = 0.2  # seconds between two attempts to resolve a name
+_FIRST, _MOST = 5.0, 60.0  # seconds before the first reminder, and at most between two
+_BACKLOG = 1024  # connections that wait to be accepted
 
 
 def bare(host: str) -> str:
-    """Without the brackets that an address of the sixth version wears in front of a port.
+    """Remove the brackets that an IPv6 address has in front of a port.
 
     >>> bare("[::1]"), bare("10.0.0.1")
     ('::1', '10.0.0.1')
@@ -34,7 +34,7 @@ def bare(host: str) -> str:
 
 
 def show(address: Address) -> str:
-    """For people.
+    """Format an address for messages.
 
     >>> show(("::1", 29500)), show(("10.0.0.1", 29500))
     ('[::1]:29500', '10.0.0.1:29500')
@@ -44,7 +44,7 @@ def show(address: Address) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is that of the same machine on every machine.
+    """Whether an address means the machine itself on every machine.
 
     >>> [is_loopback(a) for a in ("127.0.1.1", "::1", "::ffff:127.0.0.1", "10.0.0.1", "fe80::1%eth0")]
     [True, True, True, False, False]
@@ -53,7 +53,7 @@ def is_loopback(address: str) -> bool:
 
 
 def plain(address: str) -> str:
-    """An address of the fourth version as such, if a door for both had to write it otherwise.
+    """Return an IPv4 address as such where a socket for both protocols shows it as IPv6.
 
     >>> plain("::ffff:10.0.0.1"), plain("::1")
     ('10.0.0.1', '::1')
@@ -62,34 +62,34 @@ def plain(address: str) -> str:
 
 
 def ends(sock: socket.socket) -> str:
-    """Both ends of a connection, for people; known only while it stands."""
+    """Format the addresses of both ends of a connection, which must be open."""
     here, there = sock.getsockname(), sock.getpeername()
     return f"{show((plain(here[0]), here[1]))} to {show((plain(there[0]), there[1]))}"
 
 
-def speak(text: str) -> None:
-    """Tell whoever started this process."""
+def print_notice(text: str) -> None:
+    """Print a message about this process to stderr."""
     print(f"orchestra: {text}", file=sys.stderr, flush=True)
 
 
 class Reminder:
-    """Says what is waited for: after some seconds, and then ever less often."""
+    """Reports what a process waits for: after some seconds, then at growing intervals."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell, self._gap = tell, _QUIET
-        self._next = time.monotonic() + _QUIET
+    def __init__(self, notify: Notify) -> None:
+        self._notify, self._gap = notify, _FIRST
+        self._next = time.monotonic() + _FIRST
 
     def __call__(self, what: Callable[[], str]) -> None:
-        """Still waiting."""
+        """Report that the process still waits, if it is time."""
         if time.monotonic() > self._next:
-            self._tell(what())
-            self._gap = min(2 * self._gap, _RARELY)
+            self._notify(what())
+            self._gap = min(2 * self._gap, _MOST)
             self._next = time.monotonic() + self._gap
 
 
-def resolve(host: str, port: int, *, patience: float, tell: Tell = lambda text: None) -> list[str]:
-    """The addresses of a name, which may take some time to become known."""
-    until, remind = time.monotonic() + patience, Reminder(tell)
+def resolve(host: str, port: int, *, patience: float, notify: Notify = lambda text: None) -> list[str]:
+    """Return the addresses of a name, trying until it can be resolved."""
+    until, remind = time.monotonic() + patience, Reminder(notify)
     while True:
         try:
             found = socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)
@@ -98,19 +98,19 @@ def resolve(host: str, port: int, *, patience: float, tell: Tell = lambda text: 
             why = error.args[-1]
             if time.monotonic() > until:
                 raise ClusterError(
-                    f"the name {host!r} cannot be resolved, asked for again and again for {patience:g} s to find port "
-                    f"{port} there: {why}. Is MASTER_ADDR right, and does this machine know the name (getent hosts "
-                    f"{host})? An address will do as well."
+                    f"the name {host!r} could not be resolved within {patience:g} s to find port {port} there: {why}. "
+                    f"Is MASTER_ADDR right, and can this machine resolve the name (getent hosts {host})? An address "
+                    "works as well."
                 ) from None
         remind(lambda why=why: f"{host!r} cannot be resolved yet, to find port {port} there: {why}")  # type: ignore[misc]
         time.sleep(_AGAIN)
 
 
-def door_of(found: list[str], *, one_machine: bool) -> str:
-    """Where to listen so that whoever knows a name by its address, or by another, arrives.
+def where_to_listen(found: list[str], *, one_machine: bool) -> str:
+    """Choose the address to listen at, from those of the name that other machines use.
 
-    At the address others are given, unless that is a name in front of this machine, such as a service of Kubernetes; or
-    one that means another machine elsewhere.
+    The name's own address, unless it belongs to something in front of this machine, such as a Kubernetes service, or
+    means another machine elsewhere: then all addresses of this machine.
     """
     if one_machine:
         return next((address for address in found if _is_ours(address)), found[0])
@@ -128,7 +128,7 @@ def _is_ours(address: str) -> bool:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A door at an address of this machine, or at all of them by both protocols."""
+    """Listen at an address of this machine, or at all of them by both protocols."""
     if host != EVERYWHERE:
         return socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
@@ -137,17 +137,17 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 def connect(address: Address, *, timeout: float) -> socket.socket:
-    """A connection to a door."""
-    return _at_once(socket.create_connection(address, timeout=timeout))
+    """Connect to an address."""
+    return _without_delay(socket.create_connection(address, timeout=timeout))
 
 
-def accept(door: socket.socket) -> socket.socket:
-    """A connection to whoever has come to a door."""
-    return _at_once(door.accept()[0])
+def accept(listening: socket.socket) -> socket.socket:
+    """Accept a connection."""
+    return _without_delay(listening.accept()[0])
 
 
-def _at_once(sock: socket.socket) -> socket.socket:
-    """Send short words as they are said, from the first on: to wait for more to say takes 40 ms at times."""
+def _without_delay(sock: socket.socket) -> socket.socket:
+    """Send short messages at once: without this option the kernel may hold them back for 40 ms."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who belongs to a run: whoever holds its token.
+"""Which processes belong to a run: those that hold its token.
 
     token, at least 128 random bits as hexadecimal digits → scrypt → secret
     secret → Ed25519 key, and a certificate signed with it: the same bytes on every machine, so none is ever sent
     TLS 1.3 at both ends: each shows that certificate and accepts no other
 
-A stranger without the token cannot finish the handshake. With `trusted` nothing is encrypted (everybody on the network
-can read, and a machine between two others can change what they say), but each end still proves to the other that it has
-the token. A stranger that connects sees the certificate, or a proof, and both are functions of the token: it can try
-tokens on them, at the cost of one scrypt each. That is why tokens that may be guessed are refused.
+A process without the token cannot finish the handshake. With `trusted` nothing is encrypted (any machine on the network
+can read the messages, and a machine between two others can change them), but each end still proves to the other that it
+has the token. A process that connects without the token sees the certificate, or a proof; both are functions of the
+token, so it can try tokens on them, at the cost of one scrypt each. That is why tokens that may be guessed are refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -21,7 +22,9 @@ import secrets
 import socket
 import ssl
 import stat
+import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +32,7 @@ from typing import Any
 
 from orchestra.errors import ConfigError, Problem
 from orchestra.runs import files
+from orchestra.worlds.sockets.addresses import accept
 
 _NAME = "orchestra"
 _NONCE = 32
@@ -39,12 +43,12 @@ _HOW = "make one with `openssl rand -hex 32`"
 
 
 def new() -> str:
-    """Make a token that cannot be guessed."""
+    """Return a new token that cannot be guessed."""
     return secrets.token_hex(32)
 
 
 def checked(text: str, source: str, value: str = "...") -> str:
-    """Give a token in its usual form, or refuse one that may be guessed; `source` says where it was found."""
+    """Return a token in its usual form, or refuse one that may be guessed; `source` says where it was found."""
     text = text.strip().lower()
     if not _FORM.fullmatch(text):
         what = f"holds {len(text)} characters that are not" if text else "is empty, not"
@@ -58,49 +62,49 @@ def checked(text: str, source: str, value: str = "...") -> str:
 
 @lru_cache(maxsize=8)
 def _stretched(text: str) -> bytes:
-    """Derive the secret of a token, once per process; each try of a stranger costs as much: about 50 ms and 16 MiB."""
+    """Derive the secret of a token, once per process: about 50 ms and 16 MiB, also for each guess of an attacker."""
     return hashlib.scrypt(text.encode(), salt=b"orchestra:token", n=1 << 14, r=8, p=1, maxmem=1 << 26, dklen=32)
 
 
 def read(path: Path) -> str:
-    """A token from a file that only its owner can read."""
+    """Read a token from a file that only its owner can read."""
     try:
         mode = path.stat().st_mode
         text = files.read_bytes(path, most=_LONGEST).decode("ascii")
     except OSError as error:
         raise ConfigError([Problem("token_file", str(path), f"cannot be read: {error}")]) from None
     except UnicodeDecodeError:
-        text = "?"  # which is no token
+        text = "?"  # not a token
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         message = f"can be read by others (mode {stat.S_IMODE(mode):o}): chmod 600 {path}, or make a new token"
         raise ConfigError([Problem("token_file", str(path), message)])
     return checked(text, "token_file", str(path))
 
 
-_PLAIN = "the other end does not encrypt: --trusted-network must be said on every machine, or on none"
+_PLAIN = "the other end does not encrypt: --trusted-network must be given on every machine, or on none"
 
 
 class WrongToken(ConnectionError):
-    """Somebody answered, and has another token: to ask again would not help."""
+    """The other end has a different token: trying again would not help."""
 
     def __init__(self) -> None:
-        super().__init__("the token there is another than the one here")
+        super().__init__("the other end has a different token")
 
 
 class _Secured(ssl.SSLSocket):
-    """Is closed when the handshake fails, whenever that is.
+    """A socket that is closed whenever the handshake fails.
 
-    While it is made ssl asks whether it is connected, and forgets to close it if it is not any more. So it says that it
-    is, and the handshake finds out: then ssl closes it.
+    While ssl makes one, it checks whether the socket is connected, and does not close it if it is not any more. So this
+    class answers that it is connected; the handshake then fails, and ssl closes the socket.
     """
 
     def getpeername(self) -> Any:
-        """Who is at the other end, once that is proven."""
+        """Return the address of the other end once it is authenticated."""
         return None if self.version() is None else super().getpeername()
 
 
 class Token:
-    """What a token is used for."""
+    """The keys and proofs that are derived from a run's token."""
 
     def __init__(self, text: str, *, trusted: bool = False) -> None:
         self._secret = _stretched(checked(text, "token"))
@@ -108,16 +112,16 @@ class Token:
         self._contexts: dict[bool, ssl.SSLContext] = {}
 
     def run(self) -> int:
-        """A number that tells one run's messages from another's."""
+        """Return a number that tells one run's messages from another's."""
         return int.from_bytes(self._derive(b"run")[:8], "little")
 
     def secure(self, sock: socket.socket, *, server: bool, until: float | None = None) -> socket.socket:
-        """A connection to somebody who has the token as well. Raises OSError if the other end has not."""
+        """Authenticate the other end and encrypt the connection. Raises OSError if the other end has not the token."""
         if self.trusted:
             self._prove(sock, server=server, until=until)
             return sock
         context = self._context(server=server)
-        _hurry(sock, until)  # which ssl takes for the whole handshake
+        _set_timeout(sock, until)  # ssl takes it for the whole handshake
         try:
             return context.wrap_socket(sock, server_side=server, server_hostname=None if server else _NAME)
         except ssl.SSLCertVerificationError:
@@ -133,7 +137,7 @@ class Token:
     # Without encryption.
 
     def _prove(self, sock: socket.socket, *, server: bool, until: float | None) -> None:
-        """Each end answers the other's challenge; what one end says is of no use at the other."""
+        """Answer the other end's challenge and check its answer; an answer of one role is of no use in the other."""
         mine, names = os.urandom(_NONCE), (b"server", b"client")
         me, other = names if server else names[::-1]
         sock.sendall(mine)
@@ -142,7 +146,7 @@ class Token:
         if not hmac.compare_digest(exactly(sock, 32, until), self._derive(b"proof:" + other + mine + theirs)):
             raise WrongToken
 
-    # With it.
+    # With encryption.
 
     def _context(self, *, server: bool) -> ssl.SSLContext:
         if server not in self._contexts:
@@ -152,10 +156,10 @@ class Token:
             context.verify_mode = ssl.CERT_REQUIRED
             context.check_hostname = not server
             if server:
-                context.num_tickets = 0  # every connection proves itself anew
+                context.num_tickets = 0  # every connection is authenticated by itself
             key, certificate = self._identity()
             context.load_verify_locations(cadata=certificate.decode("ascii"))
-            # ssl reads keys from files only: this one is in memory, and on no disk even if we are killed now.
+            # ssl reads keys from files only: this one is in memory, and never on a disk, even if the process is killed.
             with os.fdopen(os.memfd_create(_NAME), "wb") as file:
                 file.write(key + certificate)
                 file.flush()
@@ -164,7 +168,7 @@ class Token:
         return self._contexts[server]
 
     def _identity(self) -> tuple[bytes, bytes]:
-        """Key and certificate, the same for the same token wherever and whenever they are made."""
+        """Return a key and a certificate that depend on the token alone."""
         from cryptography import x509  # only for runs on many machines
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -190,20 +194,69 @@ class Token:
 
 
 def exactly(sock: socket.socket, count: int, until: float | None = None) -> bytes:
-    """So many bytes; before a moment by the monotonic clock, however slowly they come."""
+    """Receive exactly `count` bytes; raise if that takes until after a moment of the monotonic clock."""
     found = bytearray()
     while len(found) < count:
-        _hurry(sock, until)
+        _set_timeout(sock, until)
         more = sock.recv(count - len(found))
         if not more:
-            raise ConnectionResetError("the other end left during the handshake")
+            raise ConnectionResetError("the other end closed the connection during the handshake")
         found += more
     return bytes(found)
 
 
-def _hurry(sock: socket.socket, until: float | None) -> None:
+def _set_timeout(sock: socket.socket, until: float | None) -> None:
     if until is not None:
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError("the handshake took too long")
         sock.settimeout(left)
+
+
+Admit = Callable[[socket.socket, socket.socket], None]
+
+
+class Unauthenticated:
+    """Connections that have not authenticated yet. At most `room`; when full, the oldest is dropped."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._handles: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()
+
+    def receive(self, listening: socket.socket, admit: Admit) -> None:
+        """Accept a connection and authenticate it in a thread of its own, by `admit`.
+
+        `admit` gets a second handle of the connection as well, since TLS takes over the first.
+        """
+        with contextlib.ExitStack() as failing:
+            sock = failing.enter_context(accept(listening))
+            handle = failing.enter_context(sock.dup())
+            self._add(handle)
+            failing.callback(self.remove, handle)
+            threading.Thread(target=admit, args=(sock, handle), name="authenticate", daemon=True).start()
+            failing.pop_all()  # the thread closes them
+
+    def _add(self, handle: socket.socket) -> None:
+        with self._lock:
+            if len(self._handles) >= self._room:
+                self._drop_oldest()
+            self._handles[handle] = None
+
+    def remove(self, handle: socket.socket) -> None:
+        """Forget a connection: it has authenticated, or is closed."""
+        with self._lock:
+            self._handles.pop(handle, None)
+            handle.close()
+
+    def drop(self, count: int = 1) -> None:
+        """Close the oldest connections."""
+        with self._lock:
+            for _ in range(min(count, len(self._handles))):
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        oldest = next(iter(self._handles))
+        del self._handles[oldest]
+        with contextlib.suppress(OSError), oldest:
+            oldest.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it

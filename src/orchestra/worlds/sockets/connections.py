@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's connections to all the others, and what becomes of them.
+"""A node's connections to all other nodes: reading and writing them, and replacing the ones that break.
 
-Who waits gives a sign of life now and then. A connection that breaks, or a machine that is silent, is no end yet: the
-two nodes find each other again and go on with the first message that is missing.
+A node that waits sends heartbeats. A connection that breaks, or a machine that is silent, does not end the run yet:
+the two nodes reconnect and go on with the first frame that is missing.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from orchestra.runs.status import name_of
 from orchestra.worlds.sockets import wire
 from orchestra.worlds.sockets.connection import Connection
 from orchestra.worlds.sockets.pairing import Pairing
-from orchestra.worlds.sockets.reconnect import Arrival, Reconnector
+from orchestra.worlds.sockets.reconnect import NewConnection, Reconnector
 
-AHEAD = 8  # messages of one sender that are taken in before they are asked for
-_BEAT = 0.5  # seconds between two signs of life of a node that waits
-_SILENT = 3.0  # seconds without one from the other machine's kernel, after which the connection is taken to be broken
-_SOON = 1.0  # seconds after which people are told that somebody is sought
-_DAMAGED = 3  # messages of a connection that may come otherwise than they were sent
+AHEAD = 8  # messages of one sender that are received before this node asks for them
+_HEARTBEAT = 0.5  # seconds between two heartbeats of a node that waits
+_SILENT = 3.0  # seconds without an answer of the other machine's kernel after which the connection counts as broken
+_WARN_AFTER = 1.0  # seconds after which a warning says that a connection is being replaced
+_DAMAGED = 3  # frames of a connection that may be damaged on their way
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -52,47 +52,47 @@ class Connections:
         largest: int,
         patience: float,
         summed: bool,
-        arranged: Pairing,
+        pairing: Pairing,
     ) -> None:
-        self.lost: dict[int, WorkerLost] = {}  # nodes whose connection broke, and what to say of it
+        self.lost: dict[int, WorkerLost] = {}  # the errors of connections that are given up, by node
         self.ahead = AHEAD
         self.patience = patience  # seconds
         self._rank, self._workers, self._run = rank, workers, run
         self._accept, self._reconnected = accept, reconnected
         self._largest = largest  # bytes
-        self._summed = summed  # bodies are checked here, since nothing below does
-        self._reunion, self._selector = arranged.reunion, selectors.DefaultSelector()
-        keeps = arranged.reunion.nodes if arranged.reunion is not None else frozenset()
+        self._summed = summed  # bodies have checksums: without TLS, nothing else would notice damage
+        self._reconnector, self._selector = pairing.reconnector, selectors.DefaultSelector()
+        reconnecting = self._reconnector.nodes if self._reconnector is not None else frozenset()
         self.peers = {
             node: Connection(
                 node,
                 sock,
-                node in arranged.apart,
-                node in keeps,
-                arranged.outlets.get(node),
-                arranged.inlets.get(node),
-                arranged.pids.get(node),
+                node in pairing.remote,
+                node in reconnecting,
+                pairing.rings_out.get(node),
+                pairing.rings_in.get(node),
+                pairing.pids.get(node),
             )
             for node, sock in connections.items()
         }
-        self._beaten = 0.0  # when this node last gave a sign of life
+        self._last_heartbeat = 0.0
         for peer in self.peers.values():
             self.watch(peer)
-        if self._reunion is not None:
-            self._selector.register(self._reunion.door, selectors.EVENT_READ, None)
+        if self._reconnector is not None:
+            self._selector.register(self._reconnector.listening, selectors.EVENT_READ, None)
 
-    # Out and in.
+    # Sending and receiving.
 
     def post(self, peer: Connection, kind: int, body: memoryview, x: Tensor, op: Send | None) -> None:
-        """Have a message sent."""
+        """Send a frame, or as much of it as the kernel takes now."""
         if peer.lost is not None:
             raise peer.lost.with_traceback(None)  # which may have been raised before
-        if peer.ahead and not peer.reading:
+        if peer.far_ahead and not peer.reading:
             self.read(peer)
-        idle = not peer.out
+        idle = not peer.outgoing
         peer.post(self._rank, self._run, kind, body, x, op, summed=self._summed)
-        if peer.parted is not None or peer.failing is not None:
-            peer.out.clear()  # it is kept, and goes out when they have found each other
+        if peer.broken_at is not None or peer.send_error is not None:
+            peer.outgoing.clear()  # the frame is kept, and sent once the nodes are connected again
         elif idle:
             self._write(peer)
         self._settle(peer)
@@ -104,62 +104,62 @@ class Connections:
         except _BLOCKED:
             pass
         except OSError as error:
-            peer.out.clear()
-            peer.failing = error
+            peer.outgoing.clear()
+            peer.send_error = error
 
     def read(self, peer: Connection) -> None:
-        """Take in what has come, as far as there is room for it."""
-        self._take(peer)
+        """Read what has arrived, as far as there is space for it."""
+        self._read(peer)
         self._settle(peer)
 
-    def _take(self, peer: Connection) -> None:
+    def _read(self, peer: Connection) -> None:
         peer.reading = True
         try:
             for frame, body in peer.read(self._run, largest=self._largest, ahead=self.ahead, summed=self._summed):
                 self._accept(peer, frame, body)
-                if peer.owes:
-                    peer.beat(self._rank, self._run)
+                if peer.owes_acknowledgement:
+                    peer.post_heartbeat(self._rank, self._run)
                     self._write(peer)
         except _BLOCKED:
             pass
         except (OSError, wire.BadFrame) as error:
-            self._lose(peer, error)
+            self._on_broken(peer, error)
         finally:
             peer.reading = False
 
     def _settle(self, peer: Connection) -> None:
-        """A connection over which nothing can be sent is lost, once its last words are heard: they may say why."""
-        if peer.failing is None or peer.reading:
+        """Handle an earlier error of sending, after reading what still arrived: it may explain the error."""
+        if peer.send_error is None or peer.reading:
             return
-        error = peer.failing
-        self._take(peer)
-        self._lose(peer, error)
+        error = peer.send_error
+        self._read(peer)
+        self._on_broken(peer, error)
 
     # Waiting.
 
     def pump(self, seconds: float) -> None:
-        """Read and write what can be, once there is something; or give up after some time."""
+        """Wait until a connection can be read or written, for at most `seconds`; then read and write."""
         for key, events in self._selector.select(seconds):
             peer: Connection | None = key.data
             if peer is None:
-                assert self._reunion is not None
-                self._reunion.open()
+                assert self._reconnector is not None
+                self._reconnector.accept()
                 continue
             if events & selectors.EVENT_WRITE:
                 self._write(peer)
             if events & selectors.EVENT_READ:
-                self._take(peer)
+                self._read(peer)
             self._settle(peer)
             self.watch(peer)
-        if self._reunion is not None:
-            self._reunite(self._reunion)
+        if self._reconnector is not None:
+            self._replace_broken(self._reconnector)
 
     def watch(self, peer: Connection) -> None:
-        """Have the selector look at what this node could do with a connection."""
+        """Register with the selector what this node could do now with a connection."""
         wanted = 0
-        if peer.lost is None and peer.parted is None:
-            wanted |= selectors.EVENT_READ if peer.kept < self.ahead else 0
-            wanted |= selectors.EVENT_WRITE if peer.out else 0
+        if peer.lost is None and peer.broken_at is None:
+            wanted |= selectors.EVENT_READ if peer.unread < self.ahead else 0
+            wanted |= selectors.EVENT_WRITE if peer.outgoing else 0
         if wanted == peer.watched:
             return
         if not wanted:
@@ -176,139 +176,139 @@ class Connections:
             peer.watched = 0
 
     def require(self, peer: Connection) -> None:
-        """Raise if nothing more can come from a node, and nothing lies here."""
-        if peer.lost is not None and not peer.kept:
+        """Raise if a connection is given up and all that it delivered has been read."""
+        if peer.lost is not None and not peer.unread:
             raise peer.lost.with_traceback(None)  # which may have been raised before
 
     def names(self, nodes: Sequence[int]) -> str:
-        """As people call them."""
-        return ", ".join(name_of(node, self._workers) for node in nodes) or "nobody"
+        """Return the names of nodes for messages, such as `worker 0, server 1`."""
+        return ", ".join(name_of(node, self._workers) for node in nodes) or "no node"
 
     # Broken connections.
 
-    def give_signs(self, began: float) -> None:
-        """Who has waited for a while shows that it is there, and looks whether the others' machines are."""
+    def send_heartbeats(self, began: float) -> None:
+        """While this node waits, send heartbeats to other machines and check that their kernels answer."""
         now = time.perf_counter()
-        if now - max(began, self._beaten) < _BEAT:
+        if now - max(began, self._last_heartbeat) < _HEARTBEAT:
             return
-        self._beaten = now
+        self._last_heartbeat = now
         for peer in self.peers.values():
-            if not peer.apart or peer.lost is not None or peer.parted is not None:
+            if not peer.remote or peer.lost is not None or peer.broken_at is not None:
                 continue
-            peer.beat(self._rank, self._run)
+            peer.post_heartbeat(self._rank, self._run)
             self._write(peer)
             self._settle(peer)
             if now - began > _SILENT and peer.silence() > _SILENT:
-                self._lose(peer, TimeoutError(f"nothing was heard from its machine for {_SILENT:g} s"))
+                self._on_broken(peer, TimeoutError(f"its machine did not answer for {_SILENT:g} s"))
             self.watch(peer)
 
-    def _lose(self, peer: Connection, error: Exception) -> None:
-        """Nothing more can come or go over this connection. Whoever left of its own accord is not sought."""
-        if peer.lost is not None or peer.parted is not None:
+    def _on_broken(self, peer: Connection, error: Exception) -> None:
+        """Replace a connection that broke, or give it up: always if the other node had said that it closes it."""
+        if peer.lost is not None or peer.broken_at is not None:
             return
-        why = f"its connection to {self.names([self._rank])} broke: {error}"
-        mendable = not isinstance(error, wire.BadFrame)
+        cause = f"its connection to {self.names([self._rank])} broke: {error}"
+        replaceable = not isinstance(error, wire.BadFrame)
         if isinstance(error, wire.Damaged):
             peer.damaged += 1
-            mendable = peer.damaged <= _DAMAGED
-        if self._reunion is None or not peer.keeps or peer.gone or not mendable:
-            self._give_up(peer, WorkerLost(self.names([peer.rank]), why))
+            replaceable = peer.damaged <= _DAMAGED
+        if self._reconnector is None or not peer.reconnects or peer.closing or not replaceable:
+            self._give_up(peer, WorkerLost(self.names([peer.rank]), cause))
         else:
-            self._part(peer, why)
+            self._start_reconnecting(peer, cause)
 
-    def _part(self, peer: Connection, why: str) -> None:
-        assert self._reunion is not None
+    def _start_reconnecting(self, peer: Connection, cause: str) -> None:
+        assert self._reconnector is not None
         self._unwatch(peer)
-        peer.part(time.perf_counter(), why)
-        self._reunion.seek(peer.rank, peer.taken)
+        peer.mark_broken(time.perf_counter(), cause)
+        self._reconnector.start(peer.rank, peer.received)
 
     def _give_up(self, peer: Connection, error: WorkerLost) -> None:
-        """Of consequence only if somebody still needs it."""
+        """Close a connection for good; `error` is raised only once this node needs the connection."""
         self._unwatch(peer)
-        peer.lost, peer.parted = error, None
-        if not peer.gone:
+        peer.lost, peer.broken_at = error, None
+        if not peer.closing:
             self.lost[peer.rank] = error
-        peer.hang_up()
+        peer.disconnect()
 
     @property
-    def seeks(self) -> bool:
-        """Whether anybody is out of reach."""
-        return any(peer.parted is not None for peer in self.peers.values())
+    def reconnecting(self) -> bool:
+        """Whether any connection is being replaced."""
+        return any(peer.broken_at is not None for peer in self.peers.values())
 
-    def _reunite(self, reunion: Reconnector) -> None:
-        """Go on with those who were found, and without those who will not be."""
-        for came in reunion.arrivals():
-            self._take_up(reunion, self.peers[came.node], came)
+    def _replace_broken(self, reconnector: Reconnector) -> None:
+        """Go on over new connections, and give up those that take too long."""
+        for new in reconnector.new_connections():
+            self._resume(reconnector, self.peers[new.node], new)
         for peer in self.peers.values():
-            if peer.parted is None:
+            if peer.broken_at is None:
                 continue
-            sought = time.perf_counter() - peer.parted
-            if (error := self._end_of_patience(reunion, peer, sought)) is not None:
+            seconds = time.perf_counter() - peer.broken_at
+            if (error := self._why_give_up(reconnector, peer, seconds)) is not None:
                 self._give_up(peer, error)
-            elif sought > _SOON and not peer.missed:
-                peer.missed = True
+            elif seconds > _WARN_AFTER and not peer.reported:
+                peer.reported = True
                 _warn(
-                    f"{self.names([peer.rank])} is looked for since {_clock(sought)}: {peer.why}. It is given up when "
-                    f"its machine has not answered for {reunion.grace:g} s."
+                    f"lost the connection to {self.names([peer.rank])} at {_clock(seconds)}: {peer.cause}. "
+                    f"Reconnecting, until its machine has not answered for {reconnector.grace:g} s."
                 )
 
-    def _end_of_patience(self, reunion: Reconnector, peer: Connection, sought: float) -> WorkerLost | None:
-        """What ends the search for a node, if anything does."""
-        name, fate = self.names([peer.rank]), f"is out of reach since {_clock(sought)}"
-        if reunion.is_gone(peer.rank):
-            return WorkerLost(name, peer.why)
-        if reunion.silent_for(peer.rank) > reunion.grace:
+    def _why_give_up(self, reconnector: Reconnector, peer: Connection, seconds: float) -> WorkerLost | None:
+        """Return the error if reconnecting to a node should end."""
+        name, fate = self.names([peer.rank]), f"has been unreachable since {_clock(seconds)}"
+        if reconnector.has_ended(peer.rank):
+            return WorkerLost(name, peer.cause)
+        if reconnector.silent_for(peer.rank) > reconnector.grace:
             advice = (
-                f"It was looked for for {reunion.grace:g} s: are its machine and the network up? Where machines may be "
-                "away for longer, give --grace, or Attached(grace=...), more seconds."
+                f"Its machine did not answer for {reconnector.grace:g} s: are the machine and the network up? Where "
+                "machines may be unreachable for longer, set --grace, or Attached(grace=...), to more seconds."
             )
-            return WorkerLost(name, peer.why, fate=fate, advice=advice)
-        if sought > self.patience:
+            return WorkerLost(name, peer.cause, fate=fate, advice=advice)
+        if seconds > self.patience:
             advice = (
-                f"Its machine answers, but it did not come back within {self.patience:g} s. If a step may take longer, "
-                "give Attached(patience=...) more seconds."
+                f"Its machine answers, but its process did not reconnect within {self.patience:g} s. If a step may "
+                "take longer, set Attached(patience=...) to more seconds."
             )
-            return WorkerLost(name, peer.why, fate=fate, advice=advice)
+            return WorkerLost(name, peer.cause, fate=fate, advice=advice)
         return None
 
-    def _take_up(self, reunion: Reconnector, peer: Connection, came: Arrival) -> None:
-        """Go on over a new connection, unless it is of an earlier search, or broken already."""
-        late = came.told is None and came.call < peer.calls
-        if peer.lost is not None or late or came.told not in (None, peer.taken):
-            came.sock.close()
+    def _resume(self, reconnector: Reconnector, peer: Connection, new: NewConnection) -> None:
+        """Go on over a new connection, unless it belongs to an earlier attempt or is broken already."""
+        outdated = new.acknowledged is None and new.attempt < peer.attempts
+        if peer.lost is not None or outdated or new.acknowledged not in (None, peer.received):
+            new.sock.close()
             return
-        if peer.parted is None:  # the other end noticed first
-            self._part(peer, "it called again")
-        peer.calls = max(peer.calls, came.call)
-        parted = peer.parted or 0.0
+        if peer.broken_at is None:  # the other end noticed first
+            self._start_reconnecting(peer, "the other end reconnected")
+        peer.attempts = max(peer.attempts, new.attempt)
+        broken_at = peer.broken_at or 0.0
         try:
-            reunion.reply(came, peer.taken)
-            peer.resume(came.sock, came.heard)
+            reconnector.reply(new, peer.received)
+            peer.resume(new.sock, new.received)
         except OSError:
-            came.sock.close()  # it will call again
+            new.sock.close()  # the other end will try again
             return
         except wire.BadFrame as error:
-            came.sock.close()
-            why = f"its connection could not be taken up again: {error}"
-            self._give_up(peer, WorkerLost(self.names([peer.rank]), why))
+            new.sock.close()
+            cause = f"its connection could not be resumed: {error}"
+            self._give_up(peer, WorkerLost(self.names([peer.rank]), cause))
             return
-        reunion.found(peer.rank)
+        reconnector.stop(peer.rank)
         self._write(peer)
-        self.read(peer)  # what came with the introduction is not seen by the selector
+        self.read(peer)  # what arrived with the introduction is not seen by the selector
         self.watch(peer)
-        if peer.parted is None:
-            seconds = time.perf_counter() - parted
-            _warn(f"{self.names([peer.rank])} was found after {seconds:.1f} s and is connected again: {peer.why}")
-            self._reconnected(peer.rank, seconds, peer.why)
+        if peer.broken_at is None:
+            seconds = time.perf_counter() - broken_at
+            _warn(f"reconnected to {self.names([peer.rank])} after {seconds:.1f} s: {peer.cause}")
+            self._reconnected(peer.rank, seconds, peer.cause)
 
     def close(self, until: float) -> None:
-        """Hang up; by then even if somebody does not listen."""
+        """Close all connections by `until`, even if other nodes do not read what was sent."""
         for peer in self.peers.values():
-            if peer.lost is None and peer.parted is None:
-                _hang_up(peer.sock, until)
-            peer.close()
-        if self._reunion is not None:
-            self._reunion.close()
+            if peer.lost is None and peer.broken_at is None:
+                _close_when_read(peer.sock, until)
+            peer.close_rings()
+        if self._reconnector is not None:
+            self._reconnector.close()
         self._selector.close()
 
 
@@ -317,14 +317,14 @@ def _warn(text: str) -> None:
 
 
 def _clock(seconds: float) -> str:
-    """The time of day so long ago."""
+    """Return the time of day so many seconds ago."""
     return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
 
 
-def _hang_up(sock: socket.socket, until: float) -> None:
+def _close_when_read(sock: socket.socket, until: float) -> None:
     """Close a connection once the other end has read everything.
 
-    Closed with something unread here, it would be reset, and what was sent last lost on the way.
+    If bytes were unread here, closing would reset the connection, and frames sent last would be lost.
     """
     with suppress(OSError), closing(sock):
         sock.shutdown(socket.SHUT_WR)

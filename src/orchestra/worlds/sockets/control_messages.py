@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a run may say to each other about it, beside the messages of its strategy.
+"""The control messages of a run: their kinds and fields, which are checked when they are received.
 
-    anybody    a control value that has changed, that the run ends here; in a loop of one's own, that it is finished,
-               and where its files are
-    a member   that it is ready, has saved, is done, has failed; where it is; which file it sends
-    home       where the run folder is, when to begin, how it went
+    any process     a control value that has changed, or the end of the run; in a loop of the user's own, that it has
+                    finished, and where its files are
+    a participant   that it is ready, has saved, is done, has failed; its status; a file that it sends
+    process 0       where the run folder is, when to begin, the outcome
 
-Whoever has the token may speak, but a process gone astray must not take the others with it: a note of another kind,
-with other fields or of another size ends the connection to whoever sent it.
+All processes have the token, but a faulty one must not bring down the others: a message of another kind, with other
+fields or of another size ends the connection to its sender.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from orchestra.engine.control import FIELDS
 from orchestra.runs.status import NodeStatus
 from orchestra.worlds.sockets.wire import BadFrame
 
-HOME = 0  # the process that keeps the run folder
+COORDINATOR = 0  # the process that keeps the run folder
 LONGEST = 1 << 14  # characters of a text
 ENTRIES = 1 << 10  # of a list or a dict
 FIGURES = 64  # of one score
-_TOGETHER = 16  # numbers that are one setting, such as Adam's β₁ and β₂
+_TUPLE = 16  # numbers that are one setting, such as Adam's β₁ and β₂
 
 Fits = Callable[[Any], bool]
 
@@ -49,7 +49,7 @@ def _truth(value: Any) -> bool:
 def _settings(value: Any) -> bool:
     if not isinstance(value, list) or len(value) > ENTRIES:
         return False
-    return all(_truth(v) or _finite([v]) or (_finite(v) and len(v) <= _TOGETHER) for v in value)
+    return all(_truth(v) or _finite([v]) or (_finite(v) and len(v) <= _TUPLE) for v in value)
 
 
 def _finite(value: Any) -> bool:
@@ -83,7 +83,7 @@ def _like(pattern: str) -> Fits:
 
 _STEP = r"step-\d{8,12}"  # `checkpoint.name_of`
 _FILE: dict[str, Fits] = {"path": _text, "bytes": _whole}
-_ANYBODY: dict[str, dict[str, Fits]] = {
+_ANY: dict[str, dict[str, Fits]] = {
     "control": {"field": FIELDS.__contains__, "of": _whole, "value": _whole},
     "stopped": {"message": _text, "code": _whole},
     "finished": {"steps": _whole, "how": _text, "left": _maybe},
@@ -98,8 +98,8 @@ _ANYBODY: dict[str, dict[str, Fits]] = {
     "score": {"number": _whole, "t": _number, "step": _whole, "samples": _whole, "figures": _figures},
     "file": _FILE,
 }
-_MEMBER: dict[str, dict[str, Fits]] = {
-    "far-off": {},
+_PARTICIPANT: dict[str, dict[str, Fits]] = {
+    "not-shared": {},
     "ready": {},
     "begun": {"step": _whole},
     "report": {"status": _status},
@@ -113,8 +113,8 @@ _MEMBER: dict[str, dict[str, Fits]] = {
     "failed": {"traceback": _text},
     "refused": {"error": _like(r"\w{1,64}"), "message": _text},
 }
-_HOME: dict[str, dict[str, Fits]] = {
-    "order": {
+_COORDINATOR: dict[str, dict[str, Fits]] = {
+    "assignment": {
         "run": _text,
         "launch": _like(r"\w{1,64}"),
         "resume": lambda value: value is None or _like(_STEP)(value),
@@ -122,24 +122,25 @@ _HOME: dict[str, dict[str, Fits]] = {
     },
     "go": {"at": _number},
     "folder": {"path": _maybe, "mark": _text},
-    "over": {"run": _text, "metrics": _table, "summary": _table, "bytes": _whole},
+    "outcome": {"run": _text, "metrics": _table, "summary": _table, "bytes": _whole},
 }
 
 
-def check(source: int, said: Mapping[str, Any]) -> None:
-    """Refuse what a node would not say."""
-    kinds = _ANYBODY | (_HOME if source == HOME else _MEMBER)
-    kind = said.get("kind")
+def check(source: int, message: Mapping[str, Any]) -> None:
+    """Refuse a message that node `source` would not send."""
+    kinds = _ANY | (_COORDINATOR if source == COORDINATOR else _PARTICIPANT)
+    kind = message.get("kind")
     fields = kinds.get(kind) if isinstance(kind, str) else None
     if fields is None:
-        raise BadFrame(f"node {source} sent a note of kind {_short(kind)}, which none of ours would")
-    if said.get("node", source) != source:
-        raise BadFrame(f"node {source} spoke in the name of node {_short(said['node'])}")
-    if said.keys() - {"kind", "node"} != fields.keys():
-        raise BadFrame(f"node {source} sent a note {kind!r} with {_short(sorted(said))} instead of {sorted(fields)}")
+        raise BadFrame(f"node {source} sent a control message of unknown kind {_short(kind)}")
+    if message.get("node", source) != source:
+        raise BadFrame(f"node {source} sent a message in the name of node {_short(message['node'])}")
+    if message.keys() - {"kind", "node"} != fields.keys():
+        found = _short(sorted(message))
+        raise BadFrame(f"node {source} sent a message {kind!r} with {found} instead of {sorted(fields)}")
     for name, fits in fields.items():
-        if not fits(said[name]):
-            raise BadFrame(f"node {source} sent a note {kind!r} with {name} = {_short(said[name])}")
+        if not fits(message[name]):
+            raise BadFrame(f"node {source} sent a message {kind!r} with {name} = {_short(message[name])}")
 
 
 def _short(value: Any) -> str:

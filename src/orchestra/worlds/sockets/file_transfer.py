@@ -2,11 +2,11 @@
 """Files of a run between machines that have no folder in common.
 
     a node writes its events, snapshots and checkpoints to a folder of its own machine
-    whatever is new there goes to the run folder before home is told of it
+    new files are sent to the run folder before process 0 is told of them
 
-Events are sent as they grow; a file of events that was thinned out is sent again, and replaces what came of it in this
-run. Every other file is sent when it is whole, and appears whole. Only a node's own files are taken from it; which
-those are is a pattern, so that no name leads out of the folder.
+Events are sent as they grow; a file of events that was thinned out is sent again, and replaces what was sent of it in
+this run. Every other file is sent, and appears, when it is complete. Only a node's own files are accepted from it; a
+pattern says which those are, so that no name leads out of the folder.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from orchestra.engine.snapshot import FINAL, is_full
 from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.wire import BadFrame
 
-THINNED = "thinned"  # the folder in the name of a file of events that takes the place of what was sent before
+THINNED = "thinned"  # the folder in the name of a file of events that replaces what was sent before
 _PIECE = 1 << 24  # bytes of events that are announced at once
-_LAST = 256  # bytes by which a file that grew is told from one that was replaced: a line of events is not longer
-_TIMES, _BESIDE = 64, 1 << 28  # what a node keeps is at most so many times the model, and so many bytes
+_LAST = 256  # bytes that show whether a file has grown or was replaced: a line of events is not longer
+_TIMES, _BESIDE = 64, 1 << 28  # a file has at most so many times the bytes of the model, and so many bytes more
 
 
 @dataclass
 class FileSender:
-    """Brings the files of one folder to another node."""
+    """Sends the files of one folder to another node."""
 
     messenger: Messenger
     folder: Path
     to: int
-    sent: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # of files that grow: bytes, and the last of them
+    sent: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # of growing files: bytes sent, the last of them
 
-    def bring(self) -> None:
-        """Send what is new."""
+    def send_new(self) -> None:
+        """Send new files, and what growing files have gained."""
         for path in sorted(self.folder.rglob("*")):
             if path.is_file() and not path.name.endswith(".tmp"):
                 if path.suffix == ".jsonl":
-                    self._bring_growth(path)
+                    self._send_growth(path)
                 else:
                     self._send(path, path.read_bytes())
-                    path.unlink()  # it is there now
+                    path.unlink()
 
-    def _bring_growth(self, path: Path) -> None:
+    def _send_growth(self, path: Path) -> None:
         sent, last = self.sent.get(path, (0, b""))
         with path.open("rb") as file:
             file.seek(sent - len(last))
@@ -72,12 +72,12 @@ class FileSender:
 
 
 def largest_file(x: Tensor) -> int:
-    """Bytes: more than any node has to say of a model."""
+    """Return a limit for the bytes of a file, from the bytes of the model."""
     return _TIMES * x.numel() * x.element_size() + _BESIDE
 
 
 def files_of(node: int) -> re.Pattern[str]:
-    """What a node may add to the run folder."""
+    """Return the pattern of the files that a node may add to the run folder."""
     part = re.escape(checkpoint.part_name(node))
     of_a_moment = rf"checkpoints/step-\d{{8,12}}\.tmp|snapshots/\d{{5,12}}|{FINAL}"
     grows = rf"(?:{THINNED}/)?events-{node}\.jsonl|trace-{node}\.jsonl"
@@ -85,30 +85,30 @@ def files_of(node: int) -> re.Pattern[str]:
 
 
 def part_of(node: int) -> re.Pattern[str]:
-    """What a node goes on from."""
+    """Return the pattern of a node's parts of checkpoints."""
     return re.compile(rf"step-\d{{8,12}}/{re.escape(checkpoint.part_name(node))}", re.ASCII)
 
 
 @dataclass
 class FileReceiver:
-    """Puts files that others send into a folder. What cannot be written, `complain` is told: no peer is to blame."""
+    """Writes files that other nodes send into a folder; `on_failure` is called for files that cannot be written."""
 
     folder: Path
-    expected: Callable[[int], re.Pattern[str]]  # of a sender
+    expected: Callable[[int], re.Pattern[str]]  # the names that a sender may use
     largest: int  # bytes
-    complain: Callable[[int, Path, OSError], None]
-    elsewhere: Callable[[], Path] | None = None  # makes a folder for the final model, if there is no room in this one
+    on_failure: Callable[[int, Path, OSError], None]
+    elsewhere: Callable[[], Path] | None = None  # makes another folder for the final model if this one has no room
     failed: dict[Path, OSError] = field(default_factory=dict)
     _open: dict[int, tuple[Path, int, bytearray]] = field(default_factory=dict)  # by sender
-    _began: dict[Path, int] = field(default_factory=dict)  # bytes of files that grow, of before this run was resumed
+    _began: dict[Path, int] = field(default_factory=dict)  # bytes of growing files from before the run was resumed
 
-    def expect(self, source: int, said: dict[str, Any]) -> None:
-        """A file is announced: refuse what is not the sender's, or too large to be."""
-        name, length = said["path"], said["bytes"]
+    def expect(self, source: int, message: dict[str, Any]) -> None:
+        """Note an announced file; refuse names that are not the sender's, and files that are too large."""
+        name, length = message["path"], message["bytes"]
         if source in self._open:
-            raise BadFrame(f"node {source} announced a file before it had sent another")
+            raise BadFrame(f"node {source} announced a file before it had sent the last one")
         if not self.expected(source).fullmatch(name):
-            raise BadFrame(f"node {source} sent a file {name[:80]!r}, which is none of its own")
+            raise BadFrame(f"node {source} sent a file {name[:80]!r}, which is not one of its own")
         if length > self.largest:
             raise BadFrame(f"node {source} sent a file of {length:,} bytes; none is longer than {self.largest:,}")
         self._open[source] = (self.folder / name, length, bytearray())
@@ -116,7 +116,7 @@ class FileReceiver:
             self.take_in(source, b"")
 
     def take_in(self, source: int, piece: bytes) -> None:
-        """A piece of it; the last one makes it appear."""
+        """Take a piece of an announced file; after the last one, write the file."""
         if source not in self._open:
             raise BadFrame(f"node {source} sent a file that it had not announced")
         path, length, data = self._open[source]
@@ -127,12 +127,12 @@ class FileReceiver:
             return
         del self._open[source]
         try:
-            self._keep(path, data)
+            self._write(path, data)
         except OSError as error:
             self.failed[path] = error
-            self.complain(source, path, error)
+            self.on_failure(source, path, error)
 
-    def _keep(self, path: Path, data: bytearray) -> None:
+    def _write(self, path: Path, data: bytearray) -> None:
         renewed = path.parent.name == THINNED
         path = self.folder / path.name if renewed else path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ class FileReceiver:
 
 
 def _append(path: Path, data: bytearray) -> None:
-    """All of it or nothing: a line cut in two would spoil the next one as well."""
+    """Append all of it or nothing: half a line would spoil the next one as well."""
     with path.open("ab", buffering=0) as file:
         whole = file.tell()
         try:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the connections between the processes of a run can do, measured before it begins.
+"""Latency and rate of the connections between the processes of a run, measured before it begins.
 
-    in rounds of pairs, so that nobody is asked twice at once
-    latency    half of the shortest of some ways there and back, of one byte
-    rate       of a piece that takes long enough to be told from the latency, one way and then the other
+    in rounds of pairs, so that no process measures two connections at once
+    latency    half of the shortest of several round trips of one byte
+    rate       of a piece that takes much longer than the latency, in one direction and then in the other
 
-Each process tells process 0 what it found, which tells everybody what it makes of it.
+Each process sends its results to process 0, which decides on an order and sends that to all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from orchestra.errors import ClusterError
 from orchestra.worlds.sockets.addresses import ends
 from orchestra.worlds.sockets.auth import exactly
-from orchestra.worlds.sockets.rendezvous import hear, say
+from orchestra.worlds.sockets.rendezvous import receive_json, send_json
 
 
 class LinkSpeed(NamedTuple):
@@ -30,7 +30,7 @@ class LinkSpeed(NamedTuple):
     rate: float  # bytes a second
 
 
-_TIMES = 8  # there and back
+_TIMES = 8  # round trips
 _PIECE = 1 << 16  # bytes
 _LARGEST = 1 << 22  # bytes
 _LONG_ENOUGH = 0.02  # seconds
@@ -39,7 +39,7 @@ _SIZE = struct.Struct("<Q")
 
 
 def measure(rank: int, connections: Mapping[int, socket.socket]) -> dict[int, LinkSpeed]:
-    """From this process to each of the others; all of them must do this at the same time."""
+    """Measure the connections to all other processes, all of which must do this at the same time."""
     found = {}
     for pairs in rounds(len(connections) + 1):
         for a, b in pairs:
@@ -56,15 +56,15 @@ def agree(
     found: Mapping[int, LinkSpeed],
     decide: Callable[[list[dict[int, LinkSpeed]]], Any],
 ) -> Any:
-    """Tell process 0 what was found, and hear what it decides."""
+    """Send the results to process 0 and return what it decides."""
     if rank:
         with _named(rank, 0, connections[0]):
-            say(connections[0], {"rank": rank, **_packed(found)})
+            send_json(connections[0], {"rank": rank, **_packed(found)})
         return announce(rank, connections)
     everything = [dict(found)]
     for node in range(1, len(connections) + 1):
         with _named(rank, node, connections[node]):
-            everything.append(_unpacked(hear(connections[node])))
+            everything.append(_unpacked(receive_json(connections[node])))
     return announce(rank, connections, decide(everything))
 
 
@@ -79,48 +79,48 @@ def _unpacked(said: Mapping[str, Any]) -> dict[int, LinkSpeed]:
 
 
 def announce(rank: int, connections: Mapping[int, socket.socket], decided: Any = None) -> Any:
-    """What process 0 decides, so that nobody goes by what he takes to be so himself."""
+    """Return what process 0 decides: all processes use its view, where theirs may differ."""
     if rank:
         with _named(rank, 0, connections[0]):
             connections[0].settimeout(_PATIENCE)
-            return hear(connections[0])["decided"]
+            return receive_json(connections[0])["decided"]
     for node, sock in connections.items():
         with _named(rank, node, sock):
-            say(sock, {"rank": 0, "decided": decided})
+            send_json(sock, {"rank": 0, "decided": decided})
     return decided
 
 
 @contextmanager
 def _named(rank: int, other: int, sock: socket.socket) -> Iterator[None]:
-    """Errors with the names and addresses of both ends, which a connection that is gone does not know any more."""
-    where = "a connection that is gone"
+    """Turn errors into a ClusterError with the names and addresses of both ends."""
+    where = "a closed connection"
     try:
         where = ends(sock)
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ClusterError(
-            f"process {rank} lost process {other} ({where}) while connections were measured: {error}. See what it "
-            "said, and whether the network between them is reliable; --order given measures nothing."
+            f"process {rank} lost process {other} ({where}) while it measured the connection: {error}. See that "
+            "process's own message, and whether the network between them is reliable; --order given measures nothing."
         ) from None
 
 
 def rounds(size: int) -> Iterator[Sequence[tuple[int, int]]]:
-    """Everybody with everybody, once each, at most one at a time: the circle of a tournament.
+    """Yield rounds of pairs: every pair once, and every process at most once a round (a round-robin tournament).
 
     >>> list(rounds(4))
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
     """
-    seats = [*range(size), *([-1] if size % 2 else [])]
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+    circle = [*range(size), *([-1] if size % 2 else [])]
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
         yield [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
 def _pair(sock: socket.socket, *, first: bool) -> LinkSpeed:
     sock.settimeout(_PATIENCE)
-    latency = _there_and_back(sock, first=first)
+    latency = _round_trip(sock, first=first)
     if first:
         rate = _send(sock, latency)
         _receive(sock)
@@ -130,8 +130,8 @@ def _pair(sock: socket.socket, *, first: bool) -> LinkSpeed:
     return LinkSpeed(latency, rate)
 
 
-def _there_and_back(sock: socket.socket, *, first: bool) -> float:
-    """Seconds one way; both ends measure, one after the other."""
+def _round_trip(sock: socket.socket, *, first: bool) -> float:
+    """Measure the latency; both ends do, one after the other."""
     took = []
     for turn in (first, not first):
         for _ in range(_TIMES):
@@ -147,7 +147,7 @@ def _there_and_back(sock: socket.socket, *, first: bool) -> float:
 
 
 def _send(sock: socket.socket, latency: float) -> float:
-    """Bytes a second: ever longer pieces, until one takes long enough."""
+    """Measure the rate: send longer and longer pieces until one takes long enough."""
     nbytes = _PIECE
     while True:
         piece = bytes(nbytes)
@@ -169,6 +169,6 @@ def _receive(sock: socket.socket) -> None:
         while room:
             count = sock.recv_into(room)
             if not count:
-                raise ConnectionError("the other end left")
+                raise ConnectionError("the other end closed the connection")
             room = room[count:]
         sock.sendall(b".")

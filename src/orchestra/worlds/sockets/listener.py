@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a messenger tells the process that it belongs to."""
+"""The interface by which a messenger reports to the process that it belongs to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 class Listener(Protocol):
     """The process that a messenger belongs to: it learns from the messenger what concerns the run as a whole."""
 
-    def on_control(self, source: int, said: dict[str, Any]) -> None:
+    def on_control(self, source: int, message: dict[str, Any]) -> None:
         """Handle a control message from another node."""
 
     def on_file_piece(self, source: int, piece: bytes) -> None:
@@ -25,7 +25,7 @@ class Listener(Protocol):
 class NoListener:
     """Ignores everything: before there is a listener, and after the messenger is closed."""
 
-    def on_control(self, source: int, said: dict[str, Any]) -> None:
+    def on_control(self, source: int, message: dict[str, Any]) -> None:
         """Ignore it."""
 
     def on_file_piece(self, source: int, piece: bytes) -> None:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between machines: one connection for each pair of nodes, and no thread beside the node's own.
 
-Whoever waits, to send or to receive, reads and writes whatever can be read and written meanwhile: two nodes that send
-to each other at the same time both get on. A node that computes takes no part; its kernel holds what comes, and tells
-the others that the machine is alive. At most `AHEAD` messages of one sender are taken in before they are asked for.
+While a node waits to send or to receive, it reads and writes whatever can be read and written: two nodes that send to
+each other at the same time both make progress. A node that computes does neither; its kernel buffers what arrives, and
+shows the others that the machine is alive. At most `AHEAD` messages of one sender are received before this node asks
+for them.
 
-What concerns the run as a whole travels the same way, in turn with the messages, and is heard as soon as it is read.
+Control messages, about the run as a whole, use the same connections, in order with the other messages. The messenger
+passes them to its listener as soon as it reads them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,21 +26,20 @@ from torch import Tensor
 from orchestra.core.ops import Departed, Done, Handle, Leave, Message, Recv, Send, Sleep, Traffic
 from orchestra.engine.checkpoint_protocol import IdleListener
 from orchestra.errors import Stalled, WorkerLost
-from orchestra.worlds.shared_memory.hangs import HangWatch, Limits, Seen
-from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
+from orchestra.worlds.shared_memory.layout import SLEEPING, WAITING
 from orchestra.worlds.sockets import wire
 from orchestra.worlds.sockets.connection import Connection
 from orchestra.worlds.sockets.connections import AHEAD, Connections
 from orchestra.worlds.sockets.listener import Listener, NoListener
+from orchestra.worlds.sockets.neighbours import Neighbours, is_at_work
 from orchestra.worlds.sockets.pairing import Pairing
-from orchestra.worlds.sockets.shm_ring import activity_of
 
-_BYE = {"kind": "bye"}  # a node's last word: that its connection ends is nothing to worry about
-_SLICE = 0.2  # seconds between two looks at the deadline
+_BYE = {"kind": "bye"}  # a node's last message: its connection will close, which is no error
+_SLICE = 0.2  # seconds between two checks of the deadline
 
 
 class Messenger:
-    """One node's messages, to and from everybody."""
+    """One node's messages, to and from all other nodes."""
 
     def __init__(
         self,
@@ -53,22 +53,22 @@ class Messenger:
         traffic: Traffic,
         summed: bool,
         near: Collection[int] = (),
-        arranged: Pairing | None = None,
+        pairing: Pairing | None = None,
     ) -> None:
         self._listener: Listener = NoListener()
         self._idle_listener: IdleListener | None = None
         self.largest = largest  # bytes of a message
         self._rank, self._traffic, self._near = rank, traffic, near
-        self._lines = Connections(
+        self._connections = Connections(
             rank, workers, run, connections, self._accept, self._reconnected,
-            largest=largest, patience=patience, summed=summed, arranged=arranged or Pairing(),
+            largest=largest, patience=patience, summed=summed, pairing=pairing or Pairing(),
         )  # fmt: skip
-        self._peers = self._lines.peers
-        self._turn = 0
-        self._watch = HangWatch(Limits.of(patience), lambda node: self._lines.names([node]))
-        self._mark = NOT_WAITING
-        self._begun = False  # before, other nodes may be busy for long, and only a stopped one is known to hang
-        self._worked, self._longest = math.inf, 0.0  # since when this node does not wait; seconds of its longest work
+        self._peers = self._connections.peers
+        self._next_source = 0
+        self._neighbours = Neighbours(rank, self._peers, patience, lambda node: self._connections.names([node]))
+        self.begin, self.stepped = self._neighbours.begin, self._neighbours.stepped
+        self.judge_only_while_waiting = self._neighbours.judge_only_while_waiting
+        self._waiting_since = 0.0
 
     def listen(self, listener: Listener) -> None:
         """From now on, tell a listener what concerns the run as a whole."""
@@ -83,17 +83,17 @@ class Messenger:
 
     @property
     def lost(self) -> dict[int, WorkerLost]:
-        """Nodes whose connection broke, and what to say of it."""
-        return self._lines.lost
+        """The errors of connections that broke for good, by node."""
+        return self._connections.lost
 
     # Sending.
 
     def send(self, op: Send) -> Handle[None]:
-        """Send a message; unless it is lent, this returns when the kernel has all of it."""
+        """Send a message; unless the vector is lent, this returns when the kernel has all of it."""
         x = op.x.detach().to("cpu").contiguous()
         body = wire.body_of(x)
         peer = self._peers[op.to]
-        self._lines.post(peer, wire.Kind.MESSAGE, body, x, op)
+        self._connections.post(peer, wire.Kind.MESSAGE, body, x, op)
         if op.to not in self._near:
             self._traffic.count(op.to, len(body))
         if op.lend and x.data_ptr() == op.x.data_ptr():
@@ -102,26 +102,26 @@ class Messenger:
         return Done(None)
 
     def leave(self, op: Leave) -> Handle[None]:
-        """Say farewell to every member of a group."""
+        """Tell every member of a group that this node sends no more messages."""
         for node in op.group.members:
             peer = self._peers[node]
-            self._lines.post(peer, wire.Kind.FAREWELL, memoryview(b""), torch.empty(0), None)
+            self._connections.post(peer, wire.Kind.FAREWELL, memoryview(b""), torch.empty(0), None)
             self._flush(peer)
         return Done(None)
 
     def _flush(self, peer: Connection) -> None:
-        """Wait until the kernel has everything: from there it goes on while this node computes."""
-        if peer.out or peer.parted is not None:
+        """Wait until the kernel has all outgoing bytes: it sends them while this node computes."""
+        if peer.outgoing or peer.broken_at is not None:
             self._wait(
-                lambda: not peer.out and peer.parted is None,
-                lambda: f"{self._lines.names([peer.rank])} to take a message",
+                lambda: not peer.outgoing and peer.broken_at is None,
+                lambda: f"{self._connections.names([peer.rank])} to take a message",
                 [peer],
             )
 
     # Receiving.
 
     def recv(self, op: Recv) -> Handle[Message | Departed | None]:
-        """Take the next message from one node, or from whoever comes first."""
+        """Take the next message of one node, or of any node in a group."""
         sources = [self._peers[s] for s in (op.group.members if op.source is None else (op.source,)) if s != self._rank]
 
         def ready() -> bool:
@@ -131,73 +131,73 @@ class Messenger:
                 self._idle_listener.on_idle(at_rest=op.at_rest)
             return False
 
-        def whom() -> str:
-            return "a message from " + self._lines.names([p.rank for p in sources if not p.left])
+        def waiting_for() -> str:
+            return "a message from " + self._connections.names([p.rank for p in sources if not p.left])
 
         while True:
-            self._wait(ready, whom, [p for p in sources if not p.left])
+            self._wait(ready, waiting_for, [p for p in sources if not p.left])
             peer = self._first(sources)
             if peer is None:
                 return Done(None)
-            came = peer.arrived.popleft()
-            self._turn = peer.rank + 1
+            message = peer.arrived.popleft()
+            self._next_source = peer.rank + 1
             self._make_room(peer)
-            if isinstance(came, Message):
+            if isinstance(message, Message):
                 if peer.rank not in self._near:
-                    self._traffic.received += came.x.numel() * came.x.element_size()
-                return Done(came)
+                    self._traffic.received += message.x.numel() * message.x.element_size()
+                return Done(message)
             peer.left = True
             if op.departures:
-                return Done(came)
+                return Done(message)
 
     def send_piece(self, to: int, x: Tensor, weight: float) -> Handle[None]:
-        """Send a part of what a whole group does, in place."""
+        """Send a part of a collective, from the sender's own memory."""
         peer = self._peers[to]
-        self._lines.post(peer, wire.Kind.PIECE, wire.body_of(x), x, Send(to, x, weight=weight))
+        self._connections.post(peer, wire.Kind.PIECE, wire.body_of(x), x, Send(to, x, weight=weight))
         return _LentVector(self, peer)
 
     def receive_piece(self, source: int) -> Message:
-        """The next such part of another node."""
+        """Take the next part of a collective from another node."""
         peer = self._peers[source]
-        whose = self._lines.names([source])
-        self._wait(lambda: bool(peer.pieces), lambda: f"{whose}, for what all do together", [peer])
+        whose = self._connections.names([source])
+        self._wait(lambda: bool(peer.pieces), lambda: f"{whose} to take part in a collective", [peer])
         piece = peer.pieces.popleft()
         self._make_room(peer)
         return piece
 
     def sleep(self, op: Sleep) -> bool:
-        """Sleep for a while; whether no message came from those whose messages disturb it."""
+        """Sleep for a while; return whether it was not cut short by a message of a node in `op.cancel_on`."""
         until = time.perf_counter() + op.seconds
         disturbing = [self._peers[node] for node in op.cancel_on.members] if op.cancel_on is not None else []
         while self._first(disturbing) is None:
             left = until - time.perf_counter()
             if left <= 0:
                 return True
-            with self._doing(SLEEPING):
-                self._lines.pump(left)
+            with self._showing(SLEEPING):
+                self._connections.pump(left)
         return False
 
     def _first(self, peers: Sequence[Connection]) -> Connection | None:
-        """Somebody whose message is here; the one served last comes last, so that nobody is passed over."""
+        """Return a connection with a message, in turn: the one served last is looked at last."""
         for i in range(len(peers)):
-            peer = peers[(self._turn + i) % len(peers)]
+            peer = peers[(self._next_source + i) % len(peers)]
             if peer.arrived:
                 return peer
         return None
 
     def _make_room(self, peer: Connection) -> None:
-        """Something was taken away: take in what there was no room for."""
-        self._lines.read(peer)
-        self._lines.watch(peer)
+        """After a message was taken: read further messages, for which there was no room."""
+        self._connections.read(peer)
+        self._connections.watch(peer)
 
     def _accept(self, peer: Connection, frame: wire.Frame, body: Tensor) -> None:
-        """A message is whole."""
+        """Handle a complete frame."""
         match frame.kind:
             case wire.Kind.CONTROL:
-                said = wire.read_control(body)
-                peer.gone = peer.gone or said == _BYE
-                if not peer.gone:
-                    self._listener.on_control(peer.rank, said)
+                control = wire.read_control(body)
+                peer.closing = peer.closing or control == _BYE
+                if not peer.closing:
+                    self._listener.on_control(peer.rank, control)
             case wire.Kind.FILE:
                 self._listener.on_file_piece(peer.rank, bytes(wire.body_of(body)))
             case wire.Kind.FAREWELL:
@@ -209,74 +209,83 @@ class Messenger:
 
     # The run as a whole.
 
-    def send_control(self, to: int, said: dict[str, Any]) -> None:
-        """Tell a node something; it hears it when it next looks, in turn with this node's messages."""
+    def send_control(self, to: int, control: dict[str, Any]) -> None:
+        """Send a control message; the other node reads it when it next waits, after this node's earlier messages."""
         peer = self._peers[to]
         if peer.lost is None:
-            text = bytearray(json.dumps(said).encode())
-            self._lines.post(peer, wire.Kind.CONTROL, memoryview(text), torch.empty(len(text), dtype=torch.uint8), None)
+            text = bytearray(json.dumps(control).encode())
+            x = torch.empty(len(text), dtype=torch.uint8)
+            self._connections.post(peer, wire.Kind.CONTROL, memoryview(text), x, None)
 
-    def send_control_to_all(self, said: dict[str, Any]) -> None:
-        """Tell every other node."""
+    def send_control_to_all(self, control: dict[str, Any]) -> None:
+        """Send a control message to every other node."""
         for node in self._peers:
-            self.send_control(node, said)
+            self.send_control(node, control)
 
     def send_file(self, to: int, data: bytes) -> None:
-        """Send what was announced by a note."""
+        """Send the bytes that a control message has announced."""
         peer, most = self._peers[to], wire.LONGEST[wire.Kind.FILE]
         for start in range(0, len(data), most):
             piece = memoryview(bytearray(data[start : start + most]))
-            self._lines.post(peer, wire.Kind.FILE, piece, torch.empty(len(piece), dtype=torch.uint8), None)
+            self._connections.post(peer, wire.Kind.FILE, piece, torch.empty(len(piece), dtype=torch.uint8), None)
             self._flush(peer)
 
     def ring(self, node: int) -> None:
-        """Nothing to do: who waits hears at once what was sent."""
+        """Do nothing: a node that waits reads at once what was sent."""
 
-    def is_gone(self, node: int) -> bool:
-        """Whether a node has said that it leaves."""
-        return self._peers[node].gone
+    def is_closing(self, node: int) -> bool:
+        """Whether a node has said that it closes its connections."""
+        return self._peers[node].closing
 
     def has_mail(self, node: int | None = None) -> bool:
-        """Whether a message from a node, or from any, lies here unread."""
+        """Whether an unread message from a node, or from any node, is here."""
         return any(peer.arrived for peer in self._peers.values() if node in (None, peer.rank))
 
     def watch_connections(self, seconds: float) -> None:
-        """Hear what is said, and see who is there: for a while, and for as long as somebody is sought."""
+        """Read and write for a while, and for as long as a connection is being replaced."""
         began = time.perf_counter()
-        while time.perf_counter() - began < seconds or self._lines.seeks:
-            self._lines.give_signs(began)
-            self._lines.pump(_SLICE)
+        while time.perf_counter() - began < seconds or self._connections.reconnecting:
+            self._connections.send_heartbeats(began)
+            self._connections.pump(_SLICE)
 
-    def poll(self) -> None:
-        """Take in what has come, without waiting."""
+    def poll(self, *, watch: bool = False) -> None:
+        """Read what has arrived, without waiting. `watch`: look for processes of this machine that hang."""
         self._listener.on_waiting()
-        if self._mark == WAITING:
-            self._look_for_hangs([*self._peers.values()])
-        self._lines.pump(0.0)
+        others, waits = [*self._peers.values()], self._neighbours.doing == WAITING
+        if waits:
+            self._keep_waiting(self._waiting_since, lambda: "a mean of all workers")
+        if watch or waits:
+            self._neighbours.look(others, self._waiting_since if waits else time.perf_counter())
+        self._connections.pump(0.0)
 
     def wait_until(
-        self, ready: Callable[[], bool], whom: Callable[[], str], *, forever: bool = False, starting: bool = False
+        self,
+        ready: Callable[[], bool],
+        waiting_for: Callable[[], str],
+        *,
+        forever: bool = False,
+        starting: bool = False,
     ) -> None:
-        """Wait for something that concerns the run: messages that no op has asked for yet do not block it.
+        """Wait for something that concerns the run; messages that no op has asked for yet do not block it.
 
-        Processes of this machine that hang are found meanwhile, unless the run is only `starting`.
+        Processes of this machine that hang are detected meanwhile, unless the run is only `starting`.
         """
-        self._lines.ahead = 1 << 30
+        self._connections.ahead = 1 << 30
         try:
             for peer in self._peers.values():
-                self._lines.watch(peer)
-            self._wait(ready, whom, [], forever=forever, watched=() if starting else [*self._peers.values()])
+                self._connections.watch(peer)
+            self._wait(ready, waiting_for, [], forever=forever, watched=() if starting else [*self._peers.values()])
         finally:
-            self._lines.ahead = AHEAD
+            self._connections.ahead = AHEAD
             for peer in self._peers.values():
-                self._lines.watch(peer)
+                self._connections.watch(peer)
 
     # Waiting.
 
     def _wait(
         self,
         ready: Callable[[], bool],
-        whom: Callable[[], str],
+        waiting_for: Callable[[], str],
         needed: Sequence[Connection],
         *,
         forever: bool = False,
@@ -286,78 +295,53 @@ class Messenger:
         while not ready():
             self._listener.on_waiting()
             for peer in needed:
-                self._lines.require(peer)
-            self._lines.give_signs(began)
-            overdue = time.perf_counter() - began > self._lines.patience
-            if not forever and overdue and not any(map(_is_at_work, needed)):
-                raise Stalled(f"{self._lines.names([self._rank])} waited {self._lines.patience:g} s for {whom()}.")
-            self._look_for_hangs(watched or needed)
-            with self._doing(WAITING):
-                self._lines.pump(_SLICE)
+                self._connections.require(peer)
+            self._keep_waiting(began, waiting_for, forever=forever)
+            self._neighbours.look(watched or needed, began)
+            with self._showing(WAITING):
+                self._connections.pump(_SLICE)
         self._traffic.waited += time.perf_counter() - began
+
+    def _keep_waiting(self, began: float, waiting_for: Callable[[], str], *, forever: bool = False) -> None:
+        """Send heartbeats; raise if this node has waited too long, unless a process of this machine still works.
+
+        The node that this one waits for may itself wait for the process that works.
+        """
+        self._connections.send_heartbeats(began)
+        patience = self._connections.patience
+        overdue = time.perf_counter() - began > patience
+        if not forever and overdue and not any(map(is_at_work, self._peers.values())):
+            raise Stalled(f"{self._connections.names([self._rank])} waited {patience:g} s for {waiting_for()}.")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Show that this node waits for others by other means; `poll` then looks for processes that hang."""
-        with self._doing(WAITING):
+        self._waiting_since = time.perf_counter()
+        with self._showing(WAITING):
             yield
 
-    def begin(self) -> None:
-        """The run begins: work from now on counts as steps, and how long they take says when a node hangs."""
-        self._begun, self._worked = True, time.perf_counter()
-
     @contextmanager
-    def _doing(self, what: int) -> Iterator[None]:
+    def _showing(self, doing: int) -> Iterator[None]:
         """Show the processes of this machine that this node waits or sleeps, and so does not hang."""
-        before = self._mark
-        self._show(what)
+        before = self._neighbours.doing
+        self._neighbours.show(doing)
         try:
             yield
         finally:
-            self._show(before)
-
-    def _show(self, what: int) -> None:
-        if what == self._mark:
-            return
-        now = time.perf_counter()
-        if self._mark == NOT_WAITING:
-            self._longest = max(self._longest, now - self._worked)
-        elif what == NOT_WAITING and self._begun:
-            self._worked = now
-        self._mark = what
-        for peer in self._peers.values():
-            if peer.outlet is not None:
-                peer.outlet.show(what, self._longest)
-
-    def _look_for_hangs(self, needed: Sequence[Connection]) -> None:
-        """Raise if a process of this machine that this node waits for hangs; of others, if it is stopped."""
-        if not self._watch.due:
-            return
-        near = {peer.rank: peer.pid for peer in self._peers.values() if peer.pid is not None and not peer.gone}
-        seen = {
-            peer.rank: Seen((peer.taken,), *activity_of(peer.inlet))
-            for peer in needed
-            if self._begun and peer.rank in near and peer.inlet is not None and not peer.left
-        }
-        self._watch.look(near, seen)
+            self._neighbours.show(before)
 
     def close(self, *, within: float = 2.0) -> None:
-        """Send what is left, and hang up; after so many seconds even if somebody does not listen."""
+        """Send what is left and close all connections, within so many seconds even if other nodes do not read."""
         self._listener = NoListener()
         for peer in self._peers.values():
-            peer.pid = None  # from now on nothing of theirs matters
+            peer.pid = None  # from now on, no process is watched
         until = time.monotonic() + within
         for peer in self._peers.values():
             with suppress(Stalled, WorkerLost):
                 self.send_control(peer.rank, _BYE)
-                self._lines.patience = max(0.0, until - time.monotonic())
+                self._connections.patience = max(0.0, until - time.monotonic())
                 self._flush(peer)
-        self._lines.close(until)
-
-
-def _is_at_work(peer: Connection) -> bool:
-    """Whether a process of this machine does not wait for others: it is watched, and patience is not needed."""
-    return peer.pid is not None and peer.inlet is not None and activity_of(peer.inlet).doing == NOT_WAITING
+        self._connections.close(until)
 
 
 @dataclass(slots=True)

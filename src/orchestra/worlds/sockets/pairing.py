@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two connected nodes arrange before the run: memory for both if they share a machine, a door if they do not."""
+"""What each pair of connected nodes sets up before the run.
+
+Two nodes of one machine share memory. Two nodes of different machines tell each other an address and a secret, by
+which they can reconnect.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from typing import Any
 from orchestra.errors import ClusterError
 from orchestra.worlds.sockets.addresses import EVERYWHERE, listen, plain
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.reconnect import Invitation, Reconnector
-from orchestra.worlds.sockets.rendezvous import hear, say
+from orchestra.worlds.sockets.reconnect import PeerAddress, Reconnector
+from orchestra.worlds.sockets.rendezvous import receive_json, send_json
 from orchestra.worlds.sockets.shm_ring import RingWriter, enter, machine
 
 Connections = Mapping[int, socket.socket]
@@ -22,87 +26,89 @@ Connections = Mapping[int, socket.socket]
 
 @dataclass
 class Pairing:
-    """By what a node reaches the others beside its connections."""
+    """How a node reaches the others, beside its connections."""
 
-    reunion: Reconnector | None = None  # how to find those of other machines again
-    apart: frozenset[int] = frozenset()  # nodes of other machines
-    outlets: dict[int, RingWriter] = field(default_factory=dict)  # memory in which nodes of this machine find messages
-    inlets: dict[int, mmap.mmap] = field(default_factory=dict)  # and in which theirs are found
-    pids: dict[int, int] = field(default_factory=dict)  # of the latter
+    reconnector: Reconnector | None = None  # for nodes of other machines
+    remote: frozenset[int] = frozenset()  # nodes of other machines
+    rings_out: dict[int, RingWriter] = field(default_factory=dict)  # memory from which nodes of this machine read
+    rings_in: dict[int, mmap.mmap] = field(default_factory=dict)  # memory into which nodes of this machine write
+    pids: dict[int, int] = field(default_factory=dict)  # of the latter nodes' processes
 
 
 def arrange(
     rank: int, connections: Connections, token: Token, *, longest: int, grace: float, patience: float
 ) -> Pairing:
-    """Everybody tells everybody where it is, and what it offers; messages have at most `longest` bytes."""
+    """Set up memory with every node of this machine and addresses with the others; bodies have `longest` bytes."""
     for sock in connections.values():
         sock.settimeout(patience)
-    home = machine()
-    machines = _tell(rank, connections, lambda node: {"machine": home})
-    near = [node for node, said in machines.items() if said.get("machine") == home]
-    apart = frozenset(connections) - frozenset(near)
-    door = _open_door([connections[node] for node in apart]) if apart and grace > 0 else None
-    outlets = {node: outlet for node in near if (outlet := RingWriter.make(longest)) is not None}
+    here = machine()
+    machines = _exchange(rank, connections, lambda node: {"machine": here})
+    near = [node for node, answer in machines.items() if answer.get("machine") == here]
+    remote = frozenset(connections) - frozenset(near)
+    listening = _listen([connections[node] for node in remote]) if remote and grace > 0 else None
+    rings_out = {node: ring for node in near if (ring := RingWriter.make(longest)) is not None}
     try:
-        return _agree(rank, connections, token, grace, apart, door, outlets)
+        return _agree(rank, connections, token, grace, remote, listening, rings_out)
     except BaseException:
-        for outlet in outlets.values():
-            outlet.close()
-        if door is not None:
-            door.close()
+        for ring in rings_out.values():
+            ring.close()
+        if listening is not None:
+            listening.close()
         raise
 
 
 def _agree(
-    rank: int, connections: Connections, token: Token, grace: float, apart: frozenset[int],
-    door: socket.socket | None, outlets: dict[int, RingWriter],
+    rank: int, connections: Connections, token: Token, grace: float, remote: frozenset[int],
+    listening: socket.socket | None, rings_out: dict[int, RingWriter],
 ) -> Pairing:  # fmt: skip
-    """Offer those of this machine memory, the others a door."""
-    near = frozenset(connections) - apart
-    words = {node: secrets.token_hex(16) for node in apart}
+    """Offer memory to the nodes of this machine, an address to the others."""
+    near = frozenset(connections) - remote
+    pair_secrets = {node: secrets.token_hex(16) for node in remote}
 
     def offer(node: int) -> dict[str, Any]:
         if node in near:
-            return {"ring": outlets[node].invitation() if node in outlets else {}}
-        own = plain(connections[node].getsockname()[0])
-        return {"door": None if door is None else {"host": own, "port": door.getsockname()[1], "word": words[node]}}
+            return {"ring": rings_out[node].invitation() if node in rings_out else {}}
+        if listening is None:
+            return {"address": None}
+        host, port = plain(connections[node].getsockname()[0]), listening.getsockname()[1]
+        return {"address": {"host": host, "port": port, "secret": pair_secrets[node]}}
 
-    offers = _tell(rank, connections, offer)
-    inlets = {node: memory for node in near if (memory := enter(offers[node].get("ring", {}))) is not None}
-    seen = _tell(rank, connections, lambda node: {"seen": node in inlets})
-    for node in [node for node in outlets if not seen[node].get("seen")]:
-        outlets.pop(node).close()
-    reunion = None
-    if door is not None:
-        invitations = {node: found for node in apart if (found := _read(offers[node].get("door"))) is not None}
-        reunion = Reconnector(rank, token, door, invitations, words, grace)
-    pids = {node: int(offers[node]["ring"]["process"]) for node in inlets}
-    return Pairing(reunion, apart, outlets, inlets, pids)
-
-
-def _read(door: Any) -> Invitation | None:
-    match door:
-        case {"host": str(host), "port": int(port), "word": str(word)}:
-            return Invitation((host, port), word)
-    return None  # it does not want to be found again
+    offers = _exchange(rank, connections, offer)
+    rings_in = {node: memory for node in near if (memory := enter(offers[node].get("ring", {}))) is not None}
+    mapped = _exchange(rank, connections, lambda node: {"mapped": node in rings_in})
+    for node in [node for node in rings_out if not mapped[node].get("mapped")]:
+        rings_out.pop(node).close()
+    reconnector = None
+    if listening is not None:
+        found = {node: address for node in remote if (address := _read(offers[node].get("address"))) is not None}
+        reconnector = Reconnector(rank, token, listening, found, pair_secrets, grace)
+    pids = {node: int(offers[node]["ring"]["process"]) for node in rings_in}
+    return Pairing(reconnector, remote, rings_out, rings_in, pids)
 
 
-def _tell(rank: int, connections: Connections, what: Callable[[int], dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Say something to each, then hear what each says: short enough to fit into what lies between them."""
+def _read(address: Any) -> PeerAddress | None:
+    match address:
+        case {"host": str(host), "port": int(port), "secret": str(secret)}:
+            return PeerAddress((host, port), secret)
+    return None  # the other node does not reconnect
+
+
+def _exchange(rank: int, connections: Connections, what: Callable[[int], dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Send something to each node, then receive what each sends: both fit into the kernel's buffers."""
     found: dict[int, dict[str, Any]] = {}
     node = rank
     try:
         for node, sock in connections.items():
-            say(sock, {"rank": rank, **what(node)})
+            send_json(sock, {"rank": rank, **what(node)})
         for node, sock in connections.items():
-            found[node] = hear(sock)
+            found[node] = receive_json(sock)
     except (OSError, ValueError) as error:
-        raise ClusterError(f"node {rank} could not come to an arrangement with node {node}: {error}") from None
+        raise ClusterError(f"node {rank} could not set up its connection to node {node}: {error}") from None
     return found
 
 
-def _open_door(connections: list[socket.socket]) -> socket.socket:
-    """Listen where the other machines reach this one."""
+def _listen(connections: list[socket.socket]) -> socket.socket:
+    """Listen at the address by which the other machines reach this one."""
     addresses = {plain(sock.getsockname()[0]) for sock in connections}
     where = addresses.pop() if len(addresses) == 1 else EVERYWHERE
     try:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How two nodes find each other again when the connection between them broke.
+"""How two nodes replace a connection that broke.
 
-    every node keeps a door open for the whole run, through which only those with the run's token come
-    a connection broke:     the node that comes later calls at the other's door, again and again
-                            the other knocks at its door, to see whether the process is still there
-    nobody listens there:   the process is gone
-    no answer at all:       the machine, or the way to it; given up after `grace` seconds
-    there is an answer:     both say how many messages they have, and go on from there
+    every node listens for the whole run; only holders of the run's token are admitted
+    when a connection breaks:    the node of the higher rank connects to the other again and again
+                                 the other node only probes, to see whether the process still exists
+    connection refused:          the process has ended
+    no answer:                   its machine or the network is down; given up after `grace` seconds
+    connected:                   both say how many frames they have received, and go on from there
 
-Whoever computes answers when it next looks. All that waits here waits in threads, which end with the waiting.
+A process that computes accepts the new connection when it next looks. Everything here that waits does so in a thread,
+which ends with the wait.
 """
 
 from __future__ import annotations
@@ -22,191 +23,192 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from orchestra.worlds.sockets.addresses import Address, connect
-from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.rendezvous import Unauthenticated, hear, say
+from orchestra.worlds.sockets.auth import Token, Unauthenticated
+from orchestra.worlds.sockets.rendezvous import receive_json, send_json
 
-_PROOF = 5.0  # seconds for a proof and an introduction
-_KNOCK = 1.0  # seconds until a knock counts as not heard, and between two
-_AGAIN = 0.2  # seconds between two calls
-_STRANGERS = 16  # at the door at once
+_HANDSHAKE = 5.0  # seconds for the proof of the token and an introduction
+_PROBE = 1.0  # seconds until a probe counts as unanswered, and between two probes
+_AGAIN = 0.2  # seconds between two attempts
+_UNAUTHENTICATED = 16  # connections at once
 _KEEPALIVE = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
 
 
-class Invitation(NamedTuple):
-    """Where another node's door is, and what it wants to hear from this one."""
+class PeerAddress(NamedTuple):
+    """Where another node listens, and the secret by which it recognizes this node."""
 
-    door: Address
-    word: str
+    address: Address
+    secret: str
 
 
-class Arrival(NamedTuple):
+class NewConnection(NamedTuple):
     """A new connection to a node."""
 
     node: int
     sock: socket.socket
-    heard: int  # messages it has
-    told: int | None  # how many it was told are here; None if that is still to be said
-    call: int  # its number, if it called
+    received: int  # frames that the other node has received
+    acknowledged: int | None  # frames received here, as far as the other node was told; None if it is still to be told
+    attempt: int  # the other node's number of this attempt, if that node connected
 
 
 class Reconnector:
-    """A node's open door, and its search for those that it lost. `words`: what it wants to hear from each."""
+    """One node's listening socket, and its attempts to reconnect. `secrets`: what each other node must say."""
 
     def __init__(
         self,
         rank: int,
         token: Token,
-        door: socket.socket,
-        invitations: Mapping[int, Invitation],
-        words: Mapping[int, str],
+        listening: socket.socket,
+        addresses: Mapping[int, PeerAddress],
+        secrets: Mapping[int, str],
         grace: float,
     ) -> None:
-        self.door, self.grace, self.nodes = door, grace, frozenset(invitations)
+        self.listening, self.grace, self.nodes = listening, grace, frozenset(addresses)
         self._rank, self._token = rank, token
-        self._invitations, self._words = invitations, words
-        self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        self._unproven = Unauthenticated(_STRANGERS)
-        self._searches: dict[int, int] = {}  # how often a node was sought
-        self._called: dict[int, int] = {}  # how often it was called
-        self._sought: set[int] = set()
-        self._gone: set[int] = set()
-        self._answered: dict[int, float] = {}  # when somebody last did at a node's door; infinity while they speak
-        self._calls: dict[int, socket.socket] = {}  # under way
-        self._over = False
+        self._addresses, self._secrets = addresses, secrets
+        self._new: SimpleQueue[NewConnection] = SimpleQueue()
+        self._unauthenticated = Unauthenticated(_UNAUTHENTICATED)
+        self._searches: dict[int, int] = {}  # how often `start` was called for a node
+        self._attempts: dict[int, int] = {}  # how often this node introduced itself to a node
+        self._active: set[int] = set()  # nodes to which this node reconnects now
+        self._ended: set[int] = set()  # nodes whose address refuses connections
+        self._answered: dict[int, float] = {}  # when a node's address last answered; infinity during a handshake
+        self._handshakes: dict[int, socket.socket] = {}
+        self._closed = False
 
-    # What is known of those that are sought.
+    # What is known of the nodes to which this node reconnects.
 
-    def is_gone(self, node: int) -> bool:
-        """Whether nobody listens at a node's door."""
-        return node in self._gone
+    def has_ended(self, node: int) -> bool:
+        """Whether a node's address refuses connections."""
+        return node in self._ended
 
     def silent_for(self, node: int) -> float:
-        """Seconds since there was an answer at all."""
+        """Return the seconds since a node's address last answered."""
         return time.monotonic() - self._answered.get(node, time.monotonic())
 
-    def arrivals(self) -> Iterator[Arrival]:
-        """Those who came."""
+    def new_connections(self) -> Iterator[NewConnection]:
+        """Yield the connections made since the last call."""
         while True:
             try:
-                yield self._arrivals.get_nowait()
+                yield self._new.get_nowait()
             except Empty:
                 return
 
-    def reply(self, came: Arrival, taken: int) -> None:
-        """Say how many messages are here."""
-        if came.told is None:
-            came.sock.settimeout(_KNOCK)
-            say(came.sock, {"rank": self._rank, "taken": taken})
+    def reply(self, new: NewConnection, received: int) -> None:
+        """Tell the other node how many frames were received here, unless it knows."""
+        if new.acknowledged is None:
+            new.sock.settimeout(_PROBE)
+            send_json(new.sock, {"rank": self._rank, "received": received})
 
-    # The search.
+    # Connecting.
 
-    def seek(self, node: int, taken: int) -> None:
-        """Look for a node whose connection broke after so many messages."""
+    def start(self, node: int, received: int) -> None:
+        """Begin to reconnect to a node, from which `received` frames have come."""
         self._searches[node] = search = self._searches.get(node, 0) + 1
-        self._sought.add(node)
-        self._gone.discard(node)
+        self._active.add(node)
+        self._ended.discard(node)
         self._answered[node] = time.monotonic()
-        threading.Thread(target=self._seek, args=(node, taken, search), name=f"seek {node}", daemon=True).start()
+        name = f"reconnect to {node}"
+        threading.Thread(target=self._search, args=(node, received, search), name=name, daemon=True).start()
 
-    def found(self, node: int) -> None:
-        """It need not be sought any more."""
-        self._sought.discard(node)
+    def stop(self, node: int) -> None:
+        """End the attempts to reconnect to a node."""
+        self._active.discard(node)
 
-    def _seeks(self, node: int, search: int) -> bool:
-        return not self._over and node in self._sought and search == self._searches[node]
+    def _is_active(self, node: int, search: int) -> bool:
+        return not self._closed and node in self._active and search == self._searches[node]
 
-    def _seek(self, node: int, taken: int, search: int) -> None:
-        while self._seeks(node, search):
+    def _search(self, node: int, received: int, search: int) -> None:
+        while self._is_active(node, search):
             try:
-                sock = connect(self._invitations[node].door, timeout=_KNOCK)
+                sock = connect(self._addresses[node].address, timeout=_PROBE)
             except ConnectionRefusedError:
-                self._gone.add(node)
+                self._ended.add(node)
                 return
             except OSError:
                 time.sleep(_AGAIN)
                 continue
             self._answered[node] = time.monotonic()
-            if self._rank < node:  # it calls, now that it is known to be there; meanwhile it may die
+            if self._rank < node:  # the other node connects; this one probes again, since it may end meanwhile
                 sock.close()
-                time.sleep(_KNOCK)
-            elif self._call(node, sock, taken):
+                time.sleep(_PROBE)
+            elif self._introduce(node, sock, received):
                 return
             else:
                 time.sleep(_AGAIN)
 
-    def _call(self, node: int, sock: socket.socket, taken: int) -> bool:
-        """Introduce oneself, for as long as it takes: the other may be in the middle of a long step."""
-        self._called[node] = call = self._called.get(node, 0) + 1
+    def _introduce(self, node: int, sock: socket.socket, received: int) -> bool:
+        """Introduce this node and wait for the answer, however long: the other may be in the middle of a step."""
+        self._attempts[node] = attempt = self._attempts.get(node, 0) + 1
         self._answered[node] = float("inf")
         try:
-            self._calls[node] = sock.dup()  # TLS takes over the first
-            if self._over:
-                raise ConnectionAbortedError("nobody is sought any more")
+            self._handshakes[node] = sock.dup()  # TLS takes over the first
+            if self._closed:
+                raise ConnectionAbortedError("this node is closing")
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             sock = self._token.secure(sock, server=False)
-            word = self._invitations[node].word
-            say(sock, {"rank": self._rank, "taken": taken, "word": word, "call": call})
-            answered, heard = _numbers(hear(sock), "rank", "taken")
+            secret = self._addresses[node].secret
+            send_json(sock, {"rank": self._rank, "received": received, "secret": secret, "attempt": attempt})
+            answered, theirs = _numbers(receive_json(sock), "rank", "received")
             if answered != node:
-                raise ValueError(f"node {answered} at the door of node {node}")
+                raise ValueError(f"node {answered} answered at the address of node {node}")
         except (OSError, ValueError):
             sock.close()
             return False
         finally:
             self._answered[node] = time.monotonic()
-            if (handle := self._calls.pop(node, None)) is not None:
+            if (handle := self._handshakes.pop(node, None)) is not None:
                 handle.close()
-        self._arrive(Arrival(node, sock, heard, taken, 0))
+        self._add(NewConnection(node, sock, theirs, received, 0))
         return True
 
-    def _arrive(self, came: Arrival) -> None:
-        """Somebody is there; too late, if nobody looks any more."""
-        self._arrivals.put(came)
-        if self._over:
-            self._turn_away()
+    def _add(self, new: NewConnection) -> None:
+        """Queue a new connection; close it if this node is closing."""
+        self._new.put(new)
+        if self._closed:
+            self._close_new()
 
-    def _turn_away(self) -> None:
-        for came in self.arrivals():
-            came.sock.close()
+    def _close_new(self) -> None:
+        for new in self.new_connections():
+            new.sock.close()
 
-    # The door.
+    # Listening.
 
-    def open(self) -> None:
-        """Somebody is at the door."""
+    def accept(self) -> None:
+        """Accept a connection and authenticate it in a thread."""
         with contextlib.suppress(OSError, RuntimeError):
-            self._unproven.receive(self.door, self._admit)
+            self._unauthenticated.receive(self.listening, self._admit)
 
     def _admit(self, sock: socket.socket, handle: socket.socket) -> None:
-        until = time.monotonic() + _PROOF
+        until = time.monotonic() + _HANDSHAKE
         try:
             sock = self._token.secure(sock, server=True, until=until)
-            said = hear(sock, until)
-            node, taken, call = _numbers(said, "rank", "taken", "call")
-            if node not in self._words or said.get("word") != self._words[node]:
+            said = receive_json(sock, until)
+            node, received, attempt = _numbers(said, "rank", "received", "attempt")
+            if node not in self._secrets or said.get("secret") != self._secrets[node]:
                 raise ValueError(f"node {node} is not of this run")
-            self._arrive(Arrival(node, sock, taken, None, call))
+            self._add(NewConnection(node, sock, received, None, attempt))
         except (OSError, ValueError):
-            sock.close()  # nobody of ours
+            sock.close()  # it is not a node of this run
         finally:
-            self._unproven.leave(handle)
+            self._unauthenticated.remove(handle)
 
     def close(self) -> None:
-        """Nobody is sought any more."""
-        self._over = True
-        self.door.close()
-        for handle in [*self._calls.values()]:
+        """Stop listening and reconnecting."""
+        self._closed = True
+        self.listening.close()
+        for handle in [*self._handshakes.values()]:
             with contextlib.suppress(OSError):
                 handle.shutdown(socket.SHUT_RDWR)
-        self._unproven.make_room(1 << 30)
-        self._turn_away()
+        self._unauthenticated.drop(1 << 30)
+        self._close_new()
 
 
 def _numbers(said: dict[str, Any], *names: str) -> tuple[int, ...]:
     found = tuple(said.get(name) for name in names)
     if not all(type(value) is int for value in found):
-        raise ValueError("no introduction")
+        raise ValueError("not an introduction")
     return found  # type: ignore[return-value]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node of a run on many machines that begins, saves and stops together with the others."""
+"""How the nodes of a run on many machines begin, save and stop together."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from orchestra.worlds.sockets.wire import BadFrame
 
 
 class ReplicatedState(Control):
-    """The control values of a run, of which every process has a copy: a change is sent to all others."""
+    """A copy of the run's control values in every process: each change is sent to all others."""
 
     def __init__(self, messenger: Messenger) -> None:
         self._messenger = messenger
         self._values: defaultdict[tuple[str, int], int] = defaultdict(int)
 
     def read(self, field: OfRun | OfNode, node: int = 0) -> int:
-        """A value as this process knows it."""
+        """Return a value as this process knows it."""
         return self._values[field, node]
 
     def write(self, field: OfRun | OfNode, value: int, node: int = 0, *, wake: bool = False) -> None:
-        """Set a value and send it to all others; a message wakes whoever waits."""
+        """Set a value and send it to all others; the message wakes nodes that wait."""
         self._values[field, node] = value
         self._messenger.send_control_to_all({"kind": "control", "field": field, "of": node, "value": value})
 
     def learn(self, field: str, value: int, node: int = 0) -> None:
-        """Take a value that another process has set."""
+        """Note a value that another process has set."""
         self._values[field, node] = value
 
 
@@ -49,7 +49,7 @@ class RunTransport(SocketTransport):
         self._going = False
 
     def go(self, resumed_at: float) -> None:
-        """Everybody is ready: the clock starts now."""
+        """Start the clock: every node is ready."""
         self.began = time.perf_counter() - resumed_at
         self.messenger.begin()
         self._going = True
@@ -64,39 +64,42 @@ class RunTransport(SocketTransport):
         """Block until a server has saved a checkpoint, which it does when every worker has."""
         control = self.control
 
-        def whom() -> str:
+        def waiting_for() -> str:
             late = [w for w in range(self._workers) if control.saved(w) < label]
             return ", ".join(name_of(n, self._workers) for n in late or [node]) + " to save a checkpoint"
 
-        # Where each goes its own pace, the others may have been told to stop before they saw that they should save.
-        self.messenger.wait_until(lambda: control.saved(node) >= label or (not lockstep and control.stop_at != 0), whom)
+        # Without lockstep, the others may have been told to stop before they saw that they should save.
+        self.messenger.wait_until(
+            lambda: control.saved(node) >= label or (not lockstep and control.stop_at != 0), waiting_for
+        )
 
     def await_bell(self, ready: Callable[[], bool]) -> None:
         """Block, for as long as it takes, until something happens that concerns this node."""
         self.messenger.wait_until(ready, lambda: "the others", forever=True)
 
     def ring_everybody(self) -> None:
-        """Nothing to do: messages wake whoever waits."""
+        """Do nothing: control messages wake nodes that wait."""
 
     def proceed(self, step: int, *, lockstep: bool) -> bool:
-        """Whether to begin `step`: not before it is known which is the last, once somebody has asked to stop."""
+        """Whether to begin `step`. Once a stop is requested, wait until the last step is known."""
         self.begun = step
-        self.messenger.poll()
+        self.messenger.stepped(step)
+        self.messenger.poll(watch=True)  # others that hang, which a worker with local steps does not wait for
         if not self.control.stop_asked:
             return True
         waiting_for = "worker 0 to say after which step to stop"
         self.messenger.wait_until(lambda: self.control.stop_at != 0, lambda: waiting_for)
         return lockstep and step < self.control.stop_at
 
-    def hear(self, said: dict[str, Any]) -> bool:
-        """Take note of what everybody should know; whether it was that."""
-        match said["kind"]:
+    def handle_control(self, message: dict[str, Any]) -> bool:
+        """Handle a control message that all nodes handle in the same way; return whether it was one."""
+        match message["kind"]:
             case "control":
-                if said["of"] >= self._nodes:
-                    raise BadFrame(f"a value of node {said['of']} was sent, and there are {self._nodes} nodes")
-                self.control.learn(said["field"], said["value"], said["of"])
+                if message["of"] >= self._nodes:
+                    raise BadFrame(f"a value of node {message['of']} was sent, but there are only {self._nodes} nodes")
+                self.control.learn(message["field"], message["value"], message["of"])
             case "go":
-                self.go(float(said["at"]))
+                self.go(float(message["at"]))
             case _:
                 return False
         return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process of a run on many machines comes to the others: its connections, and the node it is."""
+"""One process's part in a run on many machines: its connections to the others, and the node that it is."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from orchestra.errors import ClusterError, OrchestraError, Stalled
 from orchestra.runs.events import EventLog, Reconnected
 from orchestra.runs.status import NodeStatus, name_of
 from orchestra.worlds.sockets import rank_order
-from orchestra.worlds.sockets.addresses import door_of, is_loopback, plain, resolve, show, speak
+from orchestra.worlds.sockets.addresses import is_loopback, plain, print_notice, resolve, show, where_to_listen
 from orchestra.worlds.sockets.auth import Token
-from orchestra.worlds.sockets.control_messages import HOME, LONGEST
+from orchestra.worlds.sockets.control_messages import COORDINATOR, LONGEST
 from orchestra.worlds.sockets.link_probe import LinkSpeed, agree, announce, measure
 from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.pairing import arrange
@@ -41,36 +41,36 @@ if TYPE_CHECKING:
     from orchestra.clusters.attached import Attached
     from orchestra.worlds.torch_collectives import TorchCollectives
 
-SIGNAL_ECHO = 2.0  # seconds in which a second signal is the same: a terminal and torchrun both pass Ctrl-C on
+SIGNAL_ECHO = 2.0  # seconds in which a second signal counts as the first: a terminal and torchrun both pass Ctrl-C on
 REPORT_EVERY = 0.25  # seconds between two reports of a node's status
 LONGEST_TRACEBACK = 10_000  # characters
 
-_RUNS = itertools.count()  # of this process: a script may train several times
-_GLANCE = 0.01  # seconds between two looks whether torch is ready
-_SLACK = 4096  # bytes by which a message may be longer than the model
+_RUNS = itertools.count()  # numbers the runs of this process: a script may train several times
+_SLICE = 0.01  # seconds between two checks whether torch is ready
+_SLACK = 4096  # bytes by which a message may exceed the model
 
 
 class Session:
-    """This process's connections, and the node it is. `most`: bytes of what else is sent than the model."""
+    """This process's connections and its node. `most`: bytes of the longest message that is not the model."""
 
     def __init__(self, spec: RunSpec, x0: Tensor, cluster: Attached, about: dict[str, Any], *, most: int = 0) -> None:
         self.cluster, self.x0 = cluster, x0
         self._log: EventLog | None = None
         traffic = Traffic()
         token = cluster.token()
-        if cluster.trusted and cluster.place.rank == HOME and spec.workers + spec.servers > 1:
-            speak(_trusting(spec))
+        if cluster.trusted and cluster.place.rank == COORDINATOR and spec.workers + spec.servers > 1:
+            print_notice(_trust_notice(spec))
         try:
-            connections = _meet(cluster, token, spec.workers + spec.servers, about)
+            connections = _connect(cluster, token, spec.workers + spec.servers, about)
         finally:
-            cluster.forget_token()  # a run that did not come together must not leave it to the next
+            cluster.forget_token()  # also if the processes did not connect: the next run must not find it
         self.host = _own_address(connections)
         largest = max(most, x0.numel() * x0.element_size()) + _SLACK
         with closed_on_failure(connections):
             self.order, self.links = _arrange(cluster, spec, connections)
             self.rank = self.order.index(cluster.place.rank)
             nodes = {self.order.index(process): sock for process, sock in connections.items()}
-            arranged = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
+            pairing = arrange(self.rank, nodes, token, longest=largest, grace=cluster.grace, patience=cluster.patience)
         self.messenger = Messenger(
             self.rank,
             spec.workers,
@@ -80,26 +80,26 @@ class Session:
             patience=cluster.patience,
             traffic=traffic,
             summed=cluster.trusted,
-            near=spec.near(self.rank) - arranged.apart,  # what does not leave a machine costs nothing
-            arranged=arranged,
+            near=spec.near(self.rank) - pairing.remote,  # messages within a machine do not count as traffic
+            pairing=pairing,
         )
         self.workers = spec.workers
         self.transport = RunTransport(self.rank, spec.workers, spec.workers + spec.servers, self.messenger, traffic)
         self.name = name_of(self.rank, spec.workers)
 
-    def require_everybody(self) -> None:
-        """Raise if the connection to anybody broke: nobody leaves before the run is over."""
+    def require_all(self) -> None:
+        """Raise if a connection broke for good: no process leaves before the run is over."""
         for error in self.messenger.lost.values():
             raise error.with_traceback(None)
 
     def run_node(self, spec: RunSpec, *, tell: Tell, show: Callable[[NodeStatus], None], asked: float) -> bool:
-        """Train or serve as this node; gives whether the run was broken off."""
+        """Train or serve as this node; return whether the run was interrupted."""
         make_node = partial(self._make_node, spec)
         control = self.transport.control
         return run_node(spec, self.transport, control, make_node=make_node, tell=tell, show=show, asked=asked)
 
     def _make_node(self, spec: RunSpec, comm: Comm, log: EventLog) -> Node:
-        """The worker or server that this process is."""
+        """Return the worker or server that this process is."""
         self._log = log
         if self.rank >= spec.workers:
             return node_loop.server(spec, self.rank, comm, log, self.x0[spec.range_of(self.rank)].clone())
@@ -118,7 +118,7 @@ class Session:
             self._log.write(Reconnected(self.transport.now(), self.rank, peer, seconds, cause))
 
     def _connect_torch(self, workers: int, device: torch.device) -> None:
-        """Connect torch beside hearing what the others say: who fails meanwhile would be waited for in vain."""
+        """Connect torch in a thread, and read messages meanwhile: torch does not notice that a process failed."""
         from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store  # not needed otherwise
 
         messenger, patience = self.messenger, self.cluster.patience
@@ -128,7 +128,7 @@ class Session:
         def connect() -> None:
             try:
                 if device.type == "cuda":
-                    torch.cuda.set_device(device)  # each thread has one of its own
+                    torch.cuda.set_device(device)  # it is set for each thread
                 means = TorchCollectives(
                     store, self.rank, workers, device, host=self.host, patience=patience, on_waiting=messenger.poll
                 )
@@ -138,55 +138,55 @@ class Session:
 
         threading.Thread(target=connect, name="torch", daemon=True).start()
         while not made.done():
-            messenger.sleep(Sleep(_GLANCE))
+            messenger.sleep(Sleep(_SLICE))
             messenger.poll()
         self.transport.means = made.result()
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What broke a mean off, if that is known: torch does not say who was lost."""
+        """Return why a mean failed, if another process was lost: torch does not say which."""
         if isinstance(error, Stalled):
             try:
                 for _ in range(5):
                     self.messenger.watch_connections(1.0)
-                    self.require_everybody()
+                    self.require_all()
             except OrchestraError as cause:
                 return cause
         return error
 
     def close(self) -> None:
-        """Send what is left, and hang up: after a moment in any case, however many do not listen."""
+        """Send what is left and close all connections, after a moment even if other processes do not read."""
         if self.transport.means is not None:
             self.transport.means.close()
         self.messenger.close()
 
-    def give_up(self, said: dict[str, Any]) -> None:
-        """Tell everybody that this process ends the run, and hang up."""
+    def abort(self, message: str, code: int) -> None:
+        """Tell all other processes that this one ends the run, and close the connections."""
         with contextlib.suppress(OrchestraError):
-            self.messenger.send_control_to_all({"kind": "stopped", **said, "message": said["message"][-LONGEST:]})
+            self.messenger.send_control_to_all({"kind": "stopped", "message": message[-LONGEST:], "code": code})
         self.close()
 
 
-def _trusting(spec: RunSpec) -> str:
-    """What it means that the network is trusted: nobody should find out later."""
-    means = " Means by torch.distributed do not even ask for the token." if spec.torch_means else ""
+def _trust_notice(spec: RunSpec) -> str:
+    """Say what it means that the network is trusted."""
+    means = " Averages by torch.distributed do not even check the token." if spec.torch_means else ""
     return (
-        "the network is trusted: connections are authenticated, but not encrypted. Whoever is on it can read what the "
-        f"run sends, and change it on the way.{means}"
+        "the network is trusted: connections are authenticated, but not encrypted. Any machine on the network can read "
+        f"the run's messages and change them on their way.{means}"
     )
 
 
 def _arrange(
     cluster: Attached, spec: RunSpec, connections: dict[int, socket.socket]
 ) -> tuple[list[int], rank_order.MeasuredLinks | None]:
-    """The process of every node; and what was measured to choose, where there is anything to choose."""
+    """Return the process of every node, and the measured links if the order was chosen by them."""
     rank, size = cluster.place.rank, len(connections) + 1
     if not isinstance(cluster.order, str):
         return list(cluster.order), None
     if cluster.order == "given" or size < 3:
         return list(range(size)), None
-    # What one process takes for another machine may be its own to the next.
+    # Process 0 decides: whether all processes are on one machine may look different from another process.
     kept = environment.keeps_order()
-    choose = not kept and not cluster.place.loopback(cluster.patience) if rank == HOME else None
+    choose = not kept and not cluster.place.loopback(cluster.patience) if rank == COORDINATOR else None
     if not announce(rank, connections, choose):
         return list(range(size)), None
     links: rank_order.MeasuredLinks | None = None
@@ -202,37 +202,37 @@ def _arrange(
         return rank_order.arrange(links.cost(4 * spec.parameters / size), spec.servers)
 
     order = agree(rank, connections, measure(rank, connections), decide)
-    if sorted(order) != list(range(size)) or order[0] != HOME:
-        raise ClusterError(f"process 0 decided on an order that cannot be: {order}")
+    if sorted(order) != list(range(size)) or order[0] != COORDINATOR:
+        raise ClusterError(f"process 0 decided on an order that is not one of all processes: {order}")
     if kept and order.index(rank) != rank:
-        message = f"orchestra.rank() was {rank} here, but process 0 did not ask, and made this process node"
-        raise ClusterError(f"{message} {order.index(rank)}. Ask for the rank in every process, or in none.")
+        message = f"orchestra.rank() returned {rank} here, but process 0 did not call it and made this process node"
+        raise ClusterError(f"{message} {order.index(rank)}. Call it in every process, or in none.")
     return order, links
 
 
-def _meet(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> dict[int, socket.socket]:
-    """Connections to all the others."""
+def _connect(cluster: Attached, token: Token, size: int, about: dict[str, Any]) -> dict[int, socket.socket]:
+    """Connect to all other processes."""
     place = cluster.place
     store = _store(cluster)
-    made = partial(Rendezvous, place.rank, token, about, one_machine=place.one_machine, tell=speak)
-    if place.rank == HOME:
-        found = resolve(place.host, place.port, patience=cluster.patience, tell=speak)
-        meeting = made(host=door_of(found, one_machine=place.one_machine), port=0 if store else place.port)
+    made = partial(Rendezvous, place.rank, token, about, one_machine=place.one_machine, notify=print_notice)
+    if place.rank == COORDINATOR:
+        found = resolve(place.host, place.port, patience=cluster.patience, notify=print_notice)
+        rendezvous = made(host=where_to_listen(found, one_machine=place.one_machine), port=0 if store else place.port)
         if store is not None:
             with contextlib.ExitStack() as failing, _torchrun(cluster):
-                failing.callback(meeting.close)
-                store.set(_door_key(), str(meeting.address[1]))
+                failing.callback(rendezvous.close)
+                store.set(_port_key(), str(rendezvous.address[1]))
                 failing.pop_all()
-        return meeting.welcome(size, patience=cluster.patience, known_as=(place.host, meeting.address[1]))
+        return rendezvous.host_all(size, patience=cluster.patience, known_as=(place.host, rendezvous.address[1]))
     port = place.port
     if store is not None:
         with _torchrun(cluster):
-            port = int(store.get(_door_key()))
+            port = int(store.get(_port_key()))
     return made(host=None).join((place.host, port), patience=cluster.patience)
 
 
 def _store(cluster: Attached) -> Any:
-    """The store that listens at MASTER_PORT already, torchrun's or a process group's: all it is told is a port."""
+    """Return the store that already listens at MASTER_PORT, torchrun's or a process group's; it keeps only a port."""
     place = cluster.place
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not _is_of_group(place.port):
         return None
@@ -243,7 +243,7 @@ def _store(cluster: Attached) -> Any:
 
 
 def _is_of_group(port: int) -> bool:
-    """Whether a process group was opened before, whose store has this port."""
+    """Whether a process group exists whose store has this port."""
     from torch import distributed  # not needed otherwise
 
     if not distributed.is_available() or not distributed.is_initialized():
@@ -256,23 +256,23 @@ def _is_of_group(port: int) -> bool:
 
 @contextlib.contextmanager
 def _torchrun(cluster: Attached) -> Iterator[None]:
-    """Errors of its store, which names nobody."""
+    """Turn errors of torchrun's store into errors that name the processes."""
     try:
         yield
     except RuntimeError as error:
         place = cluster.place
         raise ClusterError(
-            f"process {place.rank} did not hear through torchrun's store at {show((place.host, place.port))} where "
-            f"process 0 is, within {cluster.patience:g} s: {str(error).splitlines()[0]}. Was torchrun started on every "
-            "machine with the same --rdzv-endpoint, and did process 0 say what kept it?"
+            f"process {place.rank} did not find the port of process 0 in torchrun's store at "
+            f"{show((place.host, place.port))} within {cluster.patience:g} s: {str(error).splitlines()[0]}. Was "
+            "torchrun started on every machine with the same --rdzv-endpoint, and did process 0 print an error?"
         ) from None
 
 
-def _door_key() -> str:
+def _port_key() -> str:
     return f"orchestra/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_RUNS)}"
 
 
 def _own_address(connections: dict[int, socket.socket]) -> str:
-    """By which the others reach this machine: those on it may have come over the loopback."""
+    """Return the address by which other machines reach this one; its own processes may use the loopback address."""
     mine = [plain(sock.getsockname()[0]) for sock in connections.values()]
     return min(mine, key=is_loopback, default="127.0.0.1")

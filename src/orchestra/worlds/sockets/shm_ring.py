@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that two nodes of one machine both see, through which the long part of their messages goes.
+"""Memory that two nodes of one machine both map, through which the long bodies of their messages go.
 
-    sender      copies the body into the ring and says in the header where it lies
-    receiver    copies it out; with its next message back it says how far it is, and the sender may use that place again
+    sender      copies the body into the ring, and puts its place into the header
+    receiver    copies the body out; its next message back acknowledges it, and the sender may use the place again
 
-The ring has no name in any file system: it belongs to the sender's process, and is gone with the last that looks at it.
+The ring has no name in any file system: it belongs to the sender's process, and is freed with the last process that
+maps it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_MOST = 64 << 20  # bytes; only those that were ever used are there
-_LEAST = 4096  # bytes: shorter bodies go with their header
+_MOST = 64 << 20  # bytes; only pages that were used take memory
+_LEAST = 4096  # bytes: shorter bodies follow their header
 _SECRET = 16  # bytes at the beginning of a ring
-_ACTIVITY = struct.Struct("<BxxxI")  # after the secret: what the sender does, and milliseconds of its longest work
+_ACTIVITY = struct.Struct("<BxxxIQ")  # after the secret: an `Activity`, with milliseconds for seconds
 _FIRST = _SECRET + _ACTIVITY.size  # where the first body goes
 
 
@@ -29,7 +30,8 @@ class Activity(NamedTuple):
     """What a sender shows in its ring, for processes that wait for it."""
 
     doing: int  # layout.NOT_WAITING, WAITING or SLEEPING
-    longest: float  # seconds of its longest work between two waits
+    longest: float  # seconds of its longest work between two steps or waits
+    step: int
 
 
 @dataclass
@@ -40,11 +42,11 @@ class RingWriter:
     descriptor: int
     secret: bytes
     _head: int = _FIRST  # where the next body goes
-    _held: deque[tuple[int, int, int]] = field(default_factory=deque)  # messages not known to have been read: where
+    _held: deque[tuple[int, int, int]] = field(default_factory=deque)  # unacknowledged bodies: frame, start, stop
 
     @classmethod
     def make(cls, longest: int) -> RingWriter | None:
-        """A new ring, for bodies up to so many bytes; None where there can be none."""
+        """Return a new ring for bodies of at most `longest` bytes; None where the system has none."""
         size = _FIRST + min(_MOST, 4 * longest)
         try:
             descriptor = os.memfd_create("orchestra")
@@ -56,16 +58,16 @@ class RingWriter:
         return cls(memory, descriptor, secret)
 
     def invitation(self) -> dict[str, Any]:
-        """What the other end must know."""
+        """Return what the other process must know to map this ring."""
         return {"process": os.getpid(), "descriptor": self.descriptor, "secret": self.secret.hex()}
 
     @property
-    def holds(self) -> int:
-        """Messages that may not have been read yet."""
+    def unread(self) -> int:
+        """Bodies that the receiver has not acknowledged."""
         return len(self._held)
 
     def put(self, number: int, body: memoryview) -> int | None:
-        """Lay a body down; gives its place, or None if there is no room or it is not worth it."""
+        """Copy a body into the ring and return its place; None if it is short or there is no room."""
         length, size = len(body), len(self.memory)
         if length < _LEAST:
             return None
@@ -78,25 +80,25 @@ class RingWriter:
         self._head = stop
         return start
 
-    def free(self, heard: int) -> None:
-        """The other node has read all messages before this one."""
-        while self._held and self._held[0][0] < heard:
+    def free(self, received: int) -> None:
+        """Free the bodies of the first `received` frames: the other node has read them."""
+        while self._held and self._held[0][0] < received:
             self._held.popleft()
         if not self._held:
-            self._head = _FIRST  # what was used before is still warm
+            self._head = _FIRST  # these pages are still in the cache
 
-    def show(self, doing: int, longest: float) -> None:
-        """Show the other node whether this one waits, and the seconds of its longest work between two waits."""
-        self.memory[_SECRET:_FIRST] = _ACTIVITY.pack(doing, min(int(1000 * longest), 2**32 - 1))
+    def show(self, doing: int, longest: float, step: int) -> None:
+        """Show the other node whether this one waits, the seconds of its longest work so far, and its step."""
+        self.memory[_SECRET:_FIRST] = _ACTIVITY.pack(doing, min(int(1000 * longest), 2**32 - 1), step)
 
     def close(self) -> None:
-        """Nothing more is to be sent."""
+        """Unmap the ring."""
         os.close(self.descriptor)
         self.memory.close()
 
 
 def enter(invitation: dict[str, Any]) -> mmap.mmap | None:
-    """The receiver's end: the ring of another process, or None if it is not of this machine, or not of this user."""
+    """Map the ring of another process; None if that process is on another machine or belongs to another user."""
     try:
         process, descriptor = int(invitation["process"]), int(invitation["descriptor"])
         secret = bytes.fromhex(invitation["secret"])
@@ -112,14 +114,14 @@ def enter(invitation: dict[str, Any]) -> mmap.mmap | None:
 
 def activity_of(memory: mmap.mmap) -> Activity:
     """Return what the sender shows in its ring."""
-    doing, milliseconds = _ACTIVITY.unpack(memory[_SECRET:_FIRST])
-    return Activity(doing, milliseconds / 1000)
+    doing, milliseconds, step = _ACTIVITY.unpack(memory[_SECRET:_FIRST])
+    return Activity(doing, milliseconds / 1000, step)
 
 
 def machine() -> str:
-    """What two processes have in common if they run on the same machine and see the same network."""
+    """Return a name that is equal for processes on the same machine that see the same network."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return secrets.token_hex(8)  # nobody else's
+        return secrets.token_hex(8)  # unlike any other

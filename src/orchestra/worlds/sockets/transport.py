@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node among others on other machines: every op as messages over one connection for each pair.
+"""Ops as messages between machines, over one connection for each pair of nodes.
 
-    mean    the range of worker k goes to worker k, from everybody; it takes the mean of its range, in the order of the
-            ranks, and gives it to everybody: reduce-scatter and all-gather, 2 (N−1)/N S sent by each
+    mean    all workers send the k-th range of their vectors to worker k; it takes the mean, in the order of the ranks,
+            and sends it to all: reduce-scatter and all-gather, 2 (N−1)/N S sent by each
 
-The very sums that processes on one machine make in shared memory, so the same bits come out.
+The sums are the same, in the same order, as those that processes on one machine make in shared memory, so the results
+are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ class SocketTransport:
     def __init__(self, rank: int, size: int, messenger: Messenger, traffic: Traffic) -> None:
         self.rank, self.size, self.traffic = rank, size, traffic
         self.messenger = messenger
-        self.means: TorchCollectives | None = (
-            None  # of all workers, if torch takes them; every worker then updates all of x
-        )
+        self.means: TorchCollectives | None = None  # takes the means, if torch does; every worker then updates all of x
         self.began = time.perf_counter()
         self._rules: dict[type[Any], Callable[[Any], Handle[Any]]] = {
             Compute: lambda op: compute(op, messenger.sleep),
@@ -70,21 +69,21 @@ class SocketTransport:
         }
 
     def begin(self) -> None:
-        """Training begins: the clock starts, and traffic counts from now on."""
+        """Start the clock of training, and count traffic from now on."""
         self.began = time.perf_counter()
         self.traffic.sent, self.traffic.received, self.traffic.waited = 0, 0, 0.0
         self.traffic.sent_to.clear()
         self.messenger.begin()
 
     def now(self) -> float:
-        """Seconds since training began."""
+        """Return the seconds since training began."""
         return time.perf_counter() - self.began
 
     def start(self, op: Op[T]) -> Handle[T]:
-        """Carry out an op; all but lent sends are finished when this returns."""
+        """Carry out an op; all but sends of lent vectors are finished when this returns."""
         return cast("Handle[T]", self._rules[type(op)](op))
 
-    # Together.
+    # Collectives.
 
     def _ahead(self, op: PrepareMean) -> Handle[Callable[[slice], None] | None]:
         means = self._means_of(op.group)
@@ -141,7 +140,7 @@ class SocketTransport:
         return Done(None)
 
     def _reduce(self, x: Tensor, group: Group, weight: float, mean: Tensor) -> float:
-        """The mean of this node's range, from everybody's. Gives the sum of the weights; if 0, nothing is written."""
+        """Take the mean of this node's range; return the sum of the weights. If that is 0, nothing is written."""
         parts = ranges(x.numel(), len(group))
         given = [
             self.messenger.send_piece(member, x[part], weight)
@@ -160,7 +159,7 @@ class SocketTransport:
         return sum(weights)
 
     def _share(self, x: Tensor, mine: Tensor, group: Group) -> None:
-        """Fill x with everybody's range, this node's own excepted."""
+        """Send this node's range to all others, and fill the rest of x with theirs."""
         others = [member for member in group.members if member != self.rank]
         given = [self.messenger.send_piece(member, mine, 1.0) for member in others]
         for member, part in zip(group.members, ranges(x.numel(), len(group)), strict=True):
@@ -169,11 +168,11 @@ class SocketTransport:
         All(given).wait()
 
     def _take(self, member: int, like: Tensor) -> Message:
-        """A part from a member; refused if it is of something else."""
+        """Receive a part of a collective; raise if it is part of another one."""
         piece = self.messenger.receive_piece(member)
         if piece.x.dtype != like.dtype or piece.x.numel() != like.numel():
             raise ClusterError(
-                f"node {member} takes part in another mean than node {self.rank}: it sent {piece.x.numel():,} numbers "
+                f"node {member} called another collective than node {self.rank}: it sent {piece.x.numel():,} numbers "
                 f"({piece.x.dtype}), not {like.numel():,} ({like.dtype}). All must make the same calls in turn."
             )
         return piece
@@ -210,5 +209,5 @@ class SocketTransport:
         return Done(found)
 
     def proceed(self, step: int, *, lockstep: bool) -> bool:
-        """Whether to begin `step`: nobody asks for less than the budget yet."""
+        """Whether to begin `step`: always, since no node can ask to stop."""
         return True

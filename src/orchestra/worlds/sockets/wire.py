@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes on a connection between two machines: frames, each a header of fixed length and a body.
 
-    header    magic "ONO", version, kind, dtype · run · sender, number, heard · tag, version, weight, progress · stamp ·
-              size, place · checksum of the body · checksum of the header
+    header    magic "ONO", version, kind, dtype · run · sender, number, received · tag, version, weight, progress ·
+              stamp · size, place · checksum of the body · checksum of the header
     body      the numbers of a tensor as they lie in memory, or bytes of text or of a file
 
 Everything is checked before memory is allocated for a body: that the frame comes from this release, this run and this
@@ -71,7 +71,7 @@ class Frame(NamedTuple):
     stamp: RangeStamp = RangeStamp()
     progress: float = 0.0  # of the sender in the data, in epochs
     check: int = 0  # checksum of the body
-    heard: int = 0  # how many of the receiver's frames the sender had received
+    received: int = 0  # how many of the receiver's frames the sender had received
     place: int = INLINE  # where the body lies in memory that both nodes map
 
     @property
@@ -91,7 +91,7 @@ class _Header(NamedTuple):
     run: int
     source: int
     number: int
-    heard: int
+    received: int
     tag: int
     version: int
     weight: float
@@ -108,8 +108,9 @@ def encode(frame: Frame, run: int) -> bytes:
     """Return the header's bytes."""
     fields = _FIELDS.pack(
         *_Header(
-            _MAGIC, _VERSION, frame.kind, _DTYPES.index(frame.dtype), 0, run, frame.source, frame.number, frame.heard,
-            frame.tag, frame.version, frame.weight, frame.progress, *frame.stamp, frame.numel, frame.place, frame.check,
+            _MAGIC, _VERSION, frame.kind, _DTYPES.index(frame.dtype), 0, run, frame.source, frame.number,
+            frame.received, frame.tag, frame.version, frame.weight, frame.progress, *frame.stamp, frame.numel,
+            frame.place, frame.check,
         )
     )  # fmt: skip
     return fields + _CHECK.pack(zlib.crc32(fields))
@@ -134,7 +135,7 @@ def decode(header: bytes | bytearray | memoryview, run: int, *, source: int, num
             raise BadFrame(f"node {source} sent {what}")
     frame = Frame(
         h.kind, source, number, _DTYPES[h.dtype], h.numel, h.tag, h.version, h.weight,
-        RangeStamp(h.clock, h.start, h.stop), h.progress, h.check, h.heard, h.place,
+        RangeStamp(h.clock, h.start, h.stop), h.progress, h.check, h.received, h.place,
     )  # fmt: skip
     largest = LONGEST.get(h.kind, largest)
     if frame.nbytes > largest:
