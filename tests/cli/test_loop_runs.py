@@ -78,6 +78,7 @@ def test_compare(orchestra: Orchestra, tmp_path: Path) -> None:
     assert (tmp_path / "c" / "report.html").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_recommend_by_the_loss_that_the_loop_tells(orchestra: Orchestra, tmp_path: Path) -> None:
     path = write(tmp_path, score="pass", loss="loss=loss")
@@ -157,6 +158,7 @@ def test_a_loop_is_tuned_by_whole_runs(seeds: int, factors: list[float], tmp_pat
     assert {str(setting) for setting in found.settings.values()} == ({f"lr x {min(factors):.3g}"} if factors else set())
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_contestant_that_fails_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
     path = Path(write(tmp_path))
