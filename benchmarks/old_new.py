@@ -10,6 +10,7 @@ Both run at the same time of day, in turns. Each side has the benchmarks of its 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import subprocess
 from pathlib import Path
@@ -38,7 +39,8 @@ def measure(old: Path, rounds: int) -> Outcome:
             Ours(workload, strategy, workers, steps) as now,
             Ours(workload, strategy, workers, steps, root=old) as before,
         ):
-            turns = interleave({"new": lambda: now.steps(dropped), "old": lambda: before.steps(dropped)}, rounds)
+            sides = {"new": functools.partial(now.steps, dropped), "old": functools.partial(before.steps, dropped)}
+            turns = interleave(sides, rounds)
         result = turns.by(statistics.median)
         ratio = result.ratio("new", "old")
         ratios.append(ratio.median)
@@ -58,9 +60,8 @@ def main() -> None:
     quiet_parent()
     print(machine())
     described = ["git", "-C", str(chosen.old), "describe", "--always", "--exclude=*"]
-    print(
-        "old: " + (subprocess.run(described, stdout=subprocess.PIPE, text=True).stdout.strip() or "unknown"), end="\n\n"
-    )
+    commit = subprocess.run(described, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+    print(f"old: {commit or 'unknown'}", end="\n\n")
     print(measure(chosen.old.resolve(), chosen.rounds))
 
 
