@@ -155,7 +155,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         "same initial parameters",
         "same samples",
         "same budget: epochs=1",
-        "tuned in simulation, each the best of 2 tries, with seeds that are not raced with",
+        "tuned in simulation, each the best of 2 tries, on seeds that no run of it uses",
         "allreduce lr 0.05; localsgd(tau=4) lr 0.05",
     ):
         assert point in fair

@@ -11,18 +11,21 @@ minute is allowed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orchestra.cli import sources
 from orchestra.cli.loop_runs import Loop
 from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
+    from orchestra.cli.options import Options
     from orchestra.cli.race import Race
 
 SNAPSHOTS = 10  # scores of a try
@@ -35,6 +38,9 @@ _WORKERS = 4  # at most, whose steps are measured
 _STEPS = (2, 8, 32, 128)  # that are measured: more where the first take too short a time
 _ENOUGH = 0.5  # seconds that can be told from the noise
 _START = 1.5  # seconds until real processes are there
+
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -130,52 +136,49 @@ def measure(race: Race) -> Costs:
     chosen = race.options_of(baseline_of(simulable) if simulable else "solo", race.seeds)
     workers = min(chosen.workers or 2, _WORKERS)
     few = dataclasses.replace(
-        chosen,
-        workers=workers,
-        epochs=None,
-        target=None,
-        seconds=None,
-        sim=True,
-        compute_time=None,
-        straggler=None,
-        network=None,
-        trace=None,
-    )
+        chosen, workers=workers, epochs=None, target=None, seconds=None, sim=True, compute_time=None, straggler=None,
+        network=None, trace=None,
+    )  # fmt: skip
     model, data = recipe.model(), recipe.evaluation_data()
+    clock = time.thread_time if race.shared.device in (None, "cpu") else time.perf_counter
     scoring.figures(recipe.evaluate, model, data)  # the first time takes longer
-    began = time.perf_counter()
-    scoring.figures(recipe.evaluate, model, data)
-    score = time.perf_counter() - began
-    run, epoch = _measured(race, few)
+    score = _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data))
+    run, epoch = _measured(race, few, clock)
     if race.shared.sim:
         return Costs(run, score, epoch, epoch)
-    _, whole = _measured(race, dataclasses.replace(few, numerics="real"))
+    _, whole = _measured(race, dataclasses.replace(few, numerics="real"), clock)
     at_once = min(race.shared.workers or 2, len(os.sched_getaffinity(0)))
     return Costs(run, score, epoch, whole / at_once)
 
 
-def _measured(race: Race, few: Any) -> tuple[float, float]:
+def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float]:
     """Seconds of a run that is over at once, and of an epoch."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        _seconds_of(race, few, 1, out / "first")  # the first run of a process takes longer
-        one = _seconds_of(race, few, 1, out / "one")
+        _run(race, few, 1, out)
+        one = _seconds(clock, lambda: _run(race, few, 1, out))
         for steps in _STEPS:
-            took = _seconds_of(race, few, 1 + steps, out / str(steps)) - one
-            if took >= _ENOUGH:
+            took = _seconds(clock, lambda count=1 + steps: _run(race, few, count, out)) - one  # type: ignore[misc]
+            if took >= max(_ENOUGH, one):
                 break
-        config = object_in(out / "one" / "config.json")
+        config = object_in(next(out.glob("*/config.json")))
     samples = race.stream or int(str(config.get("data")).partition(" ")[0])
     batches = samples / int(config["batch"])
     return one, max(1e-9, took) * batches / (steps * int(config["workers"]))
 
 
-def _seconds_of(race: Race, few: Any, steps: int, out: Path) -> float:
+def _seconds(clock: Clock, done: Callable[[], object]) -> float:
+    """Seconds that something takes, by the clock of this thread on a CPU: others may compute here meanwhile."""
+    began = clock()
+    done()
+    return clock() - began
+
+
+def _run(race: Race, few: Options, steps: int, out: Path) -> None:
     from orchestra.engine import warnings
 
     assert not isinstance(race.recipe, Loop)
-    changes = dataclasses.replace(few, steps=steps, out=str(out)).changes()
-    began = time.perf_counter()
+    folder = next(folder for i in itertools.count() if not (folder := out / str(i)).exists())
+    changes = dataclasses.replace(few, steps=steps, out=str(folder)).changes()
     with warnings.silent():
         sources.train_recipe(race.recipe, changes, evaluate=None, evaluation_data=None)
-    return time.perf_counter() - began
