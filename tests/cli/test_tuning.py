@@ -230,7 +230,7 @@ def test_a_strategy_that_always_fails_races_as_it_is(tmp_path: Path) -> None:
         (Options(workers=2, sim=True), None, False, "in simulation"),
         (Options(workers=2), None, False, "in simulation, hogwild on real processes"),
         (Options(workers=2), None, True, "on real processes"),
-        (Options(workers=2), "10mbit,1ms", False, "in the laboratory"),
+        (Options(workers=2), "10mbit,1ms", False, "in the lab"),
     ],
 )
 def test_where_it_takes_place_is_said(shared: Options, lab: str | None, real: bool, said: str, tmp_path: Path) -> None:
