@@ -61,7 +61,7 @@ def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool)
     command = ["run", source.name, *flags(chosen), *(["--", *args] if args else [])]
     workers = {} if chosen.workers is None else {WORKERS: str(chosen.workers)}
     group = ProcessGroup([_HOST] * nodes, news, asking="stop", silent=silent)
-    return group.run(_links(command, nodes, workers, news)), group.last_words
+    return group.run(_links(command, nodes, workers, news)), group.last_error
 
 
 def _links(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, ProcessLink]:
