@@ -13,6 +13,7 @@ import argparse
 import functools
 import statistics
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import Outcome, interleave, machine, quiet_parent
@@ -39,7 +40,10 @@ def measure(old: Path, rounds: int) -> Outcome:
             Ours(workload, strategy, workers, steps) as now,
             Ours(workload, strategy, workers, steps, root=old) as before,
         ):
-            sides = {"new": functools.partial(now.steps, dropped), "old": functools.partial(before.steps, dropped)}
+            sides: dict[str, Callable[[], list[float]]] = {
+                "new": functools.partial(now.steps, warmup=dropped),
+                "old": functools.partial(before.steps, warmup=dropped),
+            }
             turns = interleave(sides, rounds)
         result = turns.by(statistics.median)
         ratio = result.ratio("new", "old")
