@@ -91,7 +91,7 @@ def table(settings: Sequence[Setting], rounds: int, kinds: Sequence[str]) -> Out
         "hosts are network namespaces of one machine, whose cores they share. Milliseconds of a step: median of the "
         "rounds' medians (least to most); ratios to DDP round by round.",
     )
-    rows, slow = [], []
+    rows, slow, ratios = [], [], []
     for setting in settings:
         turns = measure(setting, rounds, kinds)
         result, least, processor = turns.by(statistics.median), turns.by(min), turns.processor_by(setting.steps)
@@ -109,9 +109,15 @@ def table(settings: Sequence[Setting], rounds: int, kinds: Sequence[str]) -> Out
                 ]
             )
             print(" | ".join(rows[-1]), file=sys.stderr)
-            if kind == "torch" and ratio.median > WITHIN:
-                slow.append(f"{setting} ({ratio.median:.2f})")
+            if kind == "torch":
+                ratios.append(ratio.median)
+                slow += [f"{setting} ({ratio.median:.2f})"] if ratio.median > WITHIN else []
     outcome.table(["setting", "contestant", "step, ms", "against DDP", "least, ms", "processor time against DDP"], rows)
+    if ratios:
+        outcome.say(
+            f"Medians of ours, torch.distributed, against DDP: {min(ratios):.2f} to {max(ratios):.2f}, of settings: "
+            f"{len(ratios)}."
+        )
     outcome.goal(
         "means by torch.distributed take at most 3 % more than DDP everywhere"
         + (f"; not {', '.join(slow)}" if slow else ""),

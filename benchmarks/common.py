@@ -12,6 +12,7 @@ import argparse
 import os
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -211,6 +212,10 @@ class Outcome:
         """Add a paragraph."""
         self.lines += [text, ""]
 
+    def part(self, heading: str) -> None:
+        """Begin a part."""
+        self.say(f"### {heading}")
+
     def goal(self, what: str, met: bool, *, quiet: bool = True) -> None:
         """State a goal and whether it was reached here."""
         doubt = (
@@ -243,11 +248,17 @@ def quiet_parent() -> None:
 
 
 def machine() -> str:
-    """Date, cores, model, versions, and how busy the machine is."""
+    """Date, commit, cores, model, versions, and how busy the machine is."""
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return f"{now}: {probing.machine()}{gpu}; load {load}, steal {steal():.1%} since boot."
+    return f"{now}, commit {commit()}: {probing.machine()}{gpu}; load {load}, steal {steal():.1%} since boot."
+
+
+def commit() -> str:
+    """The commit that is measured; with a plus if files differ from it."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False).stdout.strip() or "unknown"
 
 
 def steal() -> float:

@@ -49,7 +49,7 @@ def _compare(outcome: Outcome, workers: int, rounds: int) -> None:
     result = turns.by(statistics.median)
     processor = turns.processor_by(STEPS)
     totals = turns.by(lambda steps: workers * BATCH / statistics.fmean(steps))
-    outcome.say(f"{workers} workers:")
+    outcome.part(f"{workers} workers")
     outcome.table(
         ["contestant", "step, ms", "samples/s, all", "processor, ms a step"],
         [

@@ -97,7 +97,7 @@ def _training(outcome: Outcome, rounds: int, workload: str) -> None:
             rounds,
         )
     rates = turns.by(lambda steps: 2 * batch / statistics.fmean(steps))
-    outcome.say(f"Batch {batch}:")
+    outcome.part(f"Batch {batch}")
     processor = turns.processor_by(STEPS)
     outcome.table(
         ["contestant", "samples/s", "processor, ms a step of both workers"],

@@ -40,10 +40,10 @@ def measure(rounds: int) -> Outcome:
         seconds[strategy, workers] = best["seconds"]
         operations = OPERATIONS[strategy] * workers * STEPS
         rows.append(
-            [strategy, f"{workers:,}", f"{best['seconds']:.1f}", f"{operations / best['seconds']:,.0f}",
+            [f"{strategy}, {workers:,} workers", f"{best['seconds']:.1f}", f"{operations / best['seconds']:,.0f}",
              f"{best['memory'] / 2**20:,.0f}"]
         )  # fmt: skip
-    outcome.table(["strategy", "workers", "real seconds", "operations a second", "memory, MiB"], rows)
+    outcome.table(["simulation", "real seconds", "operations a second", "memory, MiB"], rows)
     numbers = {strategy: _apart(strategy, 64, "--numbers") for strategy in ("allreduce", "ps(consistency=asp())")}
     outcome.say(
         f"With numbers, one run each: {WITH_NUMBERS} steps of 64 workers, LeNet-5, batch 32: "

@@ -29,7 +29,14 @@ from orchestra.strategies.catalogue import PARTS, STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
 # Files beside docs/ that pages refer to, and where they are in the site.
-ELSEWHERE = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "experiments/*/README.md")
+ELSEWHERE = (
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "benchmarks/RESULTS.md",
+    "benchmarks/results/*.md",
+    "experiments/*/README.md",
+)
 _SITE = "repository"
 MADE = re.compile(r"^<!-- made by scripts\.pages: ([\w-]+) -->$.*?^<!-- end: \1 -->$", re.MULTILINE | re.DOTALL)
 

@@ -210,6 +210,11 @@ def train(strategy: orchestra.Strategy[Any] | str, out: Path, *, workers: int = 
     return orchestra.train(strategy=strategy, out=out, **asked)
 
 
+def simulate(strategy: orchestra.Strategy[Any] | str, out: Path, *, workers: int = 3, **given: Any) -> orchestra.Result:
+    """The same run in virtual time: what the processes of `train` would give, bit for bit, and sooner."""
+    return train(strategy, out, cluster=orchestra.Simulated(workers=workers, numerics="real"), **given)
+
+
 def plain(
     *,
     model: Callable[[], nn.Module] = make_model,

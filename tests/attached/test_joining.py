@@ -83,7 +83,7 @@ def test_a_place_for_a_token_that_another_took_is_told(
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "mine" / "token").write_text("not to be touched")
     place = ProcessRank.of(environ_of(0, 2, free_port()))
-    taken = attached._left_at(place).parent
+    taken = attached._token_path(place).parent
     taken.parent.mkdir()
     if by == "folder":
         taken.mkdir()
@@ -92,7 +92,7 @@ def test_a_place_for_a_token_that_another_took_is_told(
         taken.symlink_to(tmp_path / "mine")
     with pytest.raises(EnvironmentProblem, match="set TMPDIR"):
         attached._own_token(place, 1.0)
-    attached._clear(taken / "token")
+    attached._delete(taken / "token")
     assert taken.exists()
     assert (tmp_path / "mine" / "token").exists()
 
@@ -158,7 +158,7 @@ def test_what_is_installed_is_known_by_its_version(tmp_path: Path) -> None:
 def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ_of(0, 2, free_port(), host="192.0.2.1").items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Exposed, match="no token to keep strangers out") as caught:
+    with pytest.raises(Exposed, match="no token keeps strangers out") as caught:
         call(tmp_path / "run")
     assert caught.value.exit_code == 8
 
@@ -283,7 +283,7 @@ def test_ipv6(trusted: bool, tmp_path: Path) -> None:
 def test_more_servers_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ_of(0, 2, free_port()).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="as many servers as there are processes"):
+    with pytest.raises(ConfigError, match="all of which would be servers"):
         train("ps(servers=2)", tmp_path / "run", cluster=Attached())
     with pytest.raises(ConfigError, match="share one x in the memory of one machine"):
         train("hogwild", tmp_path / "run", cluster=Attached())
@@ -304,7 +304,7 @@ def test_who_waits_for_process_0_to_leave_a_token_says_so(
     port = free_port()
     for name, value in environ_of(1, 2, port).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ClusterError, match="process 0 left no token"):
+    with pytest.raises(ClusterError, match="process 0 wrote no token"):
         Attached(patience=0.5).token()
     assert f"orchestra: process 1 waits for process 0 to listen at 127.0.0.1:{port}\n" in capfd.readouterr().err
 
@@ -346,7 +346,7 @@ def test_that_a_network_is_trusted_is_told_when_a_run_begins(
     assert "the network is trusted" not in told(0)
     assert "the network is trusted" not in told(1, trusted=True)
     if begin is not begin_run:
-        assert "even ask" not in told(0, trusted=True, collectives="messages")
+        assert "even check" not in told(0, trusted=True, collectives="messages")
 
 
 LOOP = """

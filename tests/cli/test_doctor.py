@@ -118,7 +118,7 @@ def test_a_torch_that_hangs_is_ended_with_all_it_started(
     assert torch["state"] == "broken"
     assert torch["found"].startswith("no answer within 2 s")
     assert "pip install" in torch["remedy"]
-    assert (local["state"], local["found"], local["remedy"]) == ("untried", "needs torch", "Mend torch first.")
+    assert (local["state"], local["found"], local["remedy"]) == ("untried", "needs torch", "Fix torch first.")
     assert not _alive(int((folder / "torch" / "pid").read_text()))
 
 
@@ -144,7 +144,7 @@ def test_checks_that_there_is_no_time_for(
     said = orchestra("doctor", "disk")
     assert said.code == 3
     assert f"untried disk        {found}" in said.out
-    assert "  disk: Try it alone: orchestra doctor disk." in said.out.splitlines()
+    assert "  disk: Run it alone: orchestra doctor disk." in said.out.splitlines()
     assert "Whether training works on this machine is not known yet: disk took too long." in said.out
 
 
@@ -153,7 +153,7 @@ def test_a_torch_that_crashes(poison: Poison, orchestra: Orchestra) -> None:
     said = orchestra("doctor", "torch")
     assert said.code == 3
     assert "broken  torch       died of SIGABRT without an answer: no such instruction" in said.out
-    assert said.out.splitlines()[-1] == "Training on this machine will fail until this is mended: torch."
+    assert said.out.splitlines()[-1] == "Training on this machine will fail until this is fixed: torch."
 
 
 def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_packages_that_are_missing(poison: Poison, orchestra: Orchestra) -> None
     said = orchestra("doctor", "extras", "packages", "--json")
     needed, extras = said.json["checks"]
     assert (said.code, needed["state"], extras["state"]) == (0, "fine", "limited")
-    assert "greenlet missing (rehearsals use slower threads without it)" in extras["found"]
+    assert "greenlet missing (without it the simulator uses slower threads)" in extras["found"]
     assert "greenlet" in extras["remedy"]
     poison("cloudpickle", "import nothing_of_the_kind")
     said = orchestra("doctor", "packages", "--json")
@@ -370,7 +370,7 @@ def _alive(pid: int) -> bool:
         ),
         (
             {"cuda": "broken", "shm": "broken"},
-            "Training on this machine will fail until this is mended: shm.",
+            "Training on this machine will fail until this is fixed: shm.",
         ),
     ],
 )
@@ -382,4 +382,4 @@ def test_the_same_remedy_is_told_once(poison: Poison, orchestra: Orchestra) -> N
     poison("torch", "raise ImportError('broken on purpose')")
     said = orchestra("doctor", "torch", "local", "gloo")
     assert "broken  torch       ImportError: broken on purpose" in said.out
-    assert "  local, gloo: Mend torch first." in said.out.splitlines()
+    assert "  local, gloo: Fix torch first." in said.out.splitlines()

@@ -102,7 +102,7 @@ def test_what_is_the_loops_own_is_refused_before_anything_runs(orchestra: Orches
     assert "it ran" not in said.err
     for name in ("epochs", "lr", "json"):
         assert f"  {name} = " in said.err
-    assert "is for the script itself to decide" in said.err
+    assert "is decided by the script" in said.err
     said = orchestra("sim", str(path))
     assert (said.code, "runs in real time" in said.err) == (2, True)
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +19,13 @@ import torch
 from tests.cli.conftest import Orchestra
 from torch.utils.data import IterableDataset
 
-from orchestra.cli import compare, fairness, sources, streams, tuning, tuning_cache, tuning_cost
+from orchestra.cli import compare, fairness, sources, streams, tuning, tuning_cache, tuning_plan
 from orchestra.cli.candidates import Setting, grid, settings
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
 from orchestra.cli.table import Outcome
-from orchestra.cli.tuning import Tuning, TuningPlan, TuningResult, rank
+from orchestra.cli.tuning import Tuning, TuningResult, rank
+from orchestra.cli.tuning_plan import Costs, TuningPlan
 from orchestra.errors import ConfigError
 from orchestra.model.adjusted_optimizer import Adjusted
 from orchestra.report import model
@@ -67,11 +71,74 @@ def test_an_option_that_was_given_stays(text: str, tuned: bool) -> None:
 
 @pytest.mark.parametrize("worth", [1, 2, 3, 5, 10, 40])
 @pytest.mark.parametrize("given", [0, 2, 7])
-def test_tuning_takes_at_most_as_long_as_the_race(worth: int, given: int) -> None:
-    plan = TuningPlan(4, 20.0, worth, given)
-    assert plan.most <= 4 * 20 * worth * (1 + 1e-9)
-    assert 3 * plan.first <= 20
-    assert given or plan.widenings >= 1
+@pytest.mark.parametrize(
+    ("costs", "real"),
+    [
+        (Costs(run=0.0, score=0.0, epoch=10.0, real=10.0), False),
+        (Costs(run=0.5, score=0.1, epoch=10.0, real=10.0), False),
+        (Costs(run=0.5, score=0.1, epoch=10.0, real=5.0), True),  # two at once
+    ],
+)
+def test_tuning_takes_at_most_as_long_as_the_race(worth: int, given: int, costs: Costs, real: bool) -> None:
+    plan = TuningPlan(4, 20.0, worth, costs, race_is_real=real, given=given).fitted()
+    assert plan.seconds <= plan.race_seconds
+    assert plan.runs == 4 * worth
+    assert 20 / 100 <= plan.first <= 20 / 4
+    assert plan.widenings == (0 if given else 1 if real and worth == 1 else 2)
+
+
+def test_all_that_the_race_takes_is_used() -> None:
+    plan = TuningPlan(4, 20.0, 3, Costs(run=0.0, score=0.0, epoch=10.0, real=10.0)).fitted()
+    assert plan.seconds == pytest.approx(plan.race_seconds)
+    many = dataclasses.replace(plan, race_is_real=True, costs=Costs(0.0, 0.0, epoch=10.0, real=5.0)).fitted()
+    assert 0.9 * many.race_seconds < many.seconds <= many.race_seconds
+
+
+def test_where_it_cannot_be_short_enough_a_minute_is_allowed() -> None:
+    quick = TuningPlan(1, 20.0, 1, Costs(run=0.5, score=0.01, epoch=0.1, real=0.1)).fitted()
+    assert (quick.fits, quick.race_seconds < quick.seconds < 60) == (True, True)
+    slow = dataclasses.replace(quick, strategies=9).fitted()
+    assert not slow.fits
+    assert slow.first == pytest.approx(20 / 100)
+
+
+def test_many_cores_tune_on_real_processes_where_simulation_is_too_slow(tmp_path: Path) -> None:
+    """Sixteen workers on as many cores: one core takes sixteen times as long to simulate them."""
+    costs = Costs(run=1.0, score=1.0, epoch=1600.0, real=100.0)
+    tuned = made(best_at(0.06), ("allreduce",), tmp_path, costs=costs, sim=False)
+    assert tuned.plan.real
+    assert tuned.run().tuning == "on real processes"
+    costs = dataclasses.replace(costs, epoch=200.0)
+    two = made(best_at(0.06), ("allreduce",), tmp_path / "two", costs=costs, sim=False)
+    assert two.run().tuning == "in simulation"
+
+
+def test_where_tries_take_longer_than_the_race_there_are_none(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tuned = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(run=9.0, score=0.0, epoch=0.1, real=0.1))
+    tuned.quiet = False
+    race = tuned.run()
+    assert not race.settings
+    assert "untuned: the shortest tries would take" in capfd.readouterr().err
+    assert fairness.rates(race).startswith("untuned (the shortest tries would take")
+
+
+def test_the_estimate_is_of_both(tmp_path: Path) -> None:
+    tuned = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(run=0.0, score=0.0, epoch=30.0, real=30.0))
+    tuning, race = tuned._estimate().splitlines()
+    assert tuning.startswith("tuning 2 strategies, 12 tries each, in simulation, seeds 3 and 4: about 60 min at most, ")
+    assert race == "the race, 6 runs of 20 epochs: about 60 min."
+
+
+def test_what_is_begun_goes_on_with_tries_as_long_as_before(tmp_path: Path) -> None:
+    """The time of a step is never the same twice."""
+    before = made(best_at(0.06), ("allreduce",), tmp_path, costs=Costs(run=2.0, score=0.1, epoch=1.0, real=1.0))
+    before.run()
+    again = made(best_at(0.06), ("allreduce",), tmp_path, costs=Costs(run=2.0, score=0.1, epoch=2.0, real=2.0))
+    assert again.plan.first == before.plan.first != again.plan.fitted().first
+    other = made(best_at(0.06), ("allreduce",), tmp_path, seeds=4)
+    assert other.plan.first != before.plan.first
 
 
 # Which is best.
@@ -89,11 +156,18 @@ def test_sooner_at_the_target_is_better_and_then_the_score_at_one_time() -> None
     assert rank(found, -1) == [fast, slow, near, far]
 
 
-def made(found: Callable[[Setting], TuningResult], names: tuple[str, ...], out: Path, seeds: int = 3) -> Tuning:
-    """A tuning of which the outcomes are known beforehand."""
-    sim = None if "hogwild" in names else True
-    race = compare.prepare(sources.find("digits"), [*names], Options(workers=2, sim=sim), seeds, None, out)
+COSTS = Costs(run=0.1, score=0.0, epoch=0.1, real=0.1)
+
+
+def made(
+    found: Callable[[Setting], TuningResult], names: tuple[str, ...], out: Path, seeds: int = 3, *,
+    costs: Costs = COSTS, sim: bool = True,
+) -> Tuning:  # fmt: skip
+    """A tuning of which the outcomes are known beforehand, and what runs cost."""
+    shared = Options(workers=2, sim=sim or None)
+    race = compare.prepare(sources.find("digits"), [*names], shared, seeds, None, out)
     tuned = Tuning(race, seeds, quiet=True)
+    tuned._measure = lambda: costs  # type: ignore[method-assign]
     tuned._one = lambda setting, epochs, seed: found(setting)  # type: ignore[method-assign]
     return tuned
 
@@ -146,15 +220,13 @@ def test_a_strategy_that_always_fails_races_as_it_is(tmp_path: Path) -> None:
         (Options(workers=2, sim=True), None, False, "in simulation"),
         (Options(workers=2), None, False, "in simulation, hogwild on real processes"),
         (Options(workers=2), None, True, "on real processes"),
-        (Options(workers=2), "10mbit,1ms", False, "in the laboratory"),
+        (Options(workers=2), "10mbit,1ms", False, "in the lab"),
     ],
 )
-def test_where_it_takes_place_is_said(
-    shared: Options, lab: str | None, real: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_it_takes_place_is_said(shared: Options, lab: str | None, real: bool, said: str, tmp_path: Path) -> None:
     """The words of the estimate and of the page, and what the tries do."""
-    monkeypatch.setattr(tuning_cost, "seconds_of_an_epoch", lambda race: 1.0)
-    tuned = made(best_at(0.06), ("allreduce", "hogwild") if "hogwild" in said else ("allreduce",), tmp_path)
+    names = ("allreduce", "hogwild") if "hogwild" in said else ("allreduce",)
+    tuned = made(best_at(0.06), names, tmp_path, sim=bool(shared.sim))
     tuned.race, tuned.real = replace(tuned.race, shared=shared, lab=lab), real
     assert f"12 tries each, {said}, seeds" in tuned._estimate()
     race = tuned.run()
@@ -199,16 +271,22 @@ def test_the_estimate_is_measured_until_it_can_be_told_from_noise(
     """A step of `digits` takes a millisecond: eight of them are lost in the time that a run takes to start."""
     steps: list[int] = []
 
-    def took(_race: Race, count: int, out: Path) -> float:
+    def run(_race: Race, few: Options, count: int, out: Path) -> None:
         steps.append(count)
-        out.mkdir(exist_ok=True)
-        (out / "config.json").write_text('{"data": "1437 samples", "batch": 16}')
-        return 0.3 + 0.002 * count
+        clock[0] += 0.3 + 0.002 * count + (5.0 if len(steps) == 1 else 0.0)
+        (out / "0").mkdir(exist_ok=True)
+        (out / "0" / "config.json").write_text('{"data": "1437 samples", "batch": 16, "workers": 2}')
 
-    monkeypatch.setattr(tuning_cost, "_seconds_of", took)
-    seconds = tuning_cost.seconds_of_an_epoch(made(best_at(0.1), ("allreduce",), tmp_path).race)
-    assert steps == [1, 1, 9, 129]
-    assert seconds == pytest.approx(0.002 * 1437 / 16)
+    clock = [0.0]
+    monkeypatch.setattr(tuning_plan, "_run", run)
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    costs = tuning_plan.measure(made(best_at(0.1), ("allreduce",), tmp_path).race)
+    assert steps == [1, 1, 3, 9, 33, 129]
+    assert costs.run == pytest.approx(0.302)
+    assert costs.epoch == costs.real == pytest.approx(0.002 * 1437 / 16 / 2)
+    real = tuning_plan.measure(made(best_at(0.1), ("hogwild",), tmp_path, sim=False).race)
+    assert real.real == pytest.approx(real.epoch / 2)  # two at once
 
 
 def test_compare_tunes_by_default(orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +312,7 @@ def test_untuned_is_said(how: tuple[str, ...], orchestra: Orchestra) -> None:
     assert said.code == 0, said.err
     assert "tuning" not in said.err
     assert "· untuned ·" in said.out
-    assert "untuned: the learning rate is" in " ".join(model.tell([Path("out")])["fairness"])
+    assert f"untuned ({how[0]}): the learning rate is" in " ".join(model.tell([Path("out")])["fairness"])
 
 
 def test_tries_are_kept_where_tuning_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +424,7 @@ def keys(folder: Path, *args: str) -> tuple[str, ...]:
     for name, text in (("script.py", AS_SCRIPT), ("loop.py", "orchestra.prepare()")):
         path = folder / name
         if not path.exists():
-            path.write_text(f"{STREAM}\nimport helper\n{text}\n")
+            path.write_text(f"{STREAM}\nimport beside\n{text}\n")
         race = compare.prepare(
             sources.find(str(path), args), ["allreduce"], Options(workers=2), 3, "accuracy=0.8", folder / "c"
         )
@@ -355,13 +433,13 @@ def keys(folder: Path, *args: str) -> tuple[str, ...]:
 
 
 def test_a_try_of_another_script_or_with_other_arguments_is_another(tmp_path: Path) -> None:
-    (tmp_path / "helper.py").write_text("from more import inner\n")
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "inner.py").write_text("")
+    (tmp_path / "beside.py").write_text("from below import inner\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "inner.py").write_text("")
     seen = [keys(tmp_path)]
     assert keys(tmp_path) == seen[0]
     seen.append(keys(tmp_path, "--depth", "3"))
-    (tmp_path / "more" / "inner.py").write_text("RATE = 1\n")
+    (tmp_path / "below" / "inner.py").write_text("RATE = 1\n")
     seen.append(keys(tmp_path))
     for name in ("script.py", "loop.py"):
         path = tmp_path / name

@@ -142,7 +142,7 @@ def test_without_orders_it_says_what_it_is() -> None:
         check=False,
     )
     assert far.returncode == 1
-    assert "is started by `orchestra launch`" in far.stderr
+    assert "only `orchestra launch` starts this program" in far.stderr
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "no.such.host.invalid"])

@@ -84,7 +84,7 @@ def test_what_all_are_asked_is_what_they_can_do(capfd: pytest.CaptureFixture[str
     for asking in ("stop, and waits for those that save first", "stop"):
         group = ProcessGroup(["here"], News(), asking=asking)
         group._stop(signal.SIGINT)
-        assert capfd.readouterr().err == f"orchestra: asked all to {asking}; once more kills them\n"
+        assert capfd.readouterr().err == f"orchestra: asked all to {asking}; a second signal kills them\n"
 
 
 def test_a_second_signal_kills_and_a_deaf_host_does_not_keep_us() -> None:

@@ -172,7 +172,7 @@ def test_all_problems_of_all_hosts_before_anything_starts(near: Ground) -> None:
     for hint in (
         "down: ssh: connect to host down port 22: Connection refused. Next: try by hand",
         "ssh-copy-id shut",
-        "two has no folder /nowhere/at/all: make one, or say cwd=",
+        "two has no folder /nowhere/at/all: make one, or set cwd=",
     ):
         assert hint in err
     assert not list(near.folder.glob("pid-*"))
@@ -186,7 +186,7 @@ def test_other_versions_are_refused(near: Ground) -> None:
     (package / "_version.py").write_text('__version__ = "0.0.9"\n')
     (package / "launchers" / "__init__.py").write_text("")
     sources = Path(__file__).parents[2] / "src" / "orchestra" / "launchers"
-    for name in ("agent.py", "processes.py"):
+    for name in ("agent.py", "marked_processes.py"):
         (package / "launchers" / name).write_text((sources / name).read_text())
     stand_in = Path(near.ssh)
     stand_in.write_text(stand_in.read_text().replace("/nowhere", str(other)))

@@ -19,7 +19,7 @@ from orchestra.clusters.runners import runner_of
 from orchestra.engine.cluster import Cluster
 from orchestra.errors import ClusterError, ConfigError
 from orchestra.launchers import agent, ray, ssh
-from orchestra.launchers.hosts import LaunchHost, read_hosts, seats
+from orchestra.launchers.hosts import LaunchHost, process_slots, read_hosts
 from orchestra.launchers.preflight import agree
 
 FILE = """\
@@ -40,7 +40,7 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
         LaunchHost("fe80::1%eth0", 3, "python", "/srv/training"),
     ]
     assert hosts[0].address == "10.0.0.1"
-    assert [(seat.rank, seat.local_rank) for seat in seats(hosts)] == list(enumerate([0, 1, 0, 1, 2, 0, 1, 2]))
+    assert [(seat.rank, seat.local_rank) for seat in process_slots(hosts)] == list(enumerate([0, 1, 0, 1, 2, 0, 1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_a_file_of_hosts(tmp_path: Path) -> None:
         ("two slots=0", "slots=0 must be a whole number from 1"),
         ("two slots=x", "slots=x must be a whole number"),
         ("two slot=2", "did you mean 'slots'?"),
-        ("two 2", "'2' is no option of a host"),
+        ("two 2", "'2' is not an option of a host"),
         ("two slots=1 slots=2", "slots needs one value"),
         ("two cwd=", "cwd needs one value"),
         ("ada@one", "is on line 1 already"),
-        ("-oProxyCommand=evil", "is no host"),
-        ("ada@-oProxyCommand=evil", "is no host"),
-        ("two;evil", "is no host"),
+        ("-oProxyCommand=evil", "is not a host"),
+        ("ada@-oProxyCommand=evil", "is not a host"),
+        ("two;evil", "is not a host"),
         ("two cwd='x", "cannot be read: no closing quotation"),
     ],
 )
@@ -84,7 +84,7 @@ def test_dry_run_shows_what_would_be_run_where(orchestra: Orchestra) -> None:
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (("--hosts", "hosts"), "say after -- what to run"),
+        (("--hosts", "hosts"), "give the command to run after --"),
         (("--hosts", "hosts", "--", "rm", "x"), "cannot be run on many machines"),
         (("--hosts", "hosts", "--", "run"), "needs something to run"),
         (("--", "run", "digits"), "either --hosts or --print"),
@@ -96,7 +96,7 @@ def test_dry_run_shows_what_would_be_run_where(orchestra: Orchestra) -> None:
         (("--hosts", "hosts", "--ssh", "'ssh", "--", "run", "digits"), "no closing quotation"),
         (("--hosts", "hosts", "--ssh", "", "--", "run", "digits"), "must be a command"),
         (("--hosts", "hosts", "--env", "NOWHERE_SET", "--", "run", "digits"), "is not set here"),
-        (("--hosts", "loop", "--", "run", "digits"), "--master with the first host's address"),
+        (("--hosts", "loop", "--", "run", "digits"), "give --master the first host's address"),
         (("--hosts", "hosts", "--token-file", "open", "--", "run", "digits"), "chmod 600"),
     ],
 )
@@ -197,7 +197,7 @@ def test_what_is_typed_again(orchestra: Orchestra, tmp_path: Path, monkeypatch: 
         ),
         (
             "unknown option -P\nusage: python3 [option] ...\nTry `python -h' for more information.",
-            "unknown option -P. Next: say python= behind the host, or --python: it must be Python 3.11 or later",
+            "unknown option -P. Next: set python= behind the host, or --python: it must be Python 3.11 or later",
         ),
         ("", "exit status 255. Next: try by hand: ssh -o 'A={b}' one true"),
     ],

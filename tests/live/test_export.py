@@ -202,7 +202,7 @@ def test_what_cannot_be_done(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
     assert invoke(["export", str(tmp_path)]) == 2
-    assert "where to?" in capsys.readouterr().err
+    assert "give --tensorboard DIR" in capsys.readouterr().err
     assert invoke(["export", str(tmp_path / "no"), "--wandb", "x"]) == 2
     (tmp_path / "config.json").write_text("{")
     assert invoke(["export", str(tmp_path), "--wandb", "x"]) == 2

@@ -202,7 +202,7 @@ def test_names_cannot_reach_the_terminal(tmp_path: Path) -> None:
     with (run / "scores.jsonl").open("w") as file:
         file.write('{"event":"scored","t":0,"step":1,"samples":1,"number":1,"metrics":{"\\u001b[31m":1}}\n')
     now = look(Follower(run))
-    text = words.plain(now) + "".join(f"{who}{what}" for _, who, what in now.news)
+    text = words.plain(now) + "".join(f"{subject}{what}" for _, subject, what in now.news)
     assert not [c for c in text if c != "\n" and not c.isprintable()]
     assert "\\u001b" in text
 
@@ -253,7 +253,7 @@ def test_a_run_that_is_killed_is_dead_at_once(tmp_path: Path) -> None:
         process.wait()
     now = look(follower)
     assert (now.state, now.nodes[0].state, now.over) == ("died", "died", True)
-    assert "left no word" in now.why
+    assert "recorded no error" in now.why
 
 
 def test_a_run_that_failed_leaves_its_last_words(tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_a_story_told_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
     """Whatever a reader saw on the way, in the end it is the report, dict for dict."""
     source, run = whole(tmp_path / "source"), make(tmp_path / "runs" / "a")
     before = whole(tmp_path / "runs" / "before", strategy="allreduce", servers=0)
-    teller = PageWriter([tmp_path / "runs"])
-    assert [r["steps"] for r in teller.told["runs"]] == [0, 40]
+    writer = PageWriter([tmp_path / "runs"])
+    assert [r["steps"] for r in writer.report["runs"]] == [0, 40]
     pieces = 7
     for i in range(pieces):
         for name in ("events-0.jsonl", "events-1.jsonl", "events-2.jsonl", "scores.jsonl"):
@@ -298,23 +298,23 @@ def test_a_story_told_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
             first, last = (cut + (data[cut : cut + 1] == b"\n") for cut in cuts)  # the report reads such a line
             with (run / name).open("ab") as file:
                 file.write(data[first:last])
-        assert teller.look(time.time() + i)
-        teller.tell()
-        assert teller.told == model.tell([tmp_path / "runs"])
-        assert 0 < teller.told["runs"][0]["samples"] <= 640
+        assert writer.look(time.time() + i)
+        writer.update()
+        assert writer.report == model.tell([tmp_path / "runs"])
+        assert 0 < writer.report["runs"][0]["samples"] <= 640
     (run / "ending.json").write_bytes((source / "ending.json").read_bytes())
-    assert teller.look(time.time() + 10)
+    assert writer.look(time.time() + 10)
     for _ in range(2):  # the second time from memory
-        teller.tell()
-        assert teller.told == model.tell([tmp_path / "runs"])
-    assert not teller.told["verdict"]["sentence"].startswith("So far")
+        writer.update()
+        assert writer.report == model.tell([tmp_path / "runs"])
+    assert not writer.report["verdict"]["sentence"].startswith("So far")
     for node in (0, 1):  # one that was over is resumed
         append(before, node, [*steps(node, 41, 51), ended(node, 50)])
     (before / "ending.json").write_bytes((source / "ending.json").read_bytes())
-    teller.look(time.time() + 20)
-    teller.tell()
-    assert teller.told == model.tell([tmp_path / "runs"])
-    assert teller.told["runs"][1]["steps"] == 50
+    writer.look(time.time() + 20)
+    writer.update()
+    assert writer.report == model.tell([tmp_path / "runs"])
+    assert writer.report["runs"][1]["steps"] == 50
 
 
 def count_readings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -337,39 +337,39 @@ def test_what_is_over_is_read_once_however_many_runs_follow(tmp_path: Path, monk
         raise WorkerFailed("worker 1", "ValueError")
     monkeypatch.setattr(model, "BLOCKS", 1200)
     read = count_readings(monkeypatch)
-    teller = PageWriter([tmp_path])
-    assert teller.told["runs"][0]["fate"] == "failed"
-    assert not teller.told["verdict"]["sentence"].startswith("So far")
+    writer = PageWriter([tmp_path])
+    assert writer.report["runs"][0]["fate"] == "failed"
+    assert not writer.report["verdict"]["sentence"].startswith("So far")
     for i in range(1, 9):
         run = make(tmp_path / str(i), batch=100 + i)
         append(run, 0, [began(0), *steps(0, 1, 401), ended(0, 400)])
         (run / "ending.json").write_text('{"stopped_by": "budget"}')
-        teller.look(100.0 * i)
-        teller.tell()
-        blocks = [len(lane["t"]) for run in teller.told["runs"] for lane in run["lanes"]]
+        writer.look(100.0 * i)
+        writer.update()
+        blocks = [len(lane["t"]) for run in writer.report["runs"] for lane in run["lanes"]]
         assert sum(blocks) <= max(1200, 50 * len(blocks))
     assert sorted(read) == [tmp_path / str(i) for i in range(9)]
-    assert len(teller._over) == 9
-    lane = teller.told["runs"][1]["lanes"][0]
+    assert len(writer._over) == 9
+    lane = writer.report["runs"][1]["lanes"][0]
     assert sum(lane["t"]) == 40_000_000, "microseconds, however many steps are put together"
     assert lane["together"] * len(lane["t"]) >= 400
     with run_lock.holding(tmp_path / "0"):  # resumed
         append(dead.folder, 0, steps(0, 6, 9))
         for _ in range(2):
-            teller.look(1e6)
-            teller.tell()
-        assert [node["steps"] for node in teller.told["runs"][0]["nodes"]] == [8, 5]
-        assert teller.told["verdict"]["sentence"].startswith("So far")
+            writer.look(1e6)
+            writer.update()
+        assert [node["steps"] for node in writer.report["runs"][0]["nodes"]] == [8, 5]
+        assert writer.report["verdict"]["sentence"].startswith("So far")
     assert len(read) == 9, "from then on it is followed again"
 
 
 def test_a_new_run_of_a_comparison_appears(tmp_path: Path) -> None:
     whole(tmp_path / "a")
-    teller = PageWriter([tmp_path])
-    teller.look(0.0)
-    assert not teller.look(50.0)
+    writer = PageWriter([tmp_path])
+    writer.look(0.0)
+    assert not writer.look(50.0)
     whole(tmp_path / "b", seed=1)
-    assert teller.look(100.0)
-    assert len(teller.moments(time.time())) == 2
-    teller.tell()
-    assert [r["seed"] for r in teller.told["runs"]] == [0, 1]
+    assert writer.look(100.0)
+    assert len(writer.moments(time.time())) == 2
+    writer.update()
+    assert [r["seed"] for r in writer.report["runs"]] == [0, 1]

@@ -48,8 +48,8 @@ def browser(chromium: Browser) -> Iterator[Browser]:
 
 @contextmanager
 def serving(run: Path) -> Iterator[str]:
-    telling = PageFeed(PageWriter([run]))
-    with Server(telling) as server:
+    feed = PageFeed(PageWriter([run]))
+    with Server(feed) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
@@ -57,7 +57,7 @@ def serving(run: Path) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-    telling.close()
+    feed.close()
 
 
 def grow(run: Path, start: int, stop: int) -> None:
@@ -161,7 +161,7 @@ def test_a_reader_without_the_token_sees_nothing(browser: Browser, tmp_path: Pat
         session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(browser, session, target)
         page.call("Page.navigate", url=url)
-        page.until("document.body?.textContent.includes('Not for you')")
+        page.until("document.body?.textContent.includes('Access refused')")
 
 
 def test_it_may_be_reached_by_way_of_a_file_and_loaded_again(browser: Browser, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_real_run_seen_from_the_command_line_until_it_is_killed(browser: Brows
             page.until(f"+document.getElementById('live').dataset.step > {step + 2}")
         page.until("parseFloat(document.querySelector('.sub').textContent) > 0.2")
         run.send_signal(signal.SIGKILL)
-        page.until("document.getElementById('live').textContent.includes('The run is dead')")
+        page.until("document.getElementById('live').textContent.includes('The run died')")
         assert page.ask("window.stayed")
         assert browser.complaints == []
         page.close()

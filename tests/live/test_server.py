@@ -34,14 +34,14 @@ HOSTILE = "<script>alert(1)</script>../../etc"
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     whole(tmp_path / "run", strategy=HOSTILE)
-    telling = PageFeed(PageWriter([tmp_path / "run"]))
-    with Server(telling) as listening:
+    feed = PageFeed(PageWriter([tmp_path / "run"]))
+    with Server(feed) as listening:
         thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
         thread.start()
         yield listening
         listening.shutdown()
         thread.join()
-    telling.close()
+    feed.close()
 
 
 class Answer:
@@ -126,7 +126,7 @@ PATHS = [
 def test_no_path_is_a_file(path: str, server: Server) -> None:
     answer = Answer(server, path, Cookie=enter(server))
     assert answer.status == 403
-    assert b"Not for you" in answer.body
+    assert b"Access refused" in answer.body
 
 
 @pytest.mark.parametrize("others", ["a b=1", "a,b=[1]", 'theme={"dark":true}', "=", "a=b=c", "name", "é=ü"])
@@ -242,27 +242,27 @@ def test_nonsense_does_not_stop_it(server: Server) -> None:
 
 def test_a_target_may_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = whole(tmp_path / "run")
-    assert PageWriter([run], Target("accuracy", 0.3)).told["target"]["value"] == 0.3
+    assert PageWriter([run], Target("accuracy", 0.3)).report["target"]["value"] == 0.3
     assert invoke(["watch", str(run), "--target", "much"]) == 2
     assert "must be a score and a number" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_gone_takes_nothing_with_it(tmp_path: Path) -> None:
     run = whole(tmp_path / "run")
-    telling = PageFeed(PageWriter([run]))
+    feed = PageFeed(PageWriter([run]))
     try:
         (run / "config.json").unlink()
         (run / "ending.json").unlink()
-        telling._teller._searched = 0.0
-        telling._news = True
+        feed._writer._searched = 0.0
+        feed._changed = True
         for _ in range(100):
-            if "ConfigError" in json.loads(telling.since()[0])["trouble"] or telling._stopped.wait(0.1):
+            if "ConfigError" in json.loads(feed.since()[0])["trouble"] or feed._stopped.wait(0.1):
                 break
-        answer = json.loads(telling.since()[0])
+        answer = json.loads(feed.since()[0])
         assert "ConfigError" in answer["trouble"]
-        assert json.loads(gzip.decompress(telling.since()[1]))["runs"][0]["steps"] == 40
+        assert json.loads(gzip.decompress(feed.since()[1]))["runs"][0]["steps"] == 40
     finally:
-        telling.close()
+        feed.close()
 
 
 # Many at once.
@@ -318,10 +318,10 @@ def test_200_connections_are_held_and_one_more_is_answered(server: Server, monke
 
 def test_when_all_are_being_answered_one_more_is_told_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that it should come again; and then it is answered."""
-    cookie, go_on, really = enter(server), threading.Event(), server.telling.since
+    cookie, go_on, really = enter(server), threading.Event(), server.feed.since
     wait_for(lambda: held(server) == 0)
     monkeypatch.setattr("orchestra.live.server.MOST", 3)
-    monkeypatch.setattr(server.telling, "since", lambda: go_on.wait(60) and really())
+    monkeypatch.setattr(server.feed, "since", lambda: go_on.wait(60) and really())
     found: list[int] = []
     busy = [
         threading.Thread(target=lambda: found.append(Answer(server, "/since", Cookie=cookie).status)) for _ in "abc"

@@ -154,7 +154,7 @@ def test_the_screen_shows_the_run_and_follows_it(size: tuple[int, int], tmp_path
         (run / "running").write_text("")
         app.step()
         await pilot.pause()
-        assert "left no word" in text(app, "#head")
+        assert "recorded no error" in text(app, "#head")
         assert column(app, "state") == ["died"] * 3
         wide = [str(c.value) for c in app.query_one("#nodes").columns]
         assert ("samples/s" in wide) == (size[0] > 100)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.zoo import adam, assert_close, make_classes, make_data, momentum, plain, train
+from tests.zoo import adam, assert_close, make_classes, make_data, momentum, plain, simulate
 from tests.zoo import classifier as make_classifier
 
 from orchestra import AllReduce, ConfigError, Dirichlet, Epochs, LabelSorted, Steps
@@ -19,7 +19,7 @@ from orchestra.model.flat_optimizer import Factory
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])
 def test_is_large_batch_training(workers: int, optimizer: Factory, tmp_path: Path) -> None:
-    result = train(AllReduce(), tmp_path, workers=workers, optimizer=optimizer, budget=Epochs(3))
+    result = simulate(AllReduce(), tmp_path, workers=workers, optimizer=optimizer, budget=Epochs(3))
     per_epoch = -(-101 // (6 * workers))  # the last step of an epoch has fewer samples, not the same on all workers
     expected = plain(optimizer=optimizer, size=workers, steps=3 * per_epoch)
     assert_close(result.model, expected, tolerance=2e-5 if optimizer is adam else 2e-6)
@@ -28,20 +28,20 @@ def test_is_large_batch_training(workers: int, optimizer: Factory, tmp_path: Pat
 
 def test_a_last_batch_with_nothing_for_some(tmp_path: Path) -> None:
     data = partial(make_data, 25)  # 2 steps of 4 x 6: the second has one sample, for the first worker
-    result = train(AllReduce(), tmp_path, workers=4, data=data, budget=Epochs(4))
+    result = simulate(AllReduce(), tmp_path, workers=4, data=data, budget=Epochs(4))
     assert_close(result.model, plain(data=data, size=4, steps=8))
 
 
 @pytest.mark.parametrize("partition", [LabelSorted(), Dirichlet(alpha=0.3)], ids=repr)
 def test_uneven_shards_are_weighted_by_samples(partition: Partition, tmp_path: Path) -> None:
     given = {"model": make_classifier, "data": make_classes, "loss": torch.nn.functional.cross_entropy}
-    result = train(AllReduce(), tmp_path, workers=3, partition=partition, budget=Steps(9), **given)
+    result = simulate(AllReduce(), tmp_path, workers=3, partition=partition, budget=Steps(9), **given)
     expected = plain(size=3, partition=partition, steps=9, **given)  # type: ignore[arg-type]
     assert_close(result.model, expected)
 
 
 def test_clipping_bounds_the_mean_gradient(tmp_path: Path) -> None:
-    result = train(AllReduce(), tmp_path, workers=3, clip=0.05, budget=Steps(6))
+    result = simulate(AllReduce(), tmp_path, workers=3, clip=0.05, budget=Steps(6))
     assert_close(result.model, plain(size=3, clip=0.05, steps=6))
 
 
@@ -50,8 +50,8 @@ def test_whole_layers_and_ranges_give_the_same(tmp_path: Path) -> None:
         groups = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() <= 1]}]
         return momentum(groups)
 
-    by_layer = train(AllReduce(), tmp_path / "layers", workers=3, optimizer=two_groups, budget=Steps(6))
-    by_range = train(AllReduce(), tmp_path / "ranges", workers=3, budget=Steps(6))
+    by_layer = simulate(AllReduce(), tmp_path / "layers", workers=3, optimizer=two_groups, budget=Steps(6))
+    by_range = simulate(AllReduce(), tmp_path / "ranges", workers=3, budget=Steps(6))
     assert_close(by_layer.model, by_range.model)
 
 
@@ -66,4 +66,4 @@ def test_whole_layers_and_ranges_give_the_same(tmp_path: Path) -> None:
 )
 def test_groups_that_cannot_be_are_refused(strategy: AllReduce, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        train(strategy, tmp_path, workers=2)
+        simulate(strategy, tmp_path, workers=2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.laws.examples import EXAMPLES
-from tests.zoo import assert_same, sgd, train
+from tests.zoo import assert_same, sgd, simulate, train
 from torch import Tensor, nn
 
 from orchestra import (
@@ -174,7 +174,7 @@ def test_downpour_that_exchanges_at_every_step_is_asp(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_process")
 def test_a_mean_in_parts_cannot_be_clipped(strategy: Strategy[Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="each server sees only its range: use servers=1"):
-        train(strategy, tmp_path, workers=3, clip=1.0)
+        simulate(strategy, tmp_path, workers=3, clip=1.0)
 
 
 def test_a_switch_changes_what_is_clipped(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zoo import assert_same, ended, make_large, make_model, momentum, train
+from tests.zoo import assert_same, ended, make_large, make_model, momentum, simulate, train
 
 from orchestra import AllReduce, KSync, Local, ParameterServer, Simulated, Steps
 from orchestra.core.vectors import share_of_mean
@@ -35,7 +35,7 @@ def test_one_range_per_worker_is_reduce_scatter_and_all_gather(n: int, model: An
 def test_where_servers_live_changes_no_step(tmp_path: Path) -> None:
     given: dict[str, Any] = {"workers": 3, "budget": Steps(8)}
     apart, together = (
-        train(
+        simulate(
             ParameterServer(consistency=KSync(k=3), servers=2, colocated=colocated), tmp_path / str(colocated), **given
         )
         for colocated in (False, True)

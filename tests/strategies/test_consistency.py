@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.zoo import BATCH, adam, assert_close, assert_same, events, make_data, momentum, sgd, train
+from tests.zoo import BATCH, adam, assert_close, assert_same, events, make_data, momentum, sgd, simulate, train
 from torch import Tensor, nn
 
 from orchestra import (
@@ -71,8 +71,8 @@ def test_who_waits_for_everybody_is_bulk_synchronous(
     consistency: Consistency, optimizer: Factory, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"workers": WORKERS, "optimizer": optimizer, "budget": Steps(12)}
-    bulk = train(ParameterServer(servers=2), tmp_path / "bulk", **given)
-    real = train(ParameterServer(consistency=consistency, servers=2), tmp_path / "real", **given)
+    bulk = simulate(ParameterServer(servers=2), tmp_path / "bulk", **given)
+    real = simulate(ParameterServer(consistency=consistency, servers=2), tmp_path / "real", **given)
     assert_same(real.model, bulk.model)
     virtual = served(consistency, tmp_path / "virtual", servers=2, data=make_data, **given)
     assert_same(virtual.model, bulk.model)
@@ -81,7 +81,7 @@ def test_who_waits_for_everybody_is_bulk_synchronous(
 def test_no_staleness_allowed_is_bulk_synchronous_for_plain_sgd(tmp_path: Path) -> None:
     stale = served(SSP(staleness=0), tmp_path / "ssp", servers=2, optimizer=sgd)
     given: dict[str, Any] = {"workers": WORKERS, "optimizer": sgd, "data": EVEN, "budget": Steps(10)}
-    assert_close(stale.model, train(ParameterServer(), tmp_path / "bulk", **given).model)
+    assert_close(stale.model, simulate(ParameterServer(), tmp_path / "bulk", **given).model)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -265,7 +265,7 @@ def test_a_group_that_is_not_complete_at_the_end_is_dropped(make: Any, k: int, t
 def test_a_ragged_end_is_still_bulk_synchronous(consistency: Consistency, tmp_path: Path) -> None:
     """101 samples for three workers: the last mini-batches are smaller, or empty, and none is dropped."""
     given: dict[str, Any] = {"workers": WORKERS, "budget": Epochs(2), "data": partial(make_data, 101)}
-    bulk = train(ParameterServer(), tmp_path / "bulk", **given)
+    bulk = simulate(ParameterServer(), tmp_path / "bulk", **given)
     found = served(consistency, tmp_path / "found", delay="lognormal:0.05,0.5 slow:1x10", **given)
     assert_same(found.model, bulk.model)
     assert found.summary.dropped == 0
@@ -364,7 +364,7 @@ def test_the_learning_rate_is_divided_by_staleness(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused(strategy: str, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        train(strategy, tmp_path, workers=WORKERS, budget=Steps(1))
+        simulate(strategy, tmp_path, workers=WORKERS, budget=Steps(1))
 
 
 def test_a_correction_comes_before_a_push_is_divided(tmp_path: Path) -> None:

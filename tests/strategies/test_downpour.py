@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.strategies.points import START, end_of, slope, walk
-from tests.zoo import assert_close, assert_same, ended, momentum, plain, sgd, train
+from tests.zoo import assert_close, assert_same, ended, momentum, plain, sgd, simulate, train
 
 from orchestra import ASP, Downpour, Local, ParameterServer, Simulated, Steps
 from orchestra.model.flat_optimizer import Factory
@@ -44,7 +44,7 @@ def test_one_worker_with_plain_sgd_is_sgd(n_push: int, n_fetch: int, tmp_path: P
     """The server takes the very steps that the worker took by itself; the rate may fall only between two pushes."""
     schedule = falling if n_push == 1 else None
     given = {"optimizer": sgd, "schedule": schedule}
-    result = train(Downpour(n_push=n_push, n_fetch=n_fetch), tmp_path, workers=1, budget=Steps(20), **given)
+    result = simulate(Downpour(n_push=n_push, n_fetch=n_fetch), tmp_path, workers=1, budget=Steps(20), **given)
     assert_close(result.model, plain(steps=20, **given))  # type: ignore[arg-type]
 
 

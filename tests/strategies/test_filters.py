@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.zoo import adam, assert_same, ended, events, make_large, plain, train
+from tests.cases import in_both_worlds
+from tests.strategies.filtered import Every, make_even
+from tests.zoo import adam, assert_same, ended, events, make_large, plain, simulate, train
 from torch import Tensor, nn
 
 from orchestra import (
@@ -34,12 +36,10 @@ from orchestra import (
 from orchestra.core.node import Node
 from orchestra.runs.events import Logged
 from orchestra.strategies.parameter_server.consistency import Consistency, ServerState
-from orchestra.strategies.parameter_server.filters import Filter, sparse
-from orchestra.strategies.parameter_server.filters.base import Sieved
+from orchestra.strategies.parameter_server.filters import sparse
 
 WORKERS, STEPS = 3, 8
-WORLDS = [Local(workers=WORKERS), Simulated(workers=WORKERS)]
-worlds = pytest.mark.parametrize("world", WORLDS, ids=["local", "simulated"])
+in_worlds = partial(in_both_worlds, local=Local(workers=WORKERS), simulated=Simulated(workers=WORKERS))
 GIVEN: dict[str, Any] = {"budget": Steps(STEPS), "optimizer": adam}
 
 
@@ -78,22 +78,10 @@ def test_other_keys_of_the_same_number_are_noticed() -> None:
         sparse.unpack(packed, torch.zeros(10_000), keys)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Every(Filter):
-    """Some entries, the same ones for several steps."""
-
-    repeat: int
-
-    def push(self, node: Node, s: ServerState, server: int, g: Tensor) -> Sieved:
-        keep = torch.arange(g.numel()) % 4 == (node.steps - 1) // self.repeat % 4
-        return torch.where(keep, g, 0), keep
-
-
-@worlds
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_keys_that_stay_the_same_are_sent_once(pieces: int, world: Any, tmp_path: Path) -> None:
+@in_worlds("model, pieces", [make_even, make_large], [1, 2], real=lambda model, pieces: model is make_even)
+def test_keys_that_stay_the_same_are_sent_once(model: Any, pieces: int, cluster: Any, tmp_path: Path) -> None:
     """Keys as long as values: half of the bytes, but for the pushes in which the keys are new."""
-    given = GIVEN | {"model": make_large, "cluster": world}
+    given = GIVEN | {"model": model, "cluster": cluster}
     for repeat in (1, 4, STEPS):
         runs = [tmp_path / f"{repeat}-{cached}" for cached in (False, True)]
         all_keys, new_keys = (
@@ -108,10 +96,9 @@ def test_keys_that_stay_the_same_are_sent_once(pieces: int, world: Any, tmp_path
 # Significant.
 
 
-@worlds
-@pytest.mark.parametrize("consistency", [BSP(), BoundedDelay(tau=0)], ids=repr)
-def test_a_threshold_of_nothing_is_no_filter(consistency: Consistency, world: Any, tmp_path: Path) -> None:
-    given = GIVEN | {"cluster": world}
+@in_worlds("consistency", [BSP(), BoundedDelay(tau=0)], real=lambda consistency: consistency == BSP())
+def test_a_threshold_of_nothing_is_no_filter(consistency: Consistency, cluster: Any, tmp_path: Path) -> None:
+    given = GIVEN | {"cluster": cluster}
     for i, more in enumerate([("pieces", 1), ("pieces", 3), ("cache_keys", True)]):
         which: dict[str, Any] = {"consistency": consistency, "servers": 2, **dict([more])}
         sieved = train(ParameterServer(**which, filter=Significant()), tmp_path / f"{i}", **given)
@@ -166,13 +153,13 @@ def test_what_is_sent_is_the_gradient_on_average(unbiased: bool) -> None:
 def test_skipping_nothing_is_no_filter(tmp_path: Path) -> None:
     for unbiased in (True, False):
         strategy = ParameterServer(filter=RandomSkip(probability=0.0, unbiased=unbiased))
-        sieved = train(strategy, tmp_path / str(unbiased), workers=2, **GIVEN)
-        assert_same(sieved.model, train(ParameterServer(), tmp_path / f"{unbiased}-plain", workers=2, **GIVEN).model)
+        sieved = simulate(strategy, tmp_path / str(unbiased), workers=2, **GIVEN)
+        assert_same(sieved.model, simulate(ParameterServer(), tmp_path / f"{unbiased}-plain", workers=2, **GIVEN).model)
 
 
 # l1.
 
-FEATURES, SAMPLES, L1 = 5000, 2000, 0.012
+FEATURES, SAMPLES, L1 = 1500, 1500, 0.014
 
 
 class Linear(nn.Module):
@@ -221,7 +208,7 @@ def test_entries_held_at_zero_are_not_pushed(tmp_path: Path) -> None:
 
 def test_without_a_penalty_it_is_sgd(tmp_path: Path) -> None:
     given: dict[str, Any] = {"workers": 1, "budget": Steps(10)}
-    found = train(AllReduce(), tmp_path, optimizer=partial(ProximalSGD, lr=0.05), **given)
+    found = simulate(AllReduce(), tmp_path, optimizer=partial(ProximalSGD, lr=0.05), **given)
     assert_same(found.model, plain(optimizer=partial(torch.optim.SGD, lr=0.05), steps=10))
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.prepare.loops import loop
 from tests.processes import together
-from tests.strategies.test_strategy_switch import ASYNC, HALF, WORKERS, every_world, flat, logged
-from tests.zoo import adam, assert_same, events, momentum, sgd, train
+from tests.strategies.test_strategy_switch import ASYNC, HALF, LOCAL, SIMULATED, WORKERS, flat, logged
+from tests.zoo import adam, assert_same, events, momentum, sgd, simulate, train
 from torch import nn
 
 from orchestra import AllReduce, Attached, ParameterServer, Plateau, Simulated, Solo, Steps, StrategySwitch
@@ -31,7 +31,7 @@ def values(run: Path, node: int) -> list[float]:
     return [e.value for name in ("momentum", "rate") for e in logged(run, node, f"{name} after the switch")]
 
 
-@every_world
+@pytest.mark.parametrize("cluster", [LOCAL, SIMULATED], ids=["local", "simulated"])
 def test_after_the_switch_a_gradient_moves_x_as_far_without_momentum(cluster: Any, tmp_path: Path) -> None:
     """It is logged by every node, and told in the summary."""
     result = train(StrategySwitch(when=HALF), tmp_path, cluster=cluster, budget=Steps(4), optimizer=momentum)
@@ -102,10 +102,10 @@ def test_without_momentum_the_rate_follows_the_updates_alone(optimizer: Factory,
 
 def test_one_worker_keeps_its_momentum_bit_for_bit(tmp_path: Path) -> None:
     given: dict[str, Any] = {"workers": 1, "budget": Steps(10), "optimizer": momentum}
-    switched = train(StrategySwitch(first=AllReduce(), then=ASYNC, when=HALF), tmp_path / "a", **given)
+    switched = simulate(StrategySwitch(first=AllReduce(), then=ASYNC, when=HALF), tmp_path / "a", **given)
     assert switched.summary.happened is not None
     assert switched.summary.afterwards == {}
-    assert_same(switched.model, train(Solo(), tmp_path / "b", **given).model)
+    assert_same(switched.model, simulate(Solo(), tmp_path / "b", **given).model)
 
 
 def test_a_resumed_run_goes_on_with_what_was_set(tmp_path: Path) -> None:

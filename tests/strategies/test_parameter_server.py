@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.zoo import Jittery, adam, assert_close, assert_same, events, make_data, momentum, plain, sgd, train
+from tests.zoo import Jittery, adam, assert_close, assert_same, events, make_data, momentum, plain, sgd, simulate, train
 from torch import nn
 
 from orchestra import ASP, AllReduce, Epochs, ParameterServer, Steps
@@ -26,20 +26,22 @@ def wide() -> nn.Module:
 @pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])
 def test_bsp_is_all_reduce_bit_for_bit(servers: int, optimizer: Factory, tmp_path: Path) -> None:
     given = {"workers": 3, "optimizer": optimizer, "budget": Epochs(2)}
-    centred = train(ParameterServer(servers=servers), tmp_path / "ps", **given)  # type: ignore[arg-type]
-    assert_same(centred.model, train(AllReduce(), tmp_path / "allreduce", **given).model)  # type: ignore[arg-type]
+    centred = simulate(ParameterServer(servers=servers), tmp_path / "ps", **given)  # type: ignore[arg-type]
+    assert_same(centred.model, simulate(AllReduce(), tmp_path / "allreduce", **given).model)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_bsp_with_lent_messages(servers: int, tmp_path: Path) -> None:
-    centred = train(ParameterServer(servers=servers), tmp_path / "ps", model=wide, budget=Steps(12))
-    assert_same(centred.model, train(AllReduce(), tmp_path / "allreduce", model=wide, budget=Steps(12)).model)
+    centred = simulate(ParameterServer(servers=servers), tmp_path / "ps", model=wide, budget=Steps(12))
+    assert_same(centred.model, simulate(AllReduce(), tmp_path / "allreduce", model=wide, budget=Steps(12)).model)
 
 
 def test_bsp_with_nothing_from_some_workers(tmp_path: Path) -> None:
     data = partial(make_data, 25)
-    centred = train(ParameterServer(), tmp_path / "ps", workers=4, data=data, budget=Epochs(3))
-    assert_same(centred.model, train(AllReduce(), tmp_path / "allreduce", workers=4, data=data, budget=Epochs(3)).model)
+    centred = simulate(ParameterServer(), tmp_path / "ps", workers=4, data=data, budget=Epochs(3))
+    assert_same(
+        centred.model, simulate(AllReduce(), tmp_path / "allreduce", workers=4, data=data, budget=Epochs(3)).model
+    )
 
 
 def falling(epochs: float) -> float:
@@ -48,7 +50,7 @@ def falling(epochs: float) -> float:
 
 @pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(), ParameterServer(servers=2)], ids=repr)
 def test_a_schedule_is_followed_alike(strategy: AllReduce | ParameterServer, tmp_path: Path) -> None:
-    result = train(strategy, tmp_path, workers=3, schedule=falling, budget=Epochs(2))
+    result = simulate(strategy, tmp_path, workers=3, schedule=falling, budget=Epochs(2))
     torch.testing.assert_close(
         [*result.model.parameters()],
         [*plain(size=3, schedule=falling, steps=12).parameters()],
@@ -58,15 +60,17 @@ def test_a_schedule_is_followed_alike(strategy: AllReduce | ParameterServer, tmp
 
 
 def test_clipping_at_one_server_bounds_the_mean_gradient(tmp_path: Path) -> None:
-    centred = train(ParameterServer(), tmp_path / "ps", clip=0.05)
-    assert_same(centred.model, train(AllReduce(), tmp_path / "allreduce", clip=0.05).model)
+    centred = simulate(ParameterServer(), tmp_path / "ps", clip=0.05)
+    assert_same(centred.model, simulate(AllReduce(), tmp_path / "allreduce", clip=0.05).model)
 
 
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("model", [None, wide], ids=["copied", "lent"])
 def test_asp_with_one_worker_is_sgd(servers: int, model: object, tmp_path: Path) -> None:
     given = {} if model is None else {"model": model}
-    result = train(ParameterServer(consistency=ASP(), servers=servers), tmp_path, workers=1, budget=Steps(20), **given)
+    result = simulate(
+        ParameterServer(consistency=ASP(), servers=servers), tmp_path, workers=1, budget=Steps(20), **given
+    )
     # Large models use fused kernels, which round differently from torch's default ones.
     (assert_same if model is None else assert_close)(result.model, plain(steps=20, **given))  # type: ignore[arg-type]
     assert result.summary.staleness_counts == {0: 20 * servers}
@@ -90,7 +94,7 @@ def test_split_to_servers_and_put_together_is_the_identity(tmp_path: Path) -> No
     """With a learning rate so small that nothing changes, the model that comes back is the one that went out."""
     still = partial(torch.optim.SGD, lr=1e-30)
     for servers in (1, 2, 3, 5):
-        result = train(ParameterServer(servers=servers), tmp_path / f"{servers}", optimizer=still, workers=2)
+        result = simulate(ParameterServer(servers=servers), tmp_path / f"{servers}", optimizer=still, workers=2)
         assert_same(result.model, plain(optimizer=still, steps=1))
 
 
@@ -99,8 +103,8 @@ def test_more_servers_than_parameters(tmp_path: Path) -> None:
         return nn.Linear(7, 1, bias=False)
 
     given = {"model": tiny, "workers": 3}
-    centred = train(ParameterServer(servers=9), tmp_path / "ps", **given)  # type: ignore[arg-type]
-    assert_same(centred.model, train(AllReduce(), tmp_path / "allreduce", **given).model)  # type: ignore[arg-type]
+    centred = simulate(ParameterServer(servers=9), tmp_path / "ps", **given)  # type: ignore[arg-type]
+    assert_same(centred.model, simulate(AllReduce(), tmp_path / "allreduce", **given).model)  # type: ignore[arg-type]
 
 
 def test_asp_learns(tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_asp_learns(tmp_path: Path) -> None:
     def error(model: nn.Module, data: object) -> float:
         return float(F.mse_loss(model(x), y).detach())
 
-    result = train(
+    result = simulate(
         ParameterServer(consistency=ASP()),
         tmp_path,
         workers=3,

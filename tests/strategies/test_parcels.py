@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.zoo import adam, assert_same, ended, events, make_large, make_model, train
+from tests.cases import in_both_worlds
+from tests.zoo import adam, assert_same, ended, events, make_large, make_model, simulate, train
 from torch import nn
 
 from orchestra import BSP, BoundedDelay, KSync, Local, ParameterServer, Simulated, Steps
@@ -22,8 +24,12 @@ T = TypeVar("T")
 WORKERS, STEPS = 3, 8
 BULK = [BSP(), BoundedDelay(tau=0), KSync(k=WORKERS)]
 GIVEN: dict[str, Any] = {"budget": Steps(STEPS), "optimizer": adam}
-WORLDS = [Local(workers=WORKERS), Simulated(workers=WORKERS, network="1mbit,1ms", delay="lognormal:0.05,0.5", ties=3)]
-worlds = pytest.mark.parametrize("world", WORLDS, ids=["local", "simulated"])
+in_worlds = partial(
+    in_both_worlds,
+    local=Local(workers=WORKERS),
+    simulated=Simulated(workers=WORKERS, network="1mbit,1ms", delay="lognormal:0.05,0.5", ties=3),
+    real=lambda consistency, *more: consistency == BSP(),
+)
 
 
 class Doubling(TransportWrapper):
@@ -45,14 +51,12 @@ class Twice(ParameterServer):
         return ParameterServer.init(self, node)
 
 
-@worlds
 @pytest.mark.parametrize("model", [make_model, pytest.param(make_large, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("pieces", [1, 3])
-@pytest.mark.parametrize("consistency", BULK, ids=repr)
+@in_worlds("consistency, pieces", BULK, [1, 3])
 def test_what_comes_twice_counts_once(
-    consistency: Consistency, pieces: int, model: Any, world: Any, tmp_path: Path
+    consistency: Consistency, pieces: int, model: Any, cluster: Any, tmp_path: Path
 ) -> None:
-    given = GIVEN | {"cluster": world, "model": model}
+    given = GIVEN | {"cluster": cluster, "model": model}
     which: dict[str, Any] = {"consistency": consistency, "servers": 2}
     twice = train(Twice(**which, pieces=pieces), tmp_path / "twice", **given)
     assert_same(twice.model, train(ParameterServer(**which), tmp_path / "once", **given).model)
@@ -62,10 +66,9 @@ def test_what_comes_twice_counts_once(
     assert ended(tmp_path / "twice", 0).sent == 2 * ended(tmp_path / "once", 0).sent
 
 
-@worlds
-@pytest.mark.parametrize("consistency", BULK, ids=repr)
-def test_a_push_in_pieces_is_the_push(consistency: Consistency, world: Any, tmp_path: Path) -> None:
-    given = GIVEN | {"cluster": world}
+@in_worlds("consistency", BULK)
+def test_a_push_in_pieces_is_the_push(consistency: Consistency, cluster: Any, tmp_path: Path) -> None:
+    given = GIVEN | {"cluster": cluster}
     whole = train(ParameterServer(consistency=consistency, servers=2), tmp_path / "whole", **given).model
     for pieces in (2, 5, 100):  # a server has 42 numbers, or 41
         strategy = ParameterServer(consistency=consistency, servers=2, pieces=pieces)
@@ -80,5 +83,5 @@ def test_pieces_of_nothing(tmp_path: Path) -> None:
         return nn.Linear(7, 1, bias=False)
 
     given: dict[str, Any] = {"model": tiny, "workers": 3}
-    pieces = train(ParameterServer(servers=9, pieces=2), tmp_path / "ps", **given)
-    assert_same(pieces.model, train(ParameterServer(), tmp_path / "one", **given).model)
+    pieces = simulate(ParameterServer(servers=9, pieces=2), tmp_path / "ps", **given)
+    assert_same(pieces.model, simulate(ParameterServer(), tmp_path / "one", **given).model)

@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.zoo import adam, assert_close, assert_same, make_large, momentum, plain, train
+from tests.cases import in_both_worlds
+from tests.zoo import adam, assert_close, assert_same, make_large, momentum, plain, simulate, train
 
-from orchestra import ASP, LAMB, LARS, AllReduce, ConfigError, KSync, ParameterServer, Simulated, Steps
+from orchestra import ASP, LAMB, LARS, AllReduce, ConfigError, KSync, Local, ParameterServer, Simulated, Steps
 from orchestra.core.vectors import ranges_of_layers
 from orchestra.model.flat_optimizer import Factory
 
@@ -36,22 +37,25 @@ def test_no_layer_is_cut_and_the_largest_range_is_as_small_as_it_can_be(layers: 
     assert max(part.stop - part.start for part in found) == least
 
 
-@pytest.mark.parametrize("servers", [1, 2, 5])
-@pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])
-def test_between_layers_bsp_is_all_reduce_bit_for_bit(servers: int, optimizer: Factory, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"workers": 3, "optimizer": optimizer, "budget": Steps(12)}
+@in_both_worlds(
+    "servers, optimizer", [1, 2, 5], [momentum, adam],
+    local=Local(workers=3), simulated=Simulated(workers=3), real=lambda servers, optimizer: servers == 2,
+)  # fmt: skip
+def test_between_layers_bsp_is_all_reduce_bit_for_bit(
+    servers: int, optimizer: Factory, cluster: Any, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"cluster": cluster, "optimizer": optimizer, "budget": Steps(12)}
     strategy = ParameterServer(servers=servers, placement="layers")
     all_reduce = train(AllReduce(), tmp_path / "allreduce", **given).model
     assert_same(train(strategy, tmp_path / "ps", **given).model, all_reduce)
-    assert_same(train(strategy, tmp_path / "sim", **given | {"cluster": Simulated(workers=3)}).model, all_reduce)
 
 
 @pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])
 def test_between_large_layers_bsp_is_all_reduce_but_for_rounding(optimizer: Factory, tmp_path: Path) -> None:
     """Fused kernels treat the last few numbers of a range a little differently, and here it ends where a layer does."""
     given: dict[str, Any] = {"workers": 2, "optimizer": optimizer, "budget": Steps(6), "model": make_large}
-    centred = train(ParameterServer(servers=2, placement="layers"), tmp_path / "ps", **given)
-    assert_close(centred.model, train(AllReduce(), tmp_path / "allreduce", **given).model)
+    centred = simulate(ParameterServer(servers=2, placement="layers"), tmp_path / "ps", **given)
+    assert_close(centred.model, simulate(AllReduce(), tmp_path / "allreduce", **given).model)
 
 
 @pytest.mark.parametrize(
@@ -132,4 +136,4 @@ def test_what_cannot_be_placed_is_refused(
     strategy: ParameterServer, optimizer: Factory, complaint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        train(strategy, tmp_path, workers=3, optimizer=optimizer, budget=Steps(1))
+        simulate(strategy, tmp_path, workers=3, optimizer=optimizer, budget=Steps(1))

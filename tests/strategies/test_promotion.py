@@ -31,6 +31,7 @@ from tests.zoo import (
     make_model,
     momentum,
     press_ctrl_c,
+    simulate,
     train,
     trapped,
 )
@@ -88,7 +89,7 @@ def trap_after_switch(rank: int, step: int, action: Callable[[], object]) -> Tra
 def test_it_is_training_on_all_samples_with_fewer_and_fewer_at_once(tmp_path: Path) -> None:
     """As one process would do it: batches of four workers, then of three; the rate falls with the mini-batch."""
     steps, switch = 12, 5
-    result = train(promoting(BSP()), tmp_path / "run", workers=WORKERS, budget=Steps(steps))
+    result = simulate(promoting(BSP()), tmp_path / "run", workers=WORKERS, budget=Steps(steps))
     seed_everything(SEED)
     module, samples = make_model(), make_data()
     feeds = [IndexedFeed(samples, batch=BATCH, seed=SEED, rank=r, size=WORKERS) for r in range(WORKERS)]
@@ -145,13 +146,13 @@ def test_real_and_virtual_are_the_same(tmp_path: Path) -> None:
 def test_shards_of_those_who_leave_go_to_the_others(tmp_path: Path) -> None:
     given: dict[str, Any] = {"data": make_classes, "loss": F.cross_entropy, "partition": LabelSorted()}
     model = partial(nn.Linear, INPUTS, 3)
-    result = train(promoting(ASP()), tmp_path, workers=WORKERS, model=model, budget=Epochs(2), **given)
+    result = simulate(promoting(ASP()), tmp_path, workers=WORKERS, model=model, budget=Epochs(2), **given)
     assert result.summary.samples == 2 * COUNT
 
 
 def test_what_is_handed_over_stays_on_the_machine(tmp_path: Path) -> None:
     """At the switch nothing but the count of samples passes the network."""
-    train(promoting(BSP(), servers=2, share=0.5), tmp_path / "a", workers=WORKERS, budget=Steps(4))
+    simulate(promoting(BSP(), servers=2, share=0.5), tmp_path / "a", workers=WORKERS, budget=Steps(4))
     numel = sum(p.numel() for p in make_model().parameters())
     size = 4 * numel
     sent = [ended(tmp_path / "a", node).sent for node in range(WORKERS)]
@@ -214,7 +215,7 @@ def test_the_schedule_goes_on_by_samples(tmp_path: Path) -> None:
     def falling(epochs: float) -> float:
         return 1 / (1 + epochs)
 
-    train(promoting(BSP()), tmp_path, workers=WORKERS, budget=Epochs(3), schedule=falling)
+    simulate(promoting(BSP()), tmp_path, workers=WORKERS, budget=Epochs(3), schedule=falling)
     for node in range(WORKERS - 1):
         last = [e for e in events(tmp_path, node) if isinstance(e, Stepped)][-1]
         assert last.lr == pytest.approx(0.02 * falling(3 - 11 / COUNT) * 3 / 4, rel=0.02)
@@ -229,7 +230,7 @@ def test_what_is_shown_on_the_way_ends_where_it_should(tmp_path: Path) -> None:
 
 
 def test_those_who_left_say_so(tmp_path: Path) -> None:
-    result = train(promoting(ASP(), servers=2), tmp_path, workers=WORKERS, budget=Steps(10))
+    result = simulate(promoting(ASP(), servers=2), tmp_path, workers=WORKERS, budget=Steps(10))
     left = [
         node
         for node in range(WORKERS + 2)
@@ -252,7 +253,7 @@ def test_those_who_left_say_so(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused(strategy: str, complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        train(strategy, tmp_path, workers=WORKERS)
+        simulate(strategy, tmp_path, workers=WORKERS)
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -262,4 +263,4 @@ class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def test_a_stream_cannot_be_divided_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot give the samples of a stream"):
-        train(promoting(ASP()), tmp_path, workers=WORKERS, data=Stream)
+        simulate(promoting(ASP()), tmp_path, workers=WORKERS, data=Stream)

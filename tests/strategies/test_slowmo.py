@@ -25,6 +25,7 @@ from tests.zoo import (
     momentum,
     plain,
     sgd,
+    simulate,
     train,
     trapped,
 )
@@ -51,7 +52,7 @@ def test_without_slow_momentum_it_is_local_sgd(tau: int, optimizer: Factory, tmp
 
 
 def test_tau_1_is_large_batch_sgd_with_momentum_beta(tmp_path: Path) -> None:
-    slow = train(SlowMo(tau=1, alpha=1.0, beta=0.6), tmp_path, optimizer=sgd, workers=3, budget=Epochs(2))
+    slow = simulate(SlowMo(tau=1, alpha=1.0, beta=0.6), tmp_path, optimizer=sgd, workers=3, budget=Epochs(2))
     expected = plain(optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.6), size=3, steps=12)
     assert_close(slow.model, expected, tolerance=1e-5)
 
@@ -59,7 +60,7 @@ def test_tau_1_is_large_batch_sgd_with_momentum_beta(tmp_path: Path) -> None:
 def test_one_worker_without_momentum_is_lookahead(tmp_path: Path) -> None:
     """Zhang, Lucas, Hinton, Ba 2019: slow ← slow + α (fast - slow), every τ steps."""
     tau, alpha, rounds = 4, 0.5, 5
-    result = train(
+    result = simulate(
         SlowMo(tau=tau, alpha=alpha, beta=0.0, buffers="maintain"), tmp_path, workers=1, budget=Steps(tau * rounds)
     )
     seed_everything(SEED)
@@ -142,7 +143,7 @@ def _average(inner: list[torch.optim.Optimizer]) -> None:
 @pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])
 def test_against_algorithm_1_with_a_schedule(buffers: Buffers, optimizer: Factory, tmp_path: Path) -> None:
     strategy = SlowMo(tau=4, alpha=0.9, beta=0.5, buffers=buffers)
-    result = train(strategy, tmp_path, workers=3, optimizer=optimizer, budget=Steps(15), schedule=falling)
+    result = simulate(strategy, tmp_path, workers=3, optimizer=optimizer, budget=Steps(15), schedule=falling)
     got = nn.utils.parameters_to_vector(result.model.parameters()).detach().double()
     expected = algorithm_1(
         workers=3, steps=15, tau=4, alpha=0.9, beta=0.5, buffers=buffers, optimizer=optimizer
@@ -154,7 +155,7 @@ def test_the_three_ways_with_buffers_differ(tmp_path: Path) -> None:
     ways: tuple[Buffers, ...] = ("reset", "maintain", "average")
     ends = [
         nn.utils.parameters_to_vector(
-            train(SlowMo(tau=2, buffers=way), tmp_path / way, budget=Steps(8)).model.parameters()
+            simulate(SlowMo(tau=2, buffers=way), tmp_path / way, budget=Steps(8)).model.parameters()
         )
         for way in ways
     ]
@@ -164,7 +165,7 @@ def test_the_three_ways_with_buffers_differ(tmp_path: Path) -> None:
 
 def test_a_round_without_learning_rate_ends_in_the_mean(tmp_path: Path) -> None:
     """A warm-up that starts at zero has no direction in its first round, and must not divide by it."""
-    result = train(
+    result = simulate(
         SlowMo(tau=2), tmp_path, workers=2, budget=Steps(6), schedule=lambda done: 0.0 if done < 0.2 else 1.0
     )
     assert all(bool(torch.isfinite(p).all()) for p in result.model.parameters())
@@ -174,8 +175,8 @@ def test_a_round_without_learning_rate_ends_in_the_mean(tmp_path: Path) -> None:
 def test_around_all_reduce_the_mean_changes_nothing(tmp_path: Path) -> None:
     """Wrapped around all-reduce with one worker's view, the slow step sees what everybody has."""
     strategy = SlowMo(tau=3, alpha=1.0, beta=0.0, buffers="maintain", base=AllReduce())
-    wrapped = train(strategy, tmp_path / "wrapped", budget=Steps(9))
-    assert_close(wrapped.model, train(AllReduce(), tmp_path / "bare", budget=Steps(9)).model, tolerance=1e-5)
+    wrapped = simulate(strategy, tmp_path / "wrapped", budget=Steps(9))
+    assert_close(wrapped.model, simulate(AllReduce(), tmp_path / "bare", budget=Steps(9)).model, tolerance=1e-5)
 
 
 def test_averaging_buffers_when_a_worker_has_none_yet(tmp_path: Path) -> None:
@@ -197,8 +198,8 @@ def test_averaging_buffers_of_several_groups(tmp_path: Path) -> None:
         return momentum([{"params": [p]} for p in params])
 
     strategy = SlowMo(tau=2, buffers="average")
-    together = train(strategy, tmp_path / "one", workers=2, optimizer=one, budget=Steps(6))
-    apart = train(strategy, tmp_path / "each", workers=2, optimizer=each, budget=Steps(6))
+    together = simulate(strategy, tmp_path / "one", workers=2, optimizer=one, budget=Steps(6))
+    apart = simulate(strategy, tmp_path / "each", workers=2, optimizer=each, budget=Steps(6))
     assert_close(apart.model, together.model)
 
 
@@ -243,7 +244,7 @@ class Restless(LocalSGD):
 @pytest.mark.parametrize("steps", [5, 6, 8])
 def test_the_base_is_finished_too(steps: int, tmp_path: Path) -> None:
     """In the middle of a round of the base, at the end of one, and at the end of a slow one."""
-    train(SlowMo(tau=4, base=Restless(tau=2)), tmp_path, workers=2, budget=Steps(steps))
+    simulate(SlowMo(tau=4, base=Restless(tau=2)), tmp_path, workers=2, budget=Steps(steps))
     for rank in range(2):
         told = [e.value for e in events(tmp_path, rank) if isinstance(e, Logged) and e.name == "finished at"]
         assert told == [steps]

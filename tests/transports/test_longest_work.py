@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tests.transports.test_reunion import machines
 
-from orchestra.worlds.sockets import messenger
+from orchestra.worlds.sockets import neighbours
 from orchestra.worlds.sockets.shm_ring import activity_of
 
 
@@ -24,7 +24,7 @@ def test_work_counts_from_the_beginning_of_the_run_and_waits_do_not(monkeypatch:
             return activity_of(peer.ring_in).longest
 
     with machines(monkeypatch, remote=False) as (a, b), monkeypatch.context() as patch:
-        patch.setattr(messenger, "time", clock)
+        patch.setattr(neighbours, "time", clock)
         (peer,) = b._peers.values()
         assert [longest(60, 1), longest(60, 1)] == [0, 0]  # it loads its data
         a.begin()

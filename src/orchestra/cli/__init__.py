@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `orchestra`: one file per verb. Data goes to standard output, messages and progress to standard error.
+"""The command `orchestra`: one file per command. Data goes to standard output, messages and progress to standard error.
 
-Nothing here or at the top of a verb's file imports torch: help and misspelt words should not wait for it, and a command
+Nothing here or at the top of a command's file imports torch: help and misspelt words should not wait for it. A command
 that trains starts the warm process first, so that two imports of torch run side by side.
 """
 
@@ -20,7 +20,7 @@ _CLOSED_PIPE = 141  # what a shell reports for a program that wrote into a close
 
 
 def main() -> None:
-    """Entry point of the command."""
+    """Run the command line and exit."""
     sys.exit(invoke(sys.argv[1:]))
 
 
@@ -33,7 +33,7 @@ def invoke(arguments: Sequence[str]) -> int:
     except SystemExit as ended:
         return _code(ended)
     except OrchestraError as error:
-        is_known = isinstance(error, Stopped) and error.is_interruption  # process 0 tells, and what to do next
+        is_known = isinstance(error, Stopped) and error.is_interruption  # process 0 prints it, with the next step
         if not is_known and not environment.is_told_by_another(error):
             print(describe(error), file=sys.stderr)
         return error.exit_code
@@ -42,7 +42,7 @@ def invoke(arguments: Sequence[str]) -> int:
             print("stopped.", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read us is gone; so that the interpreter does not complain while flushing, let it flush nowhere.
+        # The reader of the pipe is gone. Flushing into /dev/null keeps the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
     except Exception:
@@ -52,14 +52,14 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def describe(error: OrchestraError) -> str:
-    """An error as the user should read it. A worker's own traceback comes first: it shows what to mend."""
+    """Return an error as the user should read it. A worker's own traceback comes first: it shows what to fix."""
     if isinstance(error, WorkerFailed | Interrupted):
         return str(error)
     return f"orchestra.{type(error).__name__}: {error}"
 
 
 def _code(ended: SystemExit) -> int:
-    """As the interpreter reads it: a text is a message, and a failure."""
+    """Return the exit code as the interpreter reads it: a text is a message, and a failure."""
     if ended.code is None or isinstance(ended.code, int):
         return ended.code or 0
     print(ended.code, file=sys.stderr)

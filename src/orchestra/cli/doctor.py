@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra doctor`: what works on this machine, what does not, and how to mend it."""
+"""`orchestra doctor`: what works on this machine, what does not, and how to fix it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from orchestra.errors import EnvironmentProblem
 if TYPE_CHECKING:
     from orchestra.doctor import Check, Finding
 
-_NARROW = 60  # columns; below, what was found goes on lines of its own
+_NARROW = 60  # columns; below, the findings have their own lines
 _COLOURS = {"fine": "green", "limited": "yellow", "broken": "red", "untried": "yellow"}
 
 Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="NAME", help="Only these checks; --list has their names.", show_default=False),
 ]
-List = Annotated[bool, typer.Option("--list", help="List the checks, and try none.")]
+List = Annotated[bool, typer.Option("--list", help="List the checks without running them.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, for programs.")]
 
 
 def doctor(names: Names = None, list_: List = False, json_: Json = False) -> None:
-    """Try what training needs on this machine: what works, what does not, how to mend it.
+    """Check this machine: what works, what does not, and how to fix it.
 
-    Every check really tries the thing, in a process of its own: imports torch, trains with two processes, takes means
-    by Gloo and NCCL, maps memory, binds ports, writes to disk. It takes some seconds, 20 at most, and leaves nothing
-    behind. Each is fine, limited (some uses of it fail, or it is for some uses only), broken, or untried for lack of
-    time or of what it needs.
+    Every check runs in a process of its own: it imports torch, trains with two processes, averages through Gloo and
+    NCCL, maps memory, binds ports, or writes to disk. All take 20 seconds at most, and leave nothing behind. The result
+    is fine, limited (some uses fail, or it is needed for some uses only), broken, or untried for lack of time or of
+    something that it needs.
 
-    Exit code 0 if all that training on this machine needs works, 3 if something of it is broken or untried; what is for
-    other uses (GPUs, other machines, the laboratory) does not count.
+    The exit code is 0 if everything that training on this machine needs works, and 3 if part of that is broken or
+    untried. Checks for other uses (GPUs, other machines, the lab) do not count.
 
     For example:
 
@@ -51,7 +51,7 @@ def doctor(names: Names = None, list_: List = False, json_: Json = False) -> Non
 
     checks = find(names or [])
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that cannot show a letter of a path must not end us; and JSON is UTF-8 wherever it goes.
+        # A terminal that cannot show a letter of a path must not end the program; and JSON is always UTF-8.
         sys.stdout.reconfigure(encoding="utf-8" if json_ else None, errors="backslashreplace")
     if list_:
         _list(checks, json_=json_)
@@ -83,7 +83,7 @@ def _list(checks: Sequence[Check], *, json_: bool) -> None:
 
 
 def _show(check: Check, finding: Finding) -> None:
-    """One line of the table, as soon as it is known. The mark is a word: it needs no colour and no special letters."""
+    """Print one line of the table. The mark is a word, which needs no colour and no special letters."""
     from rich.console import Console
     from rich.text import Text
 
@@ -96,7 +96,7 @@ def _show(check: Check, finding: Finding) -> None:
 
 
 def _filled(text: str, head: str) -> str:
-    """Text after a head, its further lines below itself; in a pipe one line, which programs can search."""
+    """Return text after a head, with its further lines indented; in a pipe one line, which programs can search."""
     return textwrap.fill(
         text,
         _width(),
@@ -112,13 +112,13 @@ def _width() -> int:
 
 
 def _missing(results: Sequence[tuple[Check, Finding]], *states: str) -> list[str]:
-    """What training needs and is in one of these states; not known to work, without any."""
+    """Return the checks that training needs in one of these states; without states, those not known to work."""
     wanted = states or ("broken", "untried")
     return [check.name for check, finding in results if check.needed and finding.state in wanted]
 
 
 def _advice(results: Sequence[tuple[Check, Finding]]) -> Iterator[str]:
-    """What to do, the needed first; the same remedy once."""
+    """Yield what to do, the needed checks first; each remedy once."""
     remedies: dict[str, list[str]] = {}
     for check, finding in sorted(results, key=lambda result: result[0].name not in _missing(results)):
         if finding.remedy:
@@ -130,13 +130,13 @@ def _advice(results: Sequence[tuple[Check, Finding]]) -> Iterator[str]:
 
 
 def verdict(results: Sequence[tuple[Check, Finding]]) -> str:
-    """The whole in a sentence."""
+    """Return all results in a sentence."""
     from orchestra.doctor import CHECKS
 
     needed = _missing(results)
     others = [check.name for check, finding in results if finding.state != "fine" and check.name not in needed]
     if broken := _missing(results, "broken"):
-        return f"Training on this machine will fail until this is mended: {', '.join(broken)}."
+        return f"Training on this machine will fail until this is fixed: {', '.join(broken)}."
     if needed:
         return f"Whether training works on this machine is not known yet: {', '.join(needed)} took too long."
     if len(results) < len(CHECKS):

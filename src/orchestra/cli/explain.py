@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra explain`: one strategy, as its paper has it, with its options."""
+"""`orchestra explain`: one strategy, as in its paper, with its options."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def explain(
 
       orchestra explain slowmo
       orchestra explain asp
-      orchestra explain compute-time  what --compute-time takes; likewise network, optimizer, schedule
-      orchestra explain lars          an optimizer for large mini-batches; likewise lamb
+      orchestra explain compute-time   values of --compute-time; also network,
+                                       optimizer, schedule
+      orchestra explain lars           an optimizer for large batches; also lamb
     """
     from orchestra.cli import part_text, summary
     from orchestra.strategies.catalogue import PARTS

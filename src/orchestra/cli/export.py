@@ -24,10 +24,10 @@ Mlflow = Annotated[str | None, typer.Option("--mlflow", metavar="URI", help="A t
 
 
 def export(runs: Runs, tensorboard: TensorBoard = None, wandb: Wandb = None, mlflow: Mlflow = None) -> None:
-    """Give the figures of runs to the tool you live in: losses, scores, times, bytes, ages of gradients, by step.
+    """Export the figures of runs to another tool: losses, scores, times, bytes, staleness of gradients, by step.
 
-    Runs may be real or rehearsed, over or under way; each becomes a run there. Needs the tool itself, which is an extra
-    of that name.
+    Runs may be real or simulated, complete or still running; each becomes a run of that tool. The tool has to be
+    installed: there is an extra of that name.
 
     For example:
 
@@ -36,7 +36,7 @@ def export(runs: Runs, tensorboard: TensorBoard = None, wandb: Wandb = None, mlf
       orchestra export runs/demo --mlflow sqlite:///mlflow.db
     """
     if tensorboard is None and wandb is None and mlflow is None:
-        raise ConfigError([Problem("export", "", "where to? Say --tensorboard DIR, --wandb PROJECT or --mlflow URI")])
+        raise ConfigError([Problem("export", "", "give --tensorboard DIR, --wandb PROJECT or --mlflow URI")])
     if missing := [path for path in runs if not path.is_dir()]:
         raise ConfigError([Problem("RUN", str(path), "there is no such folder") for path in missing])
     from orchestra.report import exporters
@@ -46,7 +46,7 @@ def export(runs: Runs, tensorboard: TensorBoard = None, wandb: Wandb = None, mlf
         *([exporters.wandb(wandb)] if wandb is not None else []),
         *([exporters.mlflow(mlflow)] if mlflow is not None else []),
     ]
-    with patiently(f"looking through {', '.join(map(str, runs))} for runs, and giving them ..."):
+    with patiently(f"looking through {', '.join(map(str, runs))} for runs, and exporting them ..."):
         done, refused = exporters.export(runs, chosen)
     for why in refused:
         summary.say(f"left out: {why}")
@@ -54,6 +54,6 @@ def export(runs: Runs, tensorboard: TensorBoard = None, wandb: Wandb = None, mlf
         raise ConfigError([Problem("RUN", str(runs[0]), "holds no run that can be read")])
     for name in done:
         print(name)
-    summary.say(f"gave {plural(len(done), 'run')}")
+    summary.say(f"exported {plural(len(done), 'run')}")
     if tensorboard is not None:
         summary.say(f"next: tensorboard --logdir {tensorboard}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The score that a comparison races to: as it was said, as the recipe or the script has it, or found by a first run.
+"""The target of a comparison: given, from the recipe or script, or found by a first run.
 
-A first run is one of the baseline, with a seed that is not raced with. The target is then most of the way from the
-untrained model's score to the best one of that run: what others must reach as well, and how soon is compared.
+The first run is one of the baseline, with a seed that the comparison does not use. The target is then 90 % of the way
+from the untrained model's score to the best score of that run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FIRST = "first-run"
 
 
 def choose(recipe: Recipe, text: str | None) -> Target:
-    """The target, its value not a number if a first run has to find it. Raises a `ConfigError`.
+    """Return the target, with NaN as value if a first run has to find it, or raise a `ConfigError`.
 
-    The model is scored as it is before training: a target that evaluate does not know would never be reached.
+    The untrained model is scored first: a target that `evaluate` does not return would never be reached.
     """
     from orchestra.engine.scoring import figures
 
@@ -39,15 +39,15 @@ def choose(recipe: Recipe, text: str | None) -> Target:
     if goal is None:
         return Target(_first_of(scores), math.nan)
     if goal.metric not in scores:
-        message = f"is no score of this recipe; {nearest(goal.metric, scores)}"
+        message = f"is not a score of this recipe; {nearest(goal.metric, scores)}"
         raise ConfigError([Problem("target", goal.metric, message)])
     if goal.metric == "accuracy" and goal.value > 1:
-        raise ConfigError([Problem("target", f"{goal.value:g}", "is no accuracy: they go from 0 to 1, such as 0.95")])
+        raise ConfigError([Problem("target", f"{goal.value:g}", "is not an accuracy between 0 and 1, such as 0.95")])
     return goal
 
 
 def of_a_loop(text: str | None) -> Target:
-    """The target, as it was said; if none was, even its name has to be found by a first run."""
+    """Return the given target; without one, a first run has to find its name as well."""
     return Target("", math.nan) if text is None else read_target(text)
 
 
@@ -57,12 +57,12 @@ def _first_of(scores: Iterable[str]) -> str:
 
 
 def is_open(target: Target) -> bool:
-    """Whether a first run has to find its value."""
+    """Return whether a first run has to find its value."""
     return math.isnan(target.value)
 
 
 def settle(race: Race, *, quiet: bool) -> Race:
-    """The same race with a target that has a value."""
+    """Return the same race with a target that has a value."""
     from orchestra.report.verdict import baseline_of, goal
     from orchestra.runs.facts import scores_of
 
@@ -79,8 +79,8 @@ def settle(race: Race, *, quiet: bool) -> Race:
     values = [v for scored in scores if (v := scored.metrics.get(metric)) is not None and math.isfinite(v)]
     target = Target(metric, _reachable(values, lower=lower_is_better(metric)))
     if is_open(target):
-        why = outcome.failed or f"it came to no better {metric or 'score'} than it began with"
-        message = f"none was said, and a first run of {first} finds none: {why}. Name one: --target accuracy=0.9"
+        why = outcome.failed or f"its {metric or 'score'} did not improve"
+        message = f"none was given, and a first run of {first} found none: {why}. Give one: --target accuracy=0.9"
         raise ConfigError([Problem("target", None, message)])
     if not quiet:
         best = (min if lower_is_better(metric) else max)(values)
@@ -89,7 +89,7 @@ def settle(race: Race, *, quiet: bool) -> Race:
 
 
 def _reachable(values: list[float], *, lower: bool) -> float:
-    """Most of the way from the first score to the best, in three digits; not a number if there is no way.
+    """Return 90 % of the way from the first score to the best, in three digits; NaN if they are equal.
 
     >>> _reachable([0.1, 0.8, 0.9], lower=False), _reachable([2.3, 0.3], lower=True), _reachable([0.9], lower=False)
     (0.82, 0.5, 0.81)
@@ -97,7 +97,7 @@ def _reachable(values: list[float], *, lower: bool) -> float:
     if not values:
         return math.nan
     best = (min if lower else max)(values)
-    if len(values) == 1:  # the last one alone: of an untrained model nothing is known
+    if len(values) == 1:  # only the last score: that of the untrained model is unknown
         return _rounded(best / _WAY if lower else best * _WAY)
     return _rounded(values[0] + _WAY * (best - values[0])) if best != values[0] else math.nan
 

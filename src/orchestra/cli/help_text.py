@@ -7,6 +7,6 @@ import inspect
 
 
 def flowing(text: str) -> str:
-    """A docstring as the terminal should fill it: prose in one line a paragraph, indented lines as they are."""
+    """Return a docstring for the terminal to fill: each paragraph in one line, indented lines as they are."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(p if p.startswith(" ") else " ".join(p.split()) for p in paragraphs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in a laboratory of its own: hosts on this machine, with the rates and latencies that were asked for."""
+"""A run in a lab of its own: hosts on this machine, with given rates and latencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORM = "must be RATE,LATENCY and perhaps cpu=CORES: 100mbit,1ms or 1gbit,0.2ms,
 
 
 def read(text: str) -> dict[str, Any]:
-    """What every host of a lab has, from `100mbit,1ms,cpu=0.5`."""
+    """Read what every host of a lab has from `100mbit,1ms,cpu=0.5`."""
     rate, comma, rest = text.partition(",")
     latency, _, cpu = rest.partition(",cpu=")
     try:
@@ -30,7 +30,7 @@ def read(text: str) -> dict[str, Any]:
 
 
 def problems_of(text: str, nodes: int) -> Iterator[Problem]:
-    """What keeps such a lab from being built here."""
+    """Yield what prevents such a lab on this machine."""
     from orchestra.errors import EnvironmentProblem
     from orchestra.lab import Lab, ip_commands
 
@@ -44,7 +44,7 @@ def problems_of(text: str, nodes: int) -> Iterator[Problem]:
 
 
 def run(recipe: str, chosen: Options, nodes: int, lab: str, args: Sequence[str] = ()) -> None:
-    """Have every host of a lab run the same command. Raises what its first host, which speaks for the run, said."""
+    """Run the same command on every host of a lab. Raise with the last line of the first host if it fails."""
     from orchestra.lab import Lab
 
     command = [sys.executable, "-m", "orchestra", "run", recipe, *flags(chosen), "--quiet"]
@@ -54,7 +54,7 @@ def run(recipe: str, chosen: Options, nodes: int, lab: str, args: Sequence[str] 
         try:
             code = hosts.run(command, out=io.BytesIO(), err=said)
         except KeyboardInterrupt:
-            raise Interrupted("stopped by SIGINT while a strategy ran in the laboratory.") from None
+            raise Interrupted("stopped by SIGINT while a strategy ran in the lab.") from None
     if code:
         lines = said.getvalue().decode(errors="replace").strip().splitlines()
         raise ClusterError(lines[-1].partition(" | ")[2] if lines else f"exit status {code}")
@@ -62,13 +62,13 @@ def run(recipe: str, chosen: Options, nodes: int, lab: str, args: Sequence[str] 
 
 @contextmanager
 def with_token() -> Iterator[None]:
-    """Give what is run inside a token, unless there is one."""
+    """Provide a token for the commands inside, unless there is one."""
     from orchestra.worlds.sockets import auth
 
     if "ORCHESTRA_TOKEN" in os.environ or "ORCHESTRA_TOKEN_FILE" in os.environ:
         yield
         return
-    os.environ["ORCHESTRA_TOKEN"] = auth.new()  # in no file that could be left behind
+    os.environ["ORCHESTRA_TOKEN"] = auth.new()  # not in a file, which could be left behind
     try:
         yield
     finally:
@@ -76,7 +76,7 @@ def with_token() -> Iterator[None]:
 
 
 def flags(chosen: Options, without: Sequence[str] = ("workers",)) -> Iterator[str]:
-    """Options as they were given, but for the workers: how many there are, every node is told."""
+    """Yield the given options as words of a command, without the workers: every node learns their number elsewhere."""
     for name, value in chosen.given().items():
         if name not in without:
             yield f"--{name.replace('_', '-')}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra lab`: a network of hosts on one machine. Building it, running commands in it, taking it down."""
+"""`orchestra lab`: build a network of hosts on one machine, run commands in it, take it down."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _NAME = "orchestra"  # of a lab that is given none, as in `orchestra.lab.plan`
 
 Hosts = Annotated[int, o.cluster("--hosts", "-n", metavar="N", help="How many hosts.", show_default=False)]
 Rate = Annotated[
-    str | None, o.cluster(metavar="RATE", help="Of each host's link, up and down, e.g. 100mbit. Default: any.")
+    str | None,
+    o.cluster(metavar="RATE", help="Rate of each host's link, up and down: 100mbit. Default: unlimited."),
 ]
-Latency = Annotated[str, o.cluster(metavar="TIME", help="One way from host to host, e.g. 1ms.")]
-Cpu = Annotated[float | None, o.cluster(metavar="CORES", help="Of each host, e.g. 0.5. Default: any.")]
+Latency = Annotated[str, o.cluster(metavar="TIME", help="Latency from host to host, one way, e.g. 1ms.")]
+Cpu = Annotated[float | None, o.cluster(metavar="CORES", help="Cores of each host, e.g. 0.5. Default: unlimited.")]
 Straggler = Annotated[
     str | None,
     o.cluster(metavar="NxF", help="The first N hosts are F times slower: 1/F of the cores of each of the others. 1x5."),
@@ -42,14 +43,14 @@ Exceptions = Annotated[
         help="A host that differs, e.g. 3:rate=10mbit,latency=5ms,cpu=0.25; also up= and down=. May be repeated.",
     ),
 ]
-Name = Annotated[str, o.cluster(metavar="NAME", help="Labs of different names are apart.")]
+Name = Annotated[str, o.cluster(metavar="NAME", help="Labs with different names are separate.")]
 
 
 def lab(context: typer.Context) -> None:
-    """A network of hosts on this machine: namespaces with a link each, whose rate, latency and processor you choose.
+    """Build a network of hosts on this machine: namespaces whose rate, latency and processor you choose.
 
-    Any program that speaks through sockets takes it for a network of machines. Linux only, needs root; nothing of it is
-    seen from outside, and lab down leaves nothing behind. Without root: lab compose, for Docker.
+    To any program that uses sockets it looks like a network of machines. It needs Linux and root. Nothing of it is
+    visible from outside, and lab down leaves nothing behind. Without root: lab compose, for Docker.
 
     For example:
 
@@ -78,12 +79,12 @@ def up(
     hosts: Hosts, rate: Rate = None, latency: Latency = "0s", cpu: Cpu = None, straggler: Straggler = None,
     host: Exceptions = None, name: Name = _NAME, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Build a lab. Refused where one of the same name is up, in which something may run: take it down first.
+    """Build a lab. If one of the same name is up, take it down first.
 
     For example:
 
       orchestra lab up --hosts 4 --rate 100mbit --latency 1ms
-      orchestra lab up --hosts 3 --rate 1gbit --host 3:up=20mbit,latency=5ms --name far
+      orchestra lab up --hosts 3 --host 3:up=20mbit,latency=5ms --name far
     """
     from orchestra.lab import build
     from orchestra.lab.inspection import look
@@ -95,7 +96,7 @@ def up(
         return
     cores, asked = os.cpu_count() or 1, sum(machine.cpu or 0.0 for machine in plan.machines)
     if asked > cores:
-        summary.say(f"warning: the hosts were promised {asked:g} cores together, and there are {cores}")
+        summary.say(f"warning: the hosts have {asked:g} cores together, and this machine has {cores}")
     of = "" if name == _NAME else f"--name {name} "
     summary.say(f"next: orchestra lab run {of}-- ip -br address\nlast: orchestra lab down {of}".rstrip())
 
@@ -105,10 +106,10 @@ def run(
     host: Annotated[int | None, o.cluster(metavar="K", help="Only on the K-th host, from 1. Default: all.")] = None,
     name: Name = _NAME,
 ) -> NoReturn:
-    """Run a command on all hosts at once, each line prefixed by its host, or on one as if you sat there.
+    """Run a command on all hosts at once, each line prefixed by its host, or on one host as in its terminal.
 
-    The exit code is that of the first that failed. It ends the others, as Ctrl-C does, and nothing that was started
-    stays. Each host finds in its environment ORCHESTRA_LAB_RANK (from 0), _SIZE, _ADDRESS (its own), _FIRST (the first
+    The exit code is that of the first host that failed. A failure ends the others, as Ctrl-C does, and no process
+    stays. Each host has in its environment ORCHESTRA_LAB_RANK (from 0), _SIZE, _ADDRESS (its own), _FIRST (the first
     host's) and _ADDRESSES; for torch RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME; unless you set
     them, OMP_NUM_THREADS (its share of the cores) and a token for this one run.
 
@@ -126,7 +127,7 @@ def run(
     ended_by: list[int] = []
 
     def end(number: int, _: object) -> None:
-        """What runs is asked to end with us, as by Ctrl-C, and may save before it does."""
+        """Ask the processes to end, as by Ctrl-C: they may save first."""
         ended_by.append(number)
         raise KeyboardInterrupt
 
@@ -143,12 +144,12 @@ def run(
 
 def down(
     name: Name = _NAME,
-    all_: Annotated[bool, o.cluster("--all", help="Every lab of this machine.")] = False,
+    all_: Annotated[bool, o.cluster("--all", help="All labs of this machine.")] = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Take a lab down and end all that runs in it. No complaint if there is none.
+    """Take a lab down and end every process in it. It is no error if there is none.
 
-    It looks for what exists, and so also removes what a lab left that was half built when it was interrupted.
+    It removes what exists, and so also a lab that was interrupted while it was built.
 
     For example:
 
@@ -175,8 +176,8 @@ def show(name: Name = _NAME, json_: o.Json = False) -> None:
 
     found = look(name)
     _show(found, json_=json_)
-    if found.cut:
-        summary.say(f"not whole: half built, or its delay line died. Next: orchestra lab down --name {name}")
+    if found.broken:
+        summary.say(f"broken: half built, or its delay line died. Next: orchestra lab down --name {name}")
 
 
 def list_(json_: o.Json = False) -> None:
@@ -197,7 +198,7 @@ def list_(json_: o.Json = False) -> None:
     rows = []
     for lab in found:
         first = lab.addresses[0] if lab.addresses else None
-        rows.append((lab.name, str(lab.size), first or "none", str(lab.processes), "not whole" if lab.cut else "up"))
+        rows.append((lab.name, str(lab.size), first or "none", str(lab.processes), "broken" if lab.broken else "up"))
     _table(("lab", "hosts", "first address", "processes", "state"), rows)
     if not found:
         summary.say("none is up. Next: orchestra lab up --hosts 4 --rate 100mbit --latency 1ms")
@@ -213,12 +214,12 @@ def compose(
 ) -> None:  # fmt: skip
     """Print the same lab as a Docker Compose file: a service for each host, which shapes its own link.
 
-    The token that runs in it need is a secret, in a file beside it that you make; its first lines say how.
+    Runs in it need a token, a secret in a file beside it that you make; the first lines of the Compose file say how.
 
     For example:
 
       orchestra lab compose --hosts 4 --rate 100mbit --latency 1ms > lab.yaml
-      orchestra lab compose --hosts 2 --rate 1gbit --cpu 0.5 --image mine:latest > lab.yaml
+      orchestra lab compose --hosts 2 --cpu 0.5 --image mine:latest > lab.yaml
     """
     from orchestra.lab.compose import compose as written
 
@@ -273,7 +274,7 @@ def _record(lab: LabState) -> dict[str, Any]:
         {"host": f"host-{k}", "address": address, **vars(machine)}
         for k, (address, machine) in enumerate(zip(lab.addresses, lab.machines, strict=True), start=1)
     ]
-    return {"name": lab.name, "whole": not lab.cut, "processes": lab.processes, "hosts": hosts}
+    return {"name": lab.name, "whole": not lab.broken, "processes": lab.processes, "hosts": hosts}
 
 
 def _show(lab: LabState, *, json_: bool) -> None:

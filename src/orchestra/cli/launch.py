@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra launch`: one run on many machines, over ssh or by a template for what starts programs there."""
+"""`orchestra launch`: one run on many machines, over ssh or by a template for a job scheduler."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Command = Annotated[
 ]
 Hosts = Annotated[
     Path | None,
-    o.machines(metavar="FILE", help="One host a line, as ssh takes it; behind it slots=2, python=..., cwd=..."),
+    o.machines(metavar="FILE", help="One host a line, as ssh takes it; after it slots=2, python=..., cwd=..."),
 ]
-PerHost = Annotated[int, o.machines(metavar="N", help="Processes on a host that says no slots=.")]
+PerHost = Annotated[int, o.machines(metavar="N", help="Processes on a host without slots=. Also --nproc-per-node.")]
 Master = Annotated[
     str | None,
-    o.machines(metavar="ADDRESS", help="Where the others find the first host. Default: as in the file."),
+    o.machines(metavar="ADDRESS", help="Address at which the others find the first host. Default: as in the file."),
 ]
 Port = Annotated[int | None, o.machines(metavar="P", help="On the first host. Default: 29500, or a free one.")]
 TokenFile = Annotated[
@@ -42,7 +42,7 @@ Cwd = Annotated[str | None, o.machines(metavar="DIR", help="On the hosts. Defaul
 Environment = Annotated[
     list[str] | None, o.machines("--env", metavar="NAME[=VALUE]", help="For every process. May be repeated.")
 ]
-DryRun = Annotated[bool, o.output("--dry-run", help="Show what would be run where, and start nothing.")]
+DryRun = Annotated[bool, o.output("--dry-run", help="Print what would run where, and start nothing.")]
 Print = Annotated[
     str | None,
     templates("--print", metavar="KIND", help="Print a template instead: slurm, kubernetes or docker-compose."),
@@ -58,12 +58,12 @@ def launch(
 ) -> None:  # fmt: skip
     """Run one command on many machines: every process is a node of one run.
 
-    The hosts are asked first whether they answer and have the same versions. Then each runs the same command and finds
-    its rank in the environment, as under torchrun; the last ranks are the servers, if the strategy has any. Rank 0
-    speaks for the run; what the others say goes to standard error, with the host in front. Ctrl-C lets the run save and
-    stop (a loop under orchestra.prepare just stops), once more kills it. If a process fails, the others are stopped and
-    the first cause is told; its exit code is this command's. Nothing stays behind on any host, even if this command is
-    killed.
+    First, every host must answer and have the same versions. Then each runs the same command and finds its rank in the
+    environment, as under torchrun; the last ranks are the servers, if the strategy has any. The output of rank 0 is
+    that of the run; the output of the others goes to standard error, with the host in front. Ctrl-C lets the run save
+    and stop (a loop under orchestra.prepare only stops); a second Ctrl-C kills it. If a process fails, the others are
+    stopped, the first cause is printed, and its exit code is that of this command. No process stays on any host, even
+    if this command is killed.
 
     For example:
 
@@ -78,14 +78,14 @@ def launch(
       ada@10.0.0.1  slots=2
       ada@10.0.0.2  python=/opt/venv/bin/python  cwd=/data
 
-    The run's token, which lets a process take part, goes through ssh's encrypted input; it is in no command line. A
-    launcher that is stopped (Ctrl-Z) for a minute counts as gone.
+    The run's token, which lets a process take part, goes through ssh's encrypted input and not through a command line.
+    A launcher that is stopped (Ctrl-Z) for a minute counts as dead.
     """
     from orchestra.launchers.hosts import check_command
 
     words = check_command(command or [])
     if (print_ is None) == (hosts is None):
-        raise ConfigError([Problem("hosts", None if hosts is None else str(hosts), "say either --hosts or --print")])
+        raise ConfigError([Problem("hosts", None if hosts is None else str(hosts), "give either --hosts or --print")])
     if print_ is not None:
         from orchestra.launchers.templates import template
 
@@ -117,20 +117,20 @@ def _words(ssh: str) -> list[str]:
 
 
 def _flags(given: Mapping[str, object], env: list[str]) -> list[str]:
-    """Options as they were given, for whoever is to type them again; but for values, which may be secret."""
+    """Return the given options as words to type again, without the values of variables, which may be secret."""
     named = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     names = [text if "=" not in text else f"{text.partition('=')[0]}=..." for text in env]
     return named + [word for name in names for word in ("--env", name)]
 
 
 def _environment(given: list[str]) -> dict[str, str]:
-    """Variables with their values, or with those they have here."""
+    """Return variables with their given values, or with those of this environment."""
     found: dict[str, str] = {}
     problems = []
     for text in given:
         name, equals, value = text.partition("=")
         if not name or (not equals and name not in os.environ):
-            problems.append(Problem("env", text, "is not set here: say NAME=VALUE"))
+            problems.append(Problem("env", text, "is not set here: give NAME=VALUE"))
         found[name] = value if equals else os.environ.get(name, "")
     if problems:
         raise ConfigError(problems)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison teaches, in words, and how far it can be trusted: pure functions of its table."""
+"""The findings of a comparison in sentences, and how far they can be trusted: pure functions of its table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestra.report.verdict import CHANCE, judge
 
 
 def verdict(table: Table, cores: int | None) -> list[str]:
-    """What was learned, and how far it can be trusted: one sentence or two each, the first that of the report."""
+    """Return the findings and their limits, a sentence or two each; the first is that of the report."""
     if not any(row.done for row in table.rows):
         return ["Every run failed: there is nothing to compare."]
     judged = judge(table.marks, table.target, table.target.metric, table.unit, table.baseline)
@@ -20,7 +20,7 @@ def verdict(table: Table, cores: int | None) -> list[str]:
     elif not winners:
         said.append("Give more --epochs or a nearer --target.")
     elif winners[0].workers + winners[0].servers == 1 and table.workers > 1:
-        said.append(f"{winners[0].strategy} is one process alone: here this model is too small for company to pay.")
+        said.append(f"{winners[0].strategy} is one process: this model is too small to gain from more workers here.")
     tied = [row for row in winners if row.strategy in judged.tied]
     said += ties.advice(tied)
     if winners:
@@ -38,7 +38,7 @@ def verdict(table: Table, cores: int | None) -> list[str]:
 
 
 def _cut_short(table: Table, first: StrategyRow) -> list[str]:
-    """Which strategies used up their samples before the first reached the target: they had less time than it took."""
+    """Return which strategies used up their samples before the first one reached the target."""
     rows = [row for row in table.rows if row.done and not row.times and row.unlearned is None]
     found = [f"{row.strategy} (after {row.seconds:.3g} {table.unit})" for row in rows if row.seconds < first.time]
     if not found or table.stops:
@@ -50,7 +50,7 @@ def _cut_short(table: Table, first: StrategyRow) -> list[str]:
 
 
 def _traffic(table: Table, first: StrategyRow) -> list[str]:
-    """What it cost in bytes."""
+    """Return the cost in bytes."""
     frugal = min((row for row in table.rows if row.done and row.total), key=lambda row: row.total, default=None)
     base = table.row(table.baseline)
     found = []
@@ -71,7 +71,7 @@ def _times(ratio: float) -> str:
 
 
 def _told_apart(table: Table) -> list[str]:
-    """Which differences from the baseline are more than chance."""
+    """Return which differences from the baseline are larger than chance."""
     tested = {name: found for name, found in table.against.items() if found.p is not None and found.speed is not None}
     if not tested:
         return []
@@ -88,11 +88,11 @@ def _told_apart(table: Table) -> list[str]:
 
 
 def _stale(table: Table) -> list[str]:
-    """What may have kept strategies from the target."""
+    """Return what may have kept strategies from the target."""
     missed = [
         (row, row.mean("staleness_mean"))
         for row in table.ranked
-        if row.done and not row.always and row.unlearned is None  # else that is said already
+        if row.done and not row.always and row.unlearned is None  # which is reported already
     ]
     return [
         f"With {row.strategy} gradients were {stale:.1f} updates old on average: a smaller --lr may help it."

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra run` of a script with a training loop of its own: as many processes here as torchrun would start.
+"""`orchestra run` of a script with its own training loop: the processes that torchrun would start, on this machine.
 
     orchestra run loop.py -s ps -n 2     →     3 times   RANK=… WORLD_SIZE=3 …  orchestra run loop.py -s ps
 
-Each of them runs the script, whose `orchestra.prepare(...)` takes the strategy that was said here in place of its own.
+Each of them runs the script, whose `orchestra.prepare(...)` takes the given strategy in place of its own.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _TAKES = ("strategy", "workers", "servers", "seed", "lr_factor", "out", "token_f
 
 
 def problems_of(chosen: Options, *, as_json: bool) -> Iterator[Problem]:
-    """What cannot be said of a loop from outside."""
+    """Yield the options that cannot be given for a script with its own loop."""
     known = ", ".join(f"--{name.replace('_', '-')}" for name in _TAKES[:6])
-    message = f"is for the script itself to decide, whose loop is its own: change it there; here {known} may be said"
+    message = f"is decided by the script, which has its own loop: change it there; options here are {known}"
     for name, value in chosen.given().items():
         if name not in _TAKES:
             yield Problem(name.replace("_", "-"), value, message)
     if as_json:
-        yield Problem("json", True, "a script with a loop of its own prints what it likes: leave it out")
+        yield Problem("json", True, "a script with its own loop decides what it prints: leave it out")
     yield from half_set()
     if chosen.workers is not None and chosen.workers < 1:
         yield Problem("workers", chosen.workers, "must be at least 1")
 
 
 def start(source: Source, chosen: Options, args: Sequence[str]) -> int:
-    """Start the processes, pass on what they print, end with them; gives the exit code."""
+    """Start the processes, pass on what they print, wait for their end, and return the exit code."""
     return _play(source, chosen, args, silent=False)[0]
 
 
 def start_silently(source: Source, chosen: Options, args: Sequence[str]) -> tuple[int, str]:
-    """The same, but nothing that they print is passed on; gives the exit code, and the last words of what failed."""
+    """Do the same without passing on what they print; return the exit code and the last line of what failed."""
     return _play(source, chosen, args, silent=True)
 
 
@@ -61,17 +61,17 @@ def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool)
     command = ["run", source.name, *flags(chosen), *(["--", *args] if args else [])]
     workers = {} if chosen.workers is None else {WORKERS: str(chosen.workers)}
     group = ProcessGroup([_HOST] * nodes, news, asking="stop", silent=silent)
-    return group.run(_links(command, nodes, workers, news)), group.last_words
+    return group.run(_links(command, nodes, workers, news)), group.last_error
 
 
 def _links(command: Sequence[str], nodes: int, more: dict[str, str], news: News) -> dict[int, ProcessLink]:
-    """To one process for each node."""
+    """Return the link to one process for each node."""
     from orchestra.launchers.hosts import argv, place
     from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess
     from orchestra.worlds.sockets import auth
 
     mark, port = secrets.token_hex(8), _free_port()
-    threads = max(1, len(os.sched_getaffinity(0)) // nodes)  # all cores for each would be too many together
+    threads = max(1, len(os.sched_getaffinity(0)) // nodes)  # all cores for each would oversubscribe them
     ours = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "ORCHESTRA_TOKEN": auth.new()}
     links: dict[int, ProcessLink] = {}
     for rank in range(nodes):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script with a training loop of its own in a comparison: each run is several processes, as `orchestra run` starts.
+"""A script with its own training loop in a comparison: each run is several processes, as `orchestra run` starts them.
 
-What is compared is what the loop says of its model with `optimizer.orchestra.score(...)`. If it says nothing, it is the
-loss that it gives to `optimizer.step(loss=loss)`.
+The scores compared are those that the loop gives to `optimizer.orchestra.score(...)`. If it gives none, it is the loss
+given to `optimizer.step(loss=loss)`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 TRAINING_LOSS = "training_loss"
 _POINTS = 40  # of a curve of losses
 _REAL = (
-    "runs in real time, on processes of this machine: a loop of one's own cannot be simulated. Leave it out, or call "
-    "orchestra.train, or define a RECIPE"
+    "runs in real time, in processes of this machine: a script with its own loop cannot be simulated. Leave it out, "
+    "call orchestra.train, or define a RECIPE"
 )
 OWN_RATE = "sets its learning rate itself: tuning tries factors on it. Leave it out, or change the rate in the script"
 _INTERRUPTED = (129, 130, 143)  # exit codes of a run that was asked to stop
@@ -37,7 +37,7 @@ _INTERRUPTED = (129, 130, 143)  # exit codes of a run that was asked to stop
 
 @dataclass(frozen=True)
 class Loop:
-    """In place of a recipe: how long it trains, and with what, only the loop knows."""
+    """What stands in place of a recipe: only the loop knows how long it trains, and with what."""
 
     name: str
     epochs: float = math.nan
@@ -45,7 +45,7 @@ class Loop:
 
 
 def problems_of(source: Source, shared: Options, lab: str | None = None) -> Iterator[Problem]:
-    """What cannot be said of the runs of a loop."""
+    """Yield the options that cannot be given for the runs of a loop."""
     simulated = {"sim": shared.sim, "network": shared.network} | {
         "compute-time": shared.compute_time, "straggler": shared.straggler,
     }  # fmt: skip
@@ -55,23 +55,23 @@ def problems_of(source: Source, shared: Options, lab: str | None = None) -> Iter
     plain = replace(shared, sim=None, network=None, compute_time=None, straggler=None)
     yield from local_processes.problems_of(plain, as_json=False)
     if lab is not None:
-        yield Problem("lab", lab, f"{source.label}.py has a loop of its own: orchestra lab run starts it in a lab")
+        yield Problem("lab", lab, f"{source.label}.py has its own loop: orchestra lab run starts it in a lab")
 
 
 def misfits(texts: Sequence[str]) -> list[Problem]:
-    """Strategies that need what no loop has. Whether one has a loader and says its steps shows when it runs."""
+    """Return problems of strategies that no loop can meet. Whether the loop has a loader shows when it runs."""
     from orchestra.engine import expression
     from orchestra.user_loop.arguments import problems_of_strategy
 
     found: list[Problem] = []
     for text in texts:
-        with contextlib.suppress(ConfigError):  # told elsewhere
+        with contextlib.suppress(ConfigError):  # reported elsewhere
             found += problems_of_strategy(expression.parse(text), loader=True, steps=True)
     return found
 
 
 def run(source: Source, chosen: Options, target: Target) -> None:
-    """One run, nothing of it printed; raises what went wrong. Its folder then has scores."""
+    """Run once without printing, and raise what went wrong. The run folder then has scores."""
     from orchestra.runs.facts import scores_of
 
     if problems := [*local_processes.problems_of(replace(chosen, seconds=None), as_json=False)]:
@@ -87,11 +87,11 @@ def run(source: Source, chosen: Options, target: Target) -> None:
     scores = scores_of(folder) or _from_losses(folder)
     names = dict.fromkeys(name for scored in scores for name in scored.metrics)
     if not names or (target.metric and target.metric not in names):
-        shutil.rmtree(folder, ignore_errors=True)  # so that the same command can be typed again
+        shutil.rmtree(folder, ignore_errors=True)  # so that the same command can be run again
     if not names:
         message = (
-            "gives its model no score to compare by: say optimizer.orchestra.score(accuracy=accuracy) where it "
-            "evaluates, or at least optimizer.step(loss=loss)"
+            "has no score to compare: call optimizer.orchestra.score(accuracy=accuracy) where it evaluates, or at "
+            "least optimizer.step(loss=loss)"
         )
         raise ConfigError([Problem("script", str(source.path), message)])
     if target.metric and target.metric not in names:
@@ -101,7 +101,7 @@ def run(source: Source, chosen: Options, target: Target) -> None:
 
 
 def _from_losses(folder: Path) -> list[Scored]:
-    """Scores from the losses of all workers' steps, as many as fit on a curve; written where scores are."""
+    """Make scores from the losses of all workers' steps, as many as fit on a curve, and write them."""
     from orchestra.engine import checkpoint
     from orchestra.runs.events import Scored, Stepped, encode
     from orchestra.runs.facts import events_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra run --on` and `resume --on`: the same run, but its nodes are started by a cluster."""
+"""`orchestra run --on` and `resume --on`: a cluster starts the nodes of the run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _CLUSTERS = ("ray",)
 def run_on(
     cluster: str, source: Source, chosen: Options, args: Sequence[str], *, as_json: bool, quiet: bool, at: str
 ) -> int:
-    """Have a cluster carry out the run; gives its exit code."""
-    here = replace(chosen, grace=None)  # which is for the processes there
+    """Run on a cluster, and return the exit code."""
+    here = replace(chosen, grace=None)  # it is for the processes on the cluster
     problems = [*_problems_of(cluster), *here.read(of_script=source.path is not None)[1]]
     if chosen.workers is not None and chosen.workers < 1:
         problems.append(Problem("workers", chosen.workers, "must be at least 1"))
@@ -33,7 +33,7 @@ def run_on(
 
 
 def resume_on(cluster: str, run: Path, more: Options, *, as_json: bool, quiet: bool, at: str) -> int:
-    """Have a cluster go on with a run, in as many processes as before; gives its exit code."""
+    """Resume a run on a cluster, in as many processes as before, and return the exit code."""
     if problems := [*_problems_of(cluster)]:
         raise ConfigError(problems)
     config = files.read_json(run / "config.json")
@@ -43,7 +43,7 @@ def resume_on(cluster: str, run: Path, more: Options, *, as_json: bool, quiet: b
 
 def _problems_of(cluster: str) -> Iterator[Problem]:
     if cluster not in _CLUSTERS:
-        yield Problem("on", cluster, f"is no cluster; {nearest(cluster, _CLUSTERS)}")
+        yield Problem("on", cluster, f"is not a cluster; {nearest(cluster, _CLUSTERS)}")
 
 
 def _launch(words: Sequence[str], nodes: int, at: str, device: str | None) -> int:
@@ -54,7 +54,7 @@ def _launch(words: Sequence[str], nodes: int, at: str, device: str | None) -> in
 
 
 def nodes_of(chosen: Options) -> int:
-    """Workers and servers. Those of a script's own strategy are only known to the script: say --servers."""
+    """Return the number of workers and servers. Only the script knows its own strategy's: give --servers."""
     alone = chosen.strategy is not None and is_solo(chosen.strategy)
     workers = chosen.workers or (1 if alone else 2)
     if chosen.strategy is None:

@@ -30,7 +30,7 @@ Args = Annotated[
 
 
 def panel(title: str) -> Callable[..., Any]:
-    """Return what declares an option in one panel of a command's help."""
+    """Return a function that declares an option in one panel of a command's help."""
     return functools.partial(typer.Option, rich_help_panel=title)
 
 
@@ -208,7 +208,7 @@ Quiet = Annotated[bool, output("--quiet", "-q", help="Nothing but the outcome: n
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options as they were given; None leaves the recipe's or the script's own value."""
+    """The options of a run as they were given; None leaves the recipe's or the script's own value."""
 
     strategy: str | None = None
     workers: int | None = None
@@ -243,26 +243,19 @@ class Options:
     score_afterwards: bool | None = None
     trace: bool | None = None
 
-    @property
-    def delay(self) -> str | None:
-        """The compute times of all workers, as clusters take them."""
-        if self.straggler is None:
-            return self.compute_time
-        return f"{self.compute_time or COMPUTE_TIME} slow:{self.straggler}"
-
     def given(self) -> dict[str, Any]:
-        """Those that were given, as JSON takes them."""
+        """Return the options that were given, as JSON values."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
     def changes(self, *, of_script: bool = False) -> dict[str, Change]:
-        """What they change in a call of `train`. Raises a `ConfigError` with all that cannot be understood."""
+        """Return what the options change in a call of `train`; raise a `ConfigError` with all that is wrong."""
         found, problems = self.read(of_script=of_script)
         if problems:
             raise ConfigError(problems)
         return found
 
     def read(self, *, of_script: bool = False) -> tuple[dict[str, Change], list[Problem]]:
-        """What they change in a call of `train`, as far as they can be understood, and what cannot be.
+        """Return what the options change in a call of `train`, and what is wrong with them.
 
         A script may define a strategy of its own: then the name is looked up when the script calls `train`.
         """
@@ -270,7 +263,7 @@ class Options:
 
 
 def split_strategies(text: str) -> list[str]:
-    """The strategies in a list, cut at commas outside parentheses.
+    """Split a list of strategies at commas outside parentheses.
 
     >>> split_strategies("ps, slowmo(tau=4, beta=0.5),solo")
     ['ps', 'slowmo(tau=4, beta=0.5)', 'solo']

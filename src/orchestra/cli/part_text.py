@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said about a strategy or a part of one, from its module's text and its fields."""
+"""The description of a strategy or a part of one, from its module's text and its fields."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StrategyOption:
 
 
 def find(name: str) -> type[Any]:
-    """The strategy or part of that name; an expression such as `slowmo(tau=4)` names its outermost one."""
+    """Return the strategy or part of this name; of an expression such as `slowmo(tau=4)`, the outermost one."""
     known = expression.names()
     word = name.split("(")[0].strip().lower()
     if word not in known:
@@ -36,39 +36,39 @@ def find(name: str) -> type[Any]:
 
 
 def about_alias(name: str) -> str | None:
-    """Whose other name this is, and how what goes by it differs; None if it is a strategy's own name."""
+    """Return which strategy an alias names, and what differs; None if it is no alias."""
     word = name.split("(")[0].strip().lower()
     found = next((row for row in rows() if word in row.other_names), None)
     return None if found is None else f"{word} is another name for {found.name}. {found.other_names[word]}"
 
 
 def aliases_of(cls: type[Any]) -> dict[str, str]:
-    """The other names of a strategy, with how what goes by them differs."""
+    """Return the aliases of a strategy, with what differs."""
     return dict(row_of(cls).other_names)
 
 
 def name_of(cls: type[Any]) -> str:
-    """The long name on the command line."""
+    """Return the long name on the command line."""
     return cls.__name__.lower()
 
 
 def short_of(cls: type[Any]) -> str | None:
-    """The short name, if there is one."""
+    """Return the short name, if there is one."""
     return row_of(cls).short
 
 
 def page(cls: type[Any]) -> str:
-    """The module's text: citation, pseudo-code, special cases, bytes."""
+    """Return the module's text: citation, pseudo-code, special cases, bytes."""
     return inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
 
 
 def one_line(cls: type[Any]) -> str:
-    """What it does."""
+    """Return in one line what it does."""
     return inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
 
 
 def citation(cls: type[Any]) -> str | None:
-    """The first paper named on the page: the lines after the title, up to the next paper's."""
+    """Return the first paper on the page: the lines after the title, up to the next paper's."""
     paragraphs = page(cls).split("\n\n")
     if len(paragraphs) < 2 or paragraphs[1].startswith(" ") or '"' not in paragraphs[1]:
         return None
@@ -81,7 +81,7 @@ def citation(cls: type[Any]) -> str | None:
 
 
 def paper(cls: type[Any]) -> str:
-    """The first paper in a few words: `Wang et al. 2020`."""
+    """Return the first paper in a few words: `Wang et al. 2020`."""
     cited = citation(cls)
     if cited is None:
         return "-"
@@ -92,12 +92,12 @@ def paper(cls: type[Any]) -> str:
 
 
 def bytes_formula(cls: type[Any]) -> str | None:
-    """The paragraph of the page that counts bytes."""
+    """Return the paragraph of the page that counts bytes."""
     return next((" ".join(p.split()) for p in page(cls).split("\n\n") if p.startswith("Bytes")), None)
 
 
 def options(cls: type[Any]) -> list[StrategyOption]:
-    """The hyper-parameters, in order."""
+    """Return the hyper-parameters, in order."""
     hints = get_type_hints(cls)
     return [
         StrategyOption(
@@ -108,7 +108,7 @@ def options(cls: type[Any]) -> list[StrategyOption]:
 
 
 def shown(value: Any) -> str:
-    """A value as it is written in an expression."""
+    """Return a value as it is written in an expression."""
     if dataclasses.is_dataclass(value):
         text = expression.show(value)
         return text if text.endswith(")") else f"{text}()"
@@ -134,12 +134,12 @@ def _range(field: dataclasses.Field[Any], hint: Any) -> str:
 
 
 def alternatives(hint: Any) -> list[type[Any]]:
-    """The parts that fit a field."""
+    """Return the parts that fit a field."""
     return [part for part in PARTS if isinstance(hint, type) and issubclass(part, hint)]
 
 
 def synchronous(cls: type[Any]) -> str:
-    """`yes`, `no`, or with which parts."""
+    """Return `yes`, `no`, or with which parts."""
     for name, hint in get_type_hints(cls).items():
         answers = {name_of(part): _is_synchronous(cls(**{name: part()})) for part in alternatives(hint)}
         if len(set(answers.values())) > 1:
@@ -152,7 +152,7 @@ def _is_synchronous(strategy: Strategy[Any]) -> bool:
 
 
 def examples(cls: type[Any]) -> list[str]:
-    """Expressions to try."""
+    """Return expressions to try."""
     if cls in PARTS:
         return [
             f"{short_of(host) or name_of(host)}({_needs(host, name, cls)}{name}={name_of(cls)}())"
@@ -172,12 +172,12 @@ def examples(cls: type[Any]) -> list[str]:
 
 
 def _needs(host: type[Any], name: str, cls: type[Any]) -> str:
-    """What must be said beside it: staleness is corrected where there is any."""
+    """Return what it needs beside it: a correction of staleness needs asynchronous servers."""
     return "consistency=asp(), " if name == "correction" and [*host(**{name: cls()}).problems(4)] else ""
 
 
 def _another(field: dataclasses.Field[Any], hint: Any) -> str | None:
-    """A value that is allowed and not the default."""
+    """Return an allowed value other than the default."""
     default, least, most = _default(field), field.metadata.get("least"), field.metadata.get("most")
     for part in alternatives(hint):
         if not isinstance(default, part):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A word to who waits."""
+"""A message when something takes long."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 from orchestra.cli import summary
 
-_SECONDS = 3.0  # that nobody minds
+_SECONDS = 3.0  # before a message
 
 
 @contextmanager
 def patiently(text: str, after: float = _SECONDS) -> Iterator[None]:
-    """Say what is being done if it is not done within some seconds."""
+    """Print what is being done if it takes longer than some seconds."""
     timer = threading.Timer(after, summary.say, [text])
     timer.daemon = True
     timer.start()
@@ -22,4 +22,4 @@ def patiently(text: str, after: float = _SECONDS) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()  # nothing is said after what comes next
+        timer.join()  # no message after the next one

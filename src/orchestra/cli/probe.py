@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra probe`: measure this machine, so that rehearsals know it."""
+"""`orchestra probe`: measure this machine for simulations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from orchestra.runs.measurements import Probe
 
 _FACTORS = (0.25, 0.5, 1, 2, 4)  # of the workload's own batch
-_WARM_UP = 3  # steps that do not count
+_WARM_UP = 3  # steps that are not counted
 _STEPS = 203
 _SECONDS = 3.0
 
@@ -30,7 +30,7 @@ Batches = Annotated[
     str | None,
     o.training(metavar="B,B,...", help="Batches to measure. Default: a quarter to four times the recipe's own."),
 ]
-To = Annotated[Path, o.output(metavar="FILE", help="Where to write what was found.")]
+To = Annotated[Path, o.output(metavar="FILE", help="File for the results.")]
 Threads = Annotated[int, o.cluster(metavar="T", help="Threads of the process that computes.")]
 
 
@@ -38,7 +38,7 @@ def probe(
     recipe: o.What, args: o.Args = None, batches: Batches = None, threads: Threads = 1, device: o.Device = None,
     out: To = Path("probe.json"), json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Measure this machine: a step of the recipe at several batches, memory, loopback, and what a message costs.
+    """Measure this machine for simulations: steps at several batches, memory, loopback, the cost of a message.
 
     The file is for simulations: --compute-time FILE draws from the times measured, and --network FILE exchanges tensors
     as processes of this machine do ("FILE loopback": as its sockets do). Run it while nothing else runs.
@@ -47,7 +47,7 @@ def probe(
 
       orchestra probe digits
       orchestra sim digits -n 4 --compute-time probe.json --network probe.json
-      orchestra sim digits -n 64 --compute-time probe.json --straggler 4x3 --network 1gbit,0.5ms
+      orchestra sim digits -n 64 --compute-time probe.json --straggler 4x3
     """
     wanted = _sizes(batches)
     if out.suffix != ".json":
@@ -120,7 +120,7 @@ def _measure(
 def _steps_of(
     source: Source, args: list[str], batch: int | None, threads: int, device: str | None, out: Path
 ) -> tuple[dict[str, Any], tuple[float, ...]]:
-    """A short run of one worker: what it was, and the seconds of each of its steps."""
+    """Run one worker for a short time; return its configuration and the seconds of each of its steps."""
     from orchestra.clusters.local import Local
     from orchestra.clusters.simulated import recorded
 

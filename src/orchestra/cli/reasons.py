@@ -16,8 +16,8 @@ from orchestra.report.until import Until
 from orchestra.report.verdict import tied
 
 _ALIKE = 1.05  # a ratio that counts as equal
-_SHARE = 0.05  # of the time: less is not worth a word
-_FEWER = 1.25  # times fewer bytes that are worth a word
+_SHARE = 0.05  # of the time: a smaller one is not reported
+_FEWER = 1.25  # times fewer bytes that are reported
 _KINDS = {
     "compute": "computing",
     "communicate": "sending and receiving",
@@ -27,7 +27,7 @@ _KINDS = {
 
 
 def why(table: Table, first: StrategyRow) -> list[str]:
-    """Why the first strategy was faster than the baseline, and than the best one of the other kind."""
+    """Return why the first strategy was faster than the baseline, and than the best one of the other kind."""
     others = [row for row in table.ranked if row.strategy != first.strategy and row.done]
     base = next((row for row in others if row.strategy == table.baseline), others[0] if others else None)
     kind = _is_synchronous(first)
@@ -45,7 +45,7 @@ def why(table: Table, first: StrategyRow) -> list[str]:
 
 
 def _is_synchronous(row: StrategyRow) -> bool:
-    """Whether its workers wait for each other."""
+    """Return whether its workers wait for each other."""
     from orchestra.engine import expression
 
     return expression.parse(row.strategy).layout.updates.synchronous
@@ -79,7 +79,7 @@ def _beside(table: Table, first: StrategyRow, rival: StrategyRow, *, tie: bool) 
 
 
 def _pairs(first: StrategyRow, rival: StrategyRow) -> tuple[list[Until], list[Until]]:
-    """Of runs with equal seeds that both reached the target; if the rival never did, of all."""
+    """Return pairs of runs with equal seeds that both reached the target; if the rival never did, of all its runs."""
     theirs = {o.seed: o.until for o in rival.outcomes if o.until and (o.seconds is not None or not rival.times)}
     mine = {o.seed: o.until for o in first.outcomes if o.until and o.seconds is not None and o.seed in theirs}
     return [*mine.values()], [theirs[seed] for seed in mine]
@@ -94,7 +94,7 @@ def _as_many(ratio: float) -> str:
 
 
 def _reason(rate: float, need: float) -> str | None:
-    """Which of the two made it faster; None if it was not, as the runs of one seed may say."""
+    """Return which of the two made it faster; None if it was not, as can happen with one seed."""
     if need >= rate:
         return None
     passed, needed = f"went through {_as_many(rate)} samples a second", f"needed {_as_many(need)} samples"
@@ -109,7 +109,7 @@ def _reason(rate: float, need: float) -> str | None:
 
 
 def _times(mine: Sequence[Until], name: str, theirs: Sequence[Until]) -> str:
-    """Where the time of the workers went until the target."""
+    """Return how the workers spent the time until the target."""
     shares = [(text, _mean(mine, kind), _mean(theirs, kind)) for kind, text in _KINDS.items()]
     words = [f"{a:.0%} {text} ({b:.0%})" for text, a, b in shares if max(a, b) >= _SHARE]
     words[0] = f"{words[0][:-1]} with {name})"

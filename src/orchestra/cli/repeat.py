@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that makes many runs, kept in their folder from the beginning: what to type to have all of them again."""
+"""The command that made many runs, kept in their folder from the start: it makes all of them again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from orchestra.runs.reading import object_in
 
 NAME = "command.json"
-_BEFORE = (NAME, "tuning.json", "tuning")  # what is there before the first run of a race
+_BEFORE = (NAME, "tuning.json", "tuning")  # files that exist before the first run of a race
 
 
 def keep(typed: Sequence[str], out: Path) -> None:
-    """Write the words of a command to the folder of its runs; where they went is no part of what they are."""
+    """Write the words of a command to the folder of its runs, without --out."""
     from orchestra.engine import checkpoint
 
     out.mkdir(parents=True, exist_ok=True)
@@ -24,14 +24,14 @@ def keep(typed: Sequence[str], out: Path) -> None:
 
 
 def is_taken(out: Path) -> bool:
-    """Whether there is more in a folder than what a command left that was refused or stopped before the race."""
+    """Return whether a folder holds more than a command leaves that was refused or stopped before the race."""
     if not out.is_dir():
         return out.exists()
     return any({*_BEFORE}.isdisjoint(path.relative_to(out).parts) for path in out.rglob("*") if not path.is_dir())
 
 
 def going_on(out: Path, **more: str) -> str | None:
-    """The command to type that goes on in a folder, with options that it lacked; None where it would be refused."""
+    """Return the command that continues in a folder, with options that it lacked; None if it would be refused."""
     folder = next((folder for folder in (out, out.parent) if (folder / NAME).is_file()), None)
     words = [] if folder is None else object_in(folder / NAME).get("command")
     if folder is None or not isinstance(words, list) or not words or is_taken(folder):
@@ -45,7 +45,7 @@ def going_on(out: Path, **more: str) -> str | None:
 def _without_out(typed: Sequence[str]) -> Iterator[str]:
     words = iter(typed)
     for word in words:
-        if word == "--":  # what follows is the script's
+        if word == "--":  # the rest is the script's
             yield from (word, *words)
         elif word == "--out":
             next(words, None)

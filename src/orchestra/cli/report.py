@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra report`: see what runs did."""
+"""`orchestra report`: a report of runs."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ Goal = Annotated[
     str | None,
     o.output(metavar="SCORE=VALUE", help="The test score to measure times to. Default: that of the comparison."),
 ]
-Title = Annotated[str | None, o.output(metavar="TEXT", help="What to call it.")]
+Title = Annotated[str | None, o.output(metavar="TEXT", help="Title of the report.")]
 
 
 def report(
     runs: Runs, out: Where = None, format_: Formats = "html", target: Goal = None, title: Title = None,
     json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Write what runs did as one file to open in a browser: curves, waiting, timelines, traffic, and who won.
+    """Write a report of runs as one file to open in a browser: curves, waiting, timelines, traffic, the verdict.
 
-    Runs may be real or rehearsed, of the same strategy or of many, still running or cut short. The file holds its data
-    and needs no network. Also as Markdown, as tables for a spreadsheet, and as figures for a paper.
+    Runs may be real or simulated, of one strategy or of many, still running or stopped early. The file contains its
+    data and needs no network. Other formats: Markdown, tables for a spreadsheet, and figures for a paper.
 
     For example:
 
@@ -95,7 +95,7 @@ def _target(text: str | None) -> Target | None:
 
 
 def _contents(told: dict[str, Any], wanted: list[str]) -> dict[str, str | bytes]:
-    """What goes into which file."""
+    """Return the contents of each file."""
     from orchestra.report import figures, page, tables
 
     found: dict[str, str | bytes] = {}

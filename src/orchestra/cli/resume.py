@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra resume`: go on with a run that was stopped."""
+"""`orchestra resume`: continue a run that was stopped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from orchestra.engine import environment
 from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.runs import files
 
-_OWN_TOKEN = "is not for --on: the processes that it starts get a token of their own"
-_RENAMED = {"delay": "compute_time"}  # options of runs that an earlier release began
+_OWN_TOKEN = "is not for --on: the processes that it starts have their own token"
+_RENAMED = {"delay": "compute_time"}  # options of runs that the previous release started
 _ENDS = {"epochs", "steps", "seconds", "target"}
 
 
@@ -38,25 +38,28 @@ def resume(
     json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Go on from the newest checkpoint of a run that `orchestra run` began.
+    """Continue a run from its newest checkpoint.
 
     Model, data, strategy and cluster are those of the run. A budget given here replaces the run's own, and counts from
-    the run's beginning: `--epochs 10` ends after ten epochs in all. Of a run that is complete the result is told, and
-    nothing is trained; a larger budget goes on with it, if it was run with --checkpoint-every, which keeps the end too.
+    the start of the run: `--epochs 10` ends after ten epochs in all. If the run is complete, its result is printed and
+    nothing is trained. A larger budget continues it, if it was run with --checkpoint-every, which also keeps the end.
 
     For example:
 
       orchestra resume runs/2026-01-31-120000-slowmo
       orchestra resume runs/mine --epochs 40
-      torchrun --standalone --nproc-per-node 4 -m orchestra resume runs/mine     if it was begun so
-      orchestra launch --hosts hosts.txt -- resume runs/mine                     likewise
-      orchestra resume runs/mine --on ray                                        likewise
+
+    A run that several machines or torchrun started is resumed in the same way:
+
+      orchestra launch --hosts hosts.txt -- resume runs/mine
+      orchestra resume runs/mine --on ray
+      torchrun --standalone --nproc-per-node 4 -m orchestra resume runs/mine
     """
     more = Options(
         epochs=epochs, steps=steps, seconds=seconds, target=target, checkpoint_every=checkpoint_every, grace=grace
     )
     joining = {"token_file": str(token_file) if token_file else None, "trusted": trusted or None}
-    if is_complete(run) and not _ENDS & more.given().keys() and not environment.launched():  # else `train` tells all
+    if is_complete(run) and not _ENDS & more.given().keys() and not environment.launched():  # else `train` reports it
         _tell_complete(run.absolute(), as_json=json_, quiet=quiet)
         return
     source, before, args = _remembered(run, together=on is not None or environment.launched())
@@ -64,7 +67,7 @@ def resume(
         if unfit := [Problem(name, value, _OWN_TOKEN) for name, value in joining.items() if value is not None]:
             raise ConfigError(unfit)
         raise typer.Exit(on_ray.resume_on(on, run, more, as_json=json_, quiet=quiet, at=ray_address))
-    if not environment.is_member():  # else process 0 sees to it: this machine may not even see the run folder
+    if not environment.is_member():  # else process 0 does: this machine may not see the run folder
         _refuse_without_use(run)
     chosen = Options(**_joined(before, more.given()) | {"out": str(run)} | joining)
     runs = carry_out(source, chosen, args, quiet=quiet, more={"resume": lambda old: True})
@@ -72,13 +75,13 @@ def resume(
 
 
 def is_complete(run: Path) -> bool:
-    """Whether a run came to its end; one whose model is gone since can be concluded anew, from a checkpoint."""
+    """Return whether a run is complete. One whose model was deleted is not if a checkpoint can restore it."""
     over = (run / "ending.json").is_file() and (run / "config.json").is_file()
     return over and ((run / "model.safetensors").is_file() or not _checkpoints(run))
 
 
 def _tell_complete(run: Path, *, as_json: bool, quiet: bool) -> None:
-    """Say how a run went that is over, and what would go on with it."""
+    """Print the result of a complete run, and an option that would continue it."""
     from orchestra.engine import resume
 
     config, facts = resume.left_by(run)
@@ -93,11 +96,11 @@ def _tell_complete(run: Path, *, as_json: bool, quiet: bool) -> None:
 
 
 def _further(run: Path, config: dict[str, Any]) -> str:
-    """What ended a run, and an option that goes further, if anything was kept to go on from."""
+    """Return what ended a run, and an option that would continue it if there is a checkpoint."""
     budget = config.get("budget") or []
-    ended = f"it was to end after {', '.join(map(str, budget))}" if budget else "its loop came to its end"
+    ended = f"its budget was {', '.join(map(str, budget))}" if budget else "its loop ended"
     if not _checkpoints(run):
-        return f"{ended}; there is no checkpoint to go on from"
+        return f"{ended}; there is no checkpoint to continue from"
     for part in budget:
         name, _, value = str(part).partition("=")
         if name in ("epochs", "steps", "seconds"):
@@ -112,15 +115,15 @@ def _checkpoints(run: Path) -> list[Path]:
 
 
 def _refuse_without_use(run: Path) -> None:
-    """Nothing to go on from."""
-    if not _checkpoints(run) and not is_complete(run):  # of a complete one, `train` sees whether any is needed
+    """Raise if there is no checkpoint to continue from."""
+    if not _checkpoints(run) and not is_complete(run):  # for a complete run, `train` checks whether one is needed
         raise CheckpointError(
             f"{run} has no checkpoint. Ctrl-C writes one, and so does `orchestra run --checkpoint-every`."
         )
 
 
 def _joined(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """New options over old ones. A new end of the run takes the place of every old one."""
+    """Return the old options with the new ones. A new end of the run replaces every old one."""
     ends = _ENDS - {"target"}
     if ends & more.keys():
         before = {name: value for name, value in before.items() if name not in ends}
@@ -128,19 +131,19 @@ def _joined(before: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unfit(run: Path, config: dict[str, Any], together: bool) -> str:
-    """Why a run cannot go on as it is asked to here, and how it can; nothing if it can."""
+    """Return why a run cannot be resumed in this way and how it can, or an empty text if it can."""
     if config.get("loop"):
         return (
-            "was made by a loop under orchestra.prepare, which keeps itself what it goes on from: start it again as "
-            "before, with another folder"
+            "was made by a loop under orchestra.prepare, which saves its own state: start it again as before, with "
+            "another folder"
         )
     kind, command = (config.get("cluster") or {}).get("kind"), shlex.join(["resume", str(run)])
     if kind == "local" and together:
-        return f"was begun by one process, which started the others: say `orchestra {command}` alone"
+        return f"was started by one process, which started the others: run `orchestra {command}` alone"
     if kind == "attached" and not together:
         nodes = int(config["workers"]) + int(config["servers"])
         return (
-            f"was begun in {nodes} processes, and goes on as it was started: torchrun --standalone --nproc-per-node "
+            f"was started in {nodes} processes, and is resumed in the same way: torchrun --standalone --nproc-per-node "
             f"{nodes} -m orchestra {command}, orchestra launch --hosts FILE -- {command}, or orchestra {command} --on "
             "ray"
         )
@@ -148,9 +151,9 @@ def _unfit(run: Path, config: dict[str, Any], together: bool) -> str:
 
 
 def _remembered(run: Path, *, together: bool) -> tuple[sources.Source, dict[str, Any], list[str]]:
-    """How the run was begun, as its config.json tells; it cannot go on in another way.
+    """Return what was run, with which options and arguments, as its config.json has them.
 
-    `together`: this process is one of several, or is to start them.
+    `together`: this process is one of several, or starts them.
     """
     if not run.is_dir():
         raise ConfigError([Problem("run", str(run), "there is no such folder")])
@@ -166,7 +169,7 @@ def _remembered(run: Path, *, together: bool) -> tuple[sources.Source, dict[str,
     except FileNotFoundError:
         raise ConfigError([Problem("run", str(run), "holds no config.json: it is not a run folder")]) from None
     except KeyError:
-        why = "was not begun by `orchestra run`: call train(..., out=..., resume=True) where you called train"
+        why = "was not started by `orchestra run`: call train(..., out=..., resume=True) where you called train"
         raise ConfigError([Problem("run", str(run), why)]) from None
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{run / 'config.json'} is damaged: {error}") from None

@@ -32,10 +32,10 @@ def run(
     out: o.Out = None, checkpoint_every: o.CheckpointEvery = None, evaluate_every: o.EvaluateEvery = None,
     score_afterwards: o.ScoreAfterwards = False, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Train once: a recipe by name, or your own script.
+    r"""Train once: a recipe by name, or your own script.
 
-    What is not given stays as the recipe or the script has it. Of several budgets (epochs, steps, seconds, target), the
-    first to be spent ends the run. Ctrl-C stops at a step boundary with a checkpoint; `orchestra resume` goes on.
+    Without an option, the value of the recipe or script holds. Of several budgets (epochs, steps, seconds, target), the
+    first that is spent ends the run. Ctrl-C writes a checkpoint and stops; `orchestra resume` continues from it.
 
     For example:
 
@@ -44,14 +44,15 @@ def run(
       orchestra run fashion-lenet -s slowmo --target accuracy=0.88 --seconds 90
       orchestra run train.py -s "localsgd(tau=16)" -n 4 -- --your arguments
 
-    A script with a loop of its own, under orchestra.prepare, runs in as many processes as there are workers and
-    servers, as torchrun would start it; the strategy said here takes the place of the script's.
+    A script with its own training loop, which calls orchestra.prepare, runs in one process for each worker and server,
+    as under torchrun. --strategy replaces the script's strategy.
 
-    On many machines, every process makes the same call; the last ones are servers, if the strategy has any:
+    On several machines, every process runs the same command; if the strategy has servers, the last processes are those:
 
-      orchestra launch --hosts hosts.txt -- run digits -s ps               over ssh
-      torchrun --nnodes 4 --nproc-per-node 1 ... -m orchestra run digits -s ps --token-file token
-      orchestra run digits --on ray -n 4                                   on a Ray cluster
+      orchestra launch --hosts hosts.txt -- run digits -s ps     over ssh
+      orchestra run digits --on ray -n 4                         on a Ray cluster
+      torchrun --nnodes 4 --nproc-per-node 1 ... \
+          -m orchestra run digits -s ps --token-file token
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,
@@ -76,7 +77,7 @@ def run(
 
 
 def find(recipe: str, chosen: Options) -> Source:
-    """What is to be trained; if there is no such thing, what is wrong with the options is told as well."""
+    """Find the recipe or script. If there is none, the error lists the problems of the options as well."""
     try:
         return sources.find(recipe)
     except ConfigError as error:
@@ -86,7 +87,7 @@ def find(recipe: str, chosen: Options) -> Source:
 def carry_out(
     source: Source, chosen: Options, args: Sequence[str], *, quiet: bool, more: dict[str, Change] | None = None
 ) -> list[Path]:
-    """Train as asked, with a display; gives the run folders, of which a script may have made several."""
+    """Train with a display, and return the run folders: a script may make several."""
     from orchestra.worlds.shared_memory import fork_server
 
     changes, problems = chosen.read(of_script=source.path is not None)
@@ -113,9 +114,9 @@ def carry_out(
 
 
 def conclude(source: Source, chosen: Options, runs: list[Path], *, as_json: bool, quiet: bool) -> None:
-    """Say how it went and what to try next."""
+    """Print the outcome and what to try next."""
     if environment.is_member() or not runs:
-        return  # process 0 does, or the script itself
+        return  # process 0 prints it, or the script itself
     from orchestra.runs.facts import facts_of
 
     found = [(path, facts_of(path)) for path in runs]
@@ -133,7 +134,7 @@ def conclude(source: Source, chosen: Options, runs: list[Path], *, as_json: bool
 
 
 def next_command(source: Source, strategy: str, workers: int, chosen: Options | None = None) -> str:
-    """Something worth trying after a run, in the same world."""
+    """Return a command to try after a run, on the same cluster."""
     what = source.name if source.path is None else summary.nearby(source.path)
     world = "" if chosen is None else _world(chosen)
     rivals = ["allreduce", "localsgd" if strategy.startswith("slowmo") else "slowmo"]
@@ -142,7 +143,7 @@ def next_command(source: Source, strategy: str, workers: int, chosen: Options | 
 
 
 def _world(chosen: Options) -> str:
-    """The options that say where a rehearsal takes place."""
+    """Return the options that describe the simulated cluster."""
     if not chosen.sim:
         return ""
     given = (("network", chosen.network), ("compute-time", chosen.compute_time), ("straggler", chosen.straggler))

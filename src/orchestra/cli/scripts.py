@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script that calls `train`, as a recipe: what `compare`, `sweep` and `recommend` train with each strategy.
 
-The script runs once, up to its first call of `train`. That call is not carried out: its arguments are the recipe, and
-what comes after it does not run. Strategy, seed, folder, checkpoints and display are those of the command.
+The script runs once, up to its first call of `train`. That call does not train: its arguments are the recipe, and
+the rest of the script does not run. Strategy, seed, folder, checkpoints and display are those of the command.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from orchestra.engine.validate import check_arguments, refuse
 from orchestra.errors import ConfigError, Problem
 from orchestra.recipes.recipe import Recipe
 
-_MOST, _AT_ONCE = 1024, 128  # samples of the training loss, and of one forward pass
-_KEPT = ("clip", "accumulate", "precision", "partition", "validation_data", "tolerate")  # as the script has them
+_MOST, _AT_ONCE = 1024, 128  # samples for the training loss, and for one forward pass
+_KEPT = ("clip", "accumulate", "precision", "partition", "validation_data", "tolerate")  # taken from the script
 
 
 def capture(source: Source) -> Recipe:
-    """What a script gives to `train`. The script runs once, however often this is asked."""
+    """Return the arguments that a script gives to `train`, as a recipe. The script runs only once."""
     assert source.path is not None
     return _capture(source, source.path.stat().st_mtime_ns)
 
@@ -55,7 +55,7 @@ def _capture(source: Source, _: int) -> Recipe:
             why = "calls orchestra.prepare in a module that it imports: call it in the script itself, to be compared"
             raise ConfigError([Problem("script", path, why)]) from None
         if (places := source.calls("train")) > 1:
-            summary.say(f"note: {source.label}.py calls train() in {places} places: the first that it came to counts.")
+            summary.say(f"note: {source.label}.py calls train() in {places} places: the first one reached counts.")
         return as_recipe(source.label, reached.arguments)
     except SystemExit as end:
         if end.code not in (None, 0):
@@ -65,7 +65,7 @@ def _capture(source: Source, _: int) -> Recipe:
 
 
 def as_recipe(name: str, asked: TrainArguments) -> Recipe:
-    """A call of `train` as a recipe. Without `evaluate`, the score is the loss on some of the training samples."""
+    """Return a call of `train` as a recipe. Without `evaluate`, the score is the loss on some training samples."""
     refuse(check_arguments(replace(asked, out=None, resume=False), None))
     targets = [part for part in budgets.parts(asked.budget) if isinstance(part, budgets.Target)]
     scored = asked.evaluate is not None and asked.evaluation_data is not None
@@ -87,7 +87,7 @@ def as_recipe(name: str, asked: TrainArguments) -> Recipe:
 
 
 def _epochs(asked: TrainArguments) -> float:
-    """How long the script trains: what all strategies may use is as many samples, not as many steps or seconds."""
+    """Return how long the script trains, in epochs: all strategies get equally many samples, not steps or seconds."""
     epochs = budgets.last_epoch(asked.budget)
     together = asked.batch * asked.cluster.workers
     last = budgets.last_step(asked.budget, None, together)  # by steps and samples alone
@@ -100,12 +100,12 @@ def _epochs(asked: TrainArguments) -> float:
 
 
 def _place(cluster: Cluster) -> Cluster:
-    """Where the script trains, as far as it says where a run of the command takes place."""
+    """Return the script's cluster, or local processes where a command cannot use that cluster."""
     return cluster if isinstance(cluster, Local | Simulated) else Local(workers=max(2, cluster.workers))
 
 
 def placed(recipe: Recipe, shared: Options) -> Options:
-    """What the command does not say, as the script has it: the workers, and the machines that it simulates."""
+    """Return the options with the script's workers and simulated machines where the command gives none."""
     cluster = recipe.more.get("cluster")
     workers = shared.workers if shared.workers is not None else 2 if cluster is None else cluster.workers
     if not isinstance(cluster, Simulated):
@@ -115,11 +115,11 @@ def placed(recipe: Recipe, shared: Options) -> Options:
     return replace(shared, workers=workers, sim=True, network=network, compute_time=time)
 
 
-# The training loss, of scripts without a score.
+# The training loss, for scripts without a score.
 
 
 def _some(data: Callable[[], Any]) -> list[Pieces]:
-    """Batches of samples that are spread over the data evenly, or are the first of a stream."""
+    """Return batches of samples evenly spread over the data, or the first samples of a stream."""
     found = data()
     if isinstance(found, IterableDataset):
         stream = list(islice(iter(found), _MOST))
@@ -130,7 +130,7 @@ def _some(data: Callable[[], Any]) -> list[Pieces]:
 
 
 def _loss_on(loss: Loss | None, model: nn.Module, batches: list[Pieces]) -> dict[str, float]:
-    """The mean loss over batches."""
+    """Return the mean loss over batches."""
     sizes = [len(target_of(batch)) for batch in batches]
     total = sum(float(loss_of(model, batch, loss)) * size for batch, size in zip(batches, sizes, strict=True))
     return {TRAINING_LOSS: total / max(1, sum(sizes))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra sim`: rehearse a run on a cluster one does not have."""
+"""`orchestra sim`: simulate a run on a cluster."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def sim(
     network: o.Network = None, numerics: o.Numerics = None,
     out: o.Out = None, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Rehearse a run on virtual machines, in virtual time: the same strategies, real gradients, real convergence.
+    """Simulate a run on a cluster, in virtual time: the same strategies, real gradients, real convergence.
 
-    Nothing waits: a run of an hour takes as long as its gradients take to compute, one after the other. The same seed
-    gives the same run to the last digit. The run folder is that of a real run; its seconds are virtual.
+    A simulation takes as long as this machine needs to compute the gradients: no process waits or sleeps. The same seed
+    gives the same run, to the last digit. The run folder is like that of a real run; its seconds are virtual.
 
     For example:
 
       orchestra sim digits --workers 16 --network 100mbit,1ms
-      orchestra sim digits -s "ps(consistency=asp())" -n 8 --straggler 1x5 --seed 7
-      orchestra sim digits -s allreduce -n 1000 --steps 100 --numerics off --network 10gbit,50us
+      orchestra sim digits -s "ps(consistency=asp())" -n 8 --straggler 1x5
+      orchestra sim digits -n 1000 --steps 100 --numerics off
     """
     chosen = Options(
         strategy=strategy, workers=workers, servers=servers, epochs=epochs, steps=steps, seconds=seconds,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be trained: a recipe by name, a file with a recipe in it, or a script that calls `train` or `prepare`."""
+"""What a command trains: a recipe by name, a file with a recipe in it, or a script that calls `train` or `prepare`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _NAMES = ("RECIPE", "recipe")
 
 @dataclass(frozen=True)
 class Source:
-    """Found, but not imported yet."""
+    """A recipe or script that was found, but not imported yet."""
 
-    name: str  # of a recipe, or the absolute path of a file
+    name: str  # name of a recipe, or absolute path of a file
     path: Path | None
     args: tuple[str, ...] = ()  # for a script
 
     @property
     def label(self) -> str:
-        """In one word."""
+        """Its name in one word."""
         return self.name if self.path is None else self.path.stem
 
     @property
@@ -52,12 +52,12 @@ class Source:
         return self.calls("prepare") > 0 and not self.calls("train")
 
     def calls(self, name: str) -> int:
-        """In how many places of a script a function of this package is called, as far as it can be seen."""
+        """Return in how many places the script calls a function of this package, read from its source."""
         return 0 if self.path is None else [*_called(_parsed(self.path))].count(name)
 
 
 def find(text: str, args: Sequence[str] = ()) -> Source:
-    """What the user means. Looks at names and files only: a misspelt word is refused before torch is imported."""
+    """Find a recipe or script. Only names and files are read: a misspelt word is refused before torch is imported."""
     path = Path(text)
     if text not in recipes.names() and path.is_file() and path.suffix == ".py":
         return Source(str(path.resolve()), path.resolve(), tuple(args))
@@ -75,7 +75,7 @@ def find(text: str, args: Sequence[str] = ()) -> Source:
 
 
 def load(source: Source) -> Recipe:
-    """The recipe of a source: its own, or what its script gives to `train`. A script is run once, up to that call."""
+    """Return the recipe of a source, or what its script gives to `train`. A script runs once, up to that call."""
     if source.path is None:
         return recipes.get(source.name)
     with at_home(source.path, source.args):
@@ -88,7 +88,7 @@ def load(source: Source) -> Recipe:
 
 
 def arguments(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as arguments of `train`."""
+    """Return a recipe as arguments of `train`."""
     from orchestra.runs.budget import Epochs
 
     return {
@@ -106,7 +106,7 @@ def arguments(recipe: Recipe) -> dict[str, Any]:
 
 
 def train_recipe(recipe: Recipe, changes: Mapping[str, Change], **more: Any) -> Any:
-    """Train a recipe with changes; gives the `Result`."""
+    """Train a recipe with changes, and return the `Result`."""
     from orchestra._train import train
 
     given = arguments(recipe) | more
@@ -114,7 +114,7 @@ def train_recipe(recipe: Recipe, changes: Mapping[str, Change], **more: Any) -> 
 
 
 def problems_of(source: Source, changes: Mapping[str, Change]) -> list[Problem]:
-    """What else is wrong with what was asked of a recipe; a script would have to be run to know."""
+    """Return the problems of a recipe with these changes. Those of a script show only when it runs."""
     from orchestra import _train
 
     if source.path is not None:
@@ -124,7 +124,7 @@ def problems_of(source: Source, changes: Mapping[str, Change]) -> list[Problem]:
 
 
 def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], display: Display) -> None:
-    """Train whatever it is. The display knows the run folders afterwards."""
+    """Train a recipe or run a script. The display has the run folders afterwards."""
     if source.path is None:
         if args:
             raise ConfigError([Problem("arguments", " ".join(args), "are for scripts; a recipe takes none")])
@@ -135,7 +135,7 @@ def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], 
             _run(source.path, use)
         else:
             module = _import(source.path)
-            # A script may keep a recipe in a variable and train with it: then all is done.
+            # A script may keep a recipe in a variable and train with it: then the training is done.
             if not display.runs:
                 with overrides.using({}):
                     train_recipe(_recipe_in(module, source.path), changes)
@@ -150,20 +150,20 @@ def _run(path: Path, use: overrides.ActiveOverrides) -> None:
     """Run a script as Python would."""
     try:
         runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as end:  # as scripts end, also when all is well
+    except SystemExit as end:  # a script may end so, also without an error
         if end.code not in (None, 0):
             raise
     except BaseException as error:
         if not use.loops:
             raise
-        # Whoever has a loop among others has a hook by which they hear of it.
+        # A process of a loop has a hook, which reports the error to the other processes.
         trace = _within(path, error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
 def _within(path: Path, trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from where the script begins."""
+    """Return the traceback from where the script starts."""
     while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
         trace = trace.tb_next
     return trace
@@ -180,7 +180,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _called(tree: ast.Module) -> Iterator[str]:
-    """What of this package a script calls, as far as it can be seen."""
+    """Yield the functions of this package that a script calls, read from its source."""
     whole: set[str] = set()
     parts: dict[str, str] = {}
     for part in ast.walk(tree):
@@ -198,7 +198,7 @@ def _called(tree: ast.Module) -> Iterator[str]:
 
 
 def _defines_recipe(path: Path) -> bool:
-    """Whether a file names a recipe at its top level."""
+    """Return whether a file defines a recipe at its top level."""
     return any(name in _NAMES for statement in _parsed(path).body for name in _bound(statement))
 
 
@@ -213,7 +213,7 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
 
 
 def _import(path: Path) -> ModuleType:
-    """Import a file as a module whose functions travel to the workers by value: they could not import it by name."""
+    """Import a file as a module whose functions are pickled by value: workers cannot import it by name."""
     import cloudpickle
 
     name = f"_orchestra_script_{path.stem}"
@@ -240,7 +240,7 @@ def _recipe_in(module: ModuleType, path: Path) -> Recipe:
 
 @contextmanager
 def at_home(path: Path, args: Sequence[str]) -> Iterator[None]:
-    """Let a script find what it would find when run by Python: its neighbours, its arguments, no hook of typer's."""
+    """Give a script what it has when run by Python: its folder in the path, its arguments, no hook of typer."""
     before, sys.argv = sys.argv, [str(path), *args]
     hook, sys.excepthook = sys.excepthook, sys.__excepthook__
     sys.path.insert(0, str(path.parent))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra strategies`: what there is."""
+"""`orchestra strategies`: the list of strategies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def strategies(
 ) -> None:
     """List the strategies: how the workers agree.
 
-    Any of them goes to `--strategy`, by its long or its short name, with its options in parentheses.
+    `--strategy` takes any of them, by its long or short name, with its options in parentheses.
 
     For example:
 
@@ -47,7 +47,7 @@ def strategies(
 
 
 def as_record(cls: type[Any]) -> dict[str, Any]:
-    """A strategy for programs."""
+    """Return a strategy as a record for programs."""
     from orchestra.cli import part_text
 
     return {

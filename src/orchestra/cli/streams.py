@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a stream is: what a part of its epoch comes to in steps shows only when it has been read once."""
+"""The length of a stream, which is known only after it has been read once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from orchestra.cli.patience import patiently
 
-_LONGEST = 60.0  # seconds that a stream is read for
+_LONGEST = 60.0  # seconds that reading may take
 
 
 def samples_of(data: Callable[[], Any]) -> float | None:
-    """Samples in one pass over a stream; infinite if it does not end within a minute. None of data with an index."""
+    """Return the samples in one pass over a stream, infinite if it lasts over a minute; None for data with an index."""
     from torch.utils.data import IterableDataset
 
     from orchestra.data.random_state import seed_everything
@@ -26,7 +26,7 @@ def samples_of(data: Callable[[], Any]) -> float | None:
         return float(len(found))
     seed_everything(0)  # samples may be drawn
     deadline, count = time.monotonic() + _LONGEST, 0
-    with patiently("reading the stream once, to know its length ..."):
+    with patiently("reading the stream once for its length ..."):
         for _ in found:
             count += 1
             if time.monotonic() > deadline:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a run: for people, and for programs."""
+"""The outcome of a run: for people, and for programs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MOST_NODES = 16  # lines of the table of nodes
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON. What is not finite becomes null, which every reader takes."""
+    """Print one line of JSON. Numbers that are not finite become null."""
     print(json.dumps(finite(value), ensure_ascii=False), flush=True)
 
 
 def finite(value: Any) -> Any:
-    """What JSON can hold: null for what is not finite."""
+    """Return a value that JSON can hold: null for numbers that are not finite."""
     match value:
         case dict():
             return {key: finite(v) for key, v in value.items()}
@@ -39,13 +39,13 @@ def finite(value: Any) -> Any:
 
 
 def as_record(run: Path, facts: Facts) -> dict[str, Any]:
-    """The figures of a run and where its files are."""
+    """Return the figures of a run and where its files are."""
     note = files.read_json(run / "config.json").get("note") or {}
     return {"recipe": note.get("recipe"), **facts.as_dict(), "run": str(run), "model": str(run / "model.safetensors")}
 
 
 def describe(run: Path, facts: Facts) -> str:
-    """The figures of a run, in a few lines."""
+    """Return the figures of a run, in a few lines."""
     servers = f" + {plural(facts.servers, 'server')}" if facts.servers else ""
     metrics = "".join(f" · test {name} {value:.4g}" for name, value in facts.metrics.items())
     loss = "unknown" if facts.loss is None else f"{facts.loss:.4g}"
@@ -75,7 +75,7 @@ def _unlearned(facts: Facts) -> str:
 
 
 def _happened(facts: Facts) -> Iterator[str]:
-    """The age of gradients, a switch, and gradients that the model did not use."""
+    """Yield lines on staleness, a switch, and gradients that the model did not use."""
     if facts.staleness_mean is not None:
         yield f"  gradients were {facts.staleness_mean:.1f} updates old on average, {facts.staleness_max} at most"
     if facts.happened is not None:
@@ -116,19 +116,19 @@ def _nodes(facts: Facts) -> list[str]:
 
 
 def nearby(path: Path) -> str:
-    """A path as short as it can be written from here."""
+    """Return a path relative to the working directory if it is below that."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def warnings_of(run: Path) -> list[str]:
-    """What the run complained about."""
+    """Return the warnings of a run."""
     path = run / "ending.json"
     return list(files.read_json(path).get("warnings", [])) if path.exists() else []
 
 
 def console_for(columns: int) -> Console:
-    """Standard output, wide enough for a table of so many columns: a narrow terminal breaks its lines, cuts nothing."""
+    """Return standard output with at least so many columns: a narrow terminal breaks lines instead of cutting them."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -136,5 +136,5 @@ def console_for(columns: int) -> Console:
 
 
 def say(message: str) -> None:
-    """Messages go to standard error: standard output is for what was asked for."""
+    """Print a message to standard error: standard output is for results."""
     print(message, file=sys.stderr, flush=True)

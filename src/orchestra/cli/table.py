@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table that `compare` ends with, and what it says in words: pure functions of the runs' figures."""
+"""The table of `compare`, and its notes: pure functions of the runs' figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Outcome:
     seed: int
     run: Path
     seconds: float | None = None  # to the target
-    since: float = 0.0  # the target was missed at this time yet: the truth lies between
+    since: float = 0.0  # the target was not yet reached at this time: the true time is between the two
     best: float | None = None
     final: float | None = None
     facts: Facts | None = None
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def judge(run: Path, seed: int, target: Target) -> Outcome:
-    """Read a run that is over."""
+    """Read a complete run."""
     events, scores = events_of(run), scores_of(run)
     facts, found = facts_of(run, events, scores), achieved(scores, target)
     moment = facts.seconds if found.seconds is None else found.seconds
@@ -55,7 +55,7 @@ class StrategyRow:
 
     @property
     def marks(self) -> list[RunResult]:
-        """What its runs achieved."""
+        """The results of its runs."""
         return [
             RunResult(
                 self.strategy,
@@ -73,22 +73,22 @@ class StrategyRow:
 
     @property
     def done(self) -> list[Facts]:
-        """The figures of the runs that came to their end."""
+        """The figures of the runs that ended."""
         return [o.facts for o in self.outcomes if o.facts is not None]
 
     @property
     def incomplete(self) -> list[Outcome]:
-        """Runs in which what the strategy is about did not happen."""
+        """The runs in which what defines the strategy did not happen."""
         return [o for o in self.outcomes if o.facts is not None and o.facts.missing is not None]
 
     @property
     def unlearned(self) -> str | None:
-        """That runs did not learn, how many, and what may be the reason."""
+        """How many runs did not learn, and the possible reason."""
         return unlearned_of(self.marks)
 
     @property
     def failures(self) -> list[Outcome]:
-        """The runs that did not."""
+        """The runs that failed."""
         return [o for o in self.outcomes if o.failed is not None]
 
     @cached_property
@@ -108,11 +108,11 @@ class StrategyRow:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the median by order of size; from less than six runs that is all there is to show."""
+        """The 95 % interval of the median, from order statistics; with less than six runs, the least and the most."""
         return median_interval(self.times)
 
     def mean(self, figure: str) -> float | None:
-        """Mean of a figure over the runs."""
+        """Return the mean of a figure over the runs."""
         found = [getattr(facts, figure) for facts in self.done]
         found = [value for value in found if value is not None]
         return statistics.fmean(found) if found else None
@@ -129,7 +129,7 @@ class StrategyRow:
 
     @property
     def total(self) -> float:
-        """Bytes that crossed between all nodes, servers included."""
+        """Bytes sent between all nodes, servers included."""
         return self.mean("sent_total") or 0.0
 
     @property
@@ -154,27 +154,27 @@ class Table:
     epochs: float
     baseline: str
     rows: tuple[StrategyRow, ...]
-    world: str = ""  # where it took place, if not on this machine
+    world: str = ""  # the cluster, if not this machine
     stops: bool = False  # runs end at the target
     tuned: bool = False  # each strategy runs with the learning rate that was best for it
     settings: Mapping[str, object] = field(default_factory=dict)  # what tuning found
 
     @property
     def ranked(self) -> list[StrategyRow]:
-        """By time, in the order that the page has as well."""
+        """The rows by time, in the order of the page."""
         return sorted(self.rows, key=lambda row: standing(row.marks, self.target))
 
     @property
     def tuning(self) -> str:
-        """Whether there was one."""
+        """Whether the strategies were tuned, in a word."""
         return "tuned" if self.tuned else "untuned"
 
     def row(self, strategy: str) -> StrategyRow | None:
-        """The row of a strategy."""
+        """Return the row of a strategy."""
         return next((row for row in self.rows if row.strategy == strategy), None)
 
     def best(self, row: StrategyRow) -> float:
-        """The best score of the runs that missed the target, or of all if none did."""
+        """Return the best score of the runs that missed the target, or of all if none did."""
         outcomes = [o for o in row.outcomes if o.seconds is None] or row.outcomes
         values = [o.best for o in outcomes if o.best is not None]
         return (min if lower_is_better(self.target.metric) else max)(values, default=math.nan)
@@ -186,27 +186,27 @@ class Table:
 
     @property
     def aim(self) -> str:
-        """The target, and of what it is a score."""
+        """The target, with the data that it is a score on."""
         named = self.target.metric.lower().startswith(("train", "val", "test", "eval"))
         return self.goal if named else f"test {self.goal}"
 
     @cached_property
     def marks(self) -> list[RunResult]:
-        """What every run achieved."""
+        """The results of all runs."""
         return [mark for row in self.rows for mark in row.marks]
 
     @property
     def unit(self) -> str:
-        """Of the times."""
+        """The unit of the times."""
         return "virtual s" if any(facts.virtual for row in self.rows for facts in row.done) else "s"
 
     @cached_property
     def against(self) -> dict[str, Against]:
-        """Every strategy beside the baseline, seed by seed."""
+        """Every strategy against the baseline, seed by seed."""
         return {found.strategy: found for found in against_baseline(self.marks, self.baseline)}
 
     def speed(self, strategy: str) -> Estimate | None:
-        """How many times as fast as the baseline."""
+        """Return how many times as fast as the baseline a strategy is."""
         found = self.against.get(strategy)
         return None if found is None else found.speed
 
@@ -214,7 +214,7 @@ class Table:
 
     @property
     def heading(self) -> str:
-        """What was done."""
+        """The recipe, target and settings of the comparison."""
         upto = "until the target, at most " if self.stops else ""
         return (
             f"{self.recipe} · target {self.aim} · {plural(self.workers, 'worker')} · "
@@ -225,7 +225,7 @@ class Table:
         )
 
     def columns(self, *, narrow: bool = False) -> list[str]:
-        """Headings of the columns; short ones for a small terminal."""
+        """Return the headings of the columns, short ones for a small terminal."""
         if narrow:
             return ["strategy", "nodes", "runs", "time to target", "ratio", "total", "MB", "wait", "age", "final"]
         metric = f"final {self.target.metric}"
@@ -234,7 +234,7 @@ class Table:
         return ["strategy", "nodes", "reached", "time to target", against, "total time", *figures]
 
     def cells(self, row: StrategyRow, *, narrow: bool = False) -> list[str]:
-        """One line of the table."""
+        """Return one line of the table."""
         base = self.row(self.baseline)
         speed = self.speed(row.strategy)
         ratio = "-" if speed is None else f"{speed.value:.2f}x"
@@ -272,7 +272,7 @@ class Table:
 
     @property
     def legend(self) -> str:
-        """What the columns count."""
+        """What the columns mean."""
         spread = "" if self.seeds == 1 else " [95 % interval]" if self.seeds > 5 else " [least, most]"
         ratio = "" if self.seeds == 1 else f"vs {self.baseline}: geometric mean over seeds [95 % interval]. "
         whole = "until the target, or until it was given up" if self.stops else "of a whole run, past the target"
@@ -284,13 +284,13 @@ class Table:
         )
 
     def markdown(self) -> str:
-        """The table as it goes into a document."""
+        """Return the table for a document."""
         body = escaping.table([self.columns(), *(self.cells(row) for row in self.ranked)])
         heading, *prose = map(escaping.markdown, (self.heading, self.legend, *self.notes()))
         return "\n\n".join([heading, body, *prose]) + "\n"
 
     def notes(self) -> list[str]:
-        """What the table cannot hold: runs that missed the target, failed, or were not what they should have been."""
+        """Return notes on runs that missed the target, failed, or were incomplete."""
         found = []
         for row in self.ranked:
             if row.times and not row.always:
@@ -306,7 +306,7 @@ class Table:
     # For programs.
 
     def as_record(self) -> dict[str, Any]:
-        """Everything, down to the single runs."""
+        """Return all figures, down to single runs."""
         return {
             "recipe": self.recipe,
             "target": {"metric": self.target.metric, "value": self.target.value},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several strategies to take that are equally fast: the simplest, else the cheapest.
+"""The choice among strategies that are equally fast: the simplest, else the cheapest.
 
 1. the fewest nodes: servers are machines as well
 2. the fewest bytes between all nodes, unless they differ by less than a twentieth
@@ -20,7 +20,7 @@ _ALIKE = 1.05  # times as many bytes that count as equally many
 
 
 def choose(rows: Sequence[StrategyRow]) -> tuple[StrategyRow, str]:
-    """The strategy to take of some that are tied, and the rule that says so."""
+    """Return which of some tied strategies to take, and by which rule."""
     fewest = min(row.workers + row.servers for row in rows)
     small = [row for row in rows if row.workers + row.servers == fewest]
     if len(small) == 1 < len(rows):
@@ -34,7 +34,7 @@ def choose(rows: Sequence[StrategyRow]) -> tuple[StrategyRow, str]:
 
 
 def _options(row: StrategyRow) -> tuple[int, bool, int, str]:
-    """How many options are given, whether there is one to tune, how many there are; last the name, for one order."""
+    """Return a sort key: options given, whether one is tuned, options in all; last the name, to break ties."""
     from orchestra.engine import expression
     from orchestra.strategies.catalogue import row_of
 
@@ -43,7 +43,7 @@ def _options(row: StrategyRow) -> tuple[int, bool, int, str]:
 
 
 def advice(rows: Sequence[StrategyRow]) -> list[str]:
-    """What to take of strategies that are tied, in a sentence; nothing if there are not several."""
+    """Return which of several tied strategies to take, in a sentence; no sentence for one strategy."""
     if len(rows) < 2:
         return []
     first, rule = choose(rows)
@@ -51,7 +51,7 @@ def advice(rows: Sequence[StrategyRow]) -> list[str]:
 
 
 def arranged(table: Table) -> tuple[list[StrategyRow], list[StrategyRow]]:
-    """The strategies that always reached the target, the one to recommend first, and those that are tied with it."""
+    """Return the strategies that always reached the target, the best first, and those that are tied with it."""
     rows = [row for row in table.ranked if row.always]
     names = tied(table.marks, table.target) if len(rows) > 1 else []
     equal = [row for row in rows if row.strategy in names]
@@ -62,7 +62,7 @@ def arranged(table: Table) -> tuple[list[StrategyRow], list[StrategyRow]]:
 
 
 def recommended(rows: Sequence[StrategyRow], goal: str, unit: str) -> str:
-    """What `recommend` says of a tie: which strategy to take, by which rule, and how fast all of them were."""
+    """Return the sentence of `recommend` on a tie: which strategy to take, by which rule, and how fast all were."""
     first, rule = choose(rows)
     others = listed([row.strategy for row in rows if row is not first])
     times = listed([f"{row.time:.3g}" for row in rows])

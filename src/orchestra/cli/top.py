@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra top`: a run in a terminal, as it goes."""
+"""`orchestra top`: a running run in a terminal."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 Run = Annotated[
     Path | None,
     typer.Argument(
-        metavar="RUN", help="A run folder, or one of runs: the newest in it. Default: the newest below runs/.",
+        metavar="RUN", help="A run folder, or a folder of runs: the newest in it. Default: the newest below runs/.",
         show_default=False,
     ),
 ]  # fmt: skip
 Plain = Annotated[bool, o.output("--plain", help="Print a table every second instead of drawing a screen.")]
-Once = Annotated[bool, o.output("--once", help="Print one table and leave.")]
+Once = Annotated[bool, o.output("--once", help="Print one table and exit.")]
 
 
 def top(run: Run = None, plain: Plain = False, once: Once = False, json_: o.Json = False) -> None:
-    """See how a run goes: a row for each worker with its step, loss, age of gradients, waiting and rate.
+    """Watch a run in the terminal: a row for each worker with its step, loss, staleness, waiting and rate.
 
-    The run may be real or rehearsed, under way, over or dead. Nothing that is done here touches it. Where standard
-    output is no terminal, --plain is understood. On the screen, ? tells what the keys do.
+    The run may be real or simulated, running, complete or dead. Nothing here changes it. If standard output is not a
+    terminal, --plain is implied. On the screen, ? lists the keys.
 
     For example:
 
@@ -76,7 +76,7 @@ def top(run: Run = None, plain: Plain = False, once: Once = False, json_: o.Json
 
 
 def _print(first: RunNow, look: Callable[[], RunNow | None], *, once: bool) -> None:
-    """A table every second until the run is over."""
+    """Print a table every second until the run is over."""
     from orchestra.live import text
 
     now: RunNow | None = first

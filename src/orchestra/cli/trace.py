@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra trace`: who did what when, for Perfetto."""
+"""`orchestra trace`: the timeline of a run, for Perfetto."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from orchestra.errors import ConfigError, Problem
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of a real run or a rehearsal.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, real or simulated.")]
 Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="FILE", help="Default: trace.json.gz in the run folder. Without .gz: plain."),
@@ -20,15 +20,15 @@ Out = Annotated[
 def trace(run: Run, out: Out = None) -> None:
     """Export a run as a trace that Perfetto and chrome://tracing open: lanes, slices, arrows.
 
-    A lane for each worker and server; what it computed, sent, received and waited for; an arrow for each message. That
-    needs a run with --trace. Of any other run it shows how each step's time was spent.
+    It has a lane for each worker and server with what it computed, sent, received and waited for, and an arrow for each
+    message. That needs a run with --trace. Of any other run it shows how the time of each step was spent.
 
     For example:
 
-      orchestra sim digits -s "ps(consistency=asp())" -n 4 --steps 20 --trace --out runs/traced
-      orchestra trace runs/traced                          and open trace.json.gz on ui.perfetto.dev
+      orchestra sim digits -s ps -n 4 --steps 20 --trace --out runs/traced
+      orchestra trace runs/traced     then open trace.json.gz on ui.perfetto.dev
     """
-    from orchestra.report import perfetto  # not needed for --help
+    from orchestra.report import perfetto  # unused by --help
     from orchestra.runs.reading import Unreadable
 
     path = out or run / "trace.json.gz"
@@ -38,7 +38,7 @@ def trace(run: Run, out: Out = None) -> None:
     try:
         count = perfetto.write(run, path)
     except Unreadable as error:
-        raise ConfigError([Problem("RUN", str(run), f"is no run that can be read: {error}")]) from None
+        raise ConfigError([Problem("RUN", str(run), f"is not a run that can be read: {error}")]) from None
     except OSError as error:
         raise ConfigError([Problem("out", str(path), f"cannot be written: {error.strerror}")]) from None
     what = "every op and every message" if traced else "steps only: run with --trace for every message"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def read(o: Options, *, of_script: bool) -> tuple[dict[str, Change], list[Problem]]:
-    """Return what options change, as far as they can be understood, and what is wrong with the others."""
+    """Return what options change, and what is wrong with those that cannot be read."""
     problems: list[Problem] = []
     found: dict[str, Change] = {}
     for part in (_plain, _strategy, read_cluster, _budget, _optimizer, _schedule, _partition):
@@ -31,7 +31,7 @@ def read(o: Options, *, of_script: bool) -> tuple[dict[str, Change], list[Proble
 
 
 def read_target(text: str) -> Target:
-    """`accuracy=0.95` as a `Target`."""
+    """Read `accuracy=0.95` as a `Target`."""
     from orchestra.runs.budget import Target
 
     name, equals, value = text.partition("=")
@@ -45,7 +45,7 @@ def read_target(text: str) -> Target:
 
 
 def read_partition(text: str) -> Partition:
-    """`iid`, `label-sorted` or `dirichlet:ALPHA` as a partition."""
+    """Read `iid`, `label-sorted` or `dirichlet:ALPHA` as a partition."""
     from orchestra.data.partitions import IID, Dirichlet, LabelSorted
 
     name, colon, value = text.partition(":")
@@ -60,7 +60,7 @@ def read_partition(text: str) -> Partition:
             except ValueError:
                 raise ConfigError([Problem("partition", text, "needs a number, e.g. dirichlet:0.5")]) from None
     known = ("iid", "label-sorted", "dirichlet")
-    message = f"takes no number: {name}" if name in known else f"is no way to divide samples; {nearest(name, known)}"
+    message = f"takes no number: {name}" if name in known else f"is not a partition; {nearest(name, known)}"
     raise ConfigError([Problem("partition", text, message)])
 
 
@@ -69,7 +69,7 @@ def _set(value: Any) -> Change:
 
 
 def _plain(o: Options) -> dict[str, Change]:
-    """Arguments that take the option's value as it is."""
+    """Return the arguments that take the option's value as it is."""
     from orchestra.runs.budget import Epochs, Steps
 
     every = None if o.checkpoint_every is None else Steps(o.checkpoint_every)
@@ -96,12 +96,12 @@ def _strategy(o: Options) -> dict[str, Change]:
         return strategy if o.servers is None else _with_servers(strategy, o.servers)
 
     if chosen is not None:
-        change(None)  # whether it has servers shows now, beside the other problems
+        change(None)  # report a strategy without servers now, with the other problems
     return {"strategy": change}
 
 
 def _later(o: Options) -> dict[str, Change]:
-    """The strategy, read when it is needed."""
+    """Return the strategy as a change that reads it when the script calls `train`."""
     if o.strategy is None and o.servers is None:
         return {}
     return {"strategy": lambda old: _strategy(o)["strategy"](old)}
@@ -117,7 +117,7 @@ def _with_servers(strategy: Any, servers: int) -> Any:
 
 
 def _budget(o: Options) -> dict[str, Change]:
-    """Ends given replace the ends there were, a target given replaces the target there was."""
+    """Replace the old ends by the given ones, and the old target by the given one."""
     from orchestra.runs import budget as budgets
 
     kinds: tuple[tuple[Any, Any], ...] = (

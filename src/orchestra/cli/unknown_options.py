@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to say about an option that a command does not have: a near miss, or the commands that have it.
+"""The message about an option that a command does not have: a near miss, or the commands that have it.
 
 The parser suggests whatever looks a little like it: `--trusted-network`, which switches encryption off, for
 `run --network`. A suggestion is kept only if it differs by a few letters.
@@ -42,13 +42,13 @@ def explain(error: Any) -> None:
 
 
 def _options(command: Any) -> Iterator[str]:
-    """The long options of a command."""
+    """Yield the long options of a command."""
     for parameter in command.params:
         yield from (name for name in parameter.opts if name.startswith("--"))
 
 
 def _listed(names: list[str]) -> str:
-    """Names in a sentence.
+    """Join names for a sentence.
 
     >>> _listed(["sim", "compare", "sweep"])
     'sim, compare and sweep'

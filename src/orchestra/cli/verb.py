@@ -8,7 +8,7 @@ from typing import Any, cast
 from typer.core import TyperCommand
 
 _PROCESSES = ("--nproc-per-node", "--nproc_per_node")
-# Names of options in torchrun and Accelerate, and in the previous release of this program. No help lists them.
+# Names of options in torchrun and Accelerate, and in the previous release of this program. --help does not list them.
 OTHER_NAMES = {
     "--workers": (*_PROCESSES, "--num-processes", "--num_processes"),
     "--per-host": _PROCESSES,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra watch`: runs in a browser, as they go."""
+"""`orchestra watch`: running runs in a browser."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Goal = Annotated[
     str | None,
     typer.Option(metavar="SCORE=VALUE", help="The test score to measure times to. Default: that of the comparison."),
 ]
-Port = Annotated[int, typer.Option(metavar="N", help="Of 127.0.0.1; 0: any that is free.", min=0, max=65535)]
+Port = Annotated[int, typer.Option(metavar="N", help="Port of 127.0.0.1; 0: any free one.", min=0, max=65535)]
 NoBrowser = Annotated[bool, typer.Option("--no-browser", help="Only print the address.")]
 
 
 def watch(runs: Runs = None, target: Goal = None, port: Port = 0, no_browser: NoBrowser = False) -> None:
-    """See runs in a browser as they go: the pages of the report, kept up to date until Ctrl-C.
+    """Watch runs in a browser: the pages of the report, kept up to date until Ctrl-C.
 
-    Runs may be real or rehearsed, under way, over or dead, one or a whole comparison. The page is served on this
-    machine to this machine; its address holds a token that opens it once. Nothing that is done there touches a run.
+    Runs may be real or simulated, running, complete or dead, one or a whole comparison. The page is served to this
+    machine only; its address has a token that opens it once. Nothing on the page changes a run.
 
     For example:
 
@@ -74,7 +74,7 @@ def watch(runs: Runs = None, target: Goal = None, port: Port = 0, no_browser: No
         threading.Thread(target=server.serve_forever, args=(0.2,), daemon=True).start()
         with contextlib.suppress(KeyboardInterrupt):
             if not no_browser:
-                with contextlib.suppress(OSError):  # no home to write to: there still is the address
+                with contextlib.suppress(OSError):  # without a writable home, the address is printed anyway
                     _open(server)
             threading.Event().wait()
         server.shutdown()
@@ -82,14 +82,14 @@ def watch(runs: Runs = None, target: Goal = None, port: Port = 0, no_browser: No
 
 
 def _open(server: Server) -> None:
-    """Lead a browser to the page by way of a file of the user's own: in its command line, anybody would see the token.
+    """Open a browser through a file of the user: other users could read the token in a command line.
 
-    In the home folder, because browsers that come in a sandbox see neither /tmp nor hidden folders.
+    The file is in the home folder: browsers in a sandbox see neither /tmp nor hidden folders.
     """
     with tempfile.NamedTemporaryFile("w", dir=Path.home(), prefix="orchestra-", suffix=".html") as file:
         file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={server.url}">\n')
         file.flush()
-        # A browser of the terminal keeps whoever opened it until it is closed.
+        # A browser of the terminal blocks the process that opened it.
         threading.Thread(target=webbrowser.open, args=(Path(file.name).as_uri(),), daemon=True).start()
         while server.token is not None:
             time.sleep(0.1)

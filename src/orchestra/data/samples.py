@@ -46,7 +46,7 @@ def problems_of(data: Any) -> Iterator[Problem]:
         if not isinstance(column, Tensor | np.ndarray):
             message = "must be a tensor or a NumPy array, with the samples along its first dimension"
             yield Problem(where, type(column).__name__, message)
-        elif isinstance(column, np.ma.MaskedArray):
+        elif isinstance(column, np.ndarray) and isinstance(column, np.ma.MaskedArray):  # np.ma takes time to import
             yield Problem(where, "masked array", "has no tensor of its kind: fill the gaps, e.g. column.filled(0)")
         elif isinstance(column, np.ndarray) and not _has_tensor(column.dtype):
             message = 'has no tensor of its kind: give an array of numbers, e.g. column.astype("float32")'

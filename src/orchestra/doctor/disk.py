@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where runs and data sets are kept: that files come whole, and how much and how fast."""
+"""The disks that keep runs and data sets: whether a file can be written whole, the room left and the speed."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ _ENOUGH = 1 << 30  # bytes free
 
 
 def runs() -> Finding:
-    """The folder for runs, which is made where a command is given."""
+    """Try the folder for runs, `runs` in the current folder."""
     return _look(Path("runs").absolute(), "give another folder with --out")
 
 
 def cache() -> Finding:
-    """The folder for data sets that are fetched."""
-    from orchestra.data import fetch  # takes longer to import than most checks take
+    """Try the folder for downloaded data sets."""
+    from orchestra.data import fetch  # imported here: it takes longer than most checks
 
     return _look(fetch.cache().absolute(), "set ORCHESTRA_DATA to another folder")
 
 
 def _look(folder: Path, otherwise: str) -> Finding:
-    # One that is not there yet is tried where it would be made.
+    # A folder that does not exist yet is tried in the nearest parent that does.
     place = next(path for path in (folder, *folder.parents) if path.exists())
-    where = str(folder) + ("" if place == folder else f" (to be made in {place})")
+    where = str(folder) + ("" if place == folder else f" (to be created in {place})")
     try:
         free = shutil.disk_usage(place).free
         rate = _write(place)
     except OSError as error:
-        return broken(f"{where}: {error.strerror}", f"Make room or get the rights there, or {otherwise}.")
+        return broken(f"{where}: {error.strerror}", f"Free some space or change the permissions there, or {otherwise}.")
     found = f"{where}: {size(free)} free, {size(rate)}/s written"
     if free < _ENOUGH:
-        return limited(found, f"Make room there, or {otherwise}.")
+        return limited(found, f"Free some space there, or {otherwise}.")
     return fine(found)
 
 
 def _write(place: Path) -> float:
-    """As checkpoints are: beside its place, to the disk, renamed, the folder to the disk. Gives bytes per second."""
+    """Write a file the way checkpoints are: draft, fsync, rename, fsync of the folder. Return bytes per second."""
     with tempfile.TemporaryDirectory(prefix=".orchestra-doctor-", dir=place) as folder:
         draft, final = Path(folder) / "draft", Path(folder) / "final"
         began = time.perf_counter()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a container, or whoever else made control groups, allows this process: processors, memory, processes.
+"""What the control groups of this process allow, in a container or not: processors, memory, processes.
 
-A limit holds for a group and everything below, so the least one on the way to the root counts. Version 1 has a tree for
-each controller, version 2 one for all; many machines have both.
+A limit holds for a group and everything below it, so the tightest limit on the path to the root counts. Version 1 has a
+tree for each controller, version 2 one tree for all; many machines have both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Groups:
     own: Path = Path("/proc/self/cgroup")
 
     def quota(self) -> float | None:
-        """Processors' worth of time that may be used; None if there is no limit."""
+        """Return how many processors' time this process may use; None if there is no limit."""
         found = []
         for folder in self._folders("cpu"):
             amount, period = (_read(folder / "cpu.max") or "max 1").split()
@@ -32,23 +32,25 @@ class Groups:
         return min(found, default=None)
 
     def memory(self) -> tuple[int, int] | None:
-        """The tightest limit in bytes and what is left of it; None if there is no limit."""
+        """Return the tightest limit in bytes and what is left of it; None if there is no limit."""
         pairs = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
         return min(self._limits("memory", pairs), key=lambda pair: pair[1], default=None)
 
     def processes(self) -> tuple[int, int] | None:
-        """The tightest limit on processes and threads, and what is left of it; None if there is no limit."""
+        """Return the tightest limit on processes and threads, and what is left of it; None if there is no limit."""
         return min(self._limits("pids", (("pids.max", "pids.current"),)), key=lambda pair: pair[1], default=None)
 
     def _limits(self, controller: str, pairs: tuple[tuple[str, str], ...]) -> Iterator[tuple[int, int]]:
         for folder in self._folders(controller):
             for most, now in pairs:
                 limit, used = _read(folder / most), _read(folder / now)
-                if limit and used and limit != "max" and int(limit) < 1 << 60:  # version 1 has no word for "none"
+                if (
+                    limit and used and limit != "max" and int(limit) < 1 << 60
+                ):  # version 1 writes a huge number for "no limit"
                     yield int(limit), int(limit) - int(used)
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        """Of the groups of this process, up to the root."""
+        """Yield the folders of this process's groups for one controller, each up to the root."""
         for line in (_read(self.own) or "").splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers and controller not in controllers.split(","):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine itself: processors, memory, limits, clock, terminal."""
+"""Checks of the machine itself: processors, memory, limits, clock, terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROCESSES = 16  # at once
 
 
 def processors() -> Finding:
-    """Those there are, those that this process may use, and the time that a control group grants."""
+    """Count the cores of the machine and those this process may use, and read the quota of its control group."""
     usable, quota = cores(), Groups().quota()
     threads = os.environ.get("OMP_NUM_THREADS")
     found = (
@@ -40,25 +40,29 @@ def processors() -> Finding:
     )
     if quota is not None and quota < usable:
         few = "0" if quota < 2 else f"0-{int(quota) - 1}"
-        return limited(found, f"Cores are shared out without regard to the quota: begin with `taskset -c {few}`.")
+        return limited(found, f"Runs use every core and ignore the quota: start the command with `taskset -c {few}`.")
     if usable == 1:
-        return limited(found, "Workers take turns on one core, so times say little: give the process more of them.")
+        return limited(
+            found, "Workers take turns on one core, so step times mean little: give this process more cores."
+        )
     return fine(found)
 
 
 def memory() -> Finding:
-    """What is free, here and in the control group; and some of it is written to."""
+    """Read how much memory is free, on the machine and in the control group, and write to some of it."""
     figures = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     total, free = (int(figures[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     found = f"{size(free)} of {size(total)} free"
     if group := Groups().memory():
         free = min(free, group[1])
         found += f", {size(group[1])} of {size(group[0])} left to this control group"
-    with mmap.mmap(-1, _TOUCHED) as some:
-        some[:: mmap.PAGESIZE] = bytes(_TOUCHED // mmap.PAGESIZE)
+    with mmap.mmap(-1, _TOUCHED) as block:
+        block[:: mmap.PAGESIZE] = bytes(_TOUCHED // mmap.PAGESIZE)
     if free < _ENOUGH_MEMORY:
         bad = broken if free < _LEAST_MEMORY else limited
-        return bad(found, "End other programs, or give the container more memory; use few workers and small models.")
+        return bad(
+            found, "End other programs, or give the container more memory; else use few workers and small models."
+        )
     return fine(found)
 
 
@@ -66,7 +70,7 @@ def memory() -> Finding:
 
 
 def limits() -> Finding:
-    """Open as many files and start as many processes as a run with many workers."""
+    """Open as many files and start as many processes as a run with many workers does."""
     files, processes = (_limit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     opened, forked = _open_many(), _fork_many()
     found = f"open files {files} ({opened} tried), processes {processes} ({forked} tried)"
@@ -125,7 +129,7 @@ _UNSYNCHRONISED = 0x40  # STA_UNSYNC of timex.h
 
 
 class _Timex(ctypes.Structure):
-    """`struct timex` up to what is read here, with room for the rest."""
+    """The fields of `struct timex` up to the last that is read here, and room for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -139,7 +143,7 @@ class _Timex(ctypes.Structure):
 
 
 def clock() -> Finding:
-    """How fine it is, whether the clock on the wall goes equally fast, and whether somebody sets it."""
+    """Measure the clock's resolution and its drift from the wall clock; ask the kernel whether it is synchronised."""
     step = statistics.median(_tick() for _ in range(99))
     apart, began = _apart(), time.monotonic()
     time.sleep(0.3)
@@ -149,7 +153,9 @@ def clock() -> Finding:
     found = f"steps of {step * 1e9:.0f} ns, wall clock and monotonic differ by {abs(drift) * 1e6:.0f} ppm"
     unknown = "offset to other machines unknown"
     if abs(drift) > 1e-3:
-        return limited(f"{found}; {unknown}", "Something moves the wall clock: see `timedatectl`, or the host's clock.")
+        return limited(
+            f"{found}; {unknown}", "The wall clock is being changed: see `timedatectl`, or the host's clock."
+        )
     if state < 0 or kernel.status & _UNSYNCHRONISED:
         why = "not known to be synchronised" if state < 0 else "not synchronised"
         return limited(
@@ -160,7 +166,7 @@ def clock() -> Finding:
 
 
 def _tick() -> float:
-    """The least time that passes between two looks that differ."""
+    """Return the time until the clock shows another value."""
     began = time.perf_counter()
     while (now := time.perf_counter()) == began:
         pass
@@ -168,20 +174,20 @@ def _tick() -> float:
 
 
 def _apart() -> float:
-    """Wall clock minus monotonic: of several looks the quickest, which nothing came in between of."""
-    looks = []
+    """Return wall clock minus monotonic clock, from the quickest of several readings, as it was not interrupted."""
+    readings = []
     for _ in range(20):
         before, wall, after = time.monotonic(), time.time(), time.monotonic()
-        looks.append((after - before, wall - (before + after) / 2))
-    return min(looks)[1]
+        readings.append((after - before, wall - (before + after) / 2))
+    return min(readings)[1]
 
 
 # The terminal.
 
 
 def terminal() -> Finding:
-    """Whether it shows what other commands print."""
-    names = ("PYTHONIOENCODING", "LC_ALL", "LC_CTYPE", "LANG")  # the first that is set decides
+    """Try to encode the characters that other commands print."""
+    names = ("PYTHONIOENCODING", "LC_ALL", "LC_CTYPE", "LANG")  # the first one set decides
     name = next((name for name in names if os.environ.get(name)), "LANG")
     language = f"{name}={os.environ.get(name, '')}"
     encoding = sys.stdout.encoding.lower()
@@ -190,7 +196,9 @@ def terminal() -> Finding:
         "τ ← · µ …".encode(encoding)
         locale.setlocale(locale.LC_ALL, "")
     except UnicodeEncodeError:
-        return limited(found, f"Pages and tables have letters it cannot show: unset {name}; export LANG=C.UTF-8.")
+        return limited(
+            found, f"The terminal cannot show some characters of pages and tables: unset {name}; export LANG=C.UTF-8."
+        )
     except locale.Error:
         return limited(
             f"{found}, which is not installed", f"Choose one of `locale -a`, e.g. unset {name}; export LANG=C.UTF-8."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs between machines need: ports, an address, a name; and what the laboratory needs to stage them on one."""
+"""Checks of what runs between machines need (ports, an address, a host name), and of what the laboratory needs."""
 
 from __future__ import annotations
 
@@ -15,69 +15,72 @@ from pathlib import Path
 
 from orchestra.doctor.trial import Finding, broken, fine, limited, short
 
-_FIRST, _COUNT = 29400, 16  # the ports where torchrun begins as well
-_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # for examples: nobody has them
+_FIRST, _COUNT = 29400, 16  # the first port that torchrun uses
+_ELSEWHERE = {
+    socket.AF_INET: "192.0.2.1",
+    socket.AF_INET6: "2001:db8::1",
+}  # reserved for documentation: no host has them
 _CLONE_NEWNET = 0x40000000
 _RATE = 8e6  # bits per second
-_PARCEL = 50_000  # bytes, several times what the filter lets through at once
+_CHUNK = 50_000  # bytes, several times the burst that the filter lets through
 
 
 def ports() -> Finding:
-    """Speak through loopback, and look for a range of ports that nobody uses."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(2)
-        with socket.create_connection(door.getsockname(), timeout=2) as line:
-            line.sendall(b"!")
-            there, _ = door.accept()
-            with there:
-                there.settimeout(2)
-                heard = there.recv(1)
-    if heard != b"!":
+    """Send a byte through loopback, and look for a range of free ports."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(2)
+        with socket.create_connection(listener.getsockname(), timeout=2) as client:
+            client.sendall(b"!")
+            server, _ = listener.accept()
+            with server:
+                server.settimeout(2)
+                received = server.recv(1)
+    if received != b"!":
         return broken("loopback loses bytes", "See `ip address show lo`.")
     first = next((p for p in range(_FIRST, 60000, _COUNT) if all(_free(q) for q in range(p, p + _COUNT))), None)
     if first is None:
-        return limited("loopback works, but no 16 ports in a row are free", "See who has them: `ss -ltn`.")
+        return limited("loopback works, but no 16 ports in a row are free", "List the ports in use: `ss -ltn`.")
     return fine(f"loopback works, ports {first} to {first + _COUNT - 1} are free")
 
 
 def _free(port: int) -> bool:
-    """Whether it can be had on every address of this machine."""
-    with socket.socket() as door:
+    """Whether a port can be bound on every address of this machine."""
+    with socket.socket() as listener:
         try:
-            door.bind(("", port))
+            listener.bind(("", port))
         except OSError:
             return False
     return True
 
 
-# This machine among others.
+# The address and name of this machine.
 
 
 def host() -> Finding:
-    """The address that others see, and whether the name of this machine leads there."""
+    """Find the address that other machines see, and check that the name of this machine resolves to it."""
     name = socket.gethostname()
-    seen = [address for family in _ELSEWHERE if (address := _address(family))]
-    if not seen:
+    visible = [address for family in _ELSEWHERE if (address := _address(family))]
+    if not visible:
         return limited(f"{name!r} has no route to other machines", "Only for runs between machines: see `ip route`.")
     device = _default_device()
-    found = f"{name!r}, others see {' and '.join(seen)}" + (f" on {device}" if device else "")
-    known = f"Only for runs between machines: add the line `{seen[0]} {name}` to /etc/hosts"
+    found = f"{name!r}, other machines see {' and '.join(visible)}" + (f" on {device}" if device else "")
+    known = f"Only for runs between machines: add the line `{visible[0]} {name}` to /etc/hosts"
     known += f", or export GLOO_SOCKET_IFNAME={device}." if device else "."
     try:
-        meant = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+        resolved = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
         return limited(f"{found}; the name does not resolve ({error.strerror})", known)
-    if not set(meant) & set(seen):
-        return limited(f"{found}, but the name means {' and '.join(meant)}", known)
-    return fine(f"{found}, and the name means that")
+    if not set(resolved) & set(visible):
+        return limited(f"{found}, but the name resolves to {' and '.join(resolved)}", known)
+    return fine(f"{found}, and the name resolves to it")
 
 
 def _address(family: socket.AddressFamily) -> str:
-    """The own address of packets that leave; connecting a datagram socket sends none."""
+    """Return the source address of outgoing packets; connecting a datagram socket sends none."""
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as line:
-            line.connect((_ELSEWHERE[family], 9))
-            return str(line.getsockname()[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect((_ELSEWHERE[family], 9))
+            return str(sock.getsockname()[0])
     except OSError:
         return ""
 
@@ -95,7 +98,7 @@ def _default_device() -> str:
 
 
 def namespaces() -> Finding:
-    """A network namespace without a name, which goes with this process, and a slow link in it."""
+    """Make an unnamed network namespace, which ends with this process, and a slow link in it."""
     purpose = "only for the laboratory"
     missing = [tool for tool in ("ip", "tc") if not shutil.which(tool, path=_path())]
     if missing:
@@ -115,9 +118,9 @@ def namespaces() -> Finding:
     except RuntimeError as error:
         return limited(f"{error}, {purpose}", "Give the container NET_ADMIN, or the kernel veth and sch_tbf.")
     rate = _measure()
-    found = f"namespace, veth and tc work: {rate / 1e6:.1f} Mbit/s through a link of {_RATE / 1e6:.0f}"
+    found = f"namespace, veth and tc work: {rate / 1e6:.1f} Mbit/s through a {_RATE / 1e6:.0f} Mbit/s link"
     if not 0.5 < rate / _RATE < 2:
-        return limited(f"{found}, {purpose}", "The kernel does not shape as it should: see `tc -s qdisc`.")
+        return limited(f"{found}, {purpose}", "The kernel does not limit the rate as configured: see `tc -s qdisc`.")
     return fine(found)
 
 
@@ -134,26 +137,26 @@ def _call(command: str) -> None:
 
 
 def _measure() -> float:
-    """Bits per second through loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(2)
-        with socket.create_connection(door.getsockname(), timeout=2) as line:
-            there, _ = door.accept()
-            there.settimeout(2)
-            sending = threading.Thread(target=line.sendall, args=(bytes(3 * _PARCEL),), daemon=True)
+    """Return bits per second through loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(2)
+        with socket.create_connection(listener.getsockname(), timeout=2) as client:
+            server, _ = listener.accept()
+            server.settimeout(2)
+            sending = threading.Thread(target=client.sendall, args=(bytes(3 * _CHUNK),), daemon=True)
             sending.start()
-            with there:
-                _take(there, _PARCEL)  # the filter lets some through at once
+            with server:
+                _receive(server, _CHUNK)  # not timed: it contains the burst that the filter lets through
                 began = time.perf_counter()
-                _take(there, 2 * _PARCEL)
+                _receive(server, 2 * _CHUNK)
                 took = time.perf_counter() - began
             sending.join()
-    return 8 * 2 * _PARCEL / took
+    return 8 * 2 * _CHUNK / took
 
 
-def _take(line: socket.socket, count: int) -> None:
+def _receive(sock: socket.socket, count: int) -> None:
     while count:
-        heard = line.recv(min(count, 1 << 16))
-        if not heard:
+        received = sock.recv(min(count, 1 << 16))
+        if not received:
             raise ConnectionError("loopback closed")
-        count -= len(heard)
+        count -= len(received)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python and the packages beside torch: whether they can be imported, and their versions."""
+"""Checks of Python and of the packages other than torch: whether they can be imported, and their versions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from orchestra.doctor.trial import Finding, broken, fine, limited, short
 
 PYTHON = "3.11"  # or later
 NEEDED = {"torch": "2.11", "numpy": "", "safetensors": "", "cloudpickle": "", "pyyaml": "", "typer": "", "rich": ""}
-# What nothing fails without, and what it is for.
+# Packages that a plain local run does without, and what each is for.
 OPTIONAL = {
-    "greenlet": "rehearsals use slower threads without it",
+    "greenlet": "without it the simulator uses slower threads",
     "cryptography": "for runs between machines",
     "pyzmq": "for a benchmark",
     "psutil": "for the tests",
     "simpy": "for a benchmark",
 }
-_MODULES = {"pyyaml": "yaml", "pyzmq": "zmq"}  # where the name to import is another
+_MODULES = {"pyyaml": "yaml", "pyzmq": "zmq"}  # where the module has another name than the package
 
 
 def python() -> Finding:
-    """The interpreter, and what it runs on."""
+    """Compare the interpreter's version with the oldest that the package supports."""
     found = (
         f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}, "
         f"{sys.executable}"
@@ -37,7 +37,7 @@ def python() -> Finding:
 
 
 def packages() -> Finding:
-    """Import what the package cannot do without; torch has a check of its own."""
+    """Import the required packages; torch has a check of its own."""
     versions, failures = _look({name: "" for name in NEEDED if name != "torch"})
     if failures:
         return broken("; ".join(failures.values()), f"pip install --force-reinstall {' '.join(failures)}")
@@ -45,7 +45,7 @@ def packages() -> Finding:
 
 
 def extras() -> Finding:
-    """Import what only some uses need."""
+    """Import the optional packages."""
     versions, failures = _look(OPTIONAL)
     if failures:
         return limited(
@@ -66,7 +66,7 @@ def _look(names: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         except ModuleNotFoundError as error:
             other = "" if error.name in (name, _MODULES.get(name)) else f", because {error.name} is"
             failures[name] = f"{name} missing{other}{reason}"
-        except Exception as error:  # it is there, and does not work
+        except Exception as error:  # it is installed and does not work
             failures[name] = f"{name} cannot be imported{reason}: {short(error)}"
     return versions, failures
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes need to train together: shared memory, a way to wake each other, a whole run, and the back ends."""
+"""Checks of what processes need to train together: shared memory, futexes, a whole run, and the back ends of torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_DRIVER = "Only for device='cuda': needs an NVIDIA GPU and its driver."
 
 
 def shared_memory() -> Finding:
-    """Memory without a name, as runs have it: how much can be mapped, and that it can be written and given back."""
+    """Map, write and give back anonymous shared memory, as runs do; also look at /dev/shm."""
     fd = os.memfd_create("orchestra-doctor")
     mapped = _largest(fd)
     if mapped < _TOUCHED:
@@ -42,19 +42,22 @@ def shared_memory() -> Finding:
         memory[:: mmap.PAGESIZE] = b"." * (_TOUCHED // mmap.PAGESIZE)
         memory.madvise(mmap.MADV_REMOVE)
         if memory[0]:
-            return broken("memory that was given back is still there", "Local runs need Linux itself, not a likeness.")
+            return broken(
+                "memory that was given back keeps its contents",
+                "Local runs need a real Linux kernel, no emulation of one.",
+            )
     found = f"memfd: {size(mapped)} mapped, {size(_TOUCHED)} written"
-    trouble = _named_memory()
-    if trouble:
+    problem = _named_memory()
+    if problem:
         return limited(
-            f"{found}; {trouble}",
+            f"{found}; {problem}",
             "Only for DataLoader workers and NCCL: remount it, or start the container with --shm-size=2g.",
         )
     return fine(f"{found}; /dev/shm has {size(shutil.disk_usage('/dev/shm').free)} free")
 
 
 def _largest(fd: int) -> int:
-    """The most that can be mapped, by powers of two up to a terabyte: pages exist only once they are touched."""
+    """Return the largest power of two, up to a terabyte, that can be mapped: pages take memory only once touched."""
     mapped = 0
     for power in range(20, 41):
         try:
@@ -67,7 +70,7 @@ def _largest(fd: int) -> int:
 
 
 def _named_memory() -> str:
-    """What is wrong with /dev/shm, which is not for runs themselves."""
+    """Return what is wrong with /dev/shm, which runs themselves do not use; empty if nothing is."""
     try:
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
             file.write(bytes(1 << 20))
@@ -78,7 +81,7 @@ def _named_memory() -> str:
 
 
 def futex() -> Finding:
-    """Two processes wake each other in turns."""
+    """Let two processes wake each other in turns."""
     words = FutexWords(mmap.mmap(-1, mmap.PAGESIZE), 2)
     other = os.fork()
     if other == 0:
@@ -97,7 +100,7 @@ def futex() -> Finding:
 
 
 def _await(words: FutexWords, index: int, turn: int) -> None:
-    """Sleep until a word has this value; no longer than the check itself may last, so that nobody stays behind."""
+    """Sleep until a word has this value, for at most five seconds, so that the forked process ends with the check."""
     deadline = time.monotonic() + 5
     while words[index] != turn and time.monotonic() < deadline:
         words.wait(index, turn - 1, 1.0)
@@ -107,7 +110,7 @@ def _await(words: FutexWords, index: int, turn: int) -> None:
 
 
 def torch_itself() -> Finding:
-    """Import it, and take a gradient."""
+    """Import torch, and take a gradient."""
     from orchestra.doctor.packages import NEEDED, older
 
     began = time.perf_counter()
@@ -119,7 +122,7 @@ def torch_itself() -> Finding:
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
     found = f"{torch.__version__} built {built}, {plural(torch.get_num_threads(), 'thread')}, imported in {took:.1f} s"
     if x.grad is None or not torch.equal(x.grad, torch.full_like(x, 128.0)):
-        return broken(f"{found}; a gradient was wrong", "Install it anew: pip install --force-reinstall torch")
+        return broken(f"{found}; a gradient was wrong", "Reinstall it: pip install --force-reinstall torch")
     if older(torch.__version__, NEEDED["torch"]):
         needs = f"torch>={NEEDED['torch']}"
         return broken(f"{found}; the package needs {needs}", f"pip install '{needs}'")
@@ -127,11 +130,11 @@ def torch_itself() -> Finding:
 
 
 def local() -> Finding:
-    """A run of two real processes."""
+    """Train with two real processes."""
     from orchestra.worlds.shared_memory import fork_server
 
     began = time.perf_counter()
-    fork_server.warm()  # first, so that two imports of torch run side by side
+    fork_server.warm()  # first, so that it imports torch while this process does
     import torch
     from torch import nn
 
@@ -153,10 +156,10 @@ def local() -> Finding:
         )
     summary = result.summary
     if summary.loss is None or not summary.loss < 1.0:
-        return broken(f"the loss was {summary.loss} after {summary.steps} steps", "Please report this: it is our bug.")
+        return broken(f"the loss was {summary.loss} after {summary.steps} steps", "Please report this as a bug.")
     return fine(
         f"2 processes, {summary.steps} steps in {summary.seconds * 1e3:.0f} ms, "
-        f"{time.perf_counter() - began:.1f} s with all that comes before"
+        f"{time.perf_counter() - began:.1f} s with imports and start"
     )
 
 
@@ -171,27 +174,27 @@ def _samples() -> tuple[Tensor, Tensor]:
 
 
 def gloo() -> Finding:
-    """Two processes on loopback take a mean."""
+    """Let two processes on loopback take a mean with Gloo."""
     import torch.distributed as dist
 
     if not dist.is_gloo_available():
         return limited(
-            "this torch was built without it", "Only for machines without GPUs: install a build that has it."
+            "this torch was built without Gloo", "Only for machines without GPUs: install a build that has it."
         )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     return _in_two(lambda folder, rank: _mean("gloo", folder, rank, 2, "cpu"), "2 processes on loopback")
 
 
 def cuda() -> Finding:
-    """Every GPU computes something."""
+    """Compute a sum on every GPU."""
     if not _driver():
-        return limited("no NVIDIA driver here: workers compute on the CPU", _NO_DRIVER)
+        return limited("no NVIDIA driver on this machine: workers compute on the CPU", _NO_DRIVER)
     import torch
 
     if not torch.cuda.is_available():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
         return limited(
-            f"a driver is here, but torch {torch.__version__} (built {built}) finds no GPU",
+            f"the driver is installed, but torch {torch.__version__} (built {built}) finds no GPU",
             "Only for device='cuda': look at nvidia-smi, and install a build of torch for its CUDA version.",
         )
     found = []
@@ -199,31 +202,31 @@ def cuda() -> Finding:
         free, total = torch.cuda.mem_get_info(device)
         x = torch.ones(1 << 20).pin_memory().to(f"cuda:{device}", non_blocking=True)
         if float((2 * x).sum()) != 2 << 20:
-            return broken(f"GPU {device} computes wrong sums", "Take it out: export CUDA_VISIBLE_DEVICES=...")
+            return broken(f"GPU {device} computes wrong sums", "Leave it out: export CUDA_VISIBLE_DEVICES=...")
         found.append(f"{torch.cuda.get_device_name(device)}, {size(free)} of {size(total)} free")
     return fine("; ".join(found))
 
 
 def nccl() -> Finding:
-    """Two processes with a GPU each take a mean; one process alone where there is only one GPU."""
+    """Let two processes with a GPU each take a mean with NCCL; one process alone if there is only one GPU."""
     if not _driver():
-        return limited("no NVIDIA driver here", _NO_DRIVER)
+        return limited("no NVIDIA driver on this machine", _NO_DRIVER)
     import torch
     import torch.distributed as dist
 
     if not dist.is_nccl_available() or not torch.version.cuda:
-        return limited("this torch was built without it", "Only for several GPUs: install a build of torch for CUDA.")
+        return limited("this torch was built without NCCL", "Only for several GPUs: install a build of torch for CUDA.")
 
     def act(folder: Path, rank: int) -> None:
         gpus = torch.cuda.device_count()
         if gpus > rank:
             _mean("nccl", folder, rank, min(gpus, 2), f"cuda:{rank}")
 
-    return _in_two(act, "2 GPUs, or 1 if there are no more")
+    return _in_two(act, "2 GPUs, or 1 if there is only one")
 
 
 def _driver() -> bool:
-    """Whether the library of the driver is here, by loading it: quicker than torch, which would only say no."""
+    """Whether the driver's library can be loaded: a quicker test than importing torch."""
     try:
         return bool(ctypes.CDLL("libcuda.so.1"))
     except OSError:
@@ -231,7 +234,7 @@ def _driver() -> bool:
 
 
 def _in_two(act: Callable[[Path, int], None], where: str) -> Finding:
-    """Carry out both sides of an exchange, one of them in a fork."""
+    """Run both ranks of an exchange, rank 1 in a forked process."""
     with tempfile.TemporaryDirectory(prefix="orchestra-doctor-") as folder:
         began = time.perf_counter()
         other = os.fork()
@@ -256,7 +259,7 @@ def _mean(backend: str, folder: Path, rank: int, size: int, device: str) -> None
     from torch._C._distributed_c10d import FileStore
 
     where: dict[str, Any] = {"device_id": torch.device(device)} if device != "cpu" else {}
-    store = FileStore(str(folder / "meeting"), size)
+    store = FileStore(str(folder / "store"), size)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=5), **where
     )  # fmt: skip

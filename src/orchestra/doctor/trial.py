@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trying things that may hang or crash: each in a process of its own.
+"""Run checks that may hang or crash, each in a process of its own.
 
     examine(checks)                                      answer(check), in the process
     a process each, a few side by side             →     act()
-    what was found                                 ←     one line of JSON, also for an exception
-    no answer in time: SIGTERM, then SIGKILL             SIGTERM unwinds it, so that its files go
-    whatever bears its mark and still lives: SIGKILL
+    its finding                                    ←     one line of JSON, also for an exception
+    no answer in time: SIGTERM, then SIGKILL             SIGTERM raises SystemExit, so that its files are removed
+    processes with its mark that still run: SIGKILL
 
-Processes are known by a mark in their environment: those of a run are in sessions of their own.
+A check's processes are found by a mark in their environment, as those of a run are in sessions of their own.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from orchestra.launchers.marked_processes import kill_marked
 _MARK = "ORCHESTRA_DOCTOR"
 _ALTOGETHER = 18.0  # seconds for all checks
 _LANES = 3  # checks at a time, at most
-_GRACE = 0.5  # seconds between asking a check to go and killing it
-_LONGEST = 240  # characters of what somebody else's error says
+_GRACE = 0.5  # seconds between SIGTERM and SIGKILL
+_LONGEST = 240  # characters of an error message of another library
 
 
 class State(StrEnum):
-    """How a thing is."""
+    """The outcome of a check."""
 
     FINE = "fine"
-    LIMITED = "limited"  # some uses of it fail, or it is for some uses only
+    LIMITED = "limited"  # some uses of it fail, or only some uses need it
     BROKEN = "broken"
-    UNTRIED = "untried"  # there was no time, or it needs something that is broken
+    UNTRIED = "untried"  # no time was left, or a check that it depends on is broken
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, with values; if that is not fine, what to do."""
+    """What a check found, with values, and what to do unless it is fine."""
 
     state: State
     found: str
@@ -57,22 +57,22 @@ class Finding:
 
 
 def fine(found: str) -> Finding:
-    """It works."""
+    """Return a finding that it works."""
     return Finding(State.FINE, found)
 
 
 def limited(found: str, remedy: str) -> Finding:
-    """It works, but."""
+    """Return a finding that it works for some uses only."""
     return Finding(State.LIMITED, found, remedy)
 
 
 def broken(found: str, remedy: str) -> Finding:
-    """It does not work."""
+    """Return a finding that it does not work."""
     return Finding(State.BROKEN, found, remedy)
 
 
 def untried(found: str, remedy: str) -> Finding:
-    """Nobody knows."""
+    """Return a finding that it is unknown whether it works."""
     return Finding(State.UNTRIED, found, remedy)
 
 
@@ -83,24 +83,24 @@ class Check:
     name: str
     about: str  # what is tried
     act: Callable[[], Finding]
-    mend: str  # the remedy for an end without an answer
+    remedy: str  # what to do if it ends without a finding
     needed: bool = False  # training on this machine fails without it
-    after: str | None = None  # another, which is vain to try this without
-    slow: bool = False  # takes seconds where all is well
-    seconds: float = 5.0  # it must answer within
+    after: str | None = None  # the check that this one depends on
+    slow: bool = False  # takes seconds even if it is fine
+    seconds: float = 5.0  # within which it must answer
 
 
-# Where `orchestra doctor` runs.
+# In the process of `orchestra doctor`.
 
 
 def examine(checks: Sequence[Check]) -> Iterator[tuple[Check, Finding]]:
-    """Try each, some side by side; what was found comes in the order of `checks`."""
+    """Run the checks, up to `_LANES` at a time; yield each with its finding, in the order of `checks`."""
     mark = secrets.token_hex(8)
     deadline = time.monotonic() + _ALTOGETHER
     lanes = ThreadPoolExecutor(max_workers=min(_LANES, cores()))
     found: dict[str | None, Future[Finding]] = {}
     try:
-        # What others depend on begins first, and what depends on it last: then nobody waits for one that has not begun.
+        # Slow checks start first and dependent ones last: then none occupies a lane for one that has not started.
         for check in sorted(checks, key=lambda check: (check.after is not None, not check.slow)):
             before = found.get(check.after)
             found[check.name] = lanes.submit(_attempt, check, f"{mark}-{check.name}", deadline, before)
@@ -114,8 +114,8 @@ def examine(checks: Sequence[Check]) -> Iterator[tuple[Check, Finding]]:
 
 def _attempt(check: Check, mark: str, deadline: float, before: Future[Finding] | None) -> Finding:
     if before is not None and before.result().state is State.BROKEN:
-        return untried(f"needs {check.after}", f"Mend {check.after} first.")
-    alone = f"Try it alone: orchestra doctor {check.name}"
+        return untried(f"needs {check.after}", f"Fix {check.after} first.")
+    alone = f"Run it alone: orchestra doctor {check.name}"
     seconds = min(check.seconds, deadline - time.monotonic())
     if seconds <= 0:
         return untried("the other checks took too long", f"{alone}.")
@@ -130,15 +130,15 @@ def _attempt(check: Check, mark: str, deadline: float, before: Future[Finding] |
         out, err = child.communicate(timeout=seconds)
         ending = _ending(child.returncode, err)
     except subprocess.TimeoutExpired:
-        cut_short = seconds < check.seconds  # for the others' sake: it may only be slow
+        cut_short = seconds < check.seconds  # by the deadline of all checks: it may only be slow
         out = _stop(child, mark)
         ending = f"no answer within {seconds:.0f} s, load {os.getloadavg()[0]:.1f} on {plural(cores(), 'core')}"
     kill_marked(f"{_MARK}={mark}", _GRACE)
     try:
-        said = json.loads(out)
-        return Finding(State(said["state"]), said["found"], said["remedy"])
+        reply = json.loads(out)
+        return Finding(State(reply["state"]), reply["found"], reply["remedy"])
     except ValueError:
-        return untried(ending, f"{alone}.") if cut_short else broken(ending, f"{alone}. {check.mend}")
+        return untried(ending, f"{alone}.") if cut_short else broken(ending, f"{alone}. {check.remedy}")
 
 
 def _start(name: str, mark: str) -> subprocess.Popen[str]:
@@ -157,7 +157,7 @@ def _start(name: str, mark: str) -> subprocess.Popen[str]:
 
 
 def _stop(child: subprocess.Popen[str], mark: str) -> str:
-    """End it, gently at first; gives what it said after all. One that the kernel holds is not waited for."""
+    """End a check, by SIGTERM first; return what it printed. Give up on a process that even SIGKILL does not end."""
     child.terminate()
     for _ in range(2):
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,7 +168,7 @@ def _stop(child: subprocess.Popen[str], mark: str) -> str:
 
 
 def cores() -> int:
-    """Those this process may use; all of them on systems that cannot tell."""
+    """Return how many cores this process may use; all of them where the system does not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -178,7 +178,7 @@ def _ending(code: int, err: str) -> str:
 
 
 def short(text: object) -> str:
-    """In one line, and not a long one."""
+    """Return a text as one line of at most `_LONGEST` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."
 
@@ -187,15 +187,15 @@ def short(text: object) -> str:
 
 
 def answer(check: Check) -> None:
-    """Carry out a check and say what was found."""
+    """Run a check and print its finding as JSON."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     out = os.dup(1)
-    os.dup2(2, 1)  # what libraries print must not get in between
+    os.dup2(2, 1)  # what libraries print must not mix with the JSON
     try:
         finding = check.act()
     except WorkerFailed as error:
-        finding = broken(short(f"{error.who} failed: {error.traceback.strip().splitlines()[-1]}"), check.mend)
+        finding = broken(short(f"{error.node} failed: {error.traceback.strip().splitlines()[-1]}"), check.remedy)
     except Exception as error:
-        finding = broken(short(f"{type(error).__name__}: {error}"), check.mend)
+        finding = broken(short(f"{type(error).__name__}: {error}"), check.remedy)
     os.write(out, json.dumps(asdict(finding)).encode())
     os.close(out)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher's agent on a machine: a line of JSON on standard input says what to do.
+"""A launcher's agent on a machine: a line of JSON on its standard input says what to do.
 
     launcher                                     agent
     {"do": "check", ...}                     →   prints its versions and what it lacks, in one line of JSON
     {"do": "sweep", "mark": m}               →   kills all processes with the mark m in their environment
-    {"do": "run", "argv": [...], ...}        →   runs it with the environment given; passes on what it prints
-      SIGINT | SIGTERM | SIGKILL             →     to the process and its group
-      an empty line, now and then            →     (the launcher is there)
-      the end of input, or silence           →     SIGTERM; after a grace SIGKILL
-                                             ←     exits as the process did, when nothing that it started is left
+    {"do": "run", "argv": [...], ...}        →   runs a process with the given environment; passes on its output
+      SIGINT | SIGTERM | SIGKILL             →     sends the signal to the process and its group
+      an empty line, every few seconds       →     (the launcher is alive)
+      the end of input, or silence           →     sends SIGTERM; after a grace SIGKILL
+                                             ←     exits as the process did, once nothing that it started is left
 
-So the token of a run, which is part of the environment, is in no command line; and the process ends when a launcher, a
-connection or an agent does.
+So the token of a run, which is part of the environment, is in no command line; and the process ends when the launcher,
+the connection or the agent does.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from orchestra.launchers.marked_processes import ending_with_parent, exit_status
 
 _MARK = "ORCHESTRA_LAUNCH"
 _PATIENCE = 10.0  # seconds for killed processes to end
-_LAST_OUTPUT = 2.0  # seconds for what was printed and is not yet passed on
-_GLANCE = 0.5  # seconds between two looks at the clock
+_LAST_OUTPUT = 2.0  # seconds for output that was printed and not yet passed on
+_SLICE = 0.5  # seconds between two checks of the clock
 _SIGNALS = {number.name: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}
 Orders = Mapping[str, Any]
 
 
 def main() -> int:
-    """Read what to do, and do it; return the exit code."""
+    """Read an order and carry it out; return the exit code."""
     lines = _InputLines(sys.stdin.fileno())
     orders: Orders = json.loads(lines.first())
     match orders["do"]:
@@ -60,24 +60,24 @@ def main() -> int:
 
 
 def check_machine(orders: Orders) -> dict[str, Any]:
-    """Report what runs here, and what is missing for these orders: the folder, the first host's name, its port."""
+    """Report the versions here, and what these orders lack: the folder, the first host's name, its port."""
     from orchestra._version import __version__
 
     problems = []
     if not os.path.isdir(orders["cwd"]):
-        problems.append(f"has no folder {orders['cwd']}: make one, or say cwd= behind the host, or --cwd")
+        problems.append(f"has no folder {orders['cwd']}: make one, or set cwd= behind the host, or --cwd")
     try:
         socket.getaddrinfo(orders["master"], None)
     except OSError as error:
-        problems.append(f"does not know {orders['master']} ({error}): say --master with an address all hosts can reach")
+        problems.append(f"cannot resolve {orders['master']} ({error}): give --master an address that all can reach")
     torch = _version("torch")
     if torch is None:
-        problems.append(f"has no torch for {sys.executable}: install it, or say python= behind the host, or --python")
+        problems.append(f"has no torch for {sys.executable}: install it, or set python= behind the host, or --python")
     port = orders["port"]
     if orders["first"]:
         port = _free(orders["port"], orders["any_port"])
         if port is None:
-            problems.append(f"has another program on port {orders['port']}: say --port with one that is free")
+            problems.append(f"has another program on port {orders['port']}: give --port one that is free")
     return {
         "orchestra": __version__,
         "torch": torch,
@@ -89,7 +89,7 @@ def check_machine(orders: Orders) -> dict[str, Any]:
 
 def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(package)  # without waiting for its import
+        return importlib.metadata.version(package)  # without importing it
     except importlib.metadata.PackageNotFoundError:
         return None
 
@@ -120,11 +120,11 @@ class _InputLines:
         self._rest = b""
 
     def first(self) -> str:
-        """Wait for a whole line."""
+        """Wait for the first whole line, and return it."""
         while b"\n" not in self._rest:
             more = os.read(self.fd, 1 << 16)
             if not more:
-                raise SystemExit("orchestra.launchers.agent: is started by `orchestra launch`, which says what to do")
+                raise SystemExit("orchestra.launchers.agent: only `orchestra launch` starts this program")
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
@@ -140,7 +140,7 @@ class _InputLines:
 
 
 def run(orders: Orders, lines: _InputLines) -> int:
-    """Run a process until it ends or the launcher is gone; return its status as a shell counts."""
+    """Run a process until it ends or the launcher is gone; return its exit status, as a shell gives it."""
     try:
         process = _start(orders)
     except OSError as error:
@@ -167,7 +167,7 @@ def _start(orders: Orders) -> subprocess.Popen[bytes]:
 
     def prepare() -> None:
         tie()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the launcher itself was started without
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher may have been started with it ignored
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     return subprocess.Popen(
@@ -183,7 +183,7 @@ def _start(orders: Orders) -> subprocess.Popen[bytes]:
 
 
 def _pass_on(pipe: IO[bytes], to: int) -> None:
-    """Copy what is printed. When the launcher is gone, read on: the process must still be able to save."""
+    """Copy output. When the launcher is gone, keep reading: the process must still be able to print, and save."""
     open_ = True
     while printed := os.read(pipe.fileno(), 1 << 16):
         while printed and open_:
@@ -199,12 +199,12 @@ class _Watch:
     def __init__(self, process: subprocess.Popen[bytes], orders: Orders, lines: _InputLines) -> None:
         self._process, self._mark, self._lines = process, orders["mark"], lines
         self._silence, self._grace = float(orders["silence"]), float(orders["grace"])  # seconds
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         self._end: float | None = None  # when a process without a launcher is killed
-        for number in (signal.SIGINT, signal.SIGHUP):  # sent by other processes than the launcher
+        for number in (signal.SIGINT, signal.SIGHUP):  # not sent by the launcher
             signal.signal(number, lambda number, _: self._signal(signal.Signals(number)))
         # Where the launcher started this process itself, the kernel sends SIGTERM when the launcher dies, beside the
-        # end of input. The process gets one SIGTERM for the two: it would take a second as the order not to save.
+        # end of input. The process gets one SIGTERM for both: a second would make it end without saving.
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
 
     def until_end(self) -> None:
@@ -213,19 +213,19 @@ class _Watch:
             selector.register(os.pidfd_open(self._process.pid), selectors.EVENT_READ)
             selector.register(self._lines.fd, selectors.EVENT_READ)
             while self._process.poll() is None:
-                if any(key.fd == self._lines.fd for key, _ in selector.select(_GLANCE)) and not self._obey():
+                if any(key.fd == self._lines.fd for key, _ in selector.select(_SLICE)) and not self._obey():
                     selector.unregister(self._lines.fd)
                     self._stop()
                 now = time.monotonic()
-                if now - self._heard > self._silence:
+                if now - self._last_message > self._silence:
                     self._stop()
                 if self._end is not None and now > self._end:
                     self._signal(signal.SIGKILL)
 
     def _obey(self) -> bool:
-        """Do what the launcher says; False at the end of its messages."""
+        """Carry out the launcher's messages; return False at their end."""
         messages = self._lines.ready()
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         for message in messages or []:
             if message in _SIGNALS:
                 self._signal(_SIGNALS[message])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is what in a run on many machines: hosts, their slots, and the rank of each.
+"""The hosts of a run on many machines: their slots, and the rank of the process in each slot.
 
     # hosts.txt: one host a line, as ssh takes it
     ada@10.0.0.1   slots=2                              two processes
-    10.0.0.2       python=/opt/py/bin/python  cwd=/data   what is elsewhere than here
+    10.0.0.2       python=/opt/py/bin/python  cwd=/data   paths that differ from those of this machine
 
 Ranks count through the first host's slots, then the second's. A process finds its place in its environment, under the
 names that torchrun uses.
@@ -22,12 +22,12 @@ from orchestra.errors import ConfigError, Problem, nearest
 PORT = 29500  # torchrun's
 _NAME = re.compile(r"(?:[\w.][\w.-]*@)?[\w:][\w.:%-]*")  # no leading hyphen: ssh would take it for an option
 _KEYS = ("cwd", "python", "slots")
-_VERBS = ("run", "resume")  # that a node of a run can carry out
+_VERBS = ("run", "resume")  # commands that a node of a run can carry out
 
 
 @dataclass(frozen=True)
 class LaunchHost:
-    """A machine: how ssh calls it, how many processes it takes, and where things are on it."""
+    """A machine: its name for ssh, its number of processes, its Python and its working directory."""
 
     name: str
     slots: int
@@ -36,24 +36,24 @@ class LaunchHost:
 
     @property
     def address(self) -> str:
-        """Without the user."""
+        """The name without the user."""
         return self.name.rpartition("@")[2]
 
 
 @dataclass(frozen=True)
 class ProcessSlot:
-    """The place of one process."""
+    """The place of one process: a rank, and a slot of a host."""
 
     rank: int
     local_rank: int
     host: LaunchHost
 
 
-def seats(hosts: Sequence[LaunchHost]) -> list[ProcessSlot]:
-    """A place for every slot of every host, in rank order.
+def process_slots(hosts: Sequence[LaunchHost]) -> list[ProcessSlot]:
+    """Return every slot of every host, in rank order.
 
     >>> two = LaunchHost("a", 2, "python", "/"), LaunchHost("b", 1, "python", "/")
-    >>> [(seat.rank, seat.host.name, seat.local_rank) for seat in seats(two)]
+    >>> [(slot.rank, slot.host.name, slot.local_rank) for slot in process_slots(two)]
     [(0, 'a', 0), (1, 'a', 1), (2, 'b', 0)]
     """
     places = [(host, local) for host in hosts for local in range(host.slots)]
@@ -61,7 +61,7 @@ def seats(hosts: Sequence[LaunchHost]) -> list[ProcessSlot]:
 
 
 def place(rank: int, size: int, local_rank: int, local_size: int, master: str, port: int) -> dict[str, str]:
-    """What a process finds in its environment."""
+    """Return the environment that tells a process its place."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -69,12 +69,12 @@ def place(rank: int, size: int, local_rank: int, local_size: int, master: str, p
         "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": master,
         "MASTER_PORT": str(port),
-        "PYTHONUNBUFFERED": "1",  # what a script prints is seen when it prints it, as in a terminal
+        "PYTHONUNBUFFERED": "1",  # output appears when it is printed, as in a terminal
     }
 
 
 def argv(command: Sequence[str], python: str) -> list[str]:
-    """What follows `--`, with a host's own Python.
+    """Return the command after `--` with a host's own Python.
 
     >>> argv(["run", "digits"], "/opt/python")
     ['/opt/python', '-m', 'orchestra', 'run', 'digits']
@@ -86,11 +86,11 @@ def argv(command: Sequence[str], python: str) -> list[str]:
 
 
 def check_command(words: Sequence[str]) -> list[str]:
-    """What every process is to carry out; refused if no node of a run could."""
+    """Return the command for every process; refuse one that no node of a run can carry out."""
     command = list(words[1:] if words[:1] == ["orchestra"] else words)
     example = "e.g. -- run digits --strategy slowmo, or -- python train.py"
     if not command:
-        raise ConfigError([Problem("command", "", f"say after -- what to run, {example}")])
+        raise ConfigError([Problem("command", "", f"give the command to run after --, {example}")])
     if command[0] not in (*_VERBS, "python", "python3"):
         raise ConfigError([Problem("command", command[0], f"cannot be run on many machines; {example}")])
     if len(command) == 1:
@@ -99,7 +99,7 @@ def check_command(words: Sequence[str]) -> list[str]:
 
 
 def read_hosts(path: Path, *, per_host: int, python: str, cwd: str) -> list[LaunchHost]:
-    """The hosts in a file; all that cannot be understood, each with its line."""
+    """Read the hosts in a file; raise with all problems, each with its line."""
     if per_host < 1:
         raise ConfigError([Problem("per-host", per_host, "must be at least 1 process")])
     try:
@@ -115,7 +115,7 @@ def read_hosts(path: Path, *, per_host: int, python: str, cwd: str) -> list[Laun
                 continue
             if host.address in found:
                 first = found[host.address][0]
-                raise ValueError(f"is on line {first} already: say slots=2 there for two processes")
+                raise ValueError(f"is on line {first} already: set slots=2 there for two processes")
             found[host.address] = number, host
         except ValueError as error:
             problems.append(Problem(f"{path}:{number}", line.strip(), str(error)))
@@ -127,7 +127,7 @@ def read_hosts(path: Path, *, per_host: int, python: str, cwd: str) -> list[Laun
 
 
 def _read(line: str, usual: LaunchHost) -> LaunchHost | None:
-    """A line as a host, None if it says nothing. Raises ValueError."""
+    """Read a line as a host; None if it is empty. Raises ValueError."""
     try:
         name, *options = shlex.split(line, comments=True) or [""]
     except ValueError as error:
@@ -135,12 +135,12 @@ def _read(line: str, usual: LaunchHost) -> LaunchHost | None:
     if not name:
         return None
     if not _NAME.fullmatch(name):
-        raise ValueError("is no host: write it as ssh takes it, e.g. user@10.0.0.1, and options behind it")
+        raise ValueError("is not a host: write it as ssh takes it, e.g. user@10.0.0.1, and options behind it")
     given: dict[str, str] = {}
     for option in options:
         key, equals, value = option.partition("=")
         if not equals or key not in _KEYS:
-            raise ValueError(f"{option!r} is no option of a host; {nearest(key, _KEYS)}")
+            raise ValueError(f"{option!r} is not an option of a host; {nearest(key, _KEYS)}")
         if not value or key in given:
             raise ValueError(f"{key} needs one value, e.g. {key}={'2' if key == 'slots' else '/a/path'}")
         given[key] = value

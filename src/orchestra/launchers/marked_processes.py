@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl.h
 
 
 def exit_status(code: int) -> int:
-    """Exit status of a process as a shell counts: 128 + n for signal n.
+    """Return the exit status of a process, as a shell gives it: 128 + n for signal n.
 
     >>> exit_status(3), exit_status(-9)
     (3, 137)
@@ -27,7 +27,7 @@ def exit_status(code: int) -> int:
 
 
 def ending_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """For `preexec_fn`: the new process gets this signal when the thread that starts it ends, even if it is killed."""
+    """Return a `preexec_fn`: the new process gets this signal when the thread that started it ends, even if killed."""
     libc, parent = ctypes.CDLL(None), os.getpid()
 
     def tie() -> None:
@@ -39,12 +39,12 @@ def ending_with_parent(number: signal.Signals) -> Callable[[], None]:
 
 
 def arguments_of(pid: int) -> list[str]:
-    """Command line of a process; empty if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     return _strings(f"/proc/{pid}/cmdline")
 
 
 def environment_of(pid: int) -> list[str]:
-    """Environment that a process was started with, as NAME=VALUE; empty if it has ended or belongs to another user."""
+    """Return a process's initial environment, as NAME=VALUE; empty if it has ended or belongs to another user."""
     return _strings(f"/proc/{pid}/environ")
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes on one or many machines that run as one program.
 
-    output              rank 0's as it is, line by line; that of the others on standard error, with the host in front
-    Ctrl-C, SIGTERM     passed on: a run saves and stops, a script does as it likes; a second one kills
+    output              rank 0's unchanged, line by line; that of the others on standard error, with the host in front
+    Ctrl-C, SIGTERM     passed on: a run saves and stops, a script handles it in its own way; a second one kills
     one fails           the others have a few seconds to notice, are asked to stop, are killed; the first cause is named
-    we die              the input of every agent closes, and the agent ends what it has started
+    the launcher dies   the input of every agent closes, and the agent ends what it has started
 
 A process is reached through a link: `LocalProcess` for one of this machine, `AgentProcess` for one behind
 `orchestra.launchers.agent`, whose input and output ssh or another program carries.
@@ -31,32 +31,32 @@ from orchestra.launchers.marked_processes import ending_with_parent, exit_status
 
 Output = tuple[Literal["out", "err"], bytes]
 Ended = tuple[Literal["end"], int]
-News = SimpleQueue[tuple[int | None, Output | Ended | tuple[Literal["signal"], int]]]  # of a rank, or of this process
+News = SimpleQueue[tuple[int | None, Output | Ended | tuple[Literal["signal"], int]]]  # from a rank, or this process
 
-SILENCE, GRACE = 60.0, 20.0  # seconds that an agent waits for a message; and for a process to save when there is none
-_PULSE = 5.0  # seconds between two messages that say the launcher is there
-_NOTICE = 3.0  # seconds to notice that another has failed
+SILENCE, GRACE = 60.0, 20.0  # seconds that an agent waits for a message; and then for its process to save
+_PULSE = 5.0  # seconds between two messages that show that the launcher is alive
+_NOTICE = 3.0  # seconds for processes to notice that another has failed
 _KILLED = 5.0  # seconds to end after being killed
-_LAST_OUTPUT = 1.0  # seconds for what was printed and is not yet read
+_LAST_OUTPUT = 1.0  # seconds for output that was printed and not yet read
 _TAIL = 12  # lines of standard error that are repeated
 _LONGEST_LINE = 1 << 16  # bytes; a longer one is passed on in parts
-_REFUSED = ConfigError.exit_code  # of processes that find something wrong with the command
+_REFUSED = ConfigError.exit_code  # of processes that reject the command
 # Exit codes of processes that only noticed the end of another, the likeliest cause first.
 _CONSEQUENCES = (ClusterError.exit_code, WorkerLost.exit_code, Stopped.exit_code)
 
 
 class ProcessLink(Protocol):
-    """Connection to one process. What the process prints, and its end, is put into the queue of news."""
+    """Connection to one process. Its output and its end are put into the queue of news."""
 
     def send(self, message: str) -> None:
-        """Send one line: the name of a signal for the process, or an empty one that says the launcher is there."""
+        """Send one line: the name of a signal for the process, or an empty one to show that the launcher is alive."""
 
     def close(self) -> None:
         """End the connection, and the process with it."""
 
 
 class LocalProcess:
-    """A process of this machine, in a session of its own: Ctrl-C on the terminal is for the launcher to pass on."""
+    """A process of this machine, in a session of its own: the launcher passes on a Ctrl-C of the terminal."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LocalProcess:
         code = self._process.wait()
         if self.stdin is not None:
             self.stdin.close()
-        for reader in readers:  # a process that was left in the background may keep a pipe open for ever
+        for reader in readers:  # a background process may keep a pipe open indefinitely
             reader.join(_LAST_OUTPUT)
         self._news.put((self._rank, ("end", exit_status(code))))
 
@@ -112,9 +112,9 @@ class LocalProcess:
 
 
 class AgentProcess:
-    """A process behind an agent, which a command reaches, such as ssh. `tied`: the command ends with this process.
+    """A process started by an agent, which a command such as ssh reaches. `tied`: the command ends with this process.
 
-    An ssh that still connects does not read its input, so it would not notice that the input closes.
+    An ssh that is still connecting does not read its input, so it would not notice that the input closes.
     """
 
     def __init__(self, rank: int, command: Sequence[str], orders: str, news: News, *, tied: bool = False) -> None:
@@ -123,7 +123,7 @@ class AgentProcess:
         self.send(orders)
 
     def send(self, message: str) -> None:
-        """Send one line to the agent. If the agent has ended, the news say so."""
+        """Send one line to the agent. If the agent has ended, the queue of news says so."""
         assert self._agent.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._agent.stdin.write(message.encode() + b"\n")
@@ -135,17 +135,17 @@ class AgentProcess:
 
 @dataclass
 class ProcessGroup:
-    """The processes of one program, from the start of the first to the end of the last."""
+    """The processes of one program, from their start to the end of the last."""
 
     names: Sequence[str]  # of the host of each rank
     news: News
     grace: float = GRACE  # seconds between asking to stop and killing
-    asking: str = "stop, and waits for those that save first"  # whether a script saves is not known
-    silent: bool = False  # nothing that the processes print is passed on
-    # Any signal passed on as itself, no end to the time for saving, and some for noticing a failure. Else all are asked
-    # to stop by SIGINT, or by the first failure at once, and killed after the grace.
+    asking: str = "stop, and waits for those that save first"  # a script may not save
+    silent: bool = False  # the processes' output is not passed on
+    # If patient, signals are passed on unchanged, saving may take any time, and processes get time to notice a
+    # failure. If not, all are asked to stop by SIGINT, or at once at the first failure, and killed after the grace.
     patient: bool = True
-    out: BinaryIO | None = None  # where output goes, with the host in front of every line; None: as it says above
+    out: BinaryIO | None = None  # where output goes, with the host in front of every line; None: as described above
     err: BinaryIO | None = None
     links: dict[int, ProcessLink] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)  # in the order in which they ended
@@ -153,12 +153,12 @@ class ProcessGroup:
     asked: int | None = None  # the signal that this process was sent
     _open: dict[tuple[int, str], bytes] = field(default_factory=dict)  # lines that have not ended
     _due: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    _stopping: bool = False  # a process that fails from now on fails because it was asked to stop
+    _stopping: bool = False  # later failures are consequences of the request to stop
     _killed: bool = False
     _failed: tuple[int, ...] = ()  # before the others were asked to stop, in order
 
     def run(self, links: Mapping[int, ProcessLink]) -> int:
-        """Pass on output and signals until all processes have ended; return the exit code of the whole."""
+        """Pass on output and signals until all processes have ended; return the exit code of the group."""
         self.links = dict(links)
         self.tails = {rank: deque(maxlen=_TAIL) for rank in links}
         self._due = [(time.monotonic() + _PULSE, self._pulse)]
@@ -172,7 +172,7 @@ class ProcessGroup:
         return self._verdict()
 
     def _turn(self) -> None:
-        """Take one piece of news, or do what is due."""
+        """Handle one entry of the queue, or do what is due."""
         self._due.sort(key=lambda entry: entry[0])
         try:
             rank, news = self.news.get(timeout=max(0.0, self._due[0][0] - time.monotonic()))
@@ -203,7 +203,7 @@ class ProcessGroup:
         self._due.append((time.monotonic() + _PULSE, self._pulse))
 
     def _stop(self, number: int) -> None:
-        """Ask all to stop; a second time, kill them."""
+        """Ask all processes to stop; the second time, kill them."""
         if self.asked is not None:
             self._kill()
             return
@@ -211,7 +211,7 @@ class ProcessGroup:
         self._send_all("SIGINT" if number == signal.SIGINT or not self.patient else "SIGTERM")
         if not self.patient:
             self._due.append((time.monotonic() + self.grace, self._kill))
-        self._tell(f"asked all to {self.asking}; once more kills them")
+        self._tell(f"asked all to {self.asking}; a second signal kills them")
 
     def _ended(self, rank: int, status: int) -> None:
         self.statuses[rank] = status
@@ -239,7 +239,7 @@ class ProcessGroup:
             if rank not in self.statuses:
                 link.close()
 
-    # What is printed.
+    # Output.
 
     def _pass_on(self, rank: int, kind: str, printed: bytes) -> None:
         *lines, rest = (self._open.get((rank, kind), b"") + printed).split(b"\n")
@@ -249,7 +249,7 @@ class ProcessGroup:
         self._print(rank, kind, lines)
 
     def _flush(self, rank: int) -> None:
-        """Print the lines that the process has begun and not ended."""
+        """Print the lines that a process has begun and not ended."""
         for kind in ("out", "err"):
             if rest := self._open.pop((rank, kind), b""):
                 self._print(rank, kind, [rest], ended=False)
@@ -271,14 +271,14 @@ class ProcessGroup:
             _write(1 if kind == "out" else 2, b"".join(line + b"\n" for line in lines)[: None if ended else -1])
 
     def name_of(self, rank: int) -> str:
-        """Name of the host, and the rank where a host has several."""
+        """Return the name of a rank's host, with the rank if the host has several."""
         name = self.names[rank]
         return name if self.names.count(name) == 1 else f"{name}[{rank}]"
 
-    # How it ended.
+    # The result.
 
     def _verdict(self) -> int:
-        """Exit code: of the process that failed first, else of rank 0."""
+        """Return the exit code of the process that failed first, or else of rank 0."""
         if not self._failed:
             return 128 + self.asked if self._killed and self.asked else self.statuses[0]
         rank = self._cause()
@@ -294,8 +294,8 @@ class ProcessGroup:
             print(f"orchestra: {message}", file=sys.stderr, flush=True)
 
     @property
-    def last_words(self) -> str:
-        """The last line that the process which failed first wrote to standard error, or how it ended."""
+    def last_error(self) -> str:
+        """The last line that the first process to fail wrote to standard error, or how it ended."""
         if not self._failed:
             return ""
         rank = self._cause()
@@ -303,12 +303,12 @@ class ProcessGroup:
         return next((line for line in reversed(printed) if line), _describe(self.statuses[rank]))
 
     def _cause(self) -> int:
-        """Rank of the process that failed first, leaving out those that only report the end of another."""
+        """Return the first rank that failed, leaving out processes that only report the end of another."""
         for known in range(len(_CONSEQUENCES) + 1):
             suspects = [rank for rank in self._failed if self.statuses[rank] not in _CONSEQUENCES[known:]]
             if suspects:
                 first = suspects[0]
-                if self.statuses[first] == _REFUSED:  # all find it, and one process of each host says it: that one
+                if self.statuses[first] == _REFUSED:  # all reject it, and one process of each host prints why
                     alike = (rank for rank in suspects if self.statuses[rank] == _REFUSED and self.tails[rank])
                     first = next(alike, first)
                 return first
@@ -317,7 +317,7 @@ class ProcessGroup:
 
 @contextmanager
 def _signals(news: News) -> Iterator[None]:
-    """Put signals into the queue of news. A SimpleQueue may be put into while this thread reads from it."""
+    """Put signals into the queue of news; a SimpleQueue allows that while the same thread reads from it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -342,7 +342,7 @@ def _describe(status: int) -> str:
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Write bytes as they are: what rank 0 prints need not be text."""
+    """Write bytes unchanged: rank 0 may print something that is not text."""
     (sys.stdout if fd == 1 else sys.stderr).flush()
     while data:
         data = data[os.write(fd, data) :]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on a Ray cluster: an actor for each node, and behind it the agent that ssh would have reached.
+"""A run on a Ray cluster: an actor for each node, which starts the agent that ssh would start elsewhere.
 
-    here ── actor ── orchestra.launchers.agent ── the process
+    launcher ── actor ── orchestra.launchers.agent ── the process
 
-Ray finds room for all nodes at once, or says that there is none; everything else is as over ssh. The environment, with
-the token in it, goes to the actor in a call, and from there through a pipe.
+Ray finds room for all nodes at once, or reports that there is none; everything else is as over ssh. The environment,
+with the token in it, goes to the actor in a call, and from there through a pipe.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess, News
 _CONNECT = 5.0  # seconds to connect to the cluster
 _ROOM = 60.0  # seconds for Ray to find room
 _ANSWER = 120.0  # seconds for an actor's first answer: it may have to start a process, which imports Ray
-_GLANCE = 1.0  # seconds that an actor waits for news
+_SLICE = 1.0  # seconds that an actor waits for news
 
 
 class NodeActor:
-    """An actor on a machine of the cluster: starts one process, passes on messages to it and news of it."""
+    """An actor on a machine of the cluster: starts one process, passes on messages to it and its output."""
 
     def __init__(self) -> None:
         self._news = News()
         self._agent: AgentProcess | None = None
 
     def check_machine(self, orders: Mapping[str, Any]) -> dict[str, Any]:
-        """Report this machine, and what it lacks."""
+        """Report this machine's versions, and what it lacks."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -52,7 +52,7 @@ class NodeActor:
     def start(self, rank: int, orders: Mapping[str, Any]) -> None:
         """Start the process, with this machine's own Python."""
         whole = {**orders, "argv": argv(orders["command"], sys.executable)}
-        # An actor that ends kills its children at once. A grandchild only sees its input close, and lets the run save.
+        # An actor that ends kills its children at once. Its grandchild, the agent, only sees its input close.
         agent = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-P", "-m", "orchestra.launchers.agent"]
         self._agent = AgentProcess(rank, agent, json.dumps(whole), self._news)
 
@@ -62,10 +62,10 @@ class NodeActor:
         self._agent.send(message)
 
     def news(self) -> list[Any]:
-        """Return all news that there are, or what comes next."""
+        """Return all news; if there is none, wait for the next."""
         found = []
         with contextlib.suppress(Empty):
-            found.append(self._news.get(timeout=_GLANCE))
+            found.append(self._news.get(timeout=_SLICE))
             while True:
                 found.append(self._news.get_nowait())
         return found
@@ -116,7 +116,7 @@ def launch(command: Sequence[str], size: int, token: str, *, address: str = "aut
         why = str(error).strip().splitlines()[0]
         raise ClusterError(
             f"there is no Ray cluster at {address!r} ({why}). Start one with `ray start --head`, and `ray start "
-            "--address HOST:6379` on the other machines; or say --ray-address."
+            "--address HOST:6379` on the other machines; or give --ray-address."
         ) from None
     try:
         again = shlex.join(["--on", "ray", *(["--ray-address", address] if address != "auto" else [])])
@@ -156,7 +156,7 @@ def _actors(size: int, gpus: int) -> list[Any]:
         .options(
             num_cpus=1,
             num_gpus=gpus,
-            max_concurrency=4,  # messages come while it waits for news
+            max_concurrency=4,  # it receives messages while it waits for news
             scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=i),
         )
         .remote()

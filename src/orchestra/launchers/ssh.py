@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on hosts that ssh reaches: look at every host, start one process for each slot, end with them.
+"""A run on hosts that ssh reaches: check every host, start one process for each slot, end with them.
 
     launcher ── ssh host ── orchestra.launchers.agent ── the process
-    orders on standard input, with the token among them: nothing secret is in a command line, here or there
+    orders go to standard input, with the token among them: nothing secret is in a command line, on either machine
 
-No port is needed but ssh's and, between the hosts, those of the run.
+The only ports needed are ssh's and, between the hosts, those of the run.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Any
 
 from orchestra.engine.environment import STARTED_BY
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
-from orchestra.launchers.hosts import PORT, LaunchHost, ProcessSlot, argv, place, seats
+from orchestra.launchers.hosts import PORT, LaunchHost, ProcessSlot, argv, place, process_slots
 from orchestra.launchers.marked_processes import ending_with_parent
 from orchestra.launchers.preflight import Answer, agree
 from orchestra.launchers.process_group import GRACE, SILENCE, AgentProcess, News, ProcessGroup
 
 _CONNECT = 10  # seconds to connect to a host
-_ANSWER = 30.0  # seconds for a host to say its versions
-_SWEEP = 10.0  # seconds for looking for what was left behind
-# Keys only, since many passwords cannot be asked for at once; a connection that is silent for 30 s is lost.
+_ANSWER = 30.0  # seconds for a host to report its versions
+_SWEEP = 10.0  # seconds to find and kill processes that were left behind
+# Keys only, since ssh cannot ask for many passwords at once; a connection that is silent for 30 s counts as lost.
 _OPTIONS = ("BatchMode=yes", f"ConnectTimeout={_CONNECT}", "ServerAliveInterval=10", "ServerAliveCountMax=3")
 _REMEDIES = {
     "host key verification failed": "connect once by hand, {ssh} {host}, and accept its key",
-    "permission denied (": "put your key there with ssh-copy-id {host}; passwords are not asked for",
+    "permission denied (": "put your key there with ssh-copy-id {host}; ssh must not ask for a password",
     "could not resolve": "correct its name, or give its address",
-    "no module named": "install this package there, or say python= behind the host, or --python",
-    "not found": "say python= behind the host, or --python",
-    "no such file": "say python= behind the host, or --python",
-    "permission denied": "let this user run it there, or say python= behind the host, or --python",
-    "unknown option": "say python= behind the host, or --python: it must be Python 3.11 or later",
+    "no module named": "install this package there, or set python= behind the host, or --python",
+    "not found": "set python= behind the host, or --python",
+    "no such file": "set python= behind the host, or --python",
+    "permission denied": "let this user run it there, or set python= behind the host, or --python",
+    "unknown option": "set python= behind the host, or --python: it must be Python 3.11 or later",
 }
 
 
@@ -60,16 +60,16 @@ class SshLaunch:
 
     @property
     def master_address(self) -> str:
-        """As given, or as ssh calls the first host."""
+        """The address that was given, or the first host's name for ssh."""
         return self.master or self.hosts[0].address
 
     def check(self) -> None:
-        """What can be known without asking anybody."""
+        """Check the arguments, without reaching a host."""
         problems = []
         address = self.hosts[0].address
         nearby = address == "localhost" or address.startswith("127.")
         if nearby and self.master is None and len(self.hosts) > 1:
-            message = "is another machine for every host: say --master with the first host's address"
+            message = "is another machine for every host: give --master the first host's address"
             problems.append(Problem("master", address, message))
         if self.port is not None and not 1 <= self.port <= 65535:
             problems.append(Problem("port", self.port, "must be from 1 to 65535"))
@@ -79,25 +79,25 @@ class SshLaunch:
             raise ConfigError(problems)
 
     def line(self, host: LaunchHost) -> list[str]:
-        """The command that reaches a host's far end. Other programs than ssh need not know its options."""
+        """Return the command that starts the agent on a host. Other programs than ssh do not get its options."""
         options = [word for option in _OPTIONS for word in ("-o", option)] if Path(self.ssh[0]).name == "ssh" else []
         far = shlex.join([host.python, "-P", "-m", "orchestra.launchers.agent"])
         return [*self.ssh, *(["-T", *options] if options else []), host.name, f"exec {far}"]
 
-    def place(self, seat: ProcessSlot, port: int) -> dict[str, str]:
-        """What the process of a seat finds in its environment, but for the token."""
+    def place(self, slot: ProcessSlot, port: int) -> dict[str, str]:
+        """Return the environment of the process in a slot, without the token."""
         size = sum(host.slots for host in self.hosts)
-        found = place(seat.rank, size, seat.local_rank, seat.host.slots, self.master_address, port)
+        found = place(slot.rank, size, slot.local_rank, slot.host.slots, self.master_address, port)
         return found | dict(self.environment or {})
 
 
 def describe(run: SshLaunch) -> str:
-    """What would be run where."""
+    """Describe what `launch` would run on which host."""
     lines = []
-    for seat in seats(run.hosts):
-        host, found = seat.host, run.place(seat, run.port or PORT)
+    for slot in process_slots(run.hosts):
+        host, found = slot.host, run.place(slot, run.port or PORT)
         lines += [
-            f"rank {seat.rank} on {host.name}, in {host.cwd}:",
+            f"rank {slot.rank} on {host.name}, in {host.cwd}:",
             f"  {shlex.join(run.line(host))}",
             "  on its standard input: ORCHESTRA_TOKEN, " + " ".join(f"{k}={shlex.quote(v)}" for k, v in found.items()),
             f"  which runs: {shlex.join(argv(run.command, host.python))}",
@@ -106,34 +106,34 @@ def describe(run: SshLaunch) -> str:
 
 
 def launch(run: SshLaunch, token: str) -> int:
-    """Start a run, pass on what it prints, end with it; gives its exit code."""
+    """Start a run, pass on its output, end with it; return its exit code."""
     port = prepare(run)
-    mark, news, places = secrets.token_hex(8), News(), seats(run.hosts)
-    group = ProcessGroup([seat.host.name for seat in places], news, run.grace)
+    mark, news, slots = secrets.token_hex(8), News(), process_slots(run.hosts)
+    group = ProcessGroup([slot.host.name for slot in slots], news, run.grace)
     try:
-        code = group.run({seat.rank: _link(run, seat, port, token, mark, news) for seat in places})
+        code = group.run({slot.rank: _link(run, slot, port, token, mark, news) for slot in slots})
     finally:
-        # Whoever ended by a signal or was cut off may have left somebody behind; so may all, if we do not know.
-        doubtful = [seat.host for seat in places if group.statuses.get(seat.rank, 255) >= 128]
+        # A process that a signal or a lost connection ended may have left others behind; so may one of unknown status.
+        doubtful = [slot.host for slot in slots if group.statuses.get(slot.rank, 255) >= 128]
         _sweep(run, list(dict.fromkeys(doubtful)), mark)
     return code
 
 
-def _link(run: SshLaunch, seat: ProcessSlot, port: int, token: str, mark: str, news: News) -> AgentProcess:
+def _link(run: SshLaunch, slot: ProcessSlot, port: int, token: str, mark: str, news: News) -> AgentProcess:
     orders = {
         "do": "run",
-        "argv": argv(run.command, seat.host.python),
-        "cwd": seat.host.cwd,
-        "environment": run.place(seat, port) | {"ORCHESTRA_TOKEN": token, STARTED_BY: run.again},
-        "mark": f"{mark}:{seat.rank}.",
+        "argv": argv(run.command, slot.host.python),
+        "cwd": slot.host.cwd,
+        "environment": run.place(slot, port) | {"ORCHESTRA_TOKEN": token, STARTED_BY: run.again},
+        "mark": f"{mark}:{slot.rank}.",
         "silence": SILENCE,
         "grace": run.grace,
     }
-    return AgentProcess(seat.rank, run.line(seat.host), json.dumps(orders), news, tied=True)
+    return AgentProcess(slot.rank, run.line(slot.host), json.dumps(orders), news, tied=True)
 
 
 def _sweep(run: SshLaunch, hosts: Sequence[LaunchHost], mark: str) -> None:
-    """Kill what the far ends could not; a host that cannot be reached ends it by itself."""
+    """Kill processes that the agents could not; on a host that cannot be reached, the agent ends them."""
     _ask_all(run, [(host, {"do": "sweep", "mark": f"{mark}:"}) for host in hosts], _SWEEP)
 
 
@@ -141,7 +141,7 @@ def _sweep(run: SshLaunch, hosts: Sequence[LaunchHost], mark: str) -> None:
 
 
 def prepare(run: SshLaunch) -> int:
-    """Ask every host whether it can take part; gives the port. Raises with the problems of all."""
+    """Ask every host whether it can take part; return the port. Raises with the problems of all."""
     run.check()
     asked = {"do": "check", "master": run.master_address, "port": run.port or PORT, "any_port": run.port is None}
     questions = [(host, asked | {"cwd": host.cwd, "first": host is run.hosts[0]}) for host in run.hosts]
@@ -153,7 +153,7 @@ def prepare(run: SshLaunch) -> int:
 def _ask_all(
     run: SshLaunch, questions: Sequence[tuple[LaunchHost, Mapping[str, Any]]], patience: float
 ) -> list[tuple[int, str, str]]:
-    """Ask hosts all at once: of each the exit status, what it said, and its complaints."""
+    """Ask all hosts at once; return the exit status, standard output and standard error of each."""
     asked: list[subprocess.Popen[str]] = []
     end = time.monotonic() + patience
     try:
@@ -174,12 +174,12 @@ def _ask(line: Sequence[str], question: Mapping[str, Any]) -> subprocess.Popen[s
         )  # fmt: skip
     except OSError as error:
         raise EnvironmentProblem(
-            f"{line[0]} cannot be run here: {error}. Install it, or say --ssh with a command that reaches hosts."
+            f"{line[0]} cannot be run here: {error}. Install it, or give --ssh a command that reaches hosts."
         ) from None
     assert process.stdin is not None
     with contextlib.suppress(OSError), process.stdin as far:
         far.write(json.dumps(question) + "\n")
-    process.stdin = None  # all is said
+    process.stdin = None  # `communicate` must not write to it
     return process
 
 
@@ -192,7 +192,7 @@ def _answer(process: subprocess.Popen[str], end: float, patience: float) -> tupl
 
 
 def _understand(run: SshLaunch, host: LaunchHost, status: int, out: str, err: str) -> Answer | str:
-    """A host's answer, or what is wrong with it and what to do."""
+    """Return a host's answer, or what is wrong and what to do."""
     with contextlib.suppress(ValueError, IndexError):
         answer = json.loads(out.strip().splitlines()[-1])  # a login script may have printed something before
         if status == 0 and isinstance(answer, dict):

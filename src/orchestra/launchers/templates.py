@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as a file for what starts programs elsewhere: Slurm, Kubernetes, Docker Compose.
+"""Files that start a run: for Slurm, Kubernetes and Docker Compose.
 
 Each file starts the same command many times and gives every process its rank, the address of the first, and the token.
-The token is made when the job is, and kept where only the job can read it: a file of mode 600, or a secret. What one is
-likely to change has a comment that begins with `Change:`.
+The token is made together with the job, and kept where only the job can read it: a file of mode 600, or a secret. Lines
+that most users change have a comment that begins with `Change:`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _IMAGE = "neural-orchestra:latest"
 
 
 def template(kind: str, command: Sequence[str], *, nodes: int = 2, per_host: int = 1, image: str | None = None) -> str:
-    """The text of a file. Containers count as machines: each has one process."""
+    """Return the text of a file. Containers count as machines: each has one process."""
     problems = []
     if kind not in KINDS:
-        problems.append(Problem("print", kind, f"is no kind of template; {nearest(kind, KINDS)}"))
+        problems.append(Problem("print", kind, f"is not a kind of template; {nearest(kind, KINDS)}"))
     for name, count in (("nodes", nodes), ("per-host", per_host)):
         if count < 1:
             problems.append(Problem(name, count, "must be at least 1"))
@@ -51,7 +51,7 @@ _SLURM = """\
 ##SBATCH --partition=gpu
 
 set -euo pipefail
-# Change: whatever makes `python` the one that has orchestra, the same on every node
+# Change: make `python` the one that has orchestra, the same on every node
 # source "$HOME/venv/bin/activate"
 
 # The token lets a process take part. It is in a folder that only you can enter, inside that of the job, which all nodes
@@ -91,7 +91,7 @@ _KUBERNETES = """\
 #
 #   openssl rand -hex 32 | tr -d '\\n' | kubectl create secret generic {name}-token --from-file=token=/dev/stdin
 #   kubectl apply -f FILE
-#   kubectl logs -f -l job-name={name},batch.kubernetes.io/job-completion-index=0      what rank 0 says
+#   kubectl logs -f -l job-name={name},batch.kubernetes.io/job-completion-index=0      output of rank 0
 #   kubectl delete -f FILE && kubectl delete secret {name}-token
 # The last line deletes {name}-runs as well: copy the model out of it before.
 #
@@ -102,7 +102,7 @@ metadata:
   name: {name}
 spec:
   clusterIP: None
-  publishNotReadyAddresses: true    # they look for each other while they start
+  publishNotReadyAddresses: true    # pods connect to each other while they start
   selector:
     job-name: {name}
 ---
@@ -130,7 +130,7 @@ spec:
       subdomain: {name}
       restartPolicy: Never
       terminationGracePeriodSeconds: 120   # to save when the job is deleted, or another pod has failed
-      shareProcessNamespace: true          # a first process of a container would not hear that it is to end
+      shareProcessNamespace: true          # otherwise the container's first process would not receive SIGTERM
       containers:
         - name: node
           image: {image}   # Change: one that the cluster can pull, with orchestra and your script in it
@@ -244,7 +244,7 @@ _BUILD = (
 
 
 def _shown(command: Sequence[str]) -> str:
-    """In a comment, which ends with the line."""
+    """Format a command for a comment: on one line."""
     return " ".join(shlex.join(command).split())
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run followed from outside: its folder is looked at again and again, and each look reads only what is new.
+"""Follow a run from another process: read its folder again and again, each time only what is new.
 
-Files may be cut short, damaged, replaced or not ours at all: what makes no sense is passed over. A run that is resumed
-forgets what came after its checkpoint, and so does whoever follows it.
+Files may be cut short, damaged, replaced or unrelated to the run: lines that make no sense are skipped. A resumed run
+discards its events after the checkpoint, and so does its follower.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from orchestra.runs.run_lock import LockState
 RECENT = 32  # steps over which shares and rates are taken
 HISTORY = 120  # steps of a sparkline
 _SEARCH = 2.0  # seconds between two looks for newer runs
-_NEWS = 50  # of what happened last
-_TAIL = 1 << 18  # bytes at the end of a node's file that hold more steps than that
+_NEWS = 50  # events that are remembered for display
+_TAIL = 1 << 18  # bytes at the end of a node's file; they hold more steps than HISTORY
 _FILE = re.compile(r"events-(\d{1,6})\.jsonl")
-_TOLD = ("switched", "retired")  # what strategies log once, for people
-_SET = ("momentum after the switch", "rate after the switch")  # likewise, and the value matters
+_TOLD = ("switched", "retired")  # logged once by strategies; shown with the step
+_SET = ("momentum after the switch", "rate after the switch")  # logged once; shown with the value
 
 
 @dataclass(frozen=True)
 class NewEvent:
-    """Something that happened once."""
+    """An event of the run that is shown to the user."""
 
     t: float
-    node: int | None  # None: to the run as a whole
+    node: int | None  # None: of the run as a whole
     text: str
 
 
 @dataclass
 class NodeState:
-    """What is known of one node."""
+    """What the events of one node say about it."""
 
     file: TailedFile
     began: bool = False
@@ -53,16 +53,16 @@ class NodeState:
     loss: float | None = None
     steps: deque[Stepped] = field(default_factory=lambda: deque(maxlen=HISTORY))
     stale: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))  # ages of gradients, in updates
-    events: list[Event] = field(default_factory=list)  # all of them, where they are kept
+    events: list[Event] = field(default_factory=list)  # all of them, if the follower keeps events
 
     def take(self, event: Event) -> NewEvent | None:
-        """Learn of one event; gives what people should hear of."""
+        """Update the state by one event; return what to show the user about it, if anything."""
         self.began = True
         match event:
             case Stepped():
                 self.step, self.epoch, self.samples, self.t = event.step, event.epoch, event.samples, event.t
                 self.loss = self.loss if event.loss is None else event.loss
-                self.ended = None  # a run that was resumed
+                self.ended = None  # the run was resumed
                 self.steps.append(event)
             case Logged():
                 self.step, self.t = max(self.step, event.step), event.t
@@ -85,51 +85,51 @@ class NodeState:
 
 
 class Follower:
-    """One run folder. With `keep`, all events are read and kept; without, only what shows where the run is now."""
+    """Follows one run folder. With `keep`, it reads and keeps all events; else only what the present state needs."""
 
     def __init__(self, folder: Path, *, keep: bool = False) -> None:
         self.folder = folder
         self.config: dict[str, Any] | None = None
         self.ending: dict[str, Any] | None = None
-        self.word = LockState(alive=None)
+        self.lock = LockState(alive=None)
         self.nodes: dict[int, NodeState] = {}
         self.scores: list[Scored] = []
         self.news: deque[NewEvent] = deque(maxlen=_NEWS)
         self.changed = 0.0  # seconds since the epoch, of the last change of any file
-        self.seen: deque[tuple[float, float]] = deque(maxlen=60)  # when how much of the budget was spent
+        self.seen: deque[tuple[float, float]] = deque(maxlen=60)  # (time, share of the budget spent)
         self.keep = keep
         self._scores = TailedFile(folder / "scores.jsonl")
         self._config_changed = 0.0
 
     def look(self) -> bool:
-        """Read what is new; whether there was anything."""
-        before = (self.word, self.ending, self.config)
-        self._about()
+        """Read what is new; return whether there was anything."""
+        before = (self.lock, self.ending, self.config)
+        self._look_at_run()
         if self.config is None:
             return False
         new = self._look_at_scores()
-        for number in self._files():
-            new |= self._look_at(number)
-        return new or before != (self.word, self.ending, self.config)
+        for number in self._node_numbers():
+            new |= self._look_at_node(number)
+        return new or before != (self.lock, self.ending, self.config)
 
     @property
     def events(self) -> list[Event]:
-        """All events so far, by node, where they are kept."""
+        """All events so far, by node; empty without `keep`."""
         return [event for _, node in sorted(self.nodes.items(), key=lambda n: str(n[0])) for event in node.events]
 
     @property
     def size(self) -> int:
-        """Bytes of the files of events and scores: two changes may have the same time."""
+        """Bytes of the files of events and scores; tells two changes apart that have the same time."""
         return self._scores.size + sum(node.file.size for node in self.nodes.values())
 
     def forget(self) -> None:
-        """Keep no events from now on: the run is over, and told of."""
+        """Drop the events and keep none from now on: the run is over, and described."""
         self.keep = False
-        for pulse in self.nodes.values():
-            pulse.events.clear()
+        for node in self.nodes.values():
+            node.events.clear()
 
-    def _about(self) -> None:
-        self.word = run_lock.ask(self.folder)
+    def _look_at_run(self) -> None:
+        self.lock = run_lock.ask(self.folder)
         self.ending = reading.object_in(self.folder / "ending.json") or None
         try:
             changed = (self.folder / "config.json").stat().st_mtime
@@ -139,8 +139,8 @@ class Follower:
         except (OSError, Unreadable):
             return
 
-    def _files(self) -> list[int]:
-        """The nodes that have written anything; of those, ours."""
+    def _node_numbers(self) -> list[int]:
+        """Return the nodes that have a file of events; skip numbers that the run does not have."""
         try:
             names = [path.name for path in self.folder.iterdir()]
         except OSError:
@@ -149,23 +149,23 @@ class Follower:
         ours = range(self.config["workers"] + self.config["servers"])
         return sorted(n for name in names if (m := _FILE.fullmatch(name)) and (n := int(m[1])) in ours)
 
-    def _look_at(self, number: int) -> bool:
+    def _look_at_node(self, number: int) -> bool:
         if number not in self.nodes:
             path = self.folder / f"events-{number}.jsonl"
             self.nodes[number] = NodeState(TailedFile(path, tail=None if self.keep else _TAIL))
-        pulse = self.nodes[number]
-        if pulse.file.renewed():
-            self.nodes[number] = pulse = NodeState(pulse.file)
+        node = self.nodes[number]
+        if node.file.renewed():
+            self.nodes[number] = node = NodeState(node.file)
             self.news = deque((n for n in self.news if n.node != number), maxlen=_NEWS)
-        self.changed = max(self.changed, pulse.file.changed)
+        self.changed = max(self.changed, node.file.changed)
         new = False
         assert self.config is not None
-        for lines in pulse.file.lines():
+        for lines in node.file.lines():
             for event in reading.sound_ones(decode(lines), self.config):
                 new = True
                 if self.keep:
-                    pulse.events.append(event)
-                if not isinstance(event, Scored) and event.node == number and (news := pulse.take(event)):
+                    node.events.append(event)
+                if not isinstance(event, Scored) and event.node == number and (news := node.take(event)):
                     self.news.append(news)
         return new
 
@@ -184,7 +184,7 @@ class Follower:
 
 
 class Latest:
-    """Whichever run at or below a folder was begun last: a comparison makes one after the other."""
+    """Follows the run at or below a folder that began last: a comparison makes one run after the other."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -192,7 +192,7 @@ class Latest:
         self.run: Follower | None = None
 
     def look(self, now: float) -> Follower | None:
-        """The run that goes on now, with what is new."""
+        """Read what is new; return the follower of the latest run, None if there is no run yet."""
         if self.run is None or now - self._searched > _SEARCH:
             self._searched = now
             found = newest(self._folder)
@@ -204,7 +204,7 @@ class Latest:
 
 
 def newest(runs: Path) -> Path | None:
-    """The run below a folder that was begun last."""
+    """Return the run at or below a folder that began last."""
     return max(reading.find([runs]), key=_begun, default=None)
 
 
@@ -216,7 +216,7 @@ def _begun(run: Path) -> float:
 
 
 def shares(steps: Sequence[Stepped]) -> dict[str, float]:
-    """What part of the time between the first and the last of some steps went where."""
+    """Return what share of the time between the first and the last of some steps each kind of work took."""
     kinds = ("compute", "communicate", "wait")
     if len(steps) < 2 or steps[-1].t <= steps[0].t:
         return dict.fromkeys(kinds, 0.0)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One moment of a run, as people want to see it: functions of what is known of it and of the time.
+"""The state of a run at one moment, for display: a function of what its follower has read and of the time.
 
-    a run     setting up → running → scoring → done         it came to its end
-                                   ↘ stopped, failed        it did not: it was asked to stop, or there was an error
-                                   ↘ died                   it did not, and left no word
-                                   ↘ silent                 nobody knows: no lock, and nothing heard for long
-    a node    setting up → running, waiting or serving → done;  silent;  as the run where that is over
+    a run     setting up → running → scoring → done         it reached its end
+                                   ↘ stopped, failed        it was asked to stop, or an error ended it
+                                   ↘ died                   its processes are gone, and it recorded no error
+                                   ↘ silent                 unknown: no lock, and no event for a minute
+    a node    setting up → running, waiting or serving → done;  silent;  once the run is over, the state of the run
 
-Shares and rates are those of a node's last steps.
+Shares and rates are taken over the last steps of a node.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from orchestra.runs.reading import harmless
 from orchestra.runs.status import name_of
 
 OVER = ("done", "stopped", "failed", "died")
-_PATIENT = 5.0  # seconds, and five steps, after which a node is said to be silent
-_LONG = 60.0  # seconds without any event after which a run without a lock is said to be
+_PATIENT = 5.0  # seconds, plus five steps, without an event after which a node counts as silent
+_LONG = 60.0  # seconds without an event after which a run without a lock counts as silent
 
 
 @dataclass(frozen=True)
 class NodeNow:
-    """One node: totals, and shares and rates over its last steps."""
+    """One node: its totals, and its shares and rates over its last steps."""
 
     node: int
     name: str
@@ -45,7 +45,7 @@ class NodeNow:
     wait: float
     rate: float | None  # samples a second
     traffic: float | None  # bytes a second, sent and received
-    heard: float | None  # real seconds since its last word
+    heard: float | None  # real seconds since it last wrote an event
     times: tuple[float, ...]  # seconds of its last steps
     losses: tuple[float, ...]  # of its last steps
 
@@ -72,31 +72,33 @@ class RunNow:
     latest: float | None
     best: float | None
     nodes: tuple[NodeNow, ...]
-    news: tuple[tuple[float, str, str], ...]  # when, who, what; the newest last
+    news: tuple[tuple[float, str, str], ...]  # (time, node, text), the newest last
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come, unless it is resumed."""
+        """Whether the run has ended; it goes on only if it is resumed."""
         return self.state in OVER
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as a dict, for JSON."""
         return asdict(self)
 
 
 def moment(run: Follower, now: float) -> RunNow | None:
-    """The run as it is at `now`, in seconds since the epoch; None if there is nothing of it yet."""
+    """Return the state of the run at `now`, in seconds since the epoch; None if its config is not written yet."""
     config = run.config
     if config is None:
         return None
     workers, servers = config["workers"], config["servers"]
     virtual = config["cluster"].get("kind") == "simulated"
     state, why = _state(run, now)
-    working = [pulse for node, pulse in run.nodes.items() if node < workers]
+    working = [node for number, node in run.nodes.items() if number < workers]
     spent = _spent(config.get("budget"), working)
     fraction = min(1.0, max(s.share for s in spent)) if spent else None
     metric = _metric(config.get("budget"), run)
-    values = [s.metrics[metric] for s in run.scores if metric in s.metrics and s.number]  # not before training
+    values = [
+        s.metrics[metric] for s in run.scores if metric in s.metrics and s.number
+    ]  # without those of the untrained model
     losses = [p.loss for p in working if p.loss is not None]
     nodes = tuple(_node(node, run.nodes[node], workers, virtual, state, now) for node in sorted(run.nodes))
     found = RunNow(
@@ -118,12 +120,12 @@ def moment(run: Follower, now: float) -> RunNow | None:
         latest=values[-1] if values else None,
         best=(min if lower_is_better(metric or "") else max)(values, default=None),
         nodes=nodes,
-        news=tuple((n.t, _who(n, workers), n.text) for n in run.news),
+        news=tuple((n.t, _subject(n, workers), n.text) for n in run.news),
     )
     return RunNow(**{name: harmless(value) if isinstance(value, str) else value for name, value in vars(found).items()})
 
 
-def _who(news: NewEvent, workers: int) -> str:
+def _subject(news: NewEvent, workers: int) -> str:
     return "model" if news.node is None else name_of(news.node, workers)
 
 
@@ -131,23 +133,23 @@ def _who(news: NewEvent, workers: int) -> str:
 
 
 def _state(run: Follower, now: float) -> tuple[str, str]:
-    """What a run does, and why it does no more."""
+    """Return the state of a run, and why it ended, if there is more to say than the state does."""
     assert run.config is not None
-    everybody = run.config["workers"] + run.config["servers"]
-    ended = len(run.nodes) >= everybody and all(pulse.ended for pulse in run.nodes.values())
+    count = run.config["workers"] + run.config["servers"]
+    ended = len(run.nodes) >= count and all(node.ended for node in run.nodes.values())
     if run.ending is not None:
         return "done", {"target": "the target was reached", "seconds": "the time was up"}.get(_stopped_by(run), "")
-    if fate := run.word.fate:
-        return fate, "its processes are gone and left no word" if fate == "died" else _last_words(run.word.why)
+    if fate := run.lock.fate:
+        return fate, "its processes are gone and recorded no error" if fate == "died" else _last_words(run.lock.why)
     if ended:
-        return ("scoring", "") if run.word.alive else ("stopped", "it left no ending")
-    if run.word.alive is None and now - run.changed > _LONG:
-        return "silent", f"nothing was heard for {duration(now - run.changed)}"
-    return ("running" if any(pulse.steps for pulse in run.nodes.values()) else "setting up"), ""
+        return ("scoring", "") if run.lock.alive else ("stopped", "it wrote no ending")
+    if run.lock.alive is None and now - run.changed > _LONG:
+        return "silent", f"no event for {duration(now - run.changed)}"
+    return ("running" if any(node.steps for node in run.nodes.values()) else "setting up"), ""
 
 
 def _last_words(why: str) -> str:
-    """The end of an error: of another process's, what was raised there and which process that was."""
+    """Return the last two lines of an error: for one of another process, the exception and the process."""
     return " · ".join([line.strip() for line in why.splitlines() if line.strip()][-2:])
 
 
@@ -156,46 +158,46 @@ def _stopped_by(run: Follower) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _node_state(pulse: NodeState, role: str, run: str, wait: float, silence: float, patience: float) -> str:
-    if run in OVER or pulse.ended is not None:
+def _node_state(node: NodeState, role: str, run: str, wait: float, silence: float, patience: float) -> str:
+    if run in OVER or node.ended is not None:
         return run if run in OVER else "done"
-    if not pulse.began:
+    if not node.began:
         return "setting up"
-    if role == "server":  # which says nothing for as long as nobody is stale
+    if role == "server":  # it logs only the ages of stale gradients, so silence means nothing
         return "serving"
     if silence > patience:
         return f"silent {duration(silence)}"
-    return "waiting" if wait > 0.5 else "running" if pulse.steps else "setting up"
+    return "waiting" if wait > 0.5 else "running" if node.steps else "setting up"
 
 
 # Nodes.
 
 
-def _node(number: int, pulse: NodeState, workers: int, virtual: bool, run: str, now: float) -> NodeNow:
+def _node(number: int, node: NodeState, workers: int, virtual: bool, run: str, now: float) -> NodeNow:
     role = "worker" if number < workers else "server"
-    last = [*islice(pulse.steps, max(0, len(pulse.steps) - RECENT), None)]
+    last = [*islice(node.steps, max(0, len(node.steps) - RECENT), None)]
     parts = shares(last)
     seconds = last[-1].t - last[0].t if len(last) > 1 else 0.0
-    if pulse.ended is not None and role == "server" and pulse.ended.t > 0:
-        parts = {kind: min(1.0, max(0.0, getattr(pulse.ended, kind) / pulse.ended.t)) for kind in parts}
+    if node.ended is not None and role == "server" and node.ended.t > 0:
+        parts = {kind: min(1.0, max(0.0, getattr(node.ended, kind) / node.ended.t)) for kind in parts}
     moved = last[-1].sent + last[-1].received - last[0].sent - last[0].received if last else 0
-    silence = max(0.0, now - pulse.file.changed)
+    silence = max(0.0, now - node.file.changed)
     patience = _PATIENT + (0.0 if virtual or not seconds else 5 * seconds / (len(last) - 1))
     return NodeNow(
         node=number,
         name=name_of(number, workers),
         role=role,
-        state=_node_state(pulse, role, run, parts["wait"], silence, patience),
-        step=int(pulse.step),
-        samples=int(pulse.samples),
-        loss=pulse.loss,
-        staleness=sum(pulse.stale) / len(pulse.stale) if pulse.stale else None,
+        state=_node_state(node, role, run, parts["wait"], silence, patience),
+        step=int(node.step),
+        samples=int(node.samples),
+        loss=node.loss,
+        staleness=sum(node.stale) / len(node.stale) if node.stale else None,
         **parts,
         rate=(last[-1].samples - last[0].samples) / seconds if seconds > 0 else None,
         traffic=moved / seconds if seconds > 0 else None,
         heard=None if run in OVER else silence,
-        times=tuple(max(0.0, b.t - a.t) for a, b in pairwise(pulse.steps)),
-        losses=tuple(e.loss for e in pulse.steps if e.loss is not None),
+        times=tuple(max(0.0, b.t - a.t) for a, b in pairwise(node.steps)),
+        losses=tuple(e.loss for e in node.steps if e.loss is not None),
     )
 
 
@@ -204,12 +206,14 @@ def _node(number: int, pulse: NodeState, workers: int, virtual: bool, run: str, 
 
 @dataclass(frozen=True)
 class _Spent:
+    """How much of one part of a budget is spent."""
+
     share: float
     words: str
 
 
 def _spent(budget: Any, working: list[NodeState]) -> list[_Spent]:
-    """How much of each part of a budget is spent, in the order in which they were given."""
+    """Return how much of each part of a budget is spent, in the order in which the parts were given."""
     found = []
     for part in budget if isinstance(budget, list) and working else ():
         kind, _, text = str(part).partition("=")
@@ -234,7 +238,7 @@ def _short(x: float) -> str:
 
 
 def _left(run: Follower, fraction: float | None, now: float) -> float | None:
-    """Real seconds to the end of the budget, at the speed of the last looks."""
+    """Estimate the real seconds to the end of the budget from the speed of the last looks."""
     if fraction is None:
         return None
     if not run.seen or now > run.seen[-1][0]:
@@ -244,7 +248,7 @@ def _left(run: Follower, fraction: float | None, now: float) -> float | None:
 
 
 def _metric(budget: Any, run: Follower) -> str | None:
-    """The score that matters: that of the target, else accuracy, else the first."""
+    """Return the score to show: that of the target, else accuracy, else the first by name."""
     names = sorted({name for score in run.scores for name in score.metrics})
     parts = [str(part) for part in budget] if isinstance(budget, list) else []
     wanted = [p.removeprefix("target=").rpartition(":")[0] for p in parts if p.startswith("target=")]

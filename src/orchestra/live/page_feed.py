@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a live page is told: where its runs are now, and the report's story of them, told anew as they go on.
+"""The data of a live page: the state of its runs now, and their report, remade as they go on.
 
-    every look      read what is new; where each run is: milliseconds
-    now and then    the whole story, of runs that are over from memory: the longer that takes, the more seldom
+    every look      read what is new, and find the state of each run: milliseconds
+    now and then    remake the whole report, runs that are over from memory: the longer it takes, the less often
 
-Both happen in a thread of their own while somebody asks.
+Both happen in a thread of their own while a page asks for data.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from orchestra.runs.budget import Target
 from orchestra.runs.reading import RunRecord
 
 _EVERY = 0.5  # seconds between two looks
-_RESTS = 4  # times as long as a story took to tell, until the next one
-_ALONE = 15.0  # seconds without a question after which nobody is there
-_MOST_NODES = 256  # in a table
+_RESTS = 4  # times as long as the last report took, until the next one
+_ALONE = 15.0  # seconds without a request after which the thread pauses
+_MOST_NODES = 256  # in the table of nodes
 _SEARCH = 2.0  # seconds between two looks for new runs
 
-Ending = tuple[str, float, int]  # how, when, and after how many bytes of events
+Ending = tuple[str, float, int]  # how it ended, when, and after how many bytes of events
 
 
 class PageWriter:
-    """Some runs, and what there is to say of them."""
+    """Follows the runs of some folders, and makes their report."""
 
     def __init__(self, paths: Sequence[Path], target: Target | None = None) -> None:
         self._paths = [*paths]
@@ -45,10 +45,10 @@ class PageWriter:
         self._over: dict[Path, _Over] = {}
         self._searched = -math.inf
         self.version = 0
-        self.tell()
+        self.update()
 
     def look(self, now: float) -> bool:
-        """See what is new, at `now`, in seconds since the epoch; whether there was anything."""
+        """Read what is new at `now`, in seconds since the epoch; return whether there was anything."""
         before = len(self._runs)
         if now - self._searched > _SEARCH:
             self._searched = now
@@ -57,17 +57,17 @@ class PageWriter:
         looks = [run.look() for run in self._runs.values()]  # all of them, not until the first with news
         return any(looks) or len(self._runs) > before
 
-    def tell(self) -> None:
-        """The story anew."""
-        self.told = model.tell(self._paths, target=self._target, load=self._load, describe=self._describe)
+    def update(self) -> None:
+        """Remake the report."""
+        self.report = model.tell(self._paths, target=self._target, load=self._load, describe=self._describe)
         self.version += 1
 
     def moments(self, now: float) -> list[dict[str, Any]]:
-        """Where the runs are; nodes only of those that go on."""
+        """Return the state of each run; nodes are listed only for runs that go on."""
         found = ((run, moment(run, now)) for run in self._runs.values())
         return [_brief(at) | {"changed": run.changed} for run, at in found if at is not None]
 
-    # Of a run that goes on, events are kept as they come; one that is over is read once.
+    # The events of a run that goes on are kept as they come; a run that is over is read once.
 
     def _follow(self, folder: Path) -> Follower:
         run = self._runs.get(folder, Follower(folder))
@@ -94,23 +94,23 @@ class PageWriter:
             known = _Over(ended, asked, model.without_events(whole), model.describe_run(whole, target, blocks))
             self._over[run.path] = known
             self._runs[run.path].forget()
-        if blocks is not None:  # the more runs there are, the less room has each
-            known.told["lanes"] = curves.coarser(known.told["lanes"], blocks)
-        return {**known.told}
+        if blocks is not None:  # the more runs there are, the less room each has
+            known.description["lanes"] = curves.coarser(known.description["lanes"], blocks)
+        return {**known.description}
 
 
 @dataclass(frozen=True)
 class _Over:
-    """What is told of a run that is over, and was read for the last time."""
+    """The description of a run that is over; its events are not read again."""
 
     ended: Ending
-    asked: tuple[Target | None, bool]  # to which target, and whether without a timeline
+    asked: tuple[Target | None, bool]  # for which target, and whether without a timeline
     run: RunRecord  # without its events
-    told: dict[str, Any]
+    description: dict[str, Any]
 
 
 def _ended(run: Follower) -> Ending | None:
-    """Which ending a run has, or which end it found: one that is resumed gets another."""
+    """Identify the ending of a run, None while it goes on; a resumed run gets another ending."""
     try:
         return "ended", (run.folder / "ending.json").stat().st_mtime_ns, 0
     except OSError:
@@ -126,38 +126,38 @@ def _brief(at: RunNow) -> dict[str, Any]:
 
 
 class PageFeed:
-    """Looks and tells in a thread of its own for as long as somebody asks, so that nobody who asks has to wait."""
+    """Looks and remakes the report in a thread of its own while a page asks, so that no request has to wait."""
 
-    def __init__(self, teller: PageWriter) -> None:
-        self._teller = teller
+    def __init__(self, writer: PageWriter) -> None:
+        self._writer = writer
         self._asked = time.monotonic()
-        self._due, self._news, self._trouble = 0.0, False, ""
+        self._due, self._changed, self._trouble = 0.0, False, ""
         self._wanted = threading.Event()
         self._stopped = threading.Event()
-        self._answers = self._now(), page.packed(teller.told), 1
-        self._thread = threading.Thread(target=self._go, name="telling", daemon=True)
+        self._answers = self._now(), page.packed(writer.report), 1
+        self._thread = threading.Thread(target=self._go, name="page-feed", daemon=True)
         self._thread.start()
 
     def since(self) -> tuple[bytes, bytes, int]:
-        """Where the runs are, their story compressed, and its version."""
+        """Return the state of the runs as JSON, their report compressed, and its version."""
         self._asked = time.monotonic()
         self._wanted.set()
         return self._answers
 
     def page(self) -> str:
-        """The page as it begins."""
+        """Return the page with the report as it is now."""
         self._asked = time.monotonic()
-        return page.write(self._teller.told, live=True)
+        return page.write(self._writer.report, live=True)
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop the thread."""
         self._stopped.set()
         self._wanted.set()
         self._thread.join(10)
 
     def _now(self) -> bytes:
-        teller = self._teller
-        answer = {"runs": teller.moments(time.time()), "version": teller.version, "trouble": self._trouble}
+        writer = self._writer
+        answer = {"runs": writer.moments(time.time()), "version": writer.version, "trouble": self._trouble}
         return json.dumps(reading.harmless(answer), allow_nan=False).encode()
 
     def _go(self) -> None:
@@ -165,21 +165,21 @@ class PageFeed:
             if time.monotonic() - self._asked > _ALONE:
                 self._wanted.clear()
                 self._wanted.wait()
-            gc.disable()  # none of so many events is garbage, and looking for some takes as long as reading them
+            gc.disable()  # no event is garbage, and a collection takes as long as reading them
             try:
                 self._look()
                 self._trouble = ""
-            except Exception as error:  # a folder that is gone, or files that nobody foresaw: what was told stays
+            except Exception as error:  # a folder that is gone, or damaged files: the last report stays
                 self._trouble = f"{type(error).__name__}: {error}"
             finally:
                 gc.enable()
             self._answers = self._now(), *self._answers[1:]
 
     def _look(self) -> None:
-        self._news |= self._teller.look(time.time())
-        if not self._news or time.monotonic() < self._due:
+        self._changed |= self._writer.look(time.time())
+        if not self._changed or time.monotonic() < self._due:
             return
-        began, self._news = time.thread_time(), False  # not what others had of the processor meanwhile
-        self._teller.tell()
-        self._answers = self._answers[0], page.packed(self._teller.told), self._teller.version
+        began, self._changed = time.thread_time(), False  # processor time: other threads do not count
+        self._writer.update()
+        self._answers = self._answers[0], page.packed(self._writer.report), self._writer.version
         self._due = time.monotonic() + max(1.0, _RESTS * (time.thread_time() - began))

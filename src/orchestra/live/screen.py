@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra top` on a terminal: one screen, redrawn as the run goes; needs Textual."""
+"""The screen of `orchestra top`, redrawn as the run goes on; needs Textual."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from orchestra.live.moment import NodeNow, RunNow
 
 Look = Callable[[], RunNow | None]
 EVERY = 0.5  # seconds
-_WIDE = 104  # columns from which there is room for everything
+_WIDE = 104  # columns that all figures need
 _COLOURS = {
     "running": "green", "serving": "green", "waiting": "yellow", "scoring": "cyan", "setting up": "cyan", "done": "dim",
     "stopped": "yellow", "failed": "red", "died": "red", "silent": "red",
 }  # fmt: skip
 _HELP = """\
-s        sort by another figure: node, step, wait, rate, loss
-w enter  more of the node that is chosen (up, down); Esc goes back
-l        small curves of the loss, or of how long steps take
-p        pause: the screen stands still, the run does not
-q        leave: the run goes on without anybody watching
+s        sort by the next figure: node, step, wait, rate, loss
+w enter  details of the chosen node (up, down); Esc goes back
+l        small curves: step times or losses
+p        pause the screen; the run goes on
+q        quit; the run goes on
 
-comp.  comm.  wait: shares of the last 32 steps' time. age: updates that a gradient had missed, on average of the
-last 32; servers know that. heard: when a node last wrote anything, in real seconds."""
+comp.  comm.  wait: shares of the time of the last 32 steps. age: how many updates a gradient had missed, a mean
+over the last 32, known to servers. heard: when the node last wrote an event, in real seconds."""
 
 
 def _colour(state: str) -> str:
@@ -39,7 +39,7 @@ def _colour(state: str) -> str:
 
 
 class _Pane(ModalScreen[None]):
-    """Something to read on top of the screen."""
+    """A text shown on top of the screen."""
 
     CSS = """
     _Pane { align: center middle; }
@@ -52,22 +52,22 @@ class _Pane(ModalScreen[None]):
         self._content = content
 
     def compose(self) -> ComposeResult:
-        """One text."""
+        """Yield the widget of the text."""
         with VerticalScroll():
             yield Static(id="pane")
 
     def on_mount(self) -> None:
-        """Keep it as new as the rest."""
+        """Refresh the text as often as the screen."""
         self.refresh_content()
         self.set_interval(EVERY, self.refresh_content)
 
     def refresh_content(self) -> None:
-        """What it says now."""
+        """Show the present text."""
         self.query_one("#pane", Static).update(self._content(max(40, min(104, int(self.size.width * 0.9) - 6))))
 
 
 class Top(App[None]):
-    """The screen."""
+    """The screen of one run."""
 
     TITLE = "orchestra top"
     ENABLE_COMMAND_PALETTE = False
@@ -96,7 +96,7 @@ class Top(App[None]):
         self._shown: list[str] = []  # columns and nodes, in order
 
     def compose(self) -> ComposeResult:
-        """From top to bottom."""
+        """Yield the widgets from top to bottom."""
         yield Static(id="head")
         yield Static(id="topology")
         yield DataTable(id="nodes", cursor_type="row", zebra_stripes=True)
@@ -104,17 +104,17 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Start looking."""
         self.theme = "textual-dark"
         self.step()
         self.set_interval(EVERY, self.step)
 
     def on_resize(self) -> None:
-        """There may be room for more."""
+        """Redraw for the new size."""
         self.draw()
 
     def step(self) -> None:
-        """Look again, unless asked not to."""
+        """Look again and redraw, unless paused."""
         if not self.paused:
             self.now = self._look()
             self.draw()
@@ -122,9 +122,9 @@ class Top(App[None]):
     # Drawing.
 
     def draw(self) -> None:
-        """Everything."""
+        """Redraw all widgets."""
         below, run, width = self.screen_stack[0], self.now, self.size.width
-        if not below.query("#news"):  # a first resize may come before there is anything
+        if not below.query("#news"):  # the first resize may come before the widgets
             return
         if run is None:
             below.query_one("#head", Static).update("waiting for the run to begin …")
@@ -149,7 +149,7 @@ class Top(App[None]):
         return text
 
     def _news(self, run: RunNow) -> Text:
-        lines = [f"{t:9.1f} s  {who:<10} {what}" for t, who, what in run.news[-4:]]
+        lines = [f"{t:9.1f} s  {subject:<10} {what}" for t, subject, what in run.news[-4:]]
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
     def _table(self, table: DataTable[Text], run: RunNow, width: int) -> None:
@@ -203,32 +203,32 @@ class Top(App[None]):
         return next((node for node in self.now.nodes if str(node.node) == key), None)
 
     def action_sort(self) -> None:
-        """By the next figure."""
+        """Sort by the next figure."""
         self.sort = words.SORTS[(words.SORTS.index(self.sort) + 1) % len(words.SORTS)]
         self._shown = []
         self.draw()
 
     def action_curves(self) -> None:
-        """Of the other kind."""
+        """Switch between curves of step times and of losses."""
         self.curves = "losses" if self.curves == "times" else "times"
         self.draw()
 
     def action_pause(self) -> None:
-        """Stand still, or go on."""
+        """Pause, or go on."""
         self.paused = not self.paused
         self.draw()
 
     def action_help(self) -> None:
-        """What the keys do."""
+        """Show what the keys do."""
         self.push_screen(_Pane(lambda width: Text(_HELP)))
 
     def action_details(self) -> None:
-        """More of one node."""
+        """Show the details of the chosen node."""
         if (node := self.chosen) is not None:
             self.push_screen(_Pane(lambda width: self._details(node.node, width)))
 
     def on_data_table_row_selected(self) -> None:
-        """Enter."""
+        """Show the details of the node on which Enter was pressed."""
         self.action_details()
 
     def _details(self, number: int, width: int) -> Text:
@@ -244,6 +244,6 @@ class Top(App[None]):
             if values:
                 text.append(f"\n{name}, the last {len(values)}: {min(values):.4g} to {max(values):.4g}\n", "dim")
                 text.append(words.spark(values, width).lstrip() + "\n", "cyan")
-        own = [(t, what) for t, who, what in self.now.news if who == node.name]
+        own = [(t, what) for t, subject, what in self.now.news if subject == node.name]
         text.append("\n" + "\n".join(f"{t:9.1f} s  {what}" for t, what in own[-6:]), "dim")
         return text

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page on this machine for one reader: loopback only, and only for who has the address that was printed.
+"""The server of a live page for one browser: loopback only, and only with the address that was printed.
 
-    GET /?token=T       the page, once: from then on T is worth nothing, and the browser has a cookie instead
+    GET /?token=T       the page, once: then T is invalid, and the browser has a cookie instead
     GET /               the page, with the cookie
-    GET /since          where the runs are, and the version of their story
-    GET /report         the story, compressed
+    GET /since          the state of the runs, and the version of their report
+    GET /report         the report, compressed
 
-Anything else is refused, and so is any Host but ours: a name of somebody else's that leads to 127.0.0.1 does not lead
-here. No path is ever looked up in a file system.
+Any other request is refused, and so is any other Host: a foreign name that resolves to 127.0.0.1 (DNS rebinding) gets
+no data. No path is ever looked up in a file system.
 """
 
 from __future__ import annotations
@@ -32,47 +32,47 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 _REFUSED = (
-    "Not for you. The address that `orchestra watch` printed opens the page once, in one browser: "
+    "Access refused. The address that `orchestra watch` printed opens the page once, in one browser: "
     "start it again for another.\n"
 )
 
 
 MOST = 200  # connections at once, each with a thread of its own
-_SPARE = 16  # more of them that are told so
+_SPARE = 16  # more connections, which are only told that the server is full
 _FULL = f"{MOST} connections are open, and all are being answered. Try again in a second.\n"
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on 127.0.0.1. Port 0: any that is free.
+    """Listens on 127.0.0.1. Port 0: any free port.
 
-    Holds `MOST` connections. One more takes the place of the oldest that has not asked for anything yet; where all
-    have, it is told to come again.
+    Holds `MOST` connections. A further one replaces the oldest that has not sent a request yet; if all have, it gets
+    the answer 503.
     """
 
     daemon_threads = True
-    request_queue_size = MOST  # that the kernel holds until they are accepted
+    request_queue_size = MOST  # connections that the kernel holds until they are accepted
 
-    def __init__(self, telling: PageFeed, port: int = 0) -> None:
+    def __init__(self, feed: PageFeed, port: int = 0) -> None:
         self._held: dict[Any, str] = {}  # connections in the order of their arrival: idle, asked or refused
         self._holding = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
-        self.telling = telling
+        self.feed = feed
         self.token: str | None = secrets.token_urlsafe(32)
         self.session = secrets.token_urlsafe(32)
         self._spending = threading.Lock()
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """What a browser calls us."""
+        """The values of Host that are accepted."""
         return f"127.0.0.1:{self.server_port}", f"localhost:{self.server_port}"
 
     @property
     def url(self) -> str:
-        """The address for one use."""
+        """The address of the page, which works once."""
         return f"http://{self.hosts[0]}/?token={self.token}"
 
     def spend(self, token: str) -> bool:
-        """Whether it is the token, and still good."""
+        """Return whether this is the token and it is unused; use it up."""
         with self._spending:
             if self.token is None or not hmac.compare_digest(self.token.encode(), token.encode()):
                 return False
@@ -80,7 +80,7 @@ class Server(ThreadingHTTPServer):
             return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection a thread of its own, if there is room."""
+        """Handle a connection in a thread of its own, if there is room."""
         with self._holding:
             if self._count("idle", "asked") >= MOST and self._count("idle"):
                 self._drop(next(held for held, state in self._held.items() if state == "idle"))
@@ -98,35 +98,35 @@ class Server(ThreadingHTTPServer):
         return sum(state in states for state in self._held.values())
 
     def _drop(self, request: Any) -> None:
-        """End a connection: its thread wakes up, and closes it."""
+        """End a connection: its thread wakes up and closes it."""
         del self._held[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def begin(self, request: Any) -> bool:
-        """Whether a connection that has said what it wants is answered; if so, it keeps its place until then."""
+        """Return whether to answer a request on this connection; if so, the connection keeps its place until then."""
         with self._holding:
             if self._held.get(request) == "idle":
                 self._held[request] = "asked"
             return self._held.get(request) == "asked"
 
     def close_request(self, request: Any) -> None:
-        """Forget a connection, and close it."""
+        """Forget a connection and close it."""
         with self._holding:
             self._held.pop(request, None)
         super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader who went away is no error."""
+        """Ignore errors: the browser closed the connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version, sys_version = "orchestra", ""
-    timeout = 10  # seconds that a connection may take to say what it wants
+    timeout = 10  # seconds that a connection may take to send its request
 
     def do_GET(self) -> None:
-        """The only thing there is."""
+        """Answer a request; all other methods are refused."""
         if not self.server.begin(self.connection):
             return self._give(_FULL.encode(), {"Content-Type": "text/plain; charset=utf-8", "Retry-After": "1"}, 503)
         asked = urlsplit(self.path)
@@ -136,12 +136,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._page(parse_qs(asked.query).get("token", [""])[0])
         if not self._known():
             return self._refuse()
-        now, story, version = self.server.telling.since()
+        now, report, version = self.server.feed.since()
         if asked.path == "/since":
             return self._give(now, {"Content-Type": "application/json"})
         if asked.path == "/report":
             about = {"Content-Type": "application/json", "Content-Encoding": "gzip", "X-Version": str(version)}
-            return self._give(story, about)
+            return self._give(report, about)
         return self._refuse()
 
     def _page(self, token: str) -> None:
@@ -150,20 +150,20 @@ class _Handler(BaseHTTPRequestHandler):
             if not self.server.spend(token):
                 return self._refuse()
             about["Set-Cookie"] = f"{self._cookie}={self.server.session}; HttpOnly; SameSite=Strict; Path=/"
-        self._give(self.server.telling.page().encode(), about)
+        self._give(self.server.feed.page().encode(), about)
 
     @property
     def _cookie(self) -> str:
         return f"orchestra-{self.server.server_port}"  # browsers do not tell ports apart
 
     def _known(self) -> bool:
-        """Whether our cookie is among all those of this address: others may have left any, in whatever form."""
+        """Whether one of the cookies is ours: other servers on this host may have set more, in any form."""
         ours = f"{self._cookie}={self.server.session}".encode()
         sent = self.headers.get("Cookie", "").split(";")
         return any(hmac.compare_digest(cookie.strip().encode(), ours) for cookie in sent)
 
     def _foreign(self) -> bool:
-        """Whether a browser says that a page of somebody else's asks, other than by leading here."""
+        """Whether the browser says that a page of another site sent the request, other than by a link."""
         site, mode = self.headers.get("Sec-Fetch-Site", "none"), self.headers.get("Sec-Fetch-Mode", "navigate")
         return site not in ("none", "same-origin") and mode != "navigate"
 
@@ -181,8 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Whatever it is: no."""
+        """Refuse malformed requests like any other."""
         self._refuse()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing on the terminal."""
+        """Print nothing on the terminal."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that grows, read piece by piece: each look gives the whole lines that came since the last one.
+"""Read a growing file piece by piece: each look returns the whole lines since the last one.
 
-    offset      bytes that were given as whole lines
-    look:       another file of that name, a shorter one, or other bytes before offset (a file of events that was
-                thinned out may get the number of an older one): offset ← 0, what was told before no longer holds
-                read from offset to the last end of a line; what is cut short waits for the next look
+    offset      bytes that were returned as whole lines
+    look:       the name has another inode, the file is shorter, or its bytes before offset differ (a thinned-out file
+                of events may reuse the inode of an older one): offset ← 0, earlier lines no longer hold
+                read from offset to the last end of a line; an incomplete line waits for the next look
 
-A look at a file that has not grown costs one question to the file system.
+A look at a file that has not grown costs one stat call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 
 from orchestra.runs import files
 
-_LAST = 256  # bytes by which a file that grew is told from another
-_CHUNK = 1 << 22  # bytes read at once; no line of ours is nearly as long
+_LAST = 256  # bytes before the offset that are compared, to tell a file that grew from another
+_CHUNK = 1 << 22  # bytes read at once, far more than a line has
 _MOST = 1 << 30  # bytes read in one look; the next look goes on from there
 
 
 class TailedFile:
-    """One file. With `tail`, a first look takes no more than so many bytes at its end, whose first line may be cut."""
+    """One growing file. With `tail`, the first look reads only so many bytes at its end; the first line may be cut."""
 
     def __init__(self, path: Path, *, tail: int | None = None) -> None:
         self.path = path
@@ -31,12 +31,12 @@ class TailedFile:
         self.size = 0  # bytes, at the last look
         self._tail = tail
         self._offset = 0
-        self._last = b""  # the last bytes that were given
+        self._last = b""  # the last bytes that were returned
         self._identity: tuple[int, int] | None = None
         self._grown = False
 
     def renewed(self) -> bool:
-        """Look whether the file changed; True if all that it told before no longer holds."""
+        """Look whether the file changed; return whether it was replaced, so that its earlier lines no longer hold."""
         self._grown = False
         try:
             found = self.path.stat()
@@ -45,16 +45,16 @@ class TailedFile:
         if not stat.S_ISREG(found.st_mode):  # reading a pipe would never end
             return False
         identity = (found.st_dev, found.st_ino)
-        anew = self._identity is not None and (identity != self._identity or not self._goes_on(found.st_size))
-        if anew or self._identity is None:
+        replaced = self._identity is not None and (identity != self._identity or not self._goes_on(found.st_size))
+        if replaced or self._identity is None:
             self._offset = max(0, found.st_size - self._tail) if self._tail is not None else 0
             self._last = b""
         self._grown = found.st_size > self._offset
         self._identity, self.changed, self.size = identity, found.st_mtime, found.st_size
-        return anew
+        return replaced
 
     def _goes_on(self, size: int) -> bool:
-        """Whether the file is the one that was read so far, and perhaps more."""
+        """Whether the file still has the bytes that were read, perhaps followed by more."""
         if size <= self._offset:
             return size == self._offset
         try:
@@ -65,7 +65,7 @@ class TailedFile:
             return True
 
     def lines(self) -> Iterator[list[str]]:
-        """What has come, some thousand lines at a time; empty unless `renewed` saw something new."""
+        """Yield the new lines, some thousand at a time; none unless `renewed` found that the file has grown."""
         if not self._grown:
             return
         try:
@@ -79,9 +79,9 @@ class TailedFile:
                     return
                 end = chunk.rfind(b"\n") + 1
                 if not end and len(chunk) < _CHUNK:
-                    return  # cut short: perhaps the rest is being written
+                    return  # an incomplete line: it may still be being written
                 self._offset += end or len(chunk)
                 self._last = chunk[: end or len(chunk)][-_LAST:]
                 file.seek(self._offset)
-                # Not splitlines: to that, other characters end a line as well.
+                # Not splitlines, which also splits at other characters.
                 yield chunk[:end].decode("utf-8", "replace").split("\n")[:-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A moment of a run in characters: lines, a table, bars, sparklines, and who is connected to whom."""
+"""The state of a run as text: lines, a table, bars, sparklines, and a drawing of which nodes are connected."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from orchestra.runs.progress import duration
 
 SORTS = ("node", "step", "wait", "rate", "loss")
 _NONE = "–"  # noqa: RUF001 - as in the report
-_MOST = 500  # nodes in a line
+_MOST = 500  # nodes in a drawing
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RING = re.compile(r"allreduce(\((algorithm=['\"]?(native|ring)['\"]?)?\))?", re.IGNORECASE)
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """The last values as a line of blocks between the least and the most of them.
+    """Draw the last values as a line of blocks, scaled from their least to their greatest.
 
     >>> spark([1, 2, 3, 8], 6)
     '  ▁▂▃█'
@@ -32,7 +32,7 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A share as a bar, in eighths of a character.
+    """Draw a share as a bar, in eighths of a character.
 
     >>> bar(0.5, 4), bar(1.0, 2)
     ('██  ', '██')
@@ -42,13 +42,13 @@ def bar(share: float, width: int) -> str:
 
 
 def title(run: RunNow) -> str:
-    """What runs."""
+    """Return the strategy and the numbers of nodes."""
     servers = f" + {plural(run.servers, 'server')}" if run.servers else ""
     return f"{run.strategy} · {plural(run.workers, 'worker')}{servers}"
 
 
 def situation(run: RunNow) -> str:
-    """How it goes, in a line."""
+    """Return the state, progress and latest scores in a line."""
     found = [run.state, run.progress, f"{run.t:,.1f} {'virtual ' if run.virtual else ''}s"]
     if run.loss is not None:
         found.append(f"loss {run.loss:.4g} in the last step")
@@ -63,7 +63,7 @@ def situation(run: RunNow) -> str:
 
 
 def in_order(nodes: Sequence[NodeNow], sort: str) -> list[NodeNow]:
-    """Sorted: those in front that one looks for."""
+    """Sort the nodes: the slowest, or those with the most waiting or the highest loss, come first."""
     keys = {
         "node": lambda n: n.node,
         "step": lambda n: (n.role == "server", n.step),
@@ -75,7 +75,7 @@ def in_order(nodes: Sequence[NodeNow], sort: str) -> list[NodeNow]:
 
 
 def cells(node: NodeNow) -> dict[str, str]:
-    """The figures of a node, as text."""
+    """Return the figures of a node as text, by column."""
     known = node.rate is not None or node.state == "done"
     return {
         "node": node.name,
@@ -93,7 +93,7 @@ def cells(node: NodeNow) -> dict[str, str]:
 
 
 def plain(run: RunNow, sort: str = "node", most: int = 32) -> str:
-    """One moment as text: for pipes, files, and terminals that can do no more."""
+    """Return the state of a run as plain text, for pipes, files and simple terminals."""
     rows = [cells(node) for node in in_order(run.nodes, sort)]
     lines = [run.name, title(run), situation(run), *([run.why] if run.why else [])]
     if rows:
@@ -109,11 +109,11 @@ def plain(run: RunNow, sort: str = "node", most: int = 32) -> str:
     return "\n".join(lines)
 
 
-# Who is connected to whom.
+# Which nodes are connected.
 
 
 def topology(run: RunNow, width: int) -> list[str]:
-    """Three lines: workers on a ring, or workers and servers on a common line."""
+    """Draw three lines: workers on a ring, or workers and servers on a common line."""
     labels = _fitting(_numbered("", run.workers), width - 6)
     if run.workers < 2 and not run.servers:
         return ["", f" {''.join(labels)}", ""]
@@ -135,7 +135,7 @@ def topology(run: RunNow, width: int) -> list[str]:
 
 
 def _numbered(letter: str, count: int) -> list[str]:
-    """All of them, or more than anybody sees and the last."""
+    """Return the labels of all nodes; of many, the first `_MOST` and the last."""
     some = [f"{letter}{i}" for i in range(min(count, _MOST))]
     return some if count <= _MOST else [*some, f"{letter}{count - 1}"]
 
@@ -149,7 +149,7 @@ def _placed(labels: Sequence[str], room: int) -> tuple[str, list[int]]:
 
 
 def _fitting(labels: list[str], width: int) -> list[str]:
-    """All of them, or the first few and the last."""
+    """Return all labels, or the first few and the last if there is no room for all."""
     if sum(len(label) + 3 for label in labels) <= width or len(labels) < 4:
         return labels
     room = max(2, (width - 8) // (len(labels[-1]) + 3))
