@@ -77,8 +77,8 @@ def scripts(size: int, *given: Any, **more: Any) -> list[Any]:
 
 def forgotten(name: str) -> str:
     return (
-        f"orchestra: {name} ended without optimizer.finish(): it is called now, but earlier evaluations and saved files "
-        "lack the strategy's last step. Call it after the loop.\n"
+        f"orchestra: {name} ended without optimizer.finish(): it is called now, but earlier evaluations and saved "
+        "files lack the strategy's last step. Call it after the loop.\n"
     )
 
 
