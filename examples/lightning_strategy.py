@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 4 examples/lightning_strategy.py
 
 Lightning calls the optimizer with a closure; the forward pass is in `training_step`, which begins a step. The training
-loader is shared out among the workers; every worker validates on all samples. For modules with one optimizer.
+loader is divided among the workers; every worker validates on all samples. For modules with one optimizer.
 """
 
 import argparse
