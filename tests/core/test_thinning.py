@@ -266,10 +266,10 @@ def test_files_of_far_off_nodes_are_replaced_as_well(tmp_path: Path) -> None:
     files.largest = 1 << 24
 
     class Wire:
-        def note(self, to: int, said: dict[str, Any]) -> None:
+        def send_control(self, to: int, said: dict[str, Any]) -> None:
             files.expect(2, said)
 
-        def ship(self, to: int, data: bytes) -> None:
+        def send_file(self, to: int, data: bytes) -> None:
             files.take_in(2, data)
 
     sender = FileSender(Wire(), away, 0)  # type: ignore[arg-type]
