@@ -312,7 +312,7 @@ class Messenger:
             raise Stalled(f"{self._connections.names([self._rank])} waited {patience:g} s for {waiting_for()}.")
 
     def begin(self) -> None:
-        """The run begins: work from now on counts as steps, and how long they take says when a node hangs."""
+        """Begin the run: from now on the durations of steps determine when a node hangs."""
         self._neighbours.begin()
 
     def stepped(self, step: int) -> None:
