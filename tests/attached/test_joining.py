@@ -156,7 +156,7 @@ def test_what_is_installed_is_known_by_its_version(tmp_path: Path) -> None:
 def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ_of(0, 2, free_port(), host="192.0.2.1").items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Exposed, match="no token to keep strangers out") as caught:
+    with pytest.raises(Exposed, match="no token keeps strangers out") as caught:
         call(tmp_path / "run")
     assert caught.value.exit_code == 8
 
