@@ -157,8 +157,8 @@ class Messenger:
     def receive_piece(self, source: int) -> Message:
         """Take the next part of a collective from another node."""
         peer = self._peers[source]
-        whose = self._connections.names([source])
-        self._wait(lambda: bool(peer.pieces), lambda: f"{whose} to take part in a collective", [peer])
+        name = self._connections.names([source])
+        self._wait(lambda: bool(peer.pieces), lambda: f"{name} to take part in a collective", [peer])
         piece = peer.pieces.popleft()
         self._make_room(peer)
         return piece
