@@ -144,7 +144,7 @@ class Race:
         from orchestra.report.verdict import baseline_of
 
         target = {"metric": self.target.metric, "value": self.target.value}
-        return {"target": target, "baseline": baseline_of(self.strategies)}
+        return {"target": target, "baseline": baseline_of(self.strategies), "straggler": self.shared.straggler}
 
     def told(self, outcome: Outcome) -> str:
         """Return the outcome of a run, in a line."""

@@ -33,7 +33,7 @@ class LabState:
         if self.broken:
             raise EnvironmentProblem(
                 f"the lab {self.name} is broken: it was half built, or its delay line died. "
-                f"Take it down (orchestra lab down --name {self.name}), and build it anew."
+                f"Take it down (orchestra lab down --name {self.name}), and build it again."
             )
 
 

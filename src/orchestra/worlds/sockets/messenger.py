@@ -157,8 +157,8 @@ class Messenger:
     def receive_piece(self, source: int) -> Message:
         """Take the next part of a collective from another node."""
         peer = self._peers[source]
-        whose = self._connections.names([source])
-        self._wait(lambda: bool(peer.pieces), lambda: f"{whose} to take part in a collective", [peer])
+        name = self._connections.names([source])
+        self._wait(lambda: bool(peer.pieces), lambda: f"{name} to take part in a collective", [peer])
         piece = peer.pieces.popleft()
         self._make_room(peer)
         return piece
@@ -312,7 +312,7 @@ class Messenger:
             raise Stalled(f"{self._connections.names([self._rank])} waited {patience:g} s for {waiting_for()}.")
 
     def begin(self) -> None:
-        """The run begins: work from now on counts as steps, and how long they take says when a node hangs."""
+        """Begin the run: from now on the durations of steps determine when a node hangs."""
         self._neighbours.begin()
 
     def stepped(self, step: int) -> None:
