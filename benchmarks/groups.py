@@ -126,11 +126,13 @@ class Ours:
     """A real run of `orchestra.train`, in processes of its own, that goes on by `count` steps when told to."""
 
     def __init__(
-        self, workload: str, strategy: str, workers: int, count: int, *options: str, path: Sequence[str] = ()
-    ) -> None:
+        self, workload: str, strategy: str, workers: int, count: int, *options: str,
+        path: Sequence[str] = (), root: Path = ROOT,
+    ) -> None:  # fmt: skip
         self.workers = workers
         self.folder = Path(tempfile.mkdtemp(prefix="orchestra-benchmark-"))
-        source = os.pathsep.join([*path, *filter(None, sys.path)])
+        own = [] if root == ROOT else [str(root), str(root / "src")]
+        source = os.pathsep.join([*path, *own, *filter(None, sys.path)])
         command = [
             sys.executable,
             "-m",
@@ -145,7 +147,7 @@ class Ours:
             [*command, *options],
             stdin=subprocess.DEVNULL,
             stderr=None if "VERBOSE" in os.environ else subprocess.DEVNULL,
-            cwd=ROOT,
+            cwd=root,
             env=os.environ | {"PYTHONPATH": source},
         )
         self._turn = 0

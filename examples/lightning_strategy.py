@@ -5,7 +5,7 @@
     torchrun --standalone --nproc-per-node 4 examples/lightning_strategy.py
 
 Lightning calls the optimizer with a closure; the forward pass is in `training_step`, which begins a step. The training
-loader is shared out among the workers; every worker validates on all samples. For modules with one optimizer.
+loader is divided among the workers; every worker validates on all samples. For modules with one optimizer.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class OrchestraStrategy(SingleDeviceStrategy):
         self.precision_plugin.clip_grad_by_norm = lambda optimizer, most: self._prepared.clip_grad_norm_(most)
 
     @property
-    def seat(self):
+    def handle(self):
         """This process among the others."""
         return self._prepared.orchestra
 
@@ -50,7 +50,7 @@ class OrchestraStrategy(SingleDeviceStrategy):
         """A share of the training samples; all of the others."""
         if self._prepared is None or not self.lightning_module.trainer.training:
             return dataloader
-        shared = Loader(dataloader, seed=self._given["seed"], rank=self.seat.rank, size=self.seat.workers)
+        shared = Loader(dataloader, seed=self._given["seed"], rank=self.handle.rank, size=self.handle.workers)
         shared.fetched = self._prepared.fetched
         return shared
 
@@ -67,7 +67,7 @@ class OrchestraStrategy(SingleDeviceStrategy):
     @property
     def is_global_zero(self):
         """Worker 0 prints and saves."""
-        return self._prepared is None or self.seat.is_coordinator
+        return self._prepared is None or self.handle.is_coordinator
 
     def reduce(self, tensor, *args, **kwargs):
         """The mean over the workers, for `self.log(..., sync_dist=True)`, in training and in validation during it.
@@ -75,7 +75,7 @@ class OrchestraStrategy(SingleDeviceStrategy):
         So a scheduler that monitors a validation loss sees the same on every worker. After training all have one model.
         """
         together = self._prepared is not None and not self._finished
-        return torch.as_tensor(self.seat.mean(tensor)) if together else tensor
+        return torch.as_tensor(self.handle.mean(tensor)) if together else tensor
 
 
 class Digits(pl.LightningModule):
@@ -110,7 +110,7 @@ def main():
     with torch.no_grad():
         accuracy = (model.net(x).argmax(1) == y).float().mean().item()
     if trainer.strategy.is_global_zero:
-        print(f"accuracy {accuracy:.3f}, workers: {trainer.strategy.seat.workers}")
+        print(f"accuracy {accuracy:.3f}, workers: {trainer.strategy.handle.workers}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the front page: run its comparison, and write what it came to into docs/figures/front_page.json.
+"""The figures of the front page: run its comparison, tuned and untuned, and write docs/figures/front_page.json.
 
     python -m scripts.front_page runs
 
-The comparison is a simulation with fixed seeds, so every machine gives the same figures; it takes a minute or more. If
-`runs/comparison` exists, it is taken as it is. README.md and docs/index.md quote the file, and a test compares them.
+Both are simulations with fixed seeds, so every machine gives the same figures; they take minutes. If `runs/comparison`
+or `runs/untuned` exists, it is taken as it is. README.md and docs/index.md quote the file, and a test compares them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ SHOWN = ("strategy", "reached", "runs", "seconds_to_target", "interval", "speedu
 
 
 def compared(folder: Path) -> Path:
-    """The folder of the comparison, which is made if it does not exist."""
-    out = folder / "comparison"
-    if not out.exists():
-        words = [*shlex.split(COMMAND)[1:], "--out", str(out), "--quiet"]
-        subprocess.run([sys.executable, "-m", "orchestra", *words], check=True)
-    return out
+    """Return the folder of the comparison; run it, and the untuned one beside it, if they do not exist."""
+    for name, more in (("comparison", []), ("untuned", ["--no-tune"])):
+        if not (folder / name).exists():
+            words = [*shlex.split(COMMAND)[1:], *more, "--out", str(folder / name), "--quiet"]
+            subprocess.run([sys.executable, "-m", "orchestra", *words], check=True)
+    return folder / "comparison"
 
 
 def figures(comparison: Path) -> dict[str, Any]:
-    """What the front page may quote of a comparison."""
-    table = json.loads((comparison / "table.json").read_text(encoding="utf-8"))
+    """Return the figures of a comparison for the front page."""
+    table, untuned = (
+        json.loads((folder / "table.json").read_text(encoding="utf-8"))
+        for folder in (comparison, comparison.with_name("untuned"))
+    )
     tuned = json.loads((comparison / "tuning.json").read_text(encoding="utf-8"))["chosen"]
     (tries,) = re.findall(r"each the best of (\d+) tries", "\n".join(table["fairness"]))
     return {
@@ -53,6 +56,7 @@ def figures(comparison: Path) -> dict[str, Any]:
             | {"lr": tuned[row["strategy"]]["lr"], "momentum": tuned[row["strategy"]]["momentum"]}
             for row in table["rows"]
         ],
+        "untuned": [{name: row[name] for name in SHOWN} for row in untuned["rows"]],
     }
 
 

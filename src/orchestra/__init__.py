@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __all__: list[str]  # made when asked for: see `__getattr__`
 
 # Names are imported when they are first used: `orchestra --help` must not wait for torch. Strategies, and what they are
-# put together from, come from the catalogue.
+# made from, come from the catalogue.
 _HOMES = {
     "_prepare": ("prepare",),
     "_train": ("train",),
@@ -90,7 +90,7 @@ def __getattr__(name: str) -> object:
 
 
 def _catalogue() -> dict[str, type[object]]:
-    """Import the strategies and what they are put together from, by name."""
+    """Import the strategies and the parts they consist of, by name."""
     from orchestra.strategies.catalogue import PARTS, STRATEGIES
 
     return {cls.__name__: cls for cls in (*STRATEGIES, *PARTS)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same strategies under a training loop of one's own.
+"""`prepare`: strategies under the user's own training loop.
 
     import orchestra                                                                        # 1
     model, optimizer, loader = orchestra.prepare(model, optimizer, loader, strategy="slowmo")   # 2
@@ -9,7 +9,7 @@
         optimizer.step()
     optimizer.finish()                                                                      # 3
 
-Started once it is plain PyTorch; started several times (torchrun, `orchestra run`, `orchestra launch`, Slurm) every
+Started once, it is plain PyTorch; started several times (torchrun, `orchestra run`, `orchestra launch`, Slurm), every
 process is a worker, or one of the strategy's servers.
 """
 
@@ -30,7 +30,7 @@ from orchestra.engine.validate import refuse
 from orchestra.errors import ConfigError, OrchestraError, Problem
 from orchestra.model.adjusted_optimizer import factor_of
 from orchestra.user_loop.arguments import LoopArguments, chosen_strategy
-from orchestra.user_loop.exit_hooks import interrupted, tell_in_short
+from orchestra.user_loop.exit_hooks import error_printer, interrupted
 from orchestra.user_loop.joining import join
 from orchestra.user_loop.loader import Loader
 from orchestra.user_loop.optimizer import PreparedOptimizer
@@ -83,34 +83,33 @@ def prepare(
     tolerate: int = 10,
     note: dict[str, Any] | None = None,
 ) -> tuple[M, PreparedOptimizer] | tuple[M, PreparedOptimizer, Loader]:
-    """Let a strategy drive the optimizer of a loop that stays as it is; call `optimizer.finish()` after the loop.
+    """Let a strategy do the optimizer steps of a loop; call `optimizer.finish()` after the loop.
 
     Every process of torchrun or `orchestra launch` is a worker; the last are the strategy's servers, if any: those
-    serve in this call, and the script ends there. All begin with the model of worker 0. The loader is shared out among
-    the workers: every sample once an epoch, in another order each time, batches of the size it was made with on each of
-    them. Means are weighted by samples. Between two steps the parameters are the strategy's model as this worker has
-    it. A parameter whose `.grad` is None stays as it is, as in PyTorch: in strategies that average gradients it must be
-    None on all workers for that, or it counts as zero on those that have none.
+    serve in this call, and their script ends there. All begin with the model of worker 0. The loader is divided among
+    the workers: every sample once per epoch, in another order each time, in batches of the loader's size on each
+    worker. Means are weighted by samples. Between two steps the parameters are the strategy's model on this worker. A
+    parameter whose `.grad` is None stays as it is, as in PyTorch: in strategies that average gradients this requires
+    that it is None on all workers; otherwise it counts as zero on those where it is None.
 
     Args:
         model: stays the same object; its parameters become views of one vector.
-        optimizer: over the model's parameters, with any schedulers, made before or after.
-        loader: of the training samples. Without one every process reads its own, and `optimizer.step(samples=n)` says
-            how many are behind a gradient, where not all have equally many.
-        strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`. What `orchestra run --strategy`
-            says takes its place.
-        cluster: `Attached(...)` with a token, patience and the like. Ranks stay as they were started. On a network that
-            is `trusted`, torch takes the means of models that are not on GPUs.
-        steps: how many each worker will make, for strategies that switch after a share of them.
-        seed: of the order of samples, and of strategies that draw.
-        out: a run folder, as `train` leaves it, at worker 0; machines that do not see it send their files there. None
-            writes nothing.
-        tolerate: gradients in a row that may be not finite before the run is given up.
-        note: anything more to be kept in the run's configuration.
+        optimizer: over the model's parameters, with any schedulers, created before or after.
+        loader: of the training samples. Without a loader every process reads its own samples; if their numbers differ,
+            pass the number behind each gradient to `optimizer.step(samples=n)`.
+        strategy: an object, or text such as `"slowmo(tau=12)"`. `orchestra run --strategy` replaces it.
+        cluster: `Attached(...)` with a token, patience and the like. Ranks stay as they were started. On a `trusted`
+            network, torch.distributed does the all-reduces of models that are not on GPUs.
+        steps: the number of steps of each worker, for strategies that switch after a share of them.
+        seed: of the order of samples, and of strategies that draw random numbers.
+        out: a run folder at worker 0, with the same files as those of `train`; machines that cannot see it send their
+            files there. None writes nothing.
+        tolerate: how many gradients in a row may be not finite before the run fails.
+        note: further entries for the run's configuration.
 
     """
     since = time.perf_counter()
-    tell_in_short.install()
+    error_printer.install()
     try:
         own = {"strategy": strategy, "cluster": cluster, "seed": seed, "out": out, "note": note}
         said = overrides.of_a_loop({**own, "optimizer": lambda _: optimizer})
@@ -124,18 +123,18 @@ def prepare(
         made, shared = join(asked, since)
         return (model, made) if shared is None else (model, made, shared)
     except (OrchestraError, KeyboardInterrupt) as error:
-        told = interrupted(error, "before the loop began.")
-        raise (error if told is None else told).with_traceback(None) from None
+        failure = interrupted(error, "before the loop began.")
+        raise (error if failure is None else failure).with_traceback(None) from None
 
 
 def _as_started(cluster: Any) -> Attached:
-    """A loop knows its processes by the ranks they were started with.
+    """Return the cluster with the ranks with which the processes were started.
 
-    By them it reads samples of its own before it comes here, and finds what it saved: they must not depend on how fast
-    the network is today. So latencies are not measured to choose another order, as `train` does.
+    A loop may use its rank before this call, to read its own samples and to find its files, so ranks must not depend on
+    measured latencies, as they do in `train`.
     """
     if isinstance(cluster, Attached) and not isinstance(cluster.order, str):
-        message = "a loop goes by the ranks that its processes were started with: leave it out, and start them so"
+        message = "a loop uses the ranks with which its processes were started: leave it out"
         raise ConfigError([Problem("cluster.order", cluster.order, message)])
     if cluster is not None and not isinstance(cluster, Attached) and cluster.workers > 1:
         message = (

@@ -59,11 +59,11 @@ def train(
     progress: Callable[[RunStatus], None] | bool | None = None,
     note: dict[str, Any] | None = None,
 ) -> Result:
-    """Train a model on several processes with a strategy, and block until it is done.
+    """Train a model on several processes with a strategy, and block until the run is complete.
 
-    Samples are dealt out again every epoch, streams as well; every sample is used once an epoch, by one worker. Batch
-    statistics (BatchNorm) are each worker's own; the result, which comes in evaluation mode, has their mean, weighted
-    by the samples that each worker saw.
+    Samples are dealt out again every epoch, also those of streams; every sample is used once per epoch, by one worker.
+    Batch statistics (BatchNorm) are each worker's own; the result, which is in evaluation mode, has their mean,
+    weighted by the samples that each worker saw.
 
     Args:
         model: makes the module. Every process calls it, with the same seed.
@@ -74,33 +74,33 @@ def train(
             loss itself, as `output.loss`.
         optimizer: makes the inner optimizer from parameters, e.g. `partial(torch.optim.SGD, lr=0.1)`; it may put them
             into groups.
-        strategy: how the workers agree, as an object or as text: `"slowmo(tau=12)"`.
-        cluster: where; `Local(workers=2)` by default, under torchrun `Attached()`, which is many machines.
-            `Simulated(workers=64)` simulates it in virtual time.
+        strategy: an object, or text such as `"slowmo(tau=12)"`.
+        cluster: where to run; by default `Local(workers=2)`, and under torchrun `Attached()`, for several machines.
+            `Simulated(workers=64)` simulates the run in virtual time.
         batch: samples of each worker and step.
         budget: how long: `Epochs(3)`, `Steps(1000) | Seconds(60)`, ...; one epoch by default.
-        evaluate: `evaluate(model, evaluation_data)` gives a number or a dict of them; called off the clock, on a copy
-            of the model in evaluation mode, on the CPU.
+        evaluate: `evaluate(model, evaluation_data)` returns a number or a dict of them; called outside the training
+            time, on a copy of the model in evaluation mode, on the CPU.
         evaluation_data: makes the data for `evaluate`.
-        evaluate_every: how often to set the model aside for scoring; every epoch by default, and at the end.
-        validation_data: makes samples set apart, for strategies that look at their loss.
-        seed: of everything random.
+        evaluate_every: how often to take a snapshot of the model for scoring; every epoch by default, and at the end.
+        validation_data: makes validation samples, for strategies that use their loss.
+        seed: of all random numbers.
         out: the run folder; a new one under `runs/` by default.
         schedule: factor on the learning rate as a function of epochs done.
         clip: largest norm of the gradient: of the mean where gradients are averaged, else of each worker's own.
-        accumulate: parts in which a batch is computed, to save memory.
+        accumulate: number of micro-batches per batch, to save memory.
         precision: `"bf16"` computes forward and backward in mixed precision.
         partition: how samples are divided among workers: `IID()`, `LabelSorted()`, `Dirichlet(alpha=0.5)`.
-        checkpoint_every: how often to save everything, beside on Ctrl-C; then the end is saved as well, where the
-            workers go in step.
-        resume: go on from the newest checkpoint in `out`; of a run that is complete, the result as it was.
-        tolerate: gradients in a row that may be not finite before the run is given up.
+        checkpoint_every: how often to save a checkpoint, besides on Ctrl-C; with it, the end is saved as well if the
+            workers are in lockstep.
+        resume: continue from the newest checkpoint in `out`; for a complete run, return its result.
+        tolerate: how many gradients in a row may be not finite before the run fails.
         keep_snapshots: keep the models that were scored.
-        score_afterwards: score them after training instead of beside it, with the lowest priority, as they come.
-        trace: write down every message and every mean, for a timeline of who did what when (`orchestra trace`).
-        progress: True prints a line every few seconds where there is no terminal to draw on, False is silent; a
+        score_afterwards: score snapshots after training instead of during it with low priority.
+        trace: record every message and every all-reduce, for a timeline of all nodes (`orchestra trace`).
+        progress: True prints a line every few seconds if there is no terminal to draw on, False is silent; a
             function is called several times a second with a `RunStatus`, the state of the run.
-        note: anything more to be kept in the run's configuration.
+        note: further entries for the run's configuration.
 
     """
     given = _arguments(locals())
@@ -110,7 +110,7 @@ def train(
         except OrchestraError as error:
             if environment.is_told_by_another(error):
                 environment.hush(error)
-            # The message says what is wrong and what to do; a traceback through these files would only hide it.
+            # The message says what is wrong and what to do; a traceback through orchestra's files would only hide it.
             raise error.with_traceback(None) from None
 
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong, and the exit code each takes on the command line.
+"""The errors of the package, and the exit code of each on the command line.
 
 OrchestraError                 1
-├── ConfigError                2   something asked for cannot be; every problem at once, before any process starts
+├── ConfigError                2   the configuration cannot be run; lists every problem, before any process starts
 ├── EnvironmentProblem         3   this machine lacks something
 │   └── RunFolderGone          3   the run folder was deleted while the run went on
-├── ClusterError               4   the nodes did not come together
+├── ClusterError               4   the nodes did not connect, or did not stay connected
 │   ├── WorkerFailed           1   a node raised; its traceback comes first
 │   ├── WorkerLost             6   a node died or hangs, or its machine is out of reach
 │   ├── Stopped                10  another process ended the run: its message is the cause
-│   ├── Stalled                4   a wait passed its deadline; names whom it waited for
+│   ├── Stalled                4   a wait passed its deadline; names the node it waited for
 │   └── Deadlock               4   in virtual time: all nodes wait for each other
 ├── Diverged                   5   too many gradients in a row were not finite
-├── CheckpointError            7   a checkpoint that cannot be trusted or does not fit
-├── Exposed                    8   other machines could connect to the run, and no token is asked for
+├── CheckpointError            7   a checkpoint is missing, damaged or does not fit
+├── Exposed                    8   other machines could connect to the run, and no token is required
 └── Interrupted              130   Ctrl-C, or SIGTERM (143): the run stopped after a step and left a checkpoint
 """
 
@@ -35,7 +35,7 @@ class OrchestraError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with what was asked: where, the value given, and what to do."""
+    """One problem of a configuration: where it is, the value given, and what to do."""
 
     where: str
     value: object
@@ -49,7 +49,7 @@ class Problem:
 
 
 class ConfigError(OrchestraError):
-    """The configuration cannot be run. Lists every problem found, each with its remedy."""
+    """The configuration cannot be run. The message lists every problem, each with its remedy."""
 
     exit_code = 2
 
@@ -73,48 +73,48 @@ class RunFolderGone(EnvironmentProblem):
 
 
 class ClusterError(OrchestraError):
-    """The nodes did not come together, or did not stay together."""
+    """The nodes did not connect, or did not stay connected."""
 
     exit_code = 4
 
 
 class WorkerFailed(ClusterError):
-    """A node raised. The message opens with that node's own traceback."""
+    """A node raised. The message begins with that node's traceback."""
 
     exit_code = 1
 
-    def __init__(self, who: str, traceback: str) -> None:
-        self.who = who
+    def __init__(self, node: str, traceback: str) -> None:
+        self.node = node
         self.traceback = traceback
         super().__init__(
-            f"{traceback.rstrip()}\n\n{who} failed (its traceback is above); the other nodes were stopped."
+            f"{traceback.rstrip()}\n\n{node} failed (its traceback is above); the other nodes were stopped."
         )
 
 
 class WorkerLost(ClusterError):
-    """A node died without saying why (killed, out of memory, crashed), or its machine is out of reach."""
+    """A node died without an error (killed, out of memory, crashed) or hangs, or its machine is out of reach."""
 
     exit_code = 6
 
-    def __init__(self, who: str, cause: str, *, fate: str = "died", advice: str = "") -> None:
-        self.who = who
+    def __init__(self, node: str, cause: str, *, fate: str = "died", advice: str = "") -> None:
+        self.node = node
         self.cause = cause
-        super().__init__(f"{who} {fate}: {cause}; the other nodes were stopped.{advice and ' '}{advice}")
+        super().__init__(f"{node} {fate}: {cause}; the other nodes were stopped.{advice and ' '}{advice}")
 
 
 class Stopped(ClusterError):
-    """Another process ended the run, and said why. `code`: its own exit code."""
+    """Another process ended the run and sent the reason. `code` is the exit code of that process."""
 
     exit_code = 10
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
-        if code in (WorkerLost.exit_code, *_SIGNALLED):  # one died, or all were asked to stop: who says so is no cause
+        if code in (WorkerLost.exit_code, *_SIGNALLED):  # the reporting process is not the cause
             self.exit_code = code  # type: ignore[misc]
 
     @property
     def is_interruption(self) -> bool:
-        """Whether somebody asked the run to stop, and nothing failed."""
+        """Whether the run was asked to stop, and nothing failed."""
         return self.exit_code in _SIGNALLED
 
 
@@ -123,7 +123,7 @@ class Stalled(ClusterError):
 
 
 class Deadlock(ClusterError):
-    """Nodes wait for each other, and no event is left that could end it."""
+    """Nodes wait for each other, and no event is left that could wake one."""
 
 
 class Diverged(OrchestraError):
@@ -139,14 +139,14 @@ class CheckpointError(OrchestraError):
 
 
 class Exposed(OrchestraError):
-    """The run would listen where strangers can reach it, without a token that tells them from its own processes."""
+    """The run would accept connections from other machines without a token that authenticates its own processes."""
 
     exit_code = 8
 
     def __init__(self, host: str) -> None:
         super().__init__(
-            f"MASTER_ADDR = {host!r} can be reached from other machines, and there is no token to keep strangers out. "
-            "Make one (`openssl rand -hex 32 > token; chmod 600 token`), copy it to every machine, and say "
+            f"MASTER_ADDR = {host!r} can be reached from other machines, and no token keeps strangers out. "
+            "Make one (`openssl rand -hex 32 > token; chmod 600 token`), copy it to every machine, and give "
             "--token-file token or ORCHESTRA_TOKEN_FILE=token; `orchestra launch` does all that."
         )
 
@@ -158,14 +158,14 @@ class Interrupted(OrchestraError, KeyboardInterrupt):
 
 
 def by_name(name: str) -> type[OrchestraError]:
-    """The error class that another process named."""
+    """Return the error class of this name, as sent by another process; `OrchestraError` for other names."""
     return {cls.__name__: cls for cls in (EnvironmentProblem, ClusterError, Stalled, Diverged, CheckpointError)}.get(
         name, OrchestraError
     )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean ...?` for a misspelt name, or the list of known ones."""
+    """Return "did you mean ...?" for a misspelt name, or the list of known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

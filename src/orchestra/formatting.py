@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people read them."""
+"""Numbers and lists as text for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def size(nbytes: float) -> str:
-    """Bytes as people read them.
+    """Return a number of bytes with its unit.
 
     >>> size(950), size(12_300), size(7_900_000)
     ('950 B', '12.3 kB', '7.9 MB')
@@ -19,7 +19,7 @@ def size(nbytes: float) -> str:
 
 
 def plural(count: float, noun: str) -> str:
-    """A number of things.
+    """Return a count with its noun, in the plural where the count asks for it.
 
     >>> plural(1, "worker"), plural(4, "worker"), plural(2, "process"), plural(0.5, "epoch")
     ('1 worker', '4 workers', '2 processes', '0.5 epochs')
@@ -29,7 +29,7 @@ def plural(count: float, noun: str) -> str:
 
 
 def listed(texts: Sequence[str]) -> str:
-    """Texts as a sentence lists them.
+    """Join texts by commas and a final "and".
 
     >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])
     ('a', 'a and b', 'a, b and c')
@@ -38,9 +38,9 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def percents(shares: Sequence[float]) -> list[int]:
-    """Shares of a whole in whole percent, and last what they leave of it: 100 together, whatever was rounded.
+    """Round shares of a whole to percent; append the rest of the whole, so that the sum is exactly 100.
 
-    Shares that were measured apart may come to more than the whole, and a difference to less than nothing.
+    Shares that were measured separately may add up to more than 1, and one made by subtraction may be negative.
 
     >>> percents([0.333, 0.333, 0.333]), percents([0.7, -0.01, 0.35])
     ([34, 33, 33, 0], [67, 0, 33, 0])
@@ -49,7 +49,9 @@ def percents(shares: Sequence[float]) -> list[int]:
     parts.append(max(0.0, 1 - sum(parts)))
     exact = [100 * part / sum(parts) for part in parts]
     whole = [int(part) for part in exact]
-    nearest = sorted(range(len(whole)), key=lambda i: whole[i] - exact[i])  # to the next percent, the first of equals
+    nearest = sorted(
+        range(len(whole)), key=lambda i: whole[i] - exact[i]
+    )  # those that were rounded down the most; of equals, the first
     for i in nearest[: 100 - sum(whole)]:
         whole[i] += 1
     return whole

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good a model is on a data set: plain functions `(model, data) -> {name: value}`.
+"""Scores of a model on a data set: plain functions `(model, data) -> {name: value}`.
 
-`data` is what `orchestra.train` takes, but for streams: a tuple or a dict of tensors or NumPy arrays, or a map-style
-`Dataset` of tuples or dicts. An output with `.logits`, as models of Hugging Face give it, counts as its logits. All of
-them score in evaluation mode and put every module's mode back, keep no gradients, and go through the data in order: the
-same model gives the same numbers. Sums are kept in double precision, so the size of a batch does not show.
+`data` is what `orchestra.train` takes, except streams: a tuple or a dict of tensors or NumPy arrays, or a map-style
+`Dataset` of tuples or dicts. Of an output with `.logits`, as models of Hugging Face return it, the logits are scored.
+Each function scores in evaluation mode and restores the mode of every module, computes no gradients, and reads the data
+in order, so the same model gets the same numbers. Sums are in double precision, so the batch size does not matter.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ BATCH = 1024  # samples scored at once
 
 
 def accuracy(model: nn.Module, data: Any) -> dict[str, float]:
-    """Share of samples whose best-scored class is right, and the mean cross-entropy in nats."""
+    """Return the share of samples whose highest-scored class is right, and the mean cross-entropy in nats."""
     return _classification(model, data, batch=BATCH)
 
 
 def next_character(model: nn.Module, data: Any) -> dict[str, float]:
-    """For sequences: cross-entropy in nats per character, and the share of characters guessed right."""
+    """Return the share of characters predicted right, and the cross-entropy in nats per character; for sequences."""
     return _classification(model, data, batch=BATCH // 8)
 
 
 def regression_scores(model: nn.Module, data: Any) -> dict[str, float]:
-    """Mean absolute and mean squared error over all outputs; R² as the mean over outputs, and that of the worst one.
+    """Return the mean absolute and mean squared error over all outputs, the mean R² of the outputs, and the lowest R².
 
     R² of an output is 1 - (squared error) / (squared deviation of the target from its mean over `data`).
     """
@@ -61,20 +61,20 @@ def _classification(model: nn.Module, data: Any, *, batch: int) -> dict[str, flo
 
 
 def _scored(model: nn.Module, data: Any, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs and targets, batch by batch, in order, where the model is."""
-    where = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    """Yield outputs and targets batch by batch, in order, on the device of the model."""
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     with _evaluating(model), torch.inference_mode():
         samples = SampleStore(read(data))
         for start in range(0, len(samples), batch):
             taken = samples.take(range(start, min(start + batch, len(samples))))
-            here = each(lambda piece: piece.to(where), taken)
-            output = output_of(model, here)
-            yield getattr(output, "logits", output), target_of(here)
+            moved = each(lambda tensor: tensor.to(device), taken)
+            output = output_of(model, moved)
+            yield getattr(output, "logits", output), target_of(moved)
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module gets its own mode back, as a model may be part frozen."""
+    """Switch to evaluation mode; afterwards restore the mode of each module, as some may be frozen."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -245,9 +245,24 @@ def test_nothing_is_left_for_later_without_a_plan() -> None:
     assert not strange, "\n".join(strange)
 
 
+# House words that an engineer would not say; each has a plain one, such as simulation, predicted, again, fix, option.
+ODD_WORDS = (
+    r"(?i)\b(?:rehears\w*|foret(?:old|ell\w*)|anew|in vain|mend(?:s|ed|ing)?|knobs?|whoever\w*|nobody\w*|somebody\w*)\b"
+)
+
+
+def test_plain_words_are_used() -> None:
+    files = [path for folder in ("src", "docs", "examples") for path in (ROOT / folder).rglob("*")]
+    texts = [p for p in files if p.suffix in (".py", ".js", ".css", ".md") and "vendor" not in p.parts]
+    odd = [line for path in sorted([*texts, ROOT / "README.md"]) for line in lines_with(ODD_WORDS, path)]
+    assert not odd, "\n".join(odd)
+
+
 @pytest.mark.parametrize(
     ("pattern", "line"),
     [
+        (ODD_WORDS, "Nobody waits."),
+        (ODD_WORDS, "time foretold by rehearsals"),
         (LEFT_FOR_LATER, "x = 1  # TODO later"),
         (LEFT_FOR_LATER, "# ======= ops ======="),
         (LEFT_FOR_LATER, "def f(**kwargs): ..."),

@@ -200,7 +200,7 @@ def test_of_a_model_with_thousands_of_layers_there_is_as_much_as_an_introduction
     assert first_difference(parts_of_beginning(many()), parts_of_beginning(many())) is not None  # drawn anew
 
 
-def test_a_host_with_other_sources_of_ours_hears_of_a_file(tmp_path: Path) -> None:
+def test_differing_sources_are_reported_with_a_file(tmp_path: Path) -> None:
     answers: list[tuple[str, dict[str, Any]]] = []
     for name in ("one", "two", "three"):
         folder = tmp_path / name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may take part in a run on many machines, and what they must have in common."""
+"""Which processes may take part in a run on many machines, and what they must have in common."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_token_by_file_or_environment_lets_in(tmp_path: Path) -> None:
         assert [outcome.value for outcome in processes.outcomes()] == [3, 3]
 
 
-def test_who_has_another_token_gets_nowhere(tmp_path: Path) -> None:
-    """And the others go on waiting for the one they expect."""
+def test_a_process_with_another_token_is_rejected(tmp_path: Path) -> None:
+    """And the others keep waiting for the process that they expect."""
     more = [{"ORCHESTRA_TOKEN": TOKEN}, {"ORCHESTRA_TOKEN": TOKEN[::-1]}]
     with Processes([partial(call, tmp_path / "run")] * 2, more) as processes:
         home, stranger = processes.outcomes()
@@ -76,14 +76,12 @@ def test_a_token_for_one_machine_is_in_a_private_folder_and_gone_afterwards(
 
 
 @pytest.mark.parametrize("by", ["folder", "link"])
-def test_a_place_for_a_token_that_another_took_is_told(
-    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_folder_of_another_user_is_reported(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
     (tmp_path / "mine").mkdir(mode=0o700)
     (tmp_path / "mine" / "token").write_text("not to be touched")
     place = ProcessRank.of(environ_of(0, 2, free_port()))
-    taken = attached._left_at(place).parent
+    taken = attached._token_path(place).parent
     taken.parent.mkdir()
     if by == "folder":
         taken.mkdir()
@@ -92,7 +90,7 @@ def test_a_place_for_a_token_that_another_took_is_told(
         taken.symlink_to(tmp_path / "mine")
     with pytest.raises(EnvironmentProblem, match="set TMPDIR"):
         attached._own_token(place, 1.0)
-    attached._clear(taken / "token")
+    attached._delete(taken / "token")
     assert taken.exists()
     assert (tmp_path / "mine" / "token").exists()
 
@@ -158,7 +156,7 @@ def test_what_is_installed_is_known_by_its_version(tmp_path: Path) -> None:
 def test_open_to_the_network_without_a_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ_of(0, 2, free_port(), host="192.0.2.1").items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(Exposed, match="no token to keep strangers out") as caught:
+    with pytest.raises(Exposed, match="no token keeps strangers out") as caught:
         call(tmp_path / "run")
     assert caught.value.exit_code == 8
 
@@ -182,7 +180,7 @@ def test_an_environment_that_cannot_be(
         call(tmp_path / "run")
 
 
-def test_a_name_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_cannot_be_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ_of(0, 2, free_port(), host="no.such.host.invalid").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ClusterError, match=r"'no\.such\.host\.invalid' could not be resolved within 0\.3 s to find"):
@@ -194,7 +192,7 @@ def test_a_name_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("127.0.0.1", {}, True),
         ("127.0.0.1", {"LOCAL_WORLD_SIZE": "1"}, False),  # there are others, wherever they are
-        ("127.0.0.1", {"LOCAL_WORLD_SIZE": ""}, True),  # nobody says, but everybody means this machine
+        ("127.0.0.1", {"LOCAL_WORLD_SIZE": ""}, True),  # not set, but the address means this machine everywhere
         ("::1", {}, True),
         ("[::1]", {"LOCAL_WORLD_SIZE": ""}, True),
         ("debian.test", {}, True),
@@ -211,7 +209,7 @@ def test_who_can_reach_a_run(
 
 
 def know(set_: Any, names: dict[str, list[str]]) -> None:
-    """Have this process know names, each by its addresses."""
+    """Let this process resolve names, each to its addresses."""
     really = socket.getaddrinfo
 
     def look_up(host: Any, *args: Any, **given: Any) -> Any:
@@ -230,8 +228,8 @@ def own_address() -> str:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_a_host_that_knows_itself_as_loopback(trusted: bool, tmp_path: Path) -> None:
-    """Processes 0 and 1 are on one, as Debian sets it up; process 2 is elsewhere, and knows its real address."""
+def test_a_host_whose_name_is_a_loopback_address(trusted: bool, tmp_path: Path) -> None:
+    """Processes 0 and 1 are on such a host, as Debian sets it up; process 2, on another, uses its real address."""
     outside = own_address()
 
     def join() -> Any:
@@ -245,8 +243,8 @@ def test_a_host_that_knows_itself_as_loopback(trusted: bool, tmp_path: Path) -> 
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [((3, True), "")] * 3  # and all measured
 
 
-def test_torch_is_told_an_address_that_others_can_reach() -> None:
-    """Not the one by which a neighbour on this machine was met, even if it was met first."""
+def test_torch_listens_at_an_address_that_others_can_reach() -> None:
+    """Not the address of the connection to a process of this machine, even if that was made first."""
     found = {}
     with ExitStack() as open_:
         for node, host in enumerate(("127.0.0.1", own_address()), start=1):
@@ -256,7 +254,7 @@ def test_torch_is_told_an_address_that_others_can_reach() -> None:
         assert session._own_address({1: found[1]}) == "127.0.0.1"
 
 
-def test_who_cannot_agree_on_an_order_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_choose_an_order_closes_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise ClusterError("no order")
 
@@ -283,7 +281,7 @@ def test_ipv6(trusted: bool, tmp_path: Path) -> None:
 def test_more_servers_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ_of(0, 2, free_port()).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="as many servers as there are processes"):
+    with pytest.raises(ConfigError, match="all of which would be servers"):
         train("ps(servers=2)", tmp_path / "run", cluster=Attached())
     with pytest.raises(ConfigError, match="share one x in the memory of one machine"):
         train("hogwild", tmp_path / "run", cluster=Attached())
@@ -297,14 +295,14 @@ def test_it_is_the_default_where_a_launcher_started_this(monkeypatch: pytest.Mon
     assert not Attached().is_coordinator
 
 
-def test_who_waits_for_process_0_to_leave_a_token_says_so(
+def test_a_process_that_waits_for_the_token_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(addresses, "_FIRST", 0.05)
     port = free_port()
     for name, value in environ_of(1, 2, port).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ClusterError, match="process 0 left no token"):
+    with pytest.raises(ClusterError, match="process 0 wrote no token"):
         Attached(patience=0.5).token()
     assert f"orchestra: process 1 waits for process 0 to listen at 127.0.0.1:{port}\n" in capfd.readouterr().err
 
@@ -325,7 +323,7 @@ def begin_run(out: Path, *, trusted: bool = False, collectives: str = "") -> Non
 
 
 @pytest.mark.parametrize("begin", [begin_train, begin_prepare, begin_run])
-def test_that_a_network_is_trusted_is_told_when_a_run_begins(
+def test_a_notice_says_that_the_network_is_trusted(
     begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def nobody(*_: Any) -> Any:
@@ -386,7 +384,7 @@ def test_half_an_environment_is_no_reason_to_train_alone(
 
 def test_a_whole_environment_or_none_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.half_set() == []
-    monkeypatch.setenv("MASTER_PORT", "29501")  # as some machines set for everybody
+    monkeypatch.setenv("MASTER_PORT", "29501")  # as some machines set for all users
     assert environment.half_set() == []
     for name, value in environ_of(1, 2, 29500).items():
         monkeypatch.setenv(name, value)

@@ -130,7 +130,7 @@ def test_ctrl_c_and_resume(strategy: str, size: int, visible: bool, tmp_path: Pa
     assert ended(tmp_path / "run", 0).step == 60
 
 
-def test_all_hear_that_a_run_is_complete(tmp_path: Path) -> None:
+def test_every_process_gets_the_outcome_of_a_complete_run(tmp_path: Path) -> None:
     def call(resume: bool) -> Any:
         cluster = Attached(patience=20)
         result = train("ps", tmp_path / "run", cluster=cluster, budget=Steps(3), resume=resume)
@@ -143,7 +143,7 @@ def test_all_hear_that_a_run_is_complete(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "events-0.jsonl").read_text().count('"stepped"') == 3
 
 
-def test_budgets_that_only_home_can_tell(tmp_path: Path) -> None:
+def test_budgets_that_only_process_0_can_measure(tmp_path: Path) -> None:
     def call(out: str, **given: Any) -> Any:
         return train("allreduce", tmp_path / out, cluster=Attached(patience=20), **given).summary
 
@@ -157,7 +157,7 @@ def test_budgets_that_only_home_can_tell(tmp_path: Path) -> None:
     assert summary.stopped_by == "target"
 
 
-def test_a_worker_that_fails_is_named_and_its_traceback_told(tmp_path: Path) -> None:
+def test_a_worker_that_fails_is_named_with_its_traceback(tmp_path: Path) -> None:
     def fail() -> None:
         if my_rank() == 1:  # not before the run, when the model is tried
             raise ValueError("no such luck")
@@ -173,7 +173,7 @@ def test_a_worker_that_fails_is_named_and_its_traceback_told(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_process_that_dies_is_missed_at_once(rank: int, tmp_path: Path) -> None:
+def test_a_process_that_dies_is_noticed_at_once(rank: int, tmp_path: Path) -> None:
     def call() -> Any:
         return train(
             "allreduce", tmp_path / "run", cluster=Attached(patience=60), model=paced(*[0.02] * 3), budget=Steps(999)
@@ -236,7 +236,7 @@ def test_a_process_that_dies_during_a_mean_of_torch_is_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["fails", "dies"])
-def test_nobody_waits_for_who_ends_before_torch_is_connected(how: str, tmp_path: Path) -> None:
+def test_a_process_that_ends_before_torch_is_connected_is_noticed(how: str, tmp_path: Path) -> None:
     def call() -> Any:
         from orchestra.worlds import torch_collectives
 
@@ -257,7 +257,7 @@ def test_nobody_waits_for_who_ends_before_torch_is_connected(how: str, tmp_path:
     assert told in other.error
 
 
-def test_who_waits_for_the_result_hears_that_there_is_none(tmp_path: Path) -> None:
+def test_a_failed_conclusion_ends_every_process(tmp_path: Path) -> None:
     def scores(model: torch.nn.Module, data: Any) -> dict[str, float]:
         if (tmp_path / "run" / "events-0.jsonl").exists():  # after training, which is over then
             raise ValueError("cannot be scored")

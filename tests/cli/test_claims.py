@@ -114,7 +114,7 @@ def test_a_rate_that_failed_is_not_the_best(
 
 def test_where_every_rate_failed_there_is_none_to_race_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     race = tried(tmp_path, "loss", {0.1: FAILED, 0.2: FAILED}, monkeypatch)
-    with pytest.raises(ConfigError, match="with none of them does allreduce come to a score: it burst"):
+    with pytest.raises(ConfigError, match="allreduce has a score with none of them: it burst"):
         tuning.Tuning(race, 1, (0.1, 0.2), quiet=True).run()
 
 
@@ -155,7 +155,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         "same initial parameters",
         "same samples",
         "same budget: epochs=1",
-        "tuned in simulation, each the best of 2 tries, with seeds that are not raced with",
+        "tuned in simulation, each the best of 2 tries, on seeds that no run of it uses",
         "allreduce lr 0.05; localsgd(tau=4) lr 0.05",
     ):
         assert point in fair

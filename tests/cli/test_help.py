@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -64,3 +66,20 @@ def test_commands_and_options_are_completed(
     monkeypatch.setenv("COMP_WORDS", typed)
     monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
     assert set(orchestra().out.split()) == expected
+
+
+def _with_subcommands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for each, below in getattr(command, "commands", {}).items():
+        yield from _with_subcommands(f"{name} {each}", below)
+
+
+def test_examples_fit_a_narrow_terminal() -> None:
+    """Lines that the terminal would break are read as two commands."""
+    wide = [
+        f"{name}: {line}"
+        for name, command in _with_subcommands("orchestra", typer.main.get_command(app))
+        for line in inspect.cleandoc(command.help or "").splitlines()
+        if line.startswith(" ") and len(line) > 78
+    ]
+    assert not wide, "\n".join(wide)

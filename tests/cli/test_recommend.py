@@ -252,7 +252,7 @@ def test_the_error_of_rehearsals_is_the_one_that_was_measured() -> None:
         (("1gbit", "--seeds", "0"), "seeds"),
         (("1gbit", "--straggler", "5"), "such as 1x5"),
         (("1gbit", "--straggler", "9x5"), "there are 4 workers"),
-        (("1gbit", "--target", "accuracy=95"), "they go from 0 to 1"),
+        (("1gbit", "--target", "accuracy=95"), "an accuracy between 0 and 1"),
     ],
 )
 def test_what_cannot_be_run_is_said(words: tuple[str, ...], complaint: str) -> None:

@@ -93,7 +93,7 @@ def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("grid", "said"),
     [
-        ("speed=1", "is no axis"),
+        ("speed=1", "is not an axis"),
         ("straggler=", "needs values"),
         ("workers=many", "must be a whole number of at least 1"),
         ("bandwidth=1mbit", "needs --sim"),
@@ -109,7 +109,7 @@ def test_bad_grids_are_refused(grid: str, said: str, orchestra: Orchestra) -> No
     ("option", "value", "said"),
     [
         ("--network", "fast", "is not a rate"),
-        ("--compute-time", "often", "is no delay"),
+        ("--compute-time", "often", "is not a compute time"),
         ("--numerics", "some", "one of auto, real"),
     ],
 )

@@ -201,7 +201,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, t
     before = {path: path.stat().st_mtime_ns for path in Path("broken").rglob("*")}
     complete = orchestra("resume", "broken", "--json")
     assert (complete.code, complete.json) == (0, said.json)
-    assert f"is complete, nothing left to do: it was to end after steps={saved + 50}" in complete.err
+    assert f"is complete, nothing left to do: its budget was steps={saved + 50}" in complete.err
     assert f"--steps {2 * (saved + 50)} would go on" in complete.err
     told = orchestra("resume", "broken", "--steps", str(saved + 50))
     assert told.code == 0

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_an_option_that_was_given_stays(text: str, tuned: bool) -> None:
     ("costs", "real"),
     [
         (Costs(run=0.0, score=0.0, epoch=10.0, real=10.0), False),
-        (Costs(run=0.5, score=0.1, epoch=10.0, real=10.0), False),
+        (Costs(run=0.5, score=0.1, epoch=10.0, real=10.0), True),
         (Costs(run=0.5, score=0.1, epoch=10.0, real=5.0), True),  # two at once
     ],
 )
@@ -83,7 +84,13 @@ def test_tuning_takes_at_most_as_long_as_the_race(worth: int, given: int, costs:
     assert plan.seconds <= plan.race_seconds
     assert plan.runs == 4 * worth
     assert 20 / 100 <= plan.first <= 20 / 4
-    assert plan.widenings == (0 if given else 1 if real and worth == 1 else 2)
+    assert plan.widenings == (0 if given else 1 if costs.real < costs.epoch and worth == 1 else 2)
+
+
+def test_beside_a_simulated_race_the_machine_does_not_matter() -> None:
+    quick = TuningPlan(4, 20.0, 3, Costs(run=0.0, score=0.0, epoch=1.0, real=1.0)).fitted()
+    slow = TuningPlan(4, 20.0, 3, Costs(run=9.0, score=5.0, epoch=30.0, real=30.0)).fitted()
+    assert dataclasses.replace(slow, costs=quick.costs) == quick
 
 
 def test_all_that_the_race_takes_is_used() -> None:
@@ -94,7 +101,8 @@ def test_all_that_the_race_takes_is_used() -> None:
 
 
 def test_where_it_cannot_be_short_enough_a_minute_is_allowed() -> None:
-    quick = TuningPlan(1, 20.0, 1, Costs(run=0.5, score=0.01, epoch=0.1, real=0.1)).fitted()
+    costs = Costs(run=0.5, score=0.01, epoch=0.1, real=0.1)
+    quick = TuningPlan(1, 20.0, 1, costs, race_is_real=True, real=True).fitted()
     assert (quick.fits, quick.race_seconds < quick.seconds < 60) == (True, True)
     slow = dataclasses.replace(quick, strategies=9).fitted()
     assert not slow.fits
@@ -115,7 +123,8 @@ def test_many_cores_tune_on_real_processes_where_simulation_is_too_slow(tmp_path
 def test_where_tries_take_longer_than_the_race_there_are_none(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tuned = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(run=9.0, score=0.0, epoch=0.1, real=0.1))
+    costs = Costs(run=9.0, score=9.0, epoch=0.1, real=0.1)
+    tuned = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=costs, sim=False)
     tuned.quiet = False
     race = tuned.run()
     assert not race.settings
@@ -132,9 +141,11 @@ def test_the_estimate_is_of_both(tmp_path: Path) -> None:
 
 def test_what_is_begun_goes_on_with_tries_as_long_as_before(tmp_path: Path) -> None:
     """The time of a step is never the same twice."""
-    before = made(best_at(0.06), ("allreduce",), tmp_path, costs=Costs(run=2.0, score=0.1, epoch=1.0, real=1.0))
+    costs = Costs(run=2.0, score=0.1, epoch=4.0, real=2.0)
+    slower = Costs(run=2.0, score=0.1, epoch=8.0, real=2.0)
+    before = made(best_at(0.06), ("allreduce",), tmp_path, costs=costs, sim=False)
     before.run()
-    again = made(best_at(0.06), ("allreduce",), tmp_path, costs=Costs(run=2.0, score=0.1, epoch=2.0, real=2.0))
+    again = made(best_at(0.06), ("allreduce",), tmp_path, costs=slower, sim=False)
     assert again.plan.first == before.plan.first != again.plan.fitted().first
     other = made(best_at(0.06), ("allreduce",), tmp_path, seeds=4)
     assert other.plan.first != before.plan.first
@@ -219,7 +230,7 @@ def test_a_strategy_that_always_fails_races_as_it_is(tmp_path: Path) -> None:
         (Options(workers=2, sim=True), None, False, "in simulation"),
         (Options(workers=2), None, False, "in simulation, hogwild on real processes"),
         (Options(workers=2), None, True, "on real processes"),
-        (Options(workers=2), "10mbit,1ms", False, "in the laboratory"),
+        (Options(workers=2), "10mbit,1ms", False, "in the lab"),
     ],
 )
 def test_where_it_takes_place_is_said(shared: Options, lab: str | None, real: bool, said: str, tmp_path: Path) -> None:
@@ -270,16 +281,18 @@ def test_the_estimate_is_measured_until_it_can_be_told_from_noise(
     """A step of `digits` takes a millisecond: eight of them are lost in the time that a run takes to start."""
     steps: list[int] = []
 
-    def took(_race: Race, few: Options, count: int, out: Path) -> float:
+    def run(_race: Race, few: Options, count: int, out: Path) -> None:
         steps.append(count)
-        out.mkdir(exist_ok=True)
-        (out / "config.json").write_text('{"data": "1437 samples", "batch": 16, "workers": 2}')
-        return 0.3 + 0.002 * count
+        clock[0] += 0.3 + 0.002 * count + (5.0 if len(steps) == 1 else 0.0)
+        (out / "0").mkdir(exist_ok=True)
+        (out / "0" / "config.json").write_text('{"data": "1437 samples", "batch": 16, "workers": 2}')
 
-    monkeypatch.setattr(tuning_plan, "_seconds_of", took)
+    clock = [0.0]
+    monkeypatch.setattr(tuning_plan, "_run", run)
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     costs = tuning_plan.measure(made(best_at(0.1), ("allreduce",), tmp_path).race)
-    assert steps == [1, 1, 3, 9, 33, 129]
+    assert steps == [1, 1, 1, 3, 9, 33, 129]
     assert costs.run == pytest.approx(0.302)
     assert costs.epoch == costs.real == pytest.approx(0.002 * 1437 / 16 / 2)
     real = tuning_plan.measure(made(best_at(0.1), ("hogwild",), tmp_path, sim=False).race)

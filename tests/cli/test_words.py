@@ -237,7 +237,7 @@ def test_resume_of_a_run_that_was_not_begun_here(orchestra: Orchestra, tmp_path:
     (tmp_path / "config.json").write_text('{"note": {"recipe": "digits", "options": {}}, "loop": true}')
     said = orchestra("resume", str(tmp_path))
     assert said.code == 2
-    assert "a loop under orchestra.prepare, which keeps itself what it goes on from" in said.err
+    assert "a loop under orchestra.prepare, which saves its own state" in said.err
 
 
 def test_a_run_goes_on_as_it_was_started(orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_a_run_goes_on_as_it_was_started(orchestra: Orchestra, tmp_path: Path, m
         monkeypatch.setenv(name, value)
     said = orchestra("resume", "run")
     assert said.code == 2
-    assert "say `orchestra resume run` alone" in said.err
+    assert "run `orchestra resume run` alone" in said.err
 
 
 # What options change in a call of `train`.

@@ -95,7 +95,7 @@ def messages_sent(algorithm: str, p: int, n: int, group: int | None) -> list[int
             return [0 + below[0], *(1 + b for b in below[1:])]
         case "double_tree":
             c = max(1, min(64, n // 2 // 16384))
-            edges = [(tree[r].above is not None) + len(tree[r].below) for tree in trees(p) for r in range(p)]
+            edges = [(tree[r].parent is not None) + len(tree[r].children) for tree in trees(p) for r in range(p)]
             return [c * (one + other) for one, other in zip(edges[:p], edges[p:], strict=True)]
         case "hierarchical":
             g = group or max(g for g in range(1, p + 1) if p % g == 0 and g * g <= p)
@@ -234,9 +234,9 @@ def test_nobody_is_inside_both_trees(p: int) -> None:
     a, b = trees(p)
     for tree in (a, b):
         assert sorted(tree) == list(range(p))
-        assert sum(place.above is None for place in tree.values()) == 1
-        assert all(tree[child].above == worker for worker, place in tree.items() for child in place.below)
-    assert not any(a[worker].below and b[worker].below for worker in range(p))
+        assert sum(place.parent is None for place in tree.values()) == 1
+        assert all(tree[child].parent == worker for worker, place in tree.items() for child in place.children)
+    assert not any(a[worker].children and b[worker].children for worker in range(p))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from tests.attached.test_notes import reception
+from tests.attached.test_control_messages import receiver_for
 from tests.attached.test_runs import far_off
 from tests.core.test_scoring import slowly
 from tests.prepare.loops import loop
@@ -257,19 +257,19 @@ def test_two_rewritings_between_two_looks_are_seen(tmp_path: Path) -> None:
 
 
 def test_files_of_far_off_nodes_are_replaced_as_well(tmp_path: Path) -> None:
-    home, away = tmp_path / "home", tmp_path / "away"
-    for folder in (home, away):
+    first, away = tmp_path / "home", tmp_path / "away"
+    for folder in (first, away):
         folder.mkdir()
     earlier: list[Event] = [Saved(0.0, 2, 1)]  # of before the run was resumed
-    write(home / "events-2.jsonl", earlier)
-    files = reception(home)
+    write(first / "events-2.jsonl", earlier)
+    files = receiver_for(first)
     files.largest = 1 << 24
 
     class Wire:
-        def note(self, to: int, said: dict[str, Any]) -> None:
+        def send_control(self, to: int, said: dict[str, Any]) -> None:
             files.expect(2, said)
 
-        def ship(self, to: int, data: bytes) -> None:
+        def send_file(self, to: int, data: bytes) -> None:
             files.take_in(2, data)
 
     sender = FileSender(Wire(), away, 0)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_files_of_far_off_nodes_are_replaced_as_well(tmp_path: Path) -> None:
                 sender.send_new()
     sender.send_new()
     assert any(isinstance(e, Thinned) for e in read(path))
-    assert [*read(home / "events-2.jsonl")] == [*earlier, *read(path)]
+    assert [*read(first / "events-2.jsonl")] == [*earlier, *read(path)]
 
 
 # Whole runs.

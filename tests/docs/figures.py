@@ -42,6 +42,7 @@ NUMBER = re.compile(r"(?<![\w.,])(?<![A-Za-z]-)(?:(?<![\w)])[-−])?\d+(?:,\d{3}
 _RESULT = re.compile(
     r"\d %(?! interval)|\d times (?:as|more|less|sooner|faster|slower|longer)|\bpoints? (?:behind|ahead)|\bmedian\b"
     r"|\berrors? of\b|±|\b(?:took|gave|reached)\b|[kMG]B/s|[kMG]bit/s|samples/s|virtual s\b|\b\de-\d|\bmeasured\b"
+    r"|\d [GMk]B\b|\bseconds after\b|\b(?:minutes?|hours?)\b"
 )
 _NOT_PROSE = re.compile(r"`[^`]*`|!?\[[^\]]*\]\(https?:[^)]*\)|(?<=\])\([^)]*\)|<[^>]*>")
 _MANY: dict[str, Callable[[list[float]], float]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import front_page, pictures
+from scripts import asynchronous, front_page, pictures
 from tests.docs import figures
 from tests.docs.blocks import DOCS, ROOT, blocks
 from tests.docs.figures import Passage, passages, problems, unsourced
@@ -40,11 +40,28 @@ def test_every_comment_belongs_to_a_passage() -> None:
 # The front page.
 
 
-def test_the_figures_of_the_front_page_are_those_of_its_command() -> None:
+def commands_of(page: Path) -> list[list[str]]:
+    lines = [line for block in blocks(page) for line in block.commands()]
+    return [shlex.split(line) for line in lines if line.startswith("orchestra compare")]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda page: page.stem)
+def test_the_figures_of_the_front_page_are_those_of_its_command(page: Path) -> None:
     saved = json.loads(front_page.FIGURES.read_text(encoding="utf-8"))
-    commands = [command for block in blocks(DOCS / "index.md") for command in block.commands()]
-    assert shlex.split(saved["command"]) in map(shlex.split, commands)
+    assert shlex.split(saved["command"]) in commands_of(page)
     assert saved["command"] == front_page.COMMAND, saved["made_by"]
+
+
+@pytest.mark.parametrize("name", asynchronous.NETWORKS)
+def test_the_figures_of_asynchronous_training_are_those_of_its_commands(name: str) -> None:
+    saved = json.loads(asynchronous.FIGURES.read_text(encoding="utf-8"))
+    assert shlex.split(saved[name]["command"]) in commands_of(DOCS / "choosing.md")
+    assert saved[name]["command"] == asynchronous.COMMAND.format(asynchronous.NETWORKS[name]), saved["made_by"]
+
+
+def test_one_rate_for_all_gives_the_order_that_the_readme_says() -> None:
+    first, *_ = json.loads(front_page.FIGURES.read_text(encoding="utf-8"))["untuned"]
+    assert f"(`--no-tune`), `{first['strategy']}` is first" in " ".join((ROOT / "README.md").read_text("utf-8").split())
 
 
 def test_pictures_of_the_comparison_show_its_verdict() -> None:
@@ -164,7 +181,8 @@ def test_what_is_wrong_is_told(folder: Path) -> None:
 def test_what_looks_like_a_result_needs_a_source_or_a_reason(folder: Path) -> None:
     for sentence in (
         "It is 1.5 times as fast.", "The median is 3 s.", "That is 7 % of a step.", "It ends 0.3 points behind.",
-        "The link gave 94 Mbit/s.", "A median error of 3.6 %.", "Both agree to 1e-7.",
+        "The link gave 94 Mbit/s.", "A median error of 3.6 %.", "Both agree to 1e-7.", "It has 1.1 GB.",
+        "It is ready 40 seconds after that.", "Of 2 runs one takes a minute.",
     ):  # fmt: skip
         assert told(folder, f"{sentence}\n") == [sentence]
         assert told(folder, f"<!-- no figure: it is a limit -->\n{sentence}\n") == []

@@ -62,7 +62,7 @@ def test_down_may_be_said_twice_and_up_too(name: str) -> None:
     build.up(make_plan(name=name, hosts=2, rate="20mbit"))
     found = look(name)
     assert (found.size, found.machines[0].up, found.machines[0].latency, found.machines[0].cpu) == (2, 20e6, 0, None)
-    assert not found.cut
+    assert not found.broken
     assert build.down(name)
     assert not left_of(name)
     assert not build.down(name)
@@ -136,7 +136,7 @@ def test_a_lab_without_its_delay_line_is_not_used(name: str) -> None:
         (line,) = ip_commands.processes_in([switch_of(name)])
         os.kill(line, signal.SIGKILL)
         assert soon(lambda: not os.path.exists(f"/proc/{line}"))
-        assert lab.look().cut
+        assert lab.look().broken
         with pytest.raises(EnvironmentProblem, match="delay line died"):
             lab.run(["true"])
 
@@ -261,11 +261,11 @@ def test_a_kernel_that_lacks_something_is_named(
 def test_without_cgroups_no_share_is_promised(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(name=name, hosts=1, cpu=0.5)
     monkeypatch.setattr(build, "find_cgroups", lambda: None)
-    with pytest.raises(EnvironmentProblem, match="Leave --cpu away"):
+    with pytest.raises(EnvironmentProblem, match="Leave --cpu out"):
         build.up(plan)
     unwritable = Path("/proc/fs")
     monkeypatch.setattr(build, "find_cgroups", lambda: Cgroups(unwritable, unified=False))
-    with pytest.raises(EnvironmentProblem, match=r"cannot be shared out.*Leave --cpu away"):
+    with pytest.raises(EnvironmentProblem, match=r"cannot be limited.*Leave --cpu out"):
         build.up(plan)
     assert not left_of(name)
 

@@ -131,7 +131,7 @@ def test_a_link_that_is_down_is_no_matter_to_the_others(name: str) -> None:
     with Lab(hosts=3, latency="1ms", name=name) as lab:
         subprocess.run(["ip", "-n", switch_of(name), "link", "set", "t2", "down"], check=True)
         assert all(0.001 <= way <= 0.004 for way in ways(lab))  # whoever asks for an address asks everybody
-        assert not lab.look().cut
+        assert not lab.look().broken
 
 
 def test_a_host_gets_its_share_of_the_processor(name: str) -> None:
@@ -173,4 +173,4 @@ def test_two_labs_are_apart(name: str) -> None:
         assert said(one, reach, host=1) == ["Network is unreachable"]
         assert said(one, reach.replace(str(addresses[2]), str(addresses[1])), host=1) == ["Connection refused"]
     with Lab(hosts=1, name=name):
-        assert not look(name).cut
+        assert not look(name).broken

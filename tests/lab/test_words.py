@@ -107,7 +107,7 @@ def test_a_lab_that_is_up_is_not_replaced(name: str, orchestra: Orchestra) -> No
     home = ip_commands.identity(ip_commands.NAMESPACES / host_of(name, 1))
     said = orchestra("lab", "up", "--hosts", "2", "--name", name)
     assert said.code == 2
-    assert f"take it down first (orchestra lab down --name {name}), or say another --name" in said.err
+    assert f"take it down first (orchestra lab down --name {name}), or give another --name" in said.err
     assert ip_commands.identity(ip_commands.NAMESPACES / host_of(name, 1)) == home
     assert look(name).size == 1
 

@@ -224,7 +224,7 @@ def test_with_as_many_more_it_works(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("cluster", "told"),
     [
-        (orchestra.Attached(order=(0, 1)), "cluster.order = (0, 1)    a loop goes by the ranks"),
+        (orchestra.Attached(order=(0, 1)), "cluster.order = (0, 1)    a loop uses the ranks"),
         (orchestra.Local(workers=4), "start it with torchrun --nproc-per-node 4"),
     ],
 )

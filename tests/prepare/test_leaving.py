@@ -77,8 +77,8 @@ def scripts(size: int, *given: Any, **more: Any) -> list[Any]:
 
 def forgotten(name: str) -> str:
     return (
-        f"orchestra: {name} ended without optimizer.finish(): it is done now, but what was evaluated or saved before "
-        "lacks the strategy's last step. Call it after the loop.\n"
+        f"orchestra: {name} ended without optimizer.finish(): it is called now, but earlier evaluations and saved "
+        "files lack the strategy's last step. Call it after the loop.\n"
     )
 
 
@@ -113,7 +113,7 @@ def test_who_breaks_out_of_its_loop_is_told_what_to_do(way: str, how: str) -> No
     (code, said), (other, told) = scripts(2, at_a_step=way)
     whole = (
         f"worker 0 {how}, but worker 1 has begun step 4: all must make equally many. Leave the loop at the same step "
-        "everywhere: decide by what all have in common, such as the number of steps, or "
+        "everywhere: decide by a value that all share, such as the number of steps, or "
         "optimizer.orchestra.mean(loss).\n"
     )
     assert said.endswith(f"Stopped: {whole}")
@@ -144,12 +144,12 @@ ERRORS = {
     "of a mean": (
         {"at_the_end": "optimizer.finish(); optimizer.orchestra.mean(1.0)"},
         "optimizer.finish(); optimizer.orchestra.mean(1.0)",
-        "OrchestraError: the workers have parted",
+        "OrchestraError: optimizer.finish() has already ended the connections",
     ),
     "at the end": (
         {"at_the_end": "optimizer.finish(); optimizer.step()"},
         "optimizer.finish(); optimizer.step()",
-        "OrchestraError: the run is over",
+        "OrchestraError: optimizer.finish() was already called",
     ),
 }
 
@@ -189,8 +189,8 @@ def test_a_death_is_the_exit_code_of_the_others() -> None:
 
 def line(name: str, steps: str, out: Path) -> str:
     return (
-        f"stopped by {name} after {steps}. A loop goes on from what it saved itself, model.state_dict() and "
-        f"optimizer.state_dict(): nothing else was saved. What happened is in {out}.\n"
+        f"stopped by {name} after {steps}. A loop continues from what it saved itself, model.state_dict() and "
+        f"optimizer.state_dict(): nothing else was saved. Its events are in {out}.\n"
     )
 
 

@@ -111,10 +111,10 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("loader", "told"),
     [
-        (DataLoader(Stream()), "a stream cannot be shared out"),
+        (DataLoader(Stream()), "a stream cannot be divided"),
         (numbers(9, sampler=DistributedSampler(range(9), 2, 0)), "leave it out"),  # type: ignore[arg-type]
-        (numbers(9, batch_sampler=[[1, 2], [3]]), "cannot be shared out"),
-        (numbers(9, batch_size=None), "cannot be shared out"),
+        (numbers(9, batch_sampler=[[1, 2], [3]]), "cannot be divided"),
+        (numbers(9, batch_size=None), "cannot be divided"),
         (numbers(1), "fewer than the 2 workers"),
         (numbers(9, batch_size=8, drop_last=True), "make no batch for each"),
     ],

@@ -208,14 +208,14 @@ def with_data(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("afterwards", "dtype", "told"),
     [
-        (nn.Module.double, torch.float64, "parameter 0.weight of the model was put elsewhere"),
-        (assigned, torch.float32, "parameter 0.weight of the model was put elsewhere"),
-        (with_data, torch.float32, "parameter 2.bias of the model was put elsewhere"),
+        (nn.Module.double, torch.float64, "parameter 0.weight of the model was replaced"),
+        (assigned, torch.float32, "parameter 0.weight of the model was replaced"),
+        (with_data, torch.float32, "parameter 2.bias of the model was replaced"),
     ],
     ids=["double", "assigned", "data"],
 )
 def test_parameters_that_are_put_elsewhere_are_refused(afterwards: Any, dtype: torch.dtype, told: str) -> None:
-    """They were trained in vain, without a word."""
+    """They would not be trained, without any error."""
     (outcome,) = together(1, partial(script, "allreduce", afterwards=afterwards, dtype=dtype))
     assert outcome.kind == "OrchestraError"
     assert told in outcome.error

@@ -136,7 +136,7 @@ def test_asking_keeps_the_order(tmp_path: Path) -> None:
 
 def test_a_process_that_asked_alone_says_so(tmp_path: Path) -> None:
     outcomes = run((1,), tmp_path / "run")
-    assert "orchestra.rank() was 1 here, but process 0 did not ask" in outcomes[1].error
+    assert "orchestra.rank() returned 1 here, but process 0 did not call it" in outcomes[1].error
     assert all(outcome.kind for outcome in outcomes)
 
 

@@ -323,7 +323,7 @@ def test_evaluation_sees_the_model_and_training_where_the_gradient_is_wanted() -
     with pytest.raises(CheckpointError, match="in the middle of a step"):
         optimizer.state_dict()
     optimizer.finish()
-    with pytest.raises(OrchestraError, match="the run is over"):
+    with pytest.raises(OrchestraError, match="was already called"):
         optimizer.step()
     model(x)  # it is an ordinary model again
 
@@ -419,4 +419,4 @@ def test_what_comes_too_late_is_refused() -> None:
 def test_a_plateau_needs_to_know_the_loss() -> None:
     (outcome,) = together(1, partial(loop, "switch(first=allreduce, then=localsgd, when=plateau(window=2))"))
     assert outcome.code == 2
-    assert "looks at the loss of every mini-batch: say optimizer.step(loss=loss)" in outcome.error
+    assert "needs the loss of every mini-batch: call optimizer.step(loss=loss)" in outcome.error

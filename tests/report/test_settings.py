@@ -15,6 +15,16 @@ from orchestra.runs.budget import Target
 from orchestra.worlds.simulated import networks
 
 
+def test_a_run_alone_has_the_condition_of_its_comparison(tmp_path: Path) -> None:
+    def settings_of(strategy: str, own: str, straggler: str) -> dict[str, str]:
+        note = {"options": {"straggler": own}, "race": {"straggler": straggler}}
+        path = make_run(tmp_path / f"{strategy}-{straggler}", strategy=strategy, note=note)
+        return settings.settings_of(reading.load(path))
+
+    runs = [settings_of(*found) for found in (("ps", "1x1", "1x1"), ("ps", "1x5", "1x5"), ("solo", "1x1", "1x5"))]
+    assert settings.conditions(runs) == ["straggler 1x1", "straggler 1x5", "straggler 1x5"]
+
+
 def test_equal_settings_are_told_once(tmp_path: Path) -> None:
     told = model.tell([make_race(tmp_path / "race", {"allreduce": [0.1, 0.1], "ps": [0.2, 0.2]})])
     assert told["settings"]["equal"]["batch"] == "8"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes in processes of their own that speak through sockets, set up once: they do what they are asked, all at once."""
+"""Nodes in processes of their own, connected by sockets and set up once: all run the same function at once."""
 
 from __future__ import annotations
 

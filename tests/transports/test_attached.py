@@ -48,7 +48,7 @@ def connect(size: int, workers: int, largest: int) -> list[SocketTransport]:
 
 @dataclass
 class Alone:
-    """Nothing is saved and nobody is asked."""
+    """A checkpointer that saves nothing."""
 
     def after_step(self, before: int) -> None: ...
     def after_steps(self) -> None: ...
@@ -65,7 +65,7 @@ class Alone:
 
 @dataclass(frozen=True, kw_only=True)
 class Threads(Cluster):
-    """Every node in a thread of its own, speaking through sockets as machines would."""
+    """Run every node in a thread of its own, connected by sockets as machines are."""
 
     workers: int = 3
     device: Any = "cpu"

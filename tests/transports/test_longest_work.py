@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from tests.transports.test_reunion import machines
+from tests.transports.test_reconnect import machines
 
 from orchestra.worlds.sockets import neighbours
 from orchestra.worlds.sockets.shm_ring import activity_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections themselves: what is said goes out at once, and none is forgotten, whatever fails on the way."""
+"""Sockets: short messages are sent at once, and every connection is closed, whatever fails."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.transports.test_exchange import SECRET, at_once, both_ways, meet, recv
-from tests.transports.test_reunion import BOTH, cut, machines
+from tests.transports.test_messenger import SECRET, at_once, both_ways, meet, recv
+from tests.transports.test_reconnect import BOTH, cut, machines
 
 from orchestra.core.ops import Send
 from orchestra.errors import ClusterError
@@ -33,11 +33,11 @@ from orchestra.worlds.sockets.rendezvous import Rendezvous, receive_json, send_j
 
 @contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Who called, and the other end at the door."""
+    """Yield both ends of a connection."""
     with (
-        socket.create_server(("127.0.0.1", 0)) as door,
-        connect(door.getsockname(), timeout=5) as far,
-        accept(door) as near,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        connect(listening.getsockname(), timeout=5) as far,
+        accept(listening) as near,
     ):
         yield far, near
 
@@ -47,7 +47,7 @@ def is_prompt(sock: socket.socket) -> bool:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the other end hung up; not, if it says nothing for long."""
+    """Whether the other end closed the connection; a silent one has not."""
     sock.settimeout(10)
     try:
         return sock.recv(1) == b""
@@ -55,14 +55,14 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-# What is said goes out at once.
+# Short messages are sent at once.
 
 
 @both_ways
-def test_a_short_word_does_not_wait_for_more_when_connections_are_measured(
+def test_short_messages_are_not_delayed_while_connections_are_measured(
     trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a neighbour may seem 40 ms away, and a ring goes the long way round."""
+    """Otherwise a near process may seem 40 ms away, and the ring becomes too long."""
     really, seen = link_probe._round_trip, []
 
     def look(sock: socket.socket, *, first: bool) -> float:
@@ -79,7 +79,7 @@ def test_a_short_word_does_not_wait_for_more_when_connections_are_measured(
 
 
 @both_ways
-def test_nor_over_a_connection_that_was_made_anew(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_messages_are_not_delayed_after_reconnection(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=True, trusted=trusted) as (a, b):
         before = a._peers[1].sock
         cut(a)
@@ -89,10 +89,10 @@ def test_nor_over_a_connection_that_was_made_anew(trusted: bool, monkeypatch: py
         assert is_prompt(b._peers[0].sock)
 
 
-# None is forgotten.
+# Every connection is closed.
 
 
-def test_who_is_gone_before_the_handshake_leaves_nothing_open() -> None:
+def test_a_connection_reset_before_the_handshake_is_closed() -> None:
     gc.collect()  # what others left
     with connected() as (far, near), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -107,21 +107,21 @@ def test_who_is_gone_before_the_handshake_leaves_nothing_open() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["files", "threads"])
-def test_a_caller_for_whom_there_is_no_room_is_hung_up_on(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_cannot_be_served_is_closed(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files") if lacking == "files" else RuntimeError("no new thread")
 
-    unproven = Unauthenticated(4)
-    with socket.create_server(("127.0.0.1", 0)) as door, connect(door.getsockname(), timeout=5) as far:
+    unauthenticated = Unauthenticated(4)
+    with socket.create_server(("127.0.0.1", 0)) as listening, connect(listening.getsockname(), timeout=5) as far:
         with monkeypatch.context() as patch:
             patch.setattr(*((socket.socket, "dup", fail) if lacking == "files" else (threading.Thread, "start", fail)))
             with pytest.raises((OSError, RuntimeError)):
-                unproven.receive(door, lambda sock, handle: None)
+                unauthenticated.receive(listening, lambda sock, handle: None)
         assert is_closed(far)
-        assert not unproven._handles
+        assert not unauthenticated._handles
 
 
-def test_who_comes_when_all_are_there_is_turned_away() -> None:
+def test_a_connection_after_the_rendezvous_is_closed() -> None:
     token = Token(SECRET, trusted=True)
     rendezvous = Rendezvous(0, token, {})
     rendezvous._unauthenticated = Unauthenticated(4)
@@ -135,7 +135,7 @@ def test_who_comes_when_all_are_there_is_turned_away() -> None:
         assert is_closed(far)
 
 
-def test_who_is_found_when_nobody_looks_any_more_is_turned_away() -> None:
+def test_a_connection_made_after_closing_is_closed() -> None:
     reconnector = Reconnector(0, Token(SECRET), socket.create_server(("127.0.0.1", 0)), {}, {}, 1.0)
     reconnector.close()
     with connected() as (far, near):
@@ -143,30 +143,30 @@ def test_who_is_found_when_nobody_looks_any_more_is_turned_away() -> None:
         assert is_closed(far)
 
 
-def test_who_comes_to_no_arrangement_leaves_no_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, really, doors = itertools.count(), pairing._listen, []
+def test_a_failed_pairing_closes_its_listening_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, really, opened = itertools.count(), pairing._listen, []
 
-    def open_door(connections: list[socket.socket]) -> socket.socket:
-        doors.append(really(connections))
-        return doors[-1]
+    def listen(connections: list[socket.socket]) -> socket.socket:
+        opened.append(really(connections))
+        return opened[-1]
 
     monkeypatch.setattr(pairing, "machine", lambda: f"machine {next(names)}")
-    monkeypatch.setattr(pairing, "_listen", open_door)
+    monkeypatch.setattr(pairing, "_listen", listen)
     with connected() as (far, near):
         send_json(far, {"rank": 1, "machine": "another"})
         far.shutdown(socket.SHUT_WR)
         with pytest.raises(ClusterError, match="could not set up its connection to node 1"):
             pairing.arrange(0, {1: near}, Token(SECRET), longest=1 << 10, grace=1.0, patience=5)
-    assert [door.fileno() for door in doors] == [-1]
+    assert [listening.fileno() for listening in opened] == [-1]
 
 
-def test_who_encrypts_is_told_that_the_other_end_does_not() -> None:
+def test_an_end_that_does_not_encrypt_is_reported() -> None:
     with connected() as (far, near):
-        doorman = threading.Thread(target=_secure, args=(Token(SECRET, trusted=True), near), daemon=True)
-        doorman.start()
+        thread = threading.Thread(target=_secure, args=(Token(SECRET, trusted=True), near), daemon=True)
+        thread.start()
         with pytest.raises(ConnectionError, match="--trusted-network must be given on every machine, or on none"):
             Token(SECRET).secure(far, server=False, until=time.monotonic() + 10)
-        doorman.join(20)
+        thread.join(20)
 
 
 def _secure(token: Token, sock: socket.socket) -> None:

@@ -241,12 +241,12 @@ def test_the_same_bits_every_time(machines: Hosts, tmp_path: Path) -> None:
     assert torch.equal(first[0].x, second[0].x)
 
 
-# Those who are lost.
+# Lost processes.
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals, tmp_path: Path) -> None:
-    """And then ends, though a mean is under way that never will."""
+    """And then ends, though its mean never completes."""
 
     def wait_for_ever() -> None:
         store = torch_collectives.file_store(tmp_path / "store", 2)

@@ -61,7 +61,7 @@ def test_one_flipped_bit_is_seen(bit: int) -> None:
 
 
 def forged(offset: int, form: str, value: int) -> bytes:
-    """A header with one field changed by somebody who knows how to sum it up again."""
+    """Return a header with one field changed and its checksum computed again."""
     header = bytearray(wire.encode(wire.Frame(wire.Kind.MESSAGE, 3, 7, torch.float32, 5), RUN))
     struct.pack_into(form, header, offset, value)
     header[-4:] = struct.pack("<I", zlib.crc32(bytes(header[:-4])))

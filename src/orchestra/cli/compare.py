@@ -36,30 +36,30 @@ Name = Annotated[
         show_default=False,
     ),
 ]
-Strategies = Annotated[str, o.comparison("--strategies", "-s", metavar="A,B,C", help="Expressions, between commas.")]
+Strategies = Annotated[str, o.comparison("--strategies", "-s", metavar="A,B,C", help="Separated by commas.")]
 Seeds = Annotated[int, o.comparison(metavar="K", help="Runs of each strategy, with seeds 0 to K-1.")]
 Lab = Annotated[
     str | None,
     o.cluster(
         metavar="RATE,LATENCY",
-        help="Run each in a network of hosts on this machine, one for each node, such as 100mbit,1ms or "
+        help="Run in a lab: a network of hosts on this machine, one for each node, such as 100mbit,1ms or "
         "1gbit,0.2ms,cpu=0.5. Needs root: see orchestra lab.",
     ),
 ]
 Rates = Annotated[
     str | None,
-    o.comparison(metavar="A,B,C", help="Learning rates to try, in place of those around the recipe's own."),
+    o.comparison(metavar="A,B,C", help="Learning rates to try. Default: rates around the recipe's own."),
 ]
 Tune = Annotated[
     bool,
     o.comparison(
         "--tune/--no-tune",
-        help="Find the learning rate of each strategy first, and the momentum of asynchronous ones, with equally many "
-        "tries for all. --lr switches it off as well.",
+        help="Tune the learning rate of each strategy first, and the momentum of asynchronous ones, with equally many "
+        "tries for all. --lr also switches it off.",
     ),
 ]
 TuneReal = Annotated[
-    bool, o.comparison("--tune-real", help="Tune on real processes, as the race runs. Default: in simulation.")
+    bool, o.comparison("--tune-real", help="Tune on real processes, as the comparison runs. Default: in simulation.")
 ]
 Claims = Annotated[
     list[str] | None,
@@ -74,7 +74,7 @@ Goal = Annotated[
     str | None,
     o.comparison(
         metavar="SCORE=VALUE",
-        help="The score to race to. Default: the recipe's or the script's own; if it has none, found by a first run.",
+        help="The score to reach. Default: the recipe's or the script's own; if it has none, found by a first run.",
     ),
 ]
 
@@ -90,27 +90,27 @@ def compare(
     sim: o.Sim = False, network: o.Network = None,
     out: o.Out = None, trace: o.Trace = False, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Race strategies to a target on the same model, samples and seeds, and print which won and what it cost.
+    r"""Compare strategies on the same model, samples and seeds: which reaches a target first, and at what cost.
 
-    First the learning rate of every strategy is tuned, and its main option where none is given, with equally many tries
-    for all and on other seeds. Then every strategy runs with every seed; the seeds take turns, so that a machine that
-    slows down slows all alike. The model is set aside 40 times in a run and scored afterwards: scoring costs no
-    strategy any time. Ratios above 1 are faster than the baseline, which is allreduce if it takes part, else the first
-    named.
+    First the learning rate of every strategy is tuned, and its main option if none is given, with equally many tries
+    for all and on other seeds. Then every strategy runs with every seed. The strategies take turns, so that a machine
+    that becomes slow affects all of them. Snapshots of the model are scored after training, so scoring takes no time
+    from a strategy. Ratios above 1 are faster than the baseline: allreduce if it takes part, else the first strategy.
 
-    A script that calls orchestra.train runs once, up to its first such call; what comes after it does not run. Each
-    strategy then trains with the arguments of that call. A script with a loop of its own, under orchestra.prepare, runs
-    as a whole for each strategy, in real processes: optimizer.orchestra.score(accuracy=...) tells its scores. Where
-    neither the script nor --target names a target, a first run of the baseline finds one.
+    A script that calls orchestra.train runs once, up to the first such call; the rest of it does not run. Each strategy
+    then trains with the arguments of that call. A script with its own loop, which calls orchestra.prepare, runs as a
+    whole for each strategy, in real processes; optimizer.orchestra.score(accuracy=...) reports its scores. If neither
+    the script nor --target gives a target, a first run of the baseline finds one.
 
     For example:
 
       orchestra compare digits --strategies allreduce,localsgd --seeds 3
-      orchestra compare train.py --strategies allreduce,localsgd -- --your arguments
+      orchestra compare train.py -s allreduce,localsgd -- --your arguments
       orchestra compare digits -n 4 -s "ps, ps(consistency=asp()), slowmo(tau=8)"
       orchestra compare digits --sim -n 16 --network 10mbit,1ms --straggler 1x5
       orchestra compare digits --lab 10mbit,1ms -n 3 -s allreduce,localsgd
-      orchestra compare digits --sim -n 8 --seeds 5 --lrs 0.02,0.05,0.1 --assert "slowmo.time < allreduce.time"
+      orchestra compare digits --sim -n 8 --lrs 0.02,0.05,0.1 \
+          --assert "slowmo.time < allreduce.time"
     """
     refuse_under_launcher("compare")
     fixed = "--no-tune" if not tune else "--lr" if lr is not None else None
@@ -126,7 +126,7 @@ def compare(
     race = prepare(source, o.split_strategies(strategies), shared, seeds, target, out, lab)
     rates = () if lrs is None else tuning.read(lrs, source)
     for text in asserted or []:
-        claims.parse(text, race.strategies)  # what cannot be understood is refused before anything runs
+        claims.parse(text, race.strategies)  # refuse a claim that cannot be read before anything runs
     repeat.keep(context.obj, race.out)
     race = goals.settle(race, quiet=quiet)
     if fixed is None:
@@ -147,7 +147,7 @@ def prepare(
     out: Path | None,
     lab: str | None = None,
 ) -> Race:
-    """Check all that can be checked before anything runs; raises a `ConfigError` with every problem."""
+    """Check everything before anything runs, or raise a `ConfigError` with every problem."""
     from orchestra.worlds.shared_memory import fork_server
 
     if not shared.sim and lab is None and not source.holds_loop:
@@ -159,7 +159,7 @@ def prepare(
     try:
         goal = goals.of_a_loop(target) if isinstance(recipe, Loop) else goals.choose(recipe, target)
         if lab is not None and goal.metric == loop_runs.TRAINING_LOSS:
-            message = "the script itself runs there, and gives train() no evaluate= and evaluation_data= to compare by"
+            message = "the script itself runs there: give its train() an evaluate= and evaluation_data= to compare by"
             problems.append(Problem("lab", lab, message))
     except ConfigError as error:
         problems += error.problems
@@ -173,7 +173,7 @@ def prepare(
 def _read(
     source: sources.Source, texts: list[str], shared: Options, lab: str | None
 ) -> tuple[Recipe | Loop, Options, list[Problem]]:
-    """What is trained, with which options, and which of them cannot be."""
+    """Return what is trained, with which options, and their problems."""
     if source.holds_loop:
         if problems := [*loop_runs.problems_of(source, shared, lab)]:
             raise ConfigError([*problems, *loop_runs.misfits(texts)])
@@ -206,14 +206,14 @@ def _problems(texts: list[str], shared: Options, seeds: int, out: Path | None) -
             ]
         except ConfigError as error:
             found = [*error.problems]
-        for problem in found:  # those of shared options would be told again for every strategy
+        for problem in found:  # problems of shared options would be repeated for every strategy
             if str(problem) not in seen:
                 seen.add(str(problem))
                 yield problem
 
 
 def _unfit_for_lab(texts: list[str], shared: Options, lab: str | None) -> Iterator[Problem]:
-    """What cannot be run in a laboratory."""
+    """Yield what cannot run in a lab."""
     from orchestra.engine import expression
 
     if lab is None:
@@ -222,18 +222,16 @@ def _unfit_for_lab(texts: list[str], shared: Options, lab: str | None) -> Iterat
     if shared.sim:
         yield Problem("lab", lab, "is real, --sim is not: choose one")
     for text in texts:
-        with suppress(ConfigError):  # told elsewhere
+        with suppress(ConfigError):  # reported elsewhere
             layout = expression.parse(text).layout
             if layout.model_location == "shared" or (layout.servers and layout.colocated):
                 yield Problem("strategies", text, "needs several nodes on one machine; a lab has a host for each")
 
 
 def _endless(recipe: Recipe, shared: Options) -> Iterator[Problem]:
-    """A script whose end cannot be told in samples: seconds are what is compared, and a stream has no length."""
+    """Yield a problem if the script's end is unknown in samples: it ends by seconds, or in a stream without length."""
     if shared.epochs is None and math.isnan(recipe.epochs):
-        message = (
-            "the script ends by seconds, a target or steps of a stream: say how many passes over the data each has"
-        )
+        message = "the script ends by seconds, a target or steps of a stream: give the number of passes over the data"
         yield Problem("epochs", None, message)
 
 

@@ -34,14 +34,14 @@ _TUNED = {
     "localsgd(tau=4)": 0.2,
     "slowmo(tau=4)": 0.2,
 }
-_TRIES = 18  # of each, in that command
+_TRIES = 18  # of each strategy, in that command
 _SEEDS = 3
 _MARK = ".orchestra-demo"
 
 
 def demo(
     context: typer.Context,
-    out: Annotated[Path, o.output(metavar="DIR", help="Where; an earlier demo there is replaced.")] = Path("runs/demo"),
+    out: Annotated[Path, o.output(metavar="DIR", help="Folder; replaces an earlier demo in it.")] = Path("runs/demo"),
     json_: o.Json = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -84,7 +84,7 @@ def _say(text: str, quiet: bool) -> None:
 
 
 def _real(out: Path, *, quiet: bool) -> None:
-    """Train for real, with the live display."""
+    """Train in real processes, with the live display."""
     from orchestra.runs import progress
 
     chosen = o.Options(strategy="allreduce", workers=4, seconds=_SECONDS, out=str(out))
@@ -104,7 +104,7 @@ def _race(world: dict[str, Any], names: list[str], out: Path) -> Race:
 
 
 def _contrast(slow: Table, fast: Table) -> str:
-    """The same strategies where the network is fast and no machine is slow, in a line."""
+    """Return a line on the same strategies with a fast network and no slow machine."""
     first = slow.ranked[0].strategy
     lead, there = slow.speed(first), fast.speed(first)
     times = " and ".join(f"{row.strategy} {row.time:.3g} virtual s" for row in fast.ranked)
@@ -129,11 +129,11 @@ def _next(out: str) -> str:
 
 
 def _make_room(out: Path) -> None:
-    """Remove an earlier demo, and nothing else."""
+    """Remove an earlier demo, and no other folder."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / _MARK).is_file():
         raise ConfigError(
-            [Problem("out", str(out), "is there and was not made by `orchestra demo`: choose another --out")]
+            [Problem("out", str(out), "exists and was not made by `orchestra demo`: choose another --out")]
         )
     shutil.rmtree(out)

@@ -45,7 +45,7 @@ def explain(
       orchestra explain asp
       orchestra explain compute-time   values of --compute-time; also network,
                                        optimizer, schedule
-      orchestra explain lars           an optimizer for large mini-batches; also lamb
+      orchestra explain lars           an optimizer for large batches; also lamb
     """
     from orchestra.cli import part_text, summary
     from orchestra.strategies.catalogue import PARTS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a comparison fair, looked up in the folders of its runs, not taken for granted."""
+"""Checks that a comparison is fair, read from the folders of its runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Point:
     """One condition of fairness."""
 
     what: str
-    fair: bool | None  # None: not every run says
+    fair: bool | None  # None: not every run has the value
     how: str
 
     def __str__(self) -> str:
         if self.fair is None:
-            return f"{self.what} not checked: not every run says, or none came to its end"
+            return f"{self.what} not checked: not every run has the value, or none ended"
         return f"{'same' if self.fair else 'NOT THE SAME'} {self.what}: {self.how}"
 
 
 def examine(table: Table) -> list[str]:
-    """The points, in words; those that do not hold say where."""
+    """Return the points in words."""
     runs = [outcome for row in table.rows for outcome in row.outcomes if outcome.facts is not None]
     found = [str(point) for point in _points([(run.seed, object_in(run.run / "config.json")) for run in runs])]
     nodes = sorted({row.workers + row.servers for row in table.rows})
@@ -58,7 +58,7 @@ def _text(value: Any, of: Callable[[Any], str]) -> str | None:
 
 
 def _equal(values: list[Any]) -> bool | None:
-    """Whether they are all the same; what differs is told also where others are missing."""
+    """Return whether all values are equal; a difference counts even where others are missing."""
     known = [value for value in values if value is not None]
     if any(value != known[0] for value in known):
         return False
@@ -74,10 +74,10 @@ def _family(optimizer: Any) -> str:
 
 
 def rates(race: Race) -> str:
-    """Whether all were tuned, how, and what was found."""
+    """Return whether the strategies were tuned, how, and with which result."""
     if not race.settings:
         which = "the recipe's own" if race.shared.lr is None else f"{race.shared.lr:g}"
         why = f" ({race.tuning})" if race.tuning else ""
-        return f"untuned{why}: the learning rate is {which} for all, and tuned, the order may be another"
+        return f"untuned{why}: the learning rate is {which} for all; with tuning, the order may differ"
     each = "; ".join(f"{strategy} {setting}" for strategy, setting in race.settings.items())
-    return f"tuned {race.tuning}, each the best of {race.tries} tries, with seeds that are not raced with: {each}"
+    return f"tuned {race.tuning}, each the best of {race.tries} tries, on seeds that no run of it uses: {each}"

@@ -176,8 +176,8 @@ def show(name: Name = _NAME, json_: o.Json = False) -> None:
 
     found = look(name)
     _show(found, json_=json_)
-    if found.cut:
-        summary.say(f"not whole: half built, or its delay line died. Next: orchestra lab down --name {name}")
+    if found.broken:
+        summary.say(f"broken: half built, or its delay line died. Next: orchestra lab down --name {name}")
 
 
 def list_(json_: o.Json = False) -> None:
@@ -198,7 +198,7 @@ def list_(json_: o.Json = False) -> None:
     rows = []
     for lab in found:
         first = lab.addresses[0] if lab.addresses else None
-        rows.append((lab.name, str(lab.size), first or "none", str(lab.processes), "not whole" if lab.cut else "up"))
+        rows.append((lab.name, str(lab.size), first or "none", str(lab.processes), "broken" if lab.broken else "up"))
     _table(("lab", "hosts", "first address", "processes", "state"), rows)
     if not found:
         summary.say("none is up. Next: orchestra lab up --hosts 4 --rate 100mbit --latency 1ms")
@@ -274,7 +274,7 @@ def _record(lab: LabState) -> dict[str, Any]:
         {"host": f"host-{k}", "address": address, **vars(machine)}
         for k, (address, machine) in enumerate(zip(lab.addresses, lab.machines, strict=True), start=1)
     ]
-    return {"name": lab.name, "whole": not lab.cut, "processes": lab.processes, "hosts": hosts}
+    return {"name": lab.name, "whole": not lab.broken, "processes": lab.processes, "hosts": hosts}
 
 
 def _show(lab: LabState, *, json_: bool) -> None:

@@ -105,7 +105,10 @@ Goal = Annotated[
 Workers = Annotated[
     int | None,
     cluster(
-        "--workers", "-n", metavar="N", help="Default: 2; in orchestra sim 8. Also --nproc-per-node, --num-processes."
+        "--workers",
+        "-n",
+        metavar="N",
+        help="Default: 2; 8 in sim, 4 in recommend. Also --nproc-per-node, --num-processes.",
     ),
 ]
 Servers = Annotated[

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies that race to a target: what each runs with, one run, and all of them."""
+"""A race of strategies to a target: the options of each, one run, and all runs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from orchestra.recipes.recipe import Recipe
     from orchestra.runs.budget import Epochs, Steps, Target
 
-_SNAPSHOTS = 40  # of a run: how finely the time to the target is told
+_SNAPSHOTS = 40  # of a run: the resolution of the time to the target
 
 
 @dataclass(frozen=True)
 class Race:
-    """Everything is checked; nothing has run yet."""
+    """A comparison whose settings are checked, and which has not run yet."""
 
     source: sources.Source
     recipe: Recipe | Loop
@@ -41,22 +41,22 @@ class Race:
     seeds: int
     target: Target
     out: Path
-    lab: str | None = None  # the network that each runs in
-    fixed: frozenset[str] = frozenset()  # strategies of which the main option was given
-    settings: Mapping[str, Setting] = field(default_factory=dict)  # what they run with, as tuned
-    tries: int = 0  # of each, before
-    tuning: str = ""  # where these took place, or why there are none
+    lab: str | None = None  # the network of each run
+    fixed: frozenset[str] = frozenset()  # strategies whose main option was given
+    settings: Mapping[str, Setting] = field(default_factory=dict)  # the tuned settings
+    tries: int = 0  # of each strategy, in tuning
+    tuning: str = ""  # how they were tuned, or why they were not
     snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
     stream: float | None = None  # samples in a pass over the data, if that has no index
 
     @property
     def epochs(self) -> float:
-        """How long each run is."""
+        """The length of each run."""
         return self.shared.epochs if self.shared.epochs is not None else self.recipe.epochs
 
     def run(self, *, quiet: bool) -> Table:
-        """Run all, seed after seed, and put the table together. Ctrl-C ends with the table of what is done."""
+        """Run all strategies, seed after seed, and return the table. Ctrl-C ends with the table of the runs so far."""
         outcomes: dict[str, list[Outcome]] = {strategy: [] for strategy in self.strategies}
         plan = [(seed, strategy) for seed in range(self.seeds) for strategy in self.strategies]
         try:
@@ -74,7 +74,7 @@ class Race:
         return self.table(outcomes)
 
     def run_one(self, strategy: str, seed: int, mark: str, *, quiet: bool, first: bool) -> Outcome:
-        """One run; if it fails, that is its outcome, but for mistakes in the very first."""
+        """Run one strategy once. A failure is an outcome, except a `ConfigError` of the first run, which is raised."""
         from orchestra.cli.table import Outcome, judge
         from orchestra.engine import expression, warnings
 
@@ -88,7 +88,7 @@ class Race:
             if self.lab is not None:
                 nodes = (chosen.workers or 1) + expression.parse(strategy).layout.servers
                 chosen = dataclasses.replace(chosen, evaluate_every=self.epochs / self.snapshots, score_afterwards=True)
-                if not self.source.holds_recipe:  # a script may have other ends
+                if not self.source.holds_recipe:  # a script may have another budget
                     chosen = dataclasses.replace(chosen, epochs=self.epochs)
                 in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab, self.source.args)
                 return judge(folder, seed, self.target)
@@ -106,48 +106,48 @@ class Race:
             raise
         except OrchestraError as error:
             if first and isinstance(error, ConfigError):
-                raise  # nothing has run: better to say so than to fail as often as there are runs
+                raise  # nothing has run yet, and all runs would fail alike
             return Outcome(seed, folder, failed=_reason(error))
         return judge(folder, seed, self.target)
 
     def like(self, tuned: Race) -> Race:
-        """The same race, every strategy with its setting in another."""
+        """Return the same race with the settings of another one."""
         return dataclasses.replace(
             self, strategies=tuned.strategies, settings=tuned.settings, tries=tuned.tries, tuning=tuned.tuning
         )
 
     def options_of(self, strategy: str, seed: int) -> Options:
-        """The options of one run, but for its folder."""
+        """Return the options of one run, without its folder."""
         tuned = self.settings[strategy].options if strategy in self.settings else {}
         limit = {} if self.patience is None else {"seconds": self.patience}
         chosen = options_for(strategy, self.shared, seed=seed, **tuned, **limit)
         if chosen.epochs is None or chosen.epochs % 1 == 0 or (steps := self._steps(strategy, chosen.epochs)) is None:
             return chosen
-        return dataclasses.replace(chosen, epochs=None, steps=steps)  # only whole passes over a stream end a run
+        return dataclasses.replace(chosen, epochs=None, steps=steps)  # the end of a run in a stream is a whole pass
 
     def _steps(self, strategy: str, epochs: float) -> int | None:
-        """What epochs of a stream are in steps of a worker; None if it has no end, or the data has an index."""
+        """Return epochs of a stream as steps of a worker; None if it has no end, or the data has an index."""
         if self.stream is None or isinstance(self.recipe, Loop) or math.isinf(self.stream):
             return None
         workers = options_for(strategy, self.shared).workers or 2
         return max(1, math.ceil(epochs * self.stream / (workers * (self.shared.batch or self.recipe.batch)) - 1e-9))
 
     def _every(self, strategy: str) -> Epochs | Steps:
-        """Between two scores of a run."""
+        """Return the interval between two scores of a run."""
         from orchestra.runs.budget import Epochs, Steps
 
         steps = self._steps(strategy, self.epochs / self.snapshots)
         return Epochs(self.epochs / self.snapshots) if steps is None else Steps(steps)
 
     def about(self) -> dict[str, Any]:
-        """What is noted of it with each run, for whoever looks before there is a table."""
+        """Return what each run notes of the race, for readers before there is a table."""
         from orchestra.report.verdict import baseline_of
 
         target = {"metric": self.target.metric, "value": self.target.value}
-        return {"target": target, "baseline": baseline_of(self.strategies)}
+        return {"target": target, "baseline": baseline_of(self.strategies), "straggler": self.shared.straggler}
 
     def told(self, outcome: Outcome) -> str:
-        """How a run went, in a line."""
+        """Return the outcome of a run, in a line."""
         if outcome.facts is None:
             return f"failed: {outcome.failed}"
         unit = "virtual s" if outcome.facts.virtual else "s"
@@ -159,7 +159,7 @@ class Race:
         return f"{name} {self.target.value:g} after {outcome.seconds:.2f} {unit}; {total}, final {outcome.final:.4g}"
 
     def table(self, outcomes: dict[str, list[Outcome]]) -> Table:
-        """The figures of the runs so far."""
+        """Return the table of the runs so far."""
         from orchestra.cli.table import StrategyRow, Table
         from orchestra.engine import expression
         from orchestra.report.verdict import baseline_of
@@ -176,13 +176,13 @@ class Race:
         return Table(*what, self._world(), self.shared.target is not None, bool(self.settings), self.settings)
 
     def fairness(self, table: Table) -> list[str]:
-        """What all had in common, as the folders of the runs say."""
+        """Return what all runs had in common, read from their folders."""
         return [*fairness.examine(table), fairness.rates(self)]
 
     def _world(self) -> str:
-        """Where it takes place, if that is not here."""
+        """Return the cluster in words, if it is not local processes."""
         if self.lab is not None:
-            return f"in a laboratory: {self.lab}"
+            return f"in a lab: {self.lab}"
         if not self.shared.sim:
             return ""
         slow = "" if self.shared.straggler is None else f", straggler {self.shared.straggler}"
@@ -191,13 +191,13 @@ class Race:
 
 
 def options_for(strategy: str, shared: Options, **more: Any) -> Options:
-    """The options of one run. A strategy that runs alone has one worker, and a machine that is not slow."""
+    """Return the options of one run. `Solo` has one worker, whose machine is slow only if all are."""
     alone = _of_one_worker(shared) if is_solo(strategy) else {}
     return Options(**shared.given() | {"strategy": strategy} | alone | more)
 
 
 def _of_one_worker(shared: Options) -> dict[str, Any]:
-    """Return what is different with one worker: it is slow only where all workers are."""
+    """Return the options that differ with one worker."""
     workers = shared.workers or 1
 
     def on_one(slow: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra recommend`: rehearse the catalogue on a cluster one describes, and say which strategy to take, and why.
+"""`orchestra recommend`: simulate the catalogue on a described cluster, and recommend a strategy, with reasons.
 
 rung 0          every candidate of the catalogue, one seed; given up after `_PATIENCE` times the best so far
 rung 1, 2, ...  the faster half of them, twice as many seeds, until few are left
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from orchestra.cli.table import Outcome, StrategyRow, Table
 
 _PATIENCE = 3.0  # times the best so far that a run may take
-_FEW = 3  # candidates that are not halved any more
+_FEW = 3  # candidates at which halving ends
 _GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
 _ERROR, _ERROR_OF_A_TENTH = (
     0.062,
@@ -45,33 +45,32 @@ Network = Annotated[
     str | None,
     o.cluster(
         metavar="RATE[,LATENCY]",
-        help="The network between the machines, such as 50mbit or 1gbit,0.5ms. Only a script with a loop of its own "
-        "goes without: it runs on this machine.",
+        help="The network between the machines, such as 50mbit or 1gbit,0.5ms. Required, except for a script with its "
+        "own loop, which runs on this machine.",
     ),
 ]
 Candidates = Annotated[
     str | None, o.comparison("--strategies", "-s", metavar="A,B,C", help="Only these. Default: the whole catalogue.")
 ]
-Seeds = Annotated[int, o.comparison(metavar="K", help="Runs of each candidate in the last rung.")]
+Seeds = Annotated[int, o.comparison(metavar="K", help="Seeds of each candidate in the last round.")]
 
 
 def recommend(
     context: typer.Context, recipe: racing.Name, args: o.Args = None,
-    network: Network = None, workers: o.Workers = None, 
+    network: Network = None, workers: o.Workers = None,
     compute_time: o.ComputeTime = None, straggler: o.Straggler = None,
     strategies: Candidates = None, seeds: Seeds = 4, target: racing.Goal = None, tune: racing.Tune = True,
     batch: o.Batch = None, lr: o.Lr = None, optimizer: o.Optimizer = None, epochs: o.Epochs = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Say which strategy to use on a cluster that you describe, and why. All are simulated there, in virtual time.
+    """Recommend a strategy for a cluster that you describe, and say why: all are simulated there, in virtual time.
 
-    Every strategy of the catalogue is simulated with several values of its main option. Each has the best learning
-    rate of equally many tries, asynchronous strategies also without momentum; strategies that you name, the best value
-    of their main option as well, unless you give one. Round by round the slower half is
-    left out, and the others run with more seeds. Measure the compute times of a machine with `orchestra probe`,
-    and pass its file: --compute-time FILE.
+    Every strategy of the catalogue is simulated with several values of its main option. Each is tuned with equally many
+    tries: the learning rate, for asynchronous strategies also the momentum, and for strategies that you name also the
+    main option, unless you give it. In each round the slower half is dropped, and the others run with more seeds.
+    `orchestra probe` measures the compute times of a machine; pass its file: --compute-time FILE.
 
-    A script with a loop of its own cannot be simulated: its candidates run on this machine, for real, to their end.
+    A script with its own loop cannot be simulated: its candidates run on this machine, in real time, to their end.
 
     For example:
 
@@ -93,9 +92,9 @@ def recommend(
     if not texts:
         raise ConfigError([Problem("strategies", text, why) for text, why in unfit.items()])
     race = goals.settle(racing.prepare(source, texts, shared, seeds, target, out), quiet=quiet)
-    if not strategies:  # the catalogue has several values of an option already
+    if not strategies:  # the catalogue has several values of each main option
         race = dataclasses.replace(race, fixed=frozenset(race.strategies))
-    if shared.sim:  # the same ends for all; that a slow one is given up comes on top
+    if shared.sim:  # the same budget for all; a slow one may be given up earlier
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)
     repeat.keep(context.obj, race.out)
@@ -117,14 +116,14 @@ def _text(target: Any) -> str:
 
 
 def _catalogue() -> list[str]:
-    """What is worth a try, as the strategies say."""
+    """Return the candidates of the catalogue."""
     from orchestra.strategies.catalogue import rows
 
     return [text for row in rows() for text in row.tries]
 
 
 def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list[str], dict[str, str]]:
-    """Those that can run there; of the others, why not."""
+    """Return the strategies that can run on the cluster, and for the others why not."""
     from orchestra.engine import checks, expression
 
     fit, unfit = [], {}
@@ -143,7 +142,7 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
 
 
 def _rungs(candidates: int, seeds: int) -> Iterator[tuple[int, range]]:
-    """How many run in each rung, and with which seeds."""
+    """Yield how many candidates run in each rung, and with which seeds."""
     done = 0
     while candidates > _FEW:
         upto = min(seeds, max(1, 2 * done))
@@ -153,13 +152,13 @@ def _rungs(candidates: int, seeds: int) -> Iterator[tuple[int, range]]:
 
 
 def _runs(candidates: int, seeds: int, race: Race) -> int:
-    """Runs in all, at most: those of the rungs, and of two elsewhere."""
+    """Return the runs in all, at most: those of the rungs, and of two candidates on other networks."""
     elsewhere = 2 * 2 * seeds if race.shared.sim and candidates > 1 else 0
     return elsewhere + sum(count * len(more) for count, more in _rungs(candidates, seeds))
 
 
 class SuccessiveHalving:
-    """The race, rung by rung."""
+    """The race in rungs, each with half of the candidates of the one before."""
 
     def __init__(self, race: Race, seeds: int, *, quiet: bool) -> None:
         self.race, self.seeds, self.quiet = race, seeds, quiet
@@ -167,7 +166,7 @@ class SuccessiveHalving:
         self.left = list(race.strategies)
 
     def climb(self) -> None:
-        """Run until few are left, with as many seeds as were asked for."""
+        """Run all rungs."""
         for count, more in _rungs(len(self.left), self.seeds):
             if count < len(self.left):
                 self.left = [row.strategy for row in self.table(self.left).ranked][:count]
@@ -176,7 +175,7 @@ class SuccessiveHalving:
                     self._run(strategy, seed, f"{i + 1}/{count}")
 
     def table(self, strategies: list[str] | None = None) -> Table:
-        """What is known so far."""
+        """Return the table so far."""
         wanted = strategies or list(self.outcomes)
         return self.race.table({strategy: self.outcomes[strategy] for strategy in wanted})
 
@@ -188,7 +187,7 @@ class SuccessiveHalving:
         self.outcomes[strategy].append(self.run_one(race, strategy, seed, place))
 
     def run_one(self, race: Race, strategy: str, seed: int, place: str) -> Outcome:
-        """One run, and a line that tells of it."""
+        """Run one candidate once, and print a line on it."""
         mark = f"[{place}] {strategy} · seed {seed}"
         outcome = race.run_one(strategy, seed, mark, quiet=self.quiet, first=False)
         if not self.quiet:
@@ -203,7 +202,7 @@ def _is_given_up(outcome: Outcome) -> bool:
 
 @dataclass
 class Advice:
-    """What to do, in words."""
+    """The recommendation, in words."""
 
     ladder: SuccessiveHalving
     unfit: dict[str, str]
@@ -213,7 +212,7 @@ class Advice:
 
         ladder, self.all = self.ladder, self.ladder.table()
         table = ladder.table(ladder.left)
-        # Those who ran with few seeds and left are not ranked among those who ran with all.
+        # Candidates that were dropped after few seeds are not ranked among those with all seeds.
         baseline = table.baseline if table.baseline in ladder.left else table.ranked[0].strategy
         self.table = dataclasses.replace(table, baseline=baseline)
         others = [row for row in self.all.ranked if row.strategy not in ladder.left]
@@ -224,11 +223,11 @@ class Advice:
 
     @property
     def reached(self) -> bool:
-        """Whether there is anything to recommend."""
+        """Whether there is a strategy to recommend."""
         return bool(self.finalists)
 
     def words(self) -> list[str]:
-        """The advice, why, and how sure it is."""
+        """Return the recommendation, its reasons, and its uncertainty."""
         from orchestra.cli import ties
 
         table = self.table
@@ -246,7 +245,7 @@ class Advice:
         said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} {table.unit}{_spread(first)}."]
         said = [ties.recommended(self.tied, table.goal, table.unit)] if self.tied else said
         if first.strategy in self.ladder.race.settings:
-            said.append(f"Run it with what tuning found: {self.ladder.race.settings[first.strategy]}.")
+            said.append(f"Run it with the tuned setting: {self.ladder.race.settings[first.strategy]}.")
         if base is not None and base.strategy not in self.ladder.left:
             lead = _lead(self.all, first.strategy, base.strategy) if base.always else None
             said.append(f"allreduce took {lead}." if lead else f"allreduce {_missed(self.all, base)}.")
@@ -255,7 +254,7 @@ class Advice:
         return [*said, *why(self.all, first), *self._doubt(first)]
 
     def _doubt(self, first: StrategyRow) -> Iterator[str]:
-        """How sure that is."""
+        """Yield how certain the recommendation is."""
         if others := [row for row in self.finalists[1:] if row not in self.tied]:
             lead = _lead(self.table, first.strategy, others[0].strategy)
             yield f"{others[0].strategy} is next: it took {lead or 'as long'}."
@@ -263,18 +262,18 @@ class Advice:
         yield from self.elsewhere
         if not self.ladder.race.shared.sim:
             yield (
-                "Measured on this machine, which all processes share: on machines of their own, with a network between "
+                "Measured on this machine, which all processes share: on separate machines, with a network between "
                 "them, the order may differ. Check with `orchestra launch --hosts FILE -- run ...` there."
             )
             return
         yield (
-            "Rehearsed, not measured: between hosts of a laboratory the time of a step was foretold, from rates and "
-            f"latencies alone, with a median error of {_ERROR:.0%}, one in ten with more than {_ERROR_OF_A_TENTH:.0%}. "
-            "What is nearer together is undecided: check with `orchestra compare` on the machines themselves."
+            "Simulated, not measured: between hosts of a lab, the step time predicted from rates and latencies alone "
+            f"had a median error of {_ERROR:.0%}, and of more than {_ERROR_OF_A_TENTH:.0%} in one case of ten. "
+            "Smaller differences are undecided: check with `orchestra compare` on the machines themselves."
         )
 
     def left_out(self) -> list[str]:
-        """Those who left before the last rung, and what was last seen of them."""
+        """Return the candidates dropped before the last rung, with their last results."""
         return [
             f"{row.strategy}: "
             + (f"{row.time:.3g} s" if row.always else _missed(self.all, row))
@@ -283,7 +282,7 @@ class Advice:
         ]
 
     def record(self) -> dict[str, Any]:
-        """Everything, down to the single runs; those who came furthest come first."""
+        """Return all figures, down to single runs; the candidates of the last rung come first."""
         found = self.all.as_record()
         missed = [row for row in self.table.ranked if not row.always]
         place = {row.strategy: i for i, row in enumerate([*self.finalists, *missed, *self.others])}
@@ -302,7 +301,7 @@ class Advice:
         }
 
     def save(self) -> None:
-        """Write all of it to the folder of the runs."""
+        """Write the recommendation to the folder of the runs."""
         from orchestra.engine import checkpoint
 
         out, left_out = self.ladder.race.out, "".join(f"\n- {escaping.markdown(line)}" for line in self.left_out())
@@ -312,7 +311,7 @@ class Advice:
         checkpoint.write_text(out / "table.md", text + (f"\nLeft out earlier:\n{left_out}\n" if left_out else ""))
 
     def tell(self, *, as_json: bool, quiet: bool) -> None:
-        """Print it."""
+        """Print the recommendation."""
         if as_json:
             summary.print_json(self.record())
             return
@@ -331,7 +330,7 @@ class Advice:
 
 
 def _lead(table: Table, first: str, other: str) -> str | None:
-    """How many times as long another took, seed by seed; None unless both always came."""
+    """Return how many times as long another took, seed by seed; None unless both always reached the target."""
     from orchestra.report.verdict import interval, is_useless, lead
 
     e = lead(table.marks, first, other)
@@ -342,7 +341,7 @@ def _lead(table: Table, first: str, other: str) -> str | None:
 
 
 def _missed(table: Table, row: StrategyRow) -> str:
-    """What became of who did not always reach the target."""
+    """Return the result of a candidate that did not always reach the target."""
     if not row.done:
         return "failed"
     if not row.times and row.unlearned is not None:
@@ -361,7 +360,7 @@ def _spread(row: StrategyRow) -> str:
 
 
 def _elsewhere(ladder: SuccessiveHalving, rows: list[StrategyRow]) -> Iterator[str]:
-    """Who would be first if the network were not as it is said to be. These runs are not kept: they are of another."""
+    """Yield which candidate is first on other networks. These runs are not kept: their cluster is another one."""
     from orchestra.cli.sweep import under
 
     race, rate = ladder.race, (ladder.race.shared.network or o.NETWORK).split(",")[0]
@@ -379,7 +378,7 @@ def _elsewhere(ladder: SuccessiveHalving, rows: list[StrategyRow]) -> Iterator[s
 
 
 def _first(table: Table) -> str:
-    """Which of two comes first there, and by how much."""
+    """Return which of two candidates is first, and by how much."""
     from orchestra.report.verdict import tied
 
     first, second = table.ranked

@@ -18,7 +18,7 @@ from orchestra.engine import environment
 from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.runs import files
 
-_OWN_TOKEN = "is not for --on: the processes that it starts get a token of their own"
+_OWN_TOKEN = "is not for --on: the processes that it starts have their own token"
 _RENAMED = {"delay": "compute_time"}  # options of runs that the previous release started
 _ENDS = {"epochs", "steps", "seconds", "target"}
 
@@ -98,9 +98,9 @@ def _tell_complete(run: Path, *, as_json: bool, quiet: bool) -> None:
 def _further(run: Path, config: dict[str, Any]) -> str:
     """Return what ended a run, and an option that would continue it if there is a checkpoint."""
     budget = config.get("budget") or []
-    ended = f"it was to end after {', '.join(map(str, budget))}" if budget else "its loop came to its end"
+    ended = f"its budget was {', '.join(map(str, budget))}" if budget else "its loop ended"
     if not _checkpoints(run):
-        return f"{ended}; there is no checkpoint to go on from"
+        return f"{ended}; there is no checkpoint to continue from"
     for part in budget:
         name, _, value = str(part).partition("=")
         if name in ("epochs", "steps", "seconds"):
@@ -134,16 +134,16 @@ def _unfit(run: Path, config: dict[str, Any], together: bool) -> str:
     """Return why a run cannot be resumed in this way and how it can, or an empty text if it can."""
     if config.get("loop"):
         return (
-            "was made by a loop under orchestra.prepare, which keeps itself what it goes on from: start it again as "
-            "before, with another folder"
+            "was made by a loop under orchestra.prepare, which saves its own state: start it again as before, with "
+            "another folder"
         )
     kind, command = (config.get("cluster") or {}).get("kind"), shlex.join(["resume", str(run)])
     if kind == "local" and together:
-        return f"was begun by one process, which started the others: say `orchestra {command}` alone"
+        return f"was started by one process, which started the others: run `orchestra {command}` alone"
     if kind == "attached" and not together:
         nodes = int(config["workers"]) + int(config["servers"])
         return (
-            f"was begun in {nodes} processes, and goes on as it was started: torchrun --standalone --nproc-per-node "
+            f"was started in {nodes} processes, and is resumed in the same way: torchrun --standalone --nproc-per-node "
             f"{nodes} -m orchestra {command}, orchestra launch --hosts FILE -- {command}, or orchestra {command} --on "
             "ray"
         )
@@ -169,7 +169,7 @@ def _remembered(run: Path, *, together: bool) -> tuple[sources.Source, dict[str,
     except FileNotFoundError:
         raise ConfigError([Problem("run", str(run), "holds no config.json: it is not a run folder")]) from None
     except KeyError:
-        why = "was not begun by `orchestra run`: call train(..., out=..., resume=True) where you called train"
+        why = "was not started by `orchestra run`: call train(..., out=..., resume=True) where you called train"
         raise ConfigError([Problem("run", str(run), why)]) from None
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{run / 'config.json'} is damaged: {error}") from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`orchestra sweep`: who wins under which conditions."""
+"""`orchestra sweep`: which strategy is first under which conditions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Grid = Annotated[
         "workers, batch, lr.",
     ),
 ]
-Values = tuple[tuple[str, str], ...]  # of each axis its value, in this condition
-TuneEach = Annotated[bool, o.comparison("--tune-each", help="Tune under each condition. Default: under the first.")]
+Values = tuple[tuple[str, str], ...]  # the value of each axis in a condition
+TuneEach = Annotated[bool, o.comparison("--tune-each", help="Tune under each condition. Default: under the first one.")]
 
 
 def sweep(
@@ -51,18 +51,18 @@ def sweep(
     sim: o.Sim = False, network: o.Network = None,
     out: o.Out = None, json_: o.Json = False, quiet: o.Quiet = False,
 ) -> None:  # fmt: skip
-    """Race strategies under every condition of a grid, and print who was first in each.
+    r"""Compare strategies under every condition of a grid, and print which is first in each.
 
-    Each condition is a comparison as `orchestra compare` makes it, in a folder of its own. The table has a row for each
-    strategy and a column for each condition: seconds to the target, the first of a column marked; several, where they
-    cannot be told apart. Learning rates are tuned once for each strategy, under the first condition, as `compare` does.
-    Scripts are taken as `orchestra compare` takes them; a loop of your own has no network, compute time or batch to
-    vary, only workers.
+    Each condition is a comparison as `orchestra compare` makes it, in its own folder. The table has a row for each
+    strategy and a column for each condition, with the seconds to the target. The first of each column is marked, or
+    several if they are tied. Learning rates are tuned once for each strategy, under the first condition, as `compare`
+    does. Scripts run as in `orchestra compare`; for a script with its own loop only the workers can vary.
 
     For example:
 
-      orchestra sweep digits --sim -n 8 --grid bandwidth=10mbit,100mbit,1gbit --grid straggler=1x1,1x5
-      orchestra sweep digits --sim --grid workers=2,4,8,16 -s "allreduce,ps(consistency=asp()),slowmo" --seeds 3
+      orchestra sweep digits --sim -n 8 --grid bandwidth=10mbit,1gbit \
+          --grid straggler=1x1,1x5
+      orchestra sweep digits --sim --grid workers=2,4,8,16 -s allreduce,ps,slowmo
     """
     refuse_under_launcher("sweep")
     axes = [_axis(text) for text in grid]
@@ -96,7 +96,7 @@ def _tuned(race: Race, *, real: bool, quiet: bool) -> Race:
 def _run(
     races: list[tuple[Values, Race]], folder: Path, best: Callable[[Race], Race], *, quiet: bool
 ) -> list[Condition]:
-    """One comparison after the other; Ctrl-C leaves the table of those that are done."""
+    """Run one comparison after the other; Ctrl-C keeps the table of those that are done."""
     found: list[Condition] = []
     try:
         for values, race in races:
@@ -113,14 +113,14 @@ def _run(
 def _tuned_once(
     races: list[tuple[Values, Race]], folder: Path, *, real: bool, quiet: bool
 ) -> list[tuple[Values, Race]]:
-    """The same races, every strategy with the setting that is best for it under the first condition."""
+    """Return the same races, each strategy with its best setting under the first condition."""
     first = replace(races[0][1], out=folder)
     tuned = tuning.Tuning(first, first.seeds * len(races), real=real, quiet=quiet).run()
     return [(values, race.like(tuned)) for values, race in races]
 
 
 def _stopped(found: list[Condition], folder: Path) -> None:
-    """Keep what is done."""
+    """Save the comparisons that are done."""
     if found:
         _save(found, folder)
         summary.say(f"{plural(len(found), 'condition')} done, in {summary.nearby(folder)}/sweep.md")
@@ -140,9 +140,9 @@ def _problems(axes: list[tuple[str, list[str]]], sim: bool, network: str | None,
     seen: set[str] = set()
     for name, values in axes:
         if name not in _AXES:
-            yield Problem("grid", name, f"is no axis; {nearest(name, _AXES)}")
+            yield Problem("grid", name, f"is not an axis; {nearest(name, _AXES)}")
         elif name in ("bandwidth", "latency") and not sim:
-            yield Problem("grid", name, "needs --sim: the network of this machine is what it is")
+            yield Problem("grid", name, "needs --sim: the network of this machine cannot be changed")
         elif name in ("bandwidth", "latency") and (network or "").split(" ")[0].endswith((".json", ".yaml", ".yml")):
             yield Problem("grid", name, f"needs a network such as {o.NETWORK}, not a file: {network}")
         if len(set(values)) < len(values):
@@ -173,7 +173,7 @@ def _conditions(axes: list[tuple[str, list[str]]]) -> Iterator[Values]:
 
 
 def under(base: Options, values: Values) -> Options:
-    """The options of one condition."""
+    """Return the options of one condition."""
     for name, value in values:
         base = _AXES[name](base, value)
     return base
@@ -217,20 +217,20 @@ def _slug(values: Values) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """One comparison."""
+    """One comparison of the sweep."""
 
     values: Values
     table: Table
 
     @cached_property
     def first(self) -> list[str]:
-        """Who always reached the target and may have been the first to."""
+        """The strategies that always reached the target and are first or tied with the first."""
         from orchestra.report.verdict import firsts
 
         return firsts(self.table.marks, self.table.target)
 
     def cell(self, strategy: str) -> str:
-        """Seconds to the target, those of the first marked."""
+        """Return the seconds to the target, marked if the strategy is first."""
         row = self.table.row(strategy)
         if row is not None and not row.times and row.unlearned is not None:
             return row.unlearned.partition(" (")[0]
@@ -246,7 +246,7 @@ def _seconds(row: StrategyRow) -> str:
 
 
 def _save(found: list[Condition], out: Path) -> dict[str, Any]:
-    """Write the table and all figures; gives the figures."""
+    """Write the table and all figures, and return the figures."""
     head, rows = _cells(found)
     text = f"{escaping.markdown(_title(found))}\n\n{escaping.table([head, *rows])}\n"
     record: dict[str, Any] = {
@@ -312,11 +312,11 @@ def _learned(found: list[Condition]) -> list[str]:
 
 
 def _verdict(found: list[Condition]) -> list[str]:
-    """What the report says of the same runs."""
+    """Return the verdict of the report on the same runs."""
     from orchestra.report.verdict import judge
 
     table = found[0].table
     marks = [replace(mark, condition=_words(c.values)) for c in found for mark in c.table.marks]
     judged = judge(marks, table.target, table.target.metric, table.unit, table.baseline)
-    nobody = not any(c.first for c in found)
-    return ["", judged.sentence, *judged.doubts, *(["Give more --epochs or a nearer --target."] if nobody else [])]
+    missed = not any(c.first for c in found)
+    return ["", judged.sentence, *judged.doubts, *(["Give more --epochs or a nearer --target."] if missed else [])]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every strategy at its best before it races: learning rate, momentum and main option, with equally many tries for all.
+"""Tuning before a comparison: learning rate, momentum and main option, with equally many tries for all strategies.
 
-    first rung      all tries, for a small part of the epochs, on a seed that is not raced with
-    wider grid      the best rate of a strategy lies at the edge: further rates on that side, for all strategies
-    second rung     the best few of each, three times as long, on a second seed; the best one races
+    first rung      all tries, for a small part of the epochs, on a seed that the comparison does not use
+    wider grid      if the best rate of a strategy is at the edge: more rates on that side, for all strategies
+    second rung     the best few of each, three times as long, on a second seed; the comparison uses the best one
 
-A try that reaches the target sooner is better. Of those that do not reach it the one is better that has the better
-score when the first of them ends. Tries are simulated, unless told otherwise, and kept in tuning.json.
+Tries that reach the target are ranked by time. The others are ranked by their best score up to the time at which the
+first of them ends. Tries are simulated unless --tune-real is given, and kept in tuning.json.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from orchestra.cli.table import Outcome
 
 _ENDLESS = (
-    "the data is a stream that did not end within a minute, so that a part of it cannot be told in steps: give its "
-    "Dataset a __len__, the samples of a pass"
+    "the data is a stream that did not end within a minute, so its length in steps is unknown: give its Dataset a "
+    "__len__, the samples of a pass"
 )
 
 
 def read(text: str, source: sources.Source | None = None) -> tuple[float, ...]:
-    """Rates between commas. Raises a `ConfigError`."""
+    """Read rates between commas, or raise a `ConfigError`."""
     if source is not None and source.holds_loop:
         raise ConfigError([Problem("lrs", text, f"{source.label}.py {OWN_RATE}")])
     try:
@@ -53,26 +53,26 @@ def read(text: str, source: sources.Source | None = None) -> tuple[float, ...]:
 
 
 def contradicts(option: str, value: object, fixed: str | None) -> Iterator[Problem]:
-    """An option that asks for tuning beside one that fixes the learning rate."""
+    """Yield a problem if an option asks for tuning and another fixes the learning rate."""
     if value is not None and fixed is not None:
         yield Problem(option, value, f"tunes learning rates, and {fixed} fixes them: leave one of them out")
 
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What a try came to."""
+    """The result of a try."""
 
     seconds: float | None = None  # to the target
     curve: tuple[tuple[float, float], ...] = ()  # time and score, as long as that is a number
     failed: str | None = None
 
     def best_until(self, time: float, sign: int) -> float:
-        """The best score up to some time, smaller being better with this sign; infinite if there is none."""
+        """Return the best score up to some time, with a sign so that smaller is better; infinite without any."""
         return min((sign * score for t, score in self.curve if t <= time), default=math.inf)
 
 
 def rank(found: Mapping[Setting, TuningResult], sign: int) -> list[Setting]:
-    """Settings, the best first; those of which there is no score are left out."""
+    """Return the settings with a score, the best first."""
     scored = {setting: one for setting, one in found.items() if one.curve and one.failed is None}
     first = min((one.curve[-1][0] for one in scored.values()), default=0.0)
 
@@ -85,14 +85,14 @@ def rank(found: Mapping[Setting, TuningResult], sign: int) -> list[Setting]:
 
 @dataclass
 class Tuning:
-    """Finds the settings with which strategies race."""
+    """The search for the settings with which strategies are compared."""
 
     race: Race
-    worth: float  # runs of each strategy that the race has, and that it may cost
+    worth: float  # runs of each strategy in the race: tuning may cost as many
     rates: tuple[float, ...] = ()  # given, in place of the grid
     real: bool = False  # tries run as the race does, not in simulation
     quiet: bool = False
-    _kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # what earlier tries came to
+    _kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of earlier tries
 
     @cached_property
     def own(self) -> tuple[float, float]:
@@ -107,7 +107,7 @@ class Tuning:
 
     @cached_property
     def plan(self) -> TuningPlan:
-        """How much is tried: what takes no longer than the race, or what an earlier call in this folder began with."""
+        """The number and length of tries: no longer than the race, or as an earlier call in this folder started."""
         race, costs = self.race, self._measure()
         planned = TuningPlan(
             len(race.strategies), race.epochs, self.worth, costs, race_is_real=not race.shared.sim,
@@ -118,10 +118,12 @@ class Tuning:
             return dataclasses.replace(planned, **kept)
         found = planned.fitted()
         if not found.fits and planned.race_is_real and (other := dataclasses.replace(planned, real=True).fitted()).fits:
-            return other  # many cores are faster than one that simulates them
+            return other  # real processes on many cores are faster than a simulation on one
         return found
 
     def _measure(self) -> tuning_plan.Costs:
+        if self.quiet and self.race.shared.sim:
+            return tuning_plan.Costs(run=0.0, score=0.0, epoch=1.0, real=1.0)  # the estimate alone needs them
         return tuning_plan.measure(self.race)
 
     @property
@@ -129,14 +131,14 @@ class Tuning:
         return self.worth, self.rates, self.real
 
     def run(self) -> Race:
-        """The same race, every strategy with its best setting."""
+        """Tune, and return the same race, each strategy with its best setting."""
         race = self.race
         self._kept = tuning_cache.read(race.out)
         try:
             return self._run_loop() if isinstance(race.recipe, Loop) else self._run()
         except KeyboardInterrupt as error:
             self._show("")
-            shutil.rmtree(race.out / "tuning", ignore_errors=True)  # the try that did not end
+            shutil.rmtree(race.out / "tuning", ignore_errors=True)  # the try that was interrupted
             told = Interrupted(tuning_cache.how_to_go_on(race, len(self._kept)))
             told.exit_code = getattr(error, "exit_code", told.exit_code)  # type: ignore[misc]
             raise told from None
@@ -148,7 +150,7 @@ class Tuning:
         plan = self.plan
         if not plan.fits:
             longer = f"{plan.seconds / plan.race_seconds:.2g} times as long as the race"
-            return self._untuned(f"the shortest tries would take {longer}: more --seeds leave time")
+            return self._untuned(f"the shortest tries would take {longer}: more --seeds allow for it")
         if not self.quiet:
             summary.say(self._estimate())
         tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
@@ -168,14 +170,14 @@ class Tuning:
         return self._conclude(tried, final)
 
     def _run_loop(self) -> Race:
-        """The same for a loop, which runs to its end with each try: as many tries as there are seeds, at most five."""
+        """Tune a loop, which runs to its end in each try: as many tries as there are seeds, at most five."""
         race = self.race
         count = (0, 0, 2, 3, 3, 5)[min(5, int(self.worth))]
         if not count:
-            return self._untuned("a try is a whole run of the script: --seeds 2 or more leave time")
+            return self._untuned("a try is a whole run of the script: --seeds 2 or more allow for it")
         if not self.quiet:
             runs = f"{count} tries each, seed {race.seeds}: {count * len(race.strategies)} whole runs of the script"
-            summary.say(f"tuning {_strategies(len(race.strategies))}, {runs}. --no-tune leaves it out.")
+            summary.say(f"tuning {_strategies(len(race.strategies))}, {runs}. --no-tune skips it.")
         factors = [3.0**exponent for exponent in range(-(count // 2), (count + 1) // 2)]
         tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
         for name in race.strategies:
@@ -188,7 +190,7 @@ class Tuning:
         return dataclasses.replace(self.race, tuning=why)
 
     def _conclude(self, tried: Mapping[str, dict[Setting, TuningResult]], final: Mapping[str, list[Setting]]) -> Race:
-        """Choose, say and keep what was found."""
+        """Choose the settings, print them and save them."""
         race, chosen = self.race, dict[str, Setting]()
         for name in race.strategies:
             setting = self._choose(name, final[name], tried[name], chosen)
@@ -196,7 +198,7 @@ class Tuning:
             if not self.quiet:
                 self._show("")
                 others = "" if isinstance(race.recipe, Loop) else ": --lrs tries others"
-                edge = f", at the edge of what was tried{others}" if self._edge(tried[name]) else ""
+                edge = f", at the edge of the rates tried{others}" if self._edge(tried[name]) else ""
                 summary.say(f"tuned {setting.strategy}: {setting}{edge}")
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
@@ -217,23 +219,23 @@ class Tuning:
         return candidates.grid(self._settings(name), self.plan.tries, side)
 
     def _edge(self, tried: Mapping[Setting, TuningResult]) -> int:
-        """-1 or 1 if the best rate is the smallest or the largest that was tried with these settings; else 0."""
+        """Return -1 or 1 if the best rate is the smallest or the largest tried with these settings, else 0."""
         best = next(iter(rank(tried, self._sign)), None)
         if best is None:
-            return -1  # with every rate it failed
+            return -1  # every rate failed
         alike = [s.size for s in tried if (s.strategy, s.momentum) == (best.strategy, best.momentum)]
         return -1 if best.size == min(alike) else 1 if best.size == max(alike) else 0
 
     def _choose(
         self, name: str, ranked: list[Setting], tried: Mapping[Setting, TuningResult], taken: Mapping[str, Setting]
     ) -> Setting:
-        """The best one; another setting of the strategy where two that were named come to the same."""
+        """Return the best setting; another one of the strategy if two named strategies would be equal."""
         if not ranked and self.rates:
             why = next((found.failed for found in tried.values() if found.failed), "nothing was scored")
             shown = ",".join(f"{rate:g}" for rate in self.rates)
-            raise ConfigError([Problem("lrs", shown, f"with none of them does {name} come to a score: {why}")])
+            raise ConfigError([Problem("lrs", shown, f"{name} has a score with none of them: {why}")])
         if not ranked:
-            return Setting(name, own=self.own[0])  # the race says what becomes of it
+            return Setting(name, own=self.own[0])  # its runs in the race fail or not
         every = [*ranked, *rank(tried, self._sign)]
         return next((setting for setting in every if setting.strategy not in taken), ranked[0])
 
@@ -256,13 +258,13 @@ class Tuning:
         return TuningResult(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
 
     def _show(self, text: str) -> None:
-        """Say what is tried now, in a line of a terminal that the next one replaces."""
+        """Print what is tried now, in a line of the terminal that the next one replaces."""
         if not self.quiet and sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
             sys.stderr.flush()
 
     def _race_of(self, setting: Setting, epochs: float) -> Race:
-        """A race of one try, until the target."""
+        """Return a race of one try, until the target."""
         race = self.race
         if isinstance(race.recipe, Loop):
             return dataclasses.replace(race, settings={setting.strategy: setting}, out=race.out / "tuning")
@@ -275,7 +277,7 @@ class Tuning:
         )
 
     def _simulates(self, strategy: str) -> bool:
-        """Whether the tries of a strategy are simulated."""
+        """Return whether the tries of a strategy are simulated."""
         from orchestra.engine import expression
 
         race = self.race
@@ -285,22 +287,22 @@ class Tuning:
 
     @property
     def where(self) -> str:
-        """Where tries take place."""
+        """How tries run, in words."""
         if self.race.lab is not None:
-            return "in the laboratory"
+            return "in the lab"
         apart = [name for name in self.race.strategies if not self._simulates(name)]
         if len(apart) == len(self.race.strategies):
             return "on real processes"
         return "in simulation" + (f", {' and '.join(apart)} on real processes" if apart else "")
 
     def _estimate(self) -> str:
-        """How much is tried, how long it will take at most, and how long the race."""
+        """Return in words how much is tried, how long it takes at most, and how long the race takes."""
         plan, race = self.plan, self.race
-        network = ", and what its network takes" if race.lab is not None else ""
+        network = ", and the time of its network" if race.lab is not None else ""
         return (
             f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
             f"{race.seeds + 1}: {_about(plan.seconds)} at most{network}, for fewer epochs than those of the race. "
-            f"--no-tune leaves it out.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}: "
+            f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}: "
             f"{_about(plan.race_seconds)}{' at most' if race.shared.target else ''}{network}."
         )
 
@@ -318,7 +320,7 @@ class Tuning:
 
 
 def _about(seconds: float) -> str:
-    """A time in words, to one or two digits."""
+    """Return a time in words, to one or two digits."""
     if seconds < 90:
         return f"about {max(1, float(f'{seconds:.2g}')):.0f} s"
     return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.2g} h"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tries came to, kept in the folder of the race: a command that was stopped goes on from there.
+"""Results of tries, kept in the folder of the race: a command that was stopped continues with them.
 
-A try is known by all that decides what it comes to: the script's text and that of the modules beside it, its arguments,
+The key of a try has all that its result depends on: the script's text and that of the modules beside it, its arguments,
 the options, the target, and this package's version.
 """
 
@@ -27,7 +27,7 @@ NAME = "tuning.json"
 
 
 def key(race: Race, strategy: str, seed: int) -> str:
-    """What a try is known by."""
+    """Return the key of a try."""
     target = [race.target.metric, race.target.value]
     options = race.options_of(strategy, seed).given()
     source = race.source
@@ -35,17 +35,17 @@ def key(race: Race, strategy: str, seed: int) -> str:
 
 
 def _digest(source: Source) -> str:
-    """Of a script's text, and that of the modules beside it that it imports, and so on."""
+    """Return a digest of a script and of the modules beside it that it imports, directly or not."""
     if source.path is None:
         return ""
     files = [source.path]
-    for path in files:  # which grows
+    for path in files:  # the list grows
         files += [other for other in _imported(path, source.path.parent) if other not in files]
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def _imported(path: Path, folder: Path) -> Iterator[Path]:
-    """The files of modules in a folder that a file imports by name."""
+    """Yield the files of modules in a folder that a file imports by name."""
     names: set[str] = set()
     for part in ast.walk(ast.parse(path.read_bytes())):
         match part:
@@ -63,7 +63,7 @@ def _imported(path: Path, folder: Path) -> Iterator[Path]:
 
 
 def read(out: Path) -> dict[str, dict[str, Any]]:
-    """Tries that an earlier call kept in this folder."""
+    """Return the tries that an earlier call kept in this folder."""
     found = object_in(out / NAME).get("tries")
     return {key: value for key, value in found.items() if _is_record(value)} if isinstance(found, dict) else {}
 
@@ -73,7 +73,7 @@ def _is_record(value: Any) -> bool:
 
 
 def read_plan(race: Race, *known_by: Any) -> dict[str, Any]:
-    """How long and how many tries are, as an earlier call of the same command began; empty if there is none."""
+    """Return the number and length of tries of an earlier call of the same command; empty if there was none."""
     found = object_in(race.out / NAME).get("plan")
     if not isinstance(found, dict) or found.pop("of", None) != _plan_of(race, known_by):
         return {}
@@ -81,7 +81,7 @@ def read_plan(race: Race, *known_by: Any) -> dict[str, Any]:
 
 
 def plan_record(race: Race, plan: TuningPlan, *known_by: Any) -> dict[str, Any]:
-    """What `read_plan` reads."""
+    """Return the record that `read_plan` reads."""
     found = {"first": plan.first, "real": plan.real, "widenings": plan.widenings}
     return {"of": _plan_of(race, known_by), **found}
 
@@ -91,7 +91,7 @@ def _plan_of(race: Race, known_by: tuple[Any, ...]) -> str:
 
 
 def write(out: Path, record: dict[str, Any]) -> None:
-    """Keep tries, and what else there is to say of them."""
+    """Write tries and what belongs to them."""
     from orchestra.engine import checkpoint
 
     out.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
 
 
 def how_to_go_on(race: Race, tries: int) -> str:
-    """What to type after tuning was stopped."""
+    """Return the message after tuning was stopped, with the command that continues."""
     goes_on = repeat.going_on(race.out, target=f"{race.target.metric}={race.target.value:g}")
     if not tries or goes_on is None:
         return "stopped while strategies were tuned."

@@ -1,79 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much is tried before a race, and for how long: by the time of a few steps, not longer than the race takes.
+"""The number and length of tries before a race, from the time of a few steps: no longer than the race takes.
 
     in simulation      every worker's steps one after the other, on one core
     real processes     as many at once as there are cores, and a second or two to start
 
-A try cannot be shorter than it takes to tell one rate from another. Where the race is so short that this is longer, a
-minute is allowed.
+A try has to be long enough to distinguish one rate from another. If the race is shorter than that takes, a minute is
+allowed. Beside a simulated race tries are measured in epochs, not in seconds, so that the same command finds the same
+rates on every machine; what a run costs besides its epochs is not counted then.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orchestra.cli import sources
 from orchestra.cli.loop_runs import Loop
 from orchestra.runs.reading import object_in
 
 if TYPE_CHECKING:
+    from orchestra.cli.options import Options
     from orchestra.cli.race import Race
 
-SNAPSHOTS = 10  # scores of a try
+SNAPSHOTS = 10  # scores in a try
 _TRIES = 12  # of a strategy
-_KEPT = 3  # one in so many tries goes on, three times as long
+_KEPT = 3  # one in so many tries is in the second rung, three times as long
 _LONGEST, _SHORTEST = 1 / 4, 1 / 100  # of the epochs, in the first rung
-_SHORTER = 0.8  # times as long, until it fits
-_MINUTE = 60.0  # seconds that tuning may take before any race
+_SHORTER = 0.8  # factor on the length, until it fits
+_MINUTE = 60.0  # seconds that tuning may always take
 _WORKERS = 4  # at most, whose steps are measured
-_STEPS = (2, 8, 32, 128)  # that are measured: more where the first take too short a time
-_ENOUGH = 0.5  # seconds that can be told from the noise
-_START = 1.5  # seconds until real processes are there
+_STEPS = (2, 8, 32, 128)  # measured: more if the first take too short a time
+_ENOUGH = 0.5  # seconds that are larger than the noise
+_TIMES = 6  # measurements of what takes less
+_START = 1.5  # seconds until real processes have started
+
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds on this machine."""
+    """Seconds that runs take on this machine."""
 
-    run: float  # to begin and end a simulated run
+    run: float  # to start and end a simulated run
     score: float
     epoch: float  # in simulation
     real: float  # an epoch of real processes
 
     def of(self, epochs: float, scores: int, *, real: bool) -> float:
-        """A run with so many scores after the first."""
+        """Return the seconds of a run with so many scores after the first."""
         return (_START if real else self.run) + (scores + 1) * self.score + epochs * (self.real if real else self.epoch)
 
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """How much is tried, and for how long."""
+    """The number and length of tries."""
 
     strategies: int
-    epochs: float  # of a run of the race
-    worth: float  # runs of each strategy that the race has
+    epochs: float  # in a run of the race
+    worth: float  # runs of each strategy in the race
     costs: Costs
     race_is_real: bool = False
     real: bool = False  # tries run on real processes
     given: int = 0  # rates that were given: no others are tried
-    snapshots: int = 40  # of a run of the race
-    widenings: int = 2  # times that the grid may be made wider, by half as many tries again on one side
+    snapshots: int = 40  # in a run of the race
+    widenings: int = 2  # times that the grid may be widened, by half as many tries again on one side
     first: float = 0.0  # epochs of a try in the first rung
 
     @property
     def tries(self) -> int:
-        """Of each strategy."""
+        """Tries of each strategy."""
         return self.given or _TRIES
 
     @property
     def kept(self) -> int:
-        """Of each strategy, in the second rung."""
+        """Tries of each strategy in the second rung."""
         return max(1, self.tries // _KEPT)
 
     @property
@@ -83,27 +91,31 @@ class TuningPlan:
 
     @property
     def seconds(self) -> float:
-        """Of all tries, at most."""
+        """Seconds of all tries, at most."""
         short, long = (self.costs.of(n * self.first, SNAPSHOTS, real=self.real) for n in (1, 3))
         return self.strategies * (self._short * short + self.kept * long)
 
     @property
     def runs(self) -> int:
-        """Of the race."""
+        """Runs of the race."""
         return round(self.strategies * self.worth)
 
     @property
     def race_seconds(self) -> float:
-        """Of the race, at most."""
+        """Seconds of the race, at most."""
         return self.runs * self.costs.of(self.epochs, self.snapshots, real=self.race_is_real)
 
     @property
     def fits(self) -> bool:
-        """Whether tuning takes no longer than the race."""
-        return self.seconds <= max(_MINUTE, self.race_seconds)
+        """Whether tuning takes no longer than the race.
+
+        Beside a simulated race it always does, as counted in epochs: a measured time would make the tries, and with
+        them the rates and the winner, differ from machine to machine.
+        """
+        return not self.race_is_real or self.seconds <= max(_MINUTE, self.race_seconds)
 
     def fitted(self) -> TuningPlan:
-        """With tries that train for as long as the race, if that fits, else shorter ones; the last one may not fit."""
+        """Return a plan with tries as long as the race if that fits, else with shorter ones; even those may not fit."""
         plans = [
             dataclasses.replace(self, widenings=count)._shortened() for count in ((0,) if self.given else (2, 1, 0))
         ]
@@ -120,7 +132,9 @@ class TuningPlan:
 
 
 def measure(race: Race) -> Costs:
-    """What runs cost here, from a few steps of a few workers in simulation."""
+    """Measure what runs cost here, from a few steps of a few workers in simulation."""
+    import torch
+
     from orchestra.engine import expression, scoring
     from orchestra.report.verdict import baseline_of
 
@@ -130,52 +144,56 @@ def measure(race: Race) -> Costs:
     chosen = race.options_of(baseline_of(simulable) if simulable else "solo", race.seeds)
     workers = min(chosen.workers or 2, _WORKERS)
     few = dataclasses.replace(
-        chosen,
-        workers=workers,
-        epochs=None,
-        target=None,
-        seconds=None,
-        sim=True,
-        compute_time=None,
-        straggler=None,
-        network=None,
-        trace=None,
-    )
+        chosen, workers=workers, epochs=None, target=None, seconds=None, sim=True, compute_time=None, straggler=None,
+        network=None, trace=None,
+    )  # fmt: skip
     model, data = recipe.model(), recipe.evaluation_data()
-    scoring.figures(recipe.evaluate, model, data)  # the first time takes longer
-    began = time.perf_counter()
-    scoring.figures(recipe.evaluate, model, data)
-    score = time.perf_counter() - began
-    run, epoch = _measured(race, few)
+    clock = time.thread_time if race.shared.device in (None, "cpu") else time.perf_counter
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine several wait for each other longer than they compute
+    alone = _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data))
+    torch.set_num_threads(threads)
+    score = min(alone, _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data)))
+    run, epoch = _measured(race, few, clock)
     if race.shared.sim:
         return Costs(run, score, epoch, epoch)
-    _, whole = _measured(race, dataclasses.replace(few, numerics="real"))
+    _, whole = _measured(race, dataclasses.replace(few, numerics="real"), clock)
     at_once = min(race.shared.workers or 2, len(os.sched_getaffinity(0)))
     return Costs(run, score, epoch, whole / at_once)
 
 
-def _measured(race: Race, few: Any) -> tuple[float, float]:
-    """Seconds of a run that is over at once, and of an epoch."""
+def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float]:
+    """Return the seconds of a run of one step, and of an epoch, by the clock of this thread on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        _seconds_of(race, few, 1, out / "first")  # the first run of a process takes longer
-        one = _seconds_of(race, few, 1, out / "one")
+        one = _seconds(clock, lambda: _run(race, few, 1, out))
         for steps in _STEPS:
-            took = _seconds_of(race, few, 1 + steps, out / str(steps)) - one
-            if took >= _ENOUGH:
+            began = clock()
+            _run(race, few, 1 + steps, out)
+            took = clock() - began - one
+            if took >= max(_ENOUGH, one):
                 break
-        config = object_in(out / "one" / "config.json")
+        config = object_in(next(out.glob("*/config.json")))
     samples = race.stream or int(str(config.get("data")).partition(" ")[0])
     batches = samples / int(config["batch"])
     return one, max(1e-9, took) * batches / (steps * int(config["workers"]))
 
 
-def _seconds_of(race: Race, few: Any, steps: int, out: Path) -> float:
+def _seconds(clock: Clock, done: Callable[[], object]) -> float:
+    """Return the seconds of a call: the first one takes longer, and other processes may make any of them longer."""
+    found = list[float]()
+    while len(found) < _TIMES and (len(found) < 3 or sum(found) < _ENOUGH):
+        began = clock()
+        done()
+        found.append(clock() - began)
+    return min(found)
+
+
+def _run(race: Race, few: Options, steps: int, out: Path) -> None:
     from orchestra.engine import warnings
 
     assert not isinstance(race.recipe, Loop)
-    changes = dataclasses.replace(few, steps=steps, out=str(out)).changes()
-    began = time.perf_counter()
+    folder = next(folder for i in itertools.count() if not (folder := out / str(i)).exists())
+    changes = dataclasses.replace(few, steps=steps, out=str(folder)).changes()
     with warnings.silent():
         sources.train_recipe(race.recipe, changes, evaluate=None, evaluation_data=None)
-    return time.perf_counter() - began

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run takes place: this machine, many machines, or virtual ones."""
+"""Descriptions of where a run takes place: on this machine, on many machines, or on virtual ones."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on many machines, seen from one of its processes: who it is, where the others are, by what it is known.
+"""`Attached`: a run in processes that are started elsewhere, of which this process is one.
 
     RANK, WORLD_SIZE            which process of how many; the last are servers, if the strategy has any
-    MASTER_ADDR, MASTER_PORT    where process 0 is to be found
-    LOCAL_RANK, LOCAL_WORLD_SIZE    which of those on this machine, for GPUs and threads
-    ORCHESTRA_TOKEN, ORCHESTRA_TOKEN_FILE    the run's token, or a file with it that nobody else can read
+    MASTER_ADDR, MASTER_PORT    where process 0 listens
+    LOCAL_RANK, LOCAL_WORLD_SIZE    which process of those on this machine, for GPUs and threads
+    ORCHESTRA_TOKEN, ORCHESTRA_TOKEN_FILE    the run's token, or a file with it that no other user can read
 
-torchrun sets all but the token, `orchestra launch` all.
+torchrun sets all but the token, `orchestra launch` sets all.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from orchestra.worlds.sockets.auth import Token
 if TYPE_CHECKING:
     from orchestra.core.strategy import Strategy
 
-_AGAIN = 0.05  # seconds between two looks for a file
+_AGAIN = 0.05  # seconds between two checks for a file
 
 
 @dataclass(frozen=True)
 class ProcessRank:
-    """This process among the others."""
+    """The place of this process among the others."""
 
     rank: int
     size: int
@@ -49,11 +49,11 @@ class ProcessRank:
     port: int
     local_rank: int
     local_size: int
-    one_machine: bool  # as far as the environment tells: whether all processes are on this one
+    one_machine: bool  # whether all processes are on this machine, as far as the environment shows
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ProcessRank:
-        """As the environment has it. Raises a ConfigError with all that is missing or wrong there."""
+        """Read the place from the environment. Raises a ConfigError with all that is missing or wrong there."""
         missing = [name for name in NEEDED if not environment.get(name)]
         if missing:
             message = "is not set: start with torchrun or `orchestra launch`, which set it, or use Local(...)"
@@ -74,13 +74,13 @@ class ProcessRank:
             raise ConfigError(problems)
         rank, size, port, local_rank, local_size = numbers.values()
         host = bare(environment["MASTER_ADDR"])
-        # A machine may know its own name as a loopback address: by itself that says nothing of where the others are.
-        told = environment.get("LOCAL_WORLD_SIZE")
-        one_machine = size <= local_size if told else host == "localhost" or _is_loopback(host)
+        # A machine may resolve its own name to a loopback address, wherever the other processes are.
+        known = environment.get("LOCAL_WORLD_SIZE")
+        one_machine = size <= local_size if known else host == "localhost" or _is_loopback(host)
         return cls(rank, size, host, port, local_rank, local_size, one_machine)
 
     def loopback(self, patience: float) -> bool:
-        """Whether nobody outside this machine can reach the run."""
+        """Whether the run can be reached from this machine only."""
         return self.one_machine and all(map(is_loopback, resolve(self.host, self.port, patience=patience)))
 
 
@@ -89,60 +89,62 @@ class Attached(Cluster):
     """Processes on one machine or many, started by torchrun, Slurm, Kubernetes or `orchestra launch`.
 
     Every process makes the same call and is one node; the last ones are servers, if the strategy has any. Process 0
-    keeps the run folder. All get the result.
+    keeps the run folder. Every process gets the result.
     """
 
     workers: int = 1  # all processes but the servers: known once the strategy is
     device: Device = "cpu"
     token_file: str | Path | None = None  # default: ORCHESTRA_TOKEN_FILE, or ORCHESTRA_TOKEN itself
-    trusted: bool = False  # the network is: nothing is encrypted. Who has no token stays outside all the same
-    threads: int | None = None  # of each process; None shares the cores of the machine out evenly
-    patience: float = 300.0  # seconds a node waits for another
-    grace: float = 10.0  # seconds to find a machine again that is out of reach; 0: a broken connection ends the run
-    collectives: str = "auto"  # "messages", "torch" (Gloo, NCCL: a trusted network only), or torch wherever it may be
+    trusted: bool = False  # the network is trusted: nothing is encrypted, but processes still need the token
+    threads: int | None = None  # of each process; None divides the cores of the machine evenly
+    patience: float = 300.0  # seconds for which a node waits for another
+    grace: float = 10.0  # seconds to reconnect to a machine that does not answer; 0: a broken connection ends the run
+    collectives: str = "auto"  # "messages", "torch" (Gloo, NCCL: on a trusted network), or torch wherever possible
     order: str | tuple[int, ...] = "measured"  # which process is which node: by rates and latencies, "given", or a list
     delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.engine.compute_times
 
     @property
     def abilities(self) -> Abilities:
-        """What can be done there: the workers have no memory in common."""
+        """What runs can do there: the workers share no memory."""
         return Abilities(one_memory=False)
 
     @property
     def place(self) -> ProcessRank:
-        """This process among the others."""
+        """The place of this process among the others."""
         return ProcessRank.of(os.environ)
 
     @property
     def is_coordinator(self) -> bool:
-        """Process 0 is."""
+        """Whether this is process 0."""
         return not is_member()
 
     def for_strategy(self, strategy: Strategy[Any]) -> Attached:
-        """The same, with the processes that are not servers as workers."""
-        with contextlib.suppress(ConfigError):  # told by `problems`
+        """Return a copy whose workers are the processes that are not servers."""
+        with contextlib.suppress(ConfigError):  # `problems` reports it
             return replace(self, workers=max(0, self.place.size - strategy.layout.servers))
         return self
 
     def problems(self) -> Iterator[Problem]:
-        """What cannot be run from here."""
+        """Yield what is wrong with this description or the environment."""
         try:
             place = self.place
         except ConfigError as error:
             yield from error.problems
             return
         if self.workers < 1:
-            message = f"the strategy has as many servers as there are processes ({place.size}), or more: start more"
+            message = "processes were started, all of which would be servers of the strategy: start more, for workers"
             yield Problem("WORLD_SIZE", place.size, message)
         yield from super().problems() if self.workers >= 1 else ()
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
-            yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
+            yield Problem("cluster.threads", self.threads, "must be at least 1, or None to divide the cores")
         if self.delay is not None:
             yield from compute_times.look(self.delay)
         if self.collectives not in ("auto", "messages", "torch"):
             yield Problem("cluster.collectives", self.collectives, 'must be "auto", "messages" or "torch"')
         elif self.collectives == "torch" and not self.trusted:
-            message = "Gloo and NCCL know no token and encrypt nothing: say trusted=True if the network is, or messages"
+            message = (
+                "Gloo and NCCL check no token and encrypt nothing: set trusted=True if the network is, or messages"
+            )
             yield Problem("cluster.collectives", self.collectives, message)
         if self.order not in ("measured", "given") and (
             isinstance(self.order, str) or sorted(self.order) != [*range(place.size)] or self.order[0] != 0
@@ -150,7 +152,7 @@ class Attached(Cluster):
             message = f'must be "measured", "given" or the processes 0 to {place.size - 1} in some order, 0 first'
             yield Problem("cluster.order", self.order, message)
         elif not isinstance(self.order, str) and self.order != (*range(place.size),) and keeps_order():
-            message = "orchestra.rank() was asked, so that ranks stay as they were started: leave one of the two out"
+            message = "orchestra.rank() was called, which keeps the launcher's ranks: leave one of the two out"
             yield Problem("cluster.order", self.order, message)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")
@@ -158,7 +160,7 @@ class Attached(Cluster):
             yield Problem("cluster.grace", self.grace, "must be a number of seconds, or 0")
 
     def about(self) -> dict[str, Any]:
-        """What to remember of it."""
+        """Return what a run folder records of the cluster."""
         delay = None if self.delay is None else str(compute_times.read(self.delay))
         order = self.order if isinstance(self.order, str) else list(self.order)
         how = {"encrypted": not self.trusted, "collectives": self.collectives, "order": order}
@@ -184,7 +186,7 @@ class Attached(Cluster):
         return Resources(device, threads, torch_means, compute_times.read(self.delay))
 
     def token(self) -> Token:
-        """Proof that a process belongs to the run. Without one, only processes of this machine may come together."""
+        """Return the run's token. If none was given, only processes of this machine can take part."""
         file = self.token_file or os.environ.get("ORCHESTRA_TOKEN_FILE")
         if file:
             return Token(auth.read(Path(file)), trusted=self.trusted)
@@ -196,9 +198,9 @@ class Attached(Cluster):
         return Token(_own_token(self.place, self.patience), trusted=self.trusted)
 
     def forget_token(self) -> None:
-        """Everybody is there: what process 0 left for the others of this machine can go."""
+        """Delete the token that process 0 wrote for the others of this machine: all have read it."""
         if self.is_coordinator:
-            _clear(_left_at(self.place))
+            _delete(_token_path(self.place))
 
 
 def _is_loopback(host: str) -> bool:
@@ -207,50 +209,50 @@ def _is_loopback(host: str) -> bool:
     return False
 
 
-def _left_at(place: ProcessRank) -> Path:
+def _token_path(place: ProcessRank) -> Path:
     started_by = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
     return Path(tempfile.gettempdir()) / f"orchestra-{os.getuid()}-{place.port}-{started_by}" / "token"
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it is ours alone: a name that all can guess, others may have taken."""
+    """Whether a folder belongs to this user alone: another user could have made one of this name."""
     with contextlib.suppress(OSError):
         found = folder.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
     return False
 
 
-def _clear(path: Path) -> None:
+def _delete(path: Path) -> None:
     if _is_private(path.parent):
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what else lies there is not ours to remove
+        with contextlib.suppress(OSError):  # the folder has other files
             path.parent.rmdir()
 
 
 def _own_token(place: ProcessRank, patience: float) -> str:
-    """A token for processes of one user on one machine: process 0 leaves it where only they can read it."""
-    path = _left_at(place)
+    """Return a token for processes of one user on one machine: process 0 writes it where only they can read it."""
+    path = _token_path(place)
     if place.rank == 0:
-        return _leave(auth.new(), path)
+        return _write(auth.new(), path)
     until, remind = time.monotonic() + patience, Reminder(print_notice)
     while time.monotonic() < until:
-        # Process 0 writes before it listens: what lies there when it answers is of this run, not left by another.
+        # Process 0 writes the token before it listens: once it answers, the file is of this run, not of an earlier one.
         if _answers(place) and _is_private(path.parent) and path.exists() and path.stat().st_size:
             return auth.read(path)
         remind(lambda: f"process {place.rank} waits for process 0 to listen at {show((place.host, place.port))}")
         time.sleep(_AGAIN)
-    raise ClusterError(f"process 0 left no token in {path}: was it started, on this machine and by this user?")
+    raise ClusterError(f"process 0 wrote no token to {path}: was it started, on this machine and by this user?")
 
 
-def _leave(text: str, path: Path) -> str:
+def _write(text: str, path: Path) -> str:
     try:
-        _clear(path)  # of a run that was killed
+        _delete(path)  # of a run that was killed
         path.parent.mkdir(mode=0o700)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(text)
     except OSError as error:
         raise EnvironmentProblem(
-            f"no token can be left in {path.parent} for the other processes here: {error.strerror}. Remove it, "
+            f"cannot write a token to {path.parent} for the other processes here: {error.strerror}. Remove it, "
             "set TMPDIR to a folder of yours for all of them, or make a token and set ORCHESTRA_TOKEN_FILE."
         ) from None
     return text

@@ -19,7 +19,7 @@ from orchestra.errors import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Cluster):
-    """Processes on this machine, exchanging tensors in shared memory.
+    """Processes on this machine, which exchange tensors in shared memory.
 
     `workers` may exceed the number of cores; each process then has one thread. Servers, if the strategy has any, are
     further processes beside the workers.
@@ -27,7 +27,7 @@ class Local(Cluster):
 
     workers: int = 2
     device: Device = "cpu"
-    threads: int | None = None  # of each process; None shares the cores out evenly
+    threads: int | None = None  # of each process; None divides the cores evenly
     patience: float = 300.0  # seconds for all nodes to be ready; a tenth of it without a sign of life is a hang
     delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.engine.compute_times
 
@@ -42,18 +42,18 @@ class Local(Cluster):
         return Resources(device, self.threads or share_of_cores(nodes), one_gpu_each, compute_times.read(self.delay))
 
     def problems(self) -> Iterator[Problem]:
-        """What cannot be run on this machine."""
+        """Yield what is wrong with this description."""
         yield from super().problems()
         if launched() and os.environ["WORLD_SIZE"] != "1":
             message = (
-                "every process that torchrun started would begin a run of its own: leave it out, or say Attached()"
+                "every process that torchrun started would begin a run of its own: leave it out, or use Attached()"
             )
             yield Problem("cluster", "Local(...)", message)
         yield from half_set()
         if isinstance(self.workers, int) and self.workers > 512:
-            yield Problem("cluster.workers", self.workers, "is more than one machine will bear: at most 512")
+            yield Problem("cluster.workers", self.workers, "is too many for one machine: at most 512")
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
-            yield Problem("cluster.threads", self.threads, "must be at least 1, or None to share the cores out")
+            yield Problem("cluster.threads", self.threads, "must be at least 1, or None to divide the cores")
         if self.delay is not None:
             yield from compute_times.look(self.delay)
         if not isinstance(self.patience, int | float) or not self.patience > 0:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from orchestra.engine.spec import RunSpec
     from orchestra.runs.status import RunStatus
 
-# The coordinators of processes are imported when a run starts: simulations need none of what they import.
+# The coordinators of processes are imported when a run starts: simulations do not need what they import.
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Simulated`: a run on machines one does not have, in virtual time, with the strategies as they are."""
+"""`Simulated`: a run on virtual machines, in virtual time, with the strategies unchanged."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Numerics = Literal["auto", "real", "batched", "off"]
 class Simulated(Cluster):
     """N virtual machines in one process: real gradients, virtual seconds.
 
-    Same inputs, same events: a rehearsal can be repeated to the last digit, and so need not be resumed.
+    Same inputs, same events: a simulation can be repeated to the last digit, so it is never resumed.
 
-    `numerics` is how gradients are computed. "real": one at a time, to the last bit as a worker would. "batched": those
-    of all workers under way in one call, equal but for rounding. "off": not at all, only time passes. "auto" is batched
-    where that pays and where nothing could be compared bit for bit: on a GPU, and for asynchronous strategies with many
-    workers on small models of dense layers; else real.
+    `numerics` is how gradients are computed. "real": one at a time, equal to a real worker's bit for bit. "batched":
+    the current ones of all workers in one call, equal but for rounding. "off": not at all, only time passes. "auto" is
+    batched where that is faster and where no result could be compared bit for bit: on a GPU, and for asynchronous
+    strategies with many workers on small models of dense layers; else real.
     """
 
     workers: int = 8
@@ -47,18 +47,18 @@ class Simulated(Cluster):
     delay: Delay | str = "constant:0.05"  # how long a worker computes on a mini-batch
     device: Device = "cpu"
     numerics: Numerics = "auto"
-    fidelity: Literal["auto", "flows"] = "auto"  # flows: collectives never take the short way by a formula
-    ties: int | None = None  # order of events at equal times: None first come first served, else drawn from this seed
+    fidelity: Literal["auto", "flows"] = "auto"  # flows: the time of collectives is never computed by a formula
+    ties: int | None = None  # order of events at equal times: None for that in which they arose, else a seed
     fibers: Kind = "auto"
 
     @classmethod
     def like(cls, run: str | Path, **more: Any) -> Simulated:
-        """With the computing times of a run that took place, step by step, and its number of workers unless given."""
+        """Return a cluster with the computing times of a real run, step by step, and by default its workers."""
         times = recorded(Path(run))
         return cls(**{"workers": len(times.times), "delay": times, **more})
 
     def problems(self) -> Iterator[Problem]:
-        """What cannot be rehearsed."""
+        """Yield what is wrong with this description."""
         yield from super().problems()
         try:
             network = self.get_network()
@@ -71,7 +71,9 @@ class Simulated(Cluster):
                 kind = 'must be a network such as Ethernet(gbit=10), or text such as "100mbit,1ms"'
                 yield Problem("cluster.network", network, kind)
         if self.ties is not None and not isinstance(self.ties, int):
-            yield Problem("cluster.ties", self.ties, "must be a whole number, or None for first come first served")
+            yield Problem(
+                "cluster.ties", self.ties, "must be a whole number, or None for the order in which they arose"
+            )
         yield from compute_times.look(self.delay)
         choices = {
             "numerics": get_args(Numerics),
@@ -84,18 +86,18 @@ class Simulated(Cluster):
 
     @property
     def abilities(self) -> Abilities:
-        """What can be done there: runs are repeated, not resumed; without numerics only time passes."""
+        """What runs can do there: they are repeated, not resumed; without numerics they train nothing."""
         return Abilities(checkpoints=False, trains=self.numerics != "off")
 
     def check_model(self, given: TrainArguments, module: nn.Module, data: Any) -> Iterator[Problem]:
-        """Whether gradients can be taken together, if they are to be; and what needs numbers where there are none."""
+        """Yield why gradients cannot be batched, if they should be, and what needs gradients if there are none."""
         if not self.abilities.trains and any(isinstance(part, Target) for part in parts(given.budget)):
             yield Problem("cluster.numerics", "off", "a target is never reached where nothing is trained")
         if self.numerics == "batched" and (reason := self._why_not(given, module, data)) is not None:
             yield Problem("cluster.numerics", "batched", f'{reason}: use "real"')
 
     def resolved(self, given: TrainArguments, strategy: Strategy[Any], module: nn.Module, data: Any) -> Simulated:
-        """How gradients are computed."""
+        """Return a copy in which "auto" is replaced by how gradients are computed."""
         if self.numerics != "auto":
             return self
         device = resolve_device(self.device)
@@ -105,7 +107,7 @@ class Simulated(Cluster):
         return replace(self, numerics="batched")
 
     def _why_not(self, given: TrainArguments, module: nn.Module, data: Any) -> str | None:
-        """Why gradients cannot be taken together."""
+        """Return why gradients cannot be batched; None if they can."""
         if given.accumulate > 1 or given.precision != "float32":
             return "accumulate= and precision= need one gradient at a time"
         if isinstance(data, IterableDataset):
@@ -113,7 +115,7 @@ class Simulated(Cluster):
         return numerics.why_not(module, given.loss, SampleStore(data).take(range(min(4, given.batch))))
 
     def get_network(self) -> Network:
-        """The network, read if it was given as text."""
+        """Return the network, parsed if it was given as text."""
         return networks.parse(self.network) if isinstance(self.network, str) else self.network
 
     def resources(self, nodes: int) -> Resources:
@@ -121,7 +123,7 @@ class Simulated(Cluster):
         return Resources(resolve_device(self.device), share_of_cores(nodes), delay=compute_times.read(self.delay))
 
     def about(self) -> dict[str, Any]:
-        """What to remember of it."""
+        """Return what a run folder records of the cluster."""
         return {
             "kind": "simulated",
             "network": str(self.get_network()),
@@ -133,13 +135,13 @@ class Simulated(Cluster):
 
 
 def _computed(before: Stepped | None, step: Stepped) -> float:
-    """Seconds of computing in a step; where those before it were dropped, the mean of these."""
+    """Return the seconds of computing in a step; where steps before it were dropped, their mean."""
     count = step.step - before.step if isinstance(step, Sampled) and before is not None else 1
     return (step.compute - (0.0 if before is None else before.compute)) / max(1, count)
 
 
 def recorded(folder: Path) -> RecordedTimes:
-    """How long each worker of a run computed in each of its steps."""
+    """Return how long each worker of a run computed in each of its steps."""
     found = []
     numbered = [p for p in folder.glob("events-*.jsonl") if p.stem.removeprefix("events-").isdigit()]
     for path in sorted(numbered, key=lambda p: int(p.stem.removeprefix("events-"))):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-reduce as text: every algorithm is the messages it sends, and each file the page that describes it.
+"""All-reduce algorithms written as the messages that they send, one algorithm in each file.
 
     x ← Σᵢ wᵢ xᵢ / Σᵢ wᵢ        on every worker, the same bits everywhere
 
-An algorithm adds up; the weights travel with the messages. The cost of n bytes among p workers with α seconds from one
-to another, β for a byte and γ for adding one, and the bytes and messages that one worker sends at most:
+An algorithm computes sums; the weights travel with the messages. The time for n bytes among p workers, with α seconds
+of latency, β seconds to send a byte and γ to add one, and the most bytes and messages that a worker sends:
 
     ring                2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ          2 (p-1)/p n   2 (p-1) c
     halving_doubling    2 lg p α + 2 (p-1)/p n β + (p-1)/p n γ           2 (p-1)/p n   2 lg p
@@ -14,9 +14,9 @@ to another, β for a byte and γ for adding one, and the bytes and messages that
     hierarchical        2 (g+m-2) α + 2 (p-1)/p n β + (p-1)/p n γ        2 (p-1)/p n   2 (g+m-2)
     one_device          2 α + 2 (p-1) n β + (p-1) n γ                    (p-1) n       p-1
 
-For p a power of two, m groups of g; c chunks, whose additions overlap with what is under way. The double tree takes
-no longer than this where a chunk takes longer than α and than its addition; a ring's chunks that are long go in c = 2
-pieces, and where one takes longer than α and its addition it takes α + 2 (p-1)/p n β.
+For p a power of two; m groups of g workers; c chunks, whose additions overlap with the sending of others. The formula
+of the double tree holds where a chunk takes longer to send than α and than its addition. A ring sends long chunks in
+c = 2 pieces, and where a piece takes longer than α and its addition, the ring takes α + 2 (p-1)/p n β.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ ALGORITHMS: dict[str, Sum] = {
 
 @torch.no_grad()
 def mean_(comm: Comm, x: Tensor, weight: float, add_up: Sum, *, most: float = 1.0) -> float:
-    """x ← Σ wᵢ xᵢ / Σ wᵢ over the workers, in place. Gives Σ wᵢ; if that is zero, x is of no use.
+    """x ← Σ wᵢ xᵢ / Σ wᵢ over the workers, in place. Returns Σ wᵢ; if that is zero, x is undefined.
 
-    `most` is a weight's usual size, the same on all: shares are divided by N times that before they are added up, which
-    keeps low precision from overflowing.
+    `most` is a weight's usual size, equal on all workers: terms are divided by N times that before they are added, so
+    that numbers of low precision do not overflow.
     """
     if len(comm.workers) == 1:
         return weight

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For algorithms that need a power of two: workers beyond it fold into their neighbours first.
+"""Folding, for algorithms that need a power of two: each worker beyond it first adds its vector to another's.
 
     p = q + e, q the largest power of two
-    of the first 2e workers the even ones send all they have to the odd one after them, and wait for the result
-    the q that are left add up among themselves
+    of the first 2e workers, the even ones send their vectors to the next odd ones, and wait for the result
+    the q that are left compute the sum among themselves
 
-One message of n bytes more of each of the 2e, and two rounds: those that fold send nothing else.
+This takes two more rounds, and one more message of n bytes from each of the 2e; those that fold send nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestra.core.comm import Comm
 
 
 def folded(comm: Comm, x: Tensor, weight: float, among: Callable[[list[int], float], float]) -> float:
-    """Fold, let the q members and their weight be added up by `among`, unfold."""
+    """Fold, let `among` compute the sum over the q members that are left and return its weight, unfold."""
     p, rank = len(comm.workers), comm.rank
     e = p - (1 << (p.bit_length() - 1))
     if rank < 2 * e and rank % 2 == 0:

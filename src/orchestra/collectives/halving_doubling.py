@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recursive halving and doubling: pairs at half the distance exchange half as much, then the way back.
+"""Recursive halving and doubling: pairs exchange halves, each time at half the distance; then the same in reverse.
 
 Rabenseifner. "Optimization of Collective Reduction Operations", ICCS 2004.
 Thakur, Rabenseifner, Gropp. "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005.
 
     q workers, a power of two (the others fold: folding.py); chunks 0 ... q-1; a window, at first all of them
-    d = q/2, q/4 ... 1:   send the half of the window on the partner's side (r xor d); add up the other: the new window
+    d = q/2, q/4 ... 1:   send the half of the window on the partner's side (r xor d); add to the other: the new window
     d = 1, 2 ... q/2:     exchange windows with the partner: the window doubles
 
 Messages of each of the q: 2 lg q, and 2 (q-1)/q n bytes: as few bytes as a ring, in fewer rounds. Folding adds its own.
@@ -24,7 +24,7 @@ from orchestra.core.vectors import split
 
 
 def halving_doubling(comm: Comm, x: Tensor, weight: float) -> float:
-    """x ← Σ xᵢ; gives Σ wᵢ."""
+    """x ← Σ xᵢ; returns Σ wᵢ."""
     return folded(comm, x, weight, partial(_among, comm, x))
 
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hierarchical: a ring within each group of workers that are close, rings across the groups for a chunk each.
+"""Hierarchical: a ring within each group of close workers, and for each chunk a ring across the groups.
 
-    groups of g workers, the last one of what is left; chunks 0 ... g-1
-    within a group of s:   reduce-scatter, so that each holds the group's sum of a chunk, or of several if s < g
-    across the m groups:   for each chunk, those who hold it add it up in a ring
+    groups of g workers, the last one of those that are left; chunks 0 ... g-1
+    within a group of s:   reduce-scatter: each worker gets the group's sum of a chunk, or of several if s < g
+    across the m groups:   for each chunk, the workers that hold it compute its sum in a ring
     within a group:        all-gather
 
 Messages of a worker: 2 (s-1) + 2 (m-1) for each chunk it holds. If g divides p, all send 2 (p-1)/p n bytes, as in one
 ring, but in 2 (g-1) + 2 (m-1) rounds instead of 2 (p-1), and 2 (m-1)/m n bytes leave a group instead of 2 (p-1)/p n.
 
-Where groups are racks whose links to the others are o times too small, the three parts one after the other take
-2 (g-1)/g n β + 2 (m-1)/m n β o/g, a ring around all of them 2 (p-1)/p n β o/g. So for long vectors groups pay if o > p,
-for shorter ones earlier, because there are fewer rounds.
+Where groups are racks whose links to the others are oversubscribed o times, the three parts together take
+2 (g-1)/g n β + 2 (m-1)/m n β o/g, a ring of all workers 2 (p-1)/p n β o/g. So for long vectors groups are faster if
+o > p, for shorter ones at smaller o already, because there are fewer rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from orchestra.core.vectors import split
 
 
 def hierarchical(comm: Comm, x: Tensor, weight: float, *, group: int | None = None) -> float:
-    """x ← Σ xᵢ; gives Σ wᵢ. `group`: g, else what `group_size` gives."""
+    """x ← Σ xᵢ; returns Σ wᵢ. `group`: g; by default that of `group_size`."""
     members = comm.workers.members
     g = group_size(len(members)) if group is None else group
     groups = [members[first : first + g] for first in range(0, len(members), g)]
@@ -36,7 +36,7 @@ def hierarchical(comm: Comm, x: Tensor, weight: float, *, group: int | None = No
     weights = [weight] * len(within)
     mine = reduce_scatter(comm, pieces, weights, within)
     holders = [holders_of(each, g) for each in groups]
-    # In the order of chunks on every worker, so that nobody waits for somebody who waits in another ring.
+    # In the order of chunks on every worker, so that workers in different rings do not wait for each other.
     for j in range(shares[mine].start, shares[mine].stop):
         total = ring_among(comm, x[chunks[j]], weights[mine], [each[j] for each in holders])
     weights[mine] = total
@@ -45,7 +45,7 @@ def hierarchical(comm: Comm, x: Tensor, weight: float, *, group: int | None = No
 
 
 def holders_of(group: Sequence[int], g: int) -> list[int]:
-    """Which worker of a group holds each of the g chunks after the reduce-scatter.
+    """Return which worker of a group holds each of the g chunks after the reduce-scatter.
 
     >>> holders_of([4, 5, 6], 3), holders_of([7, 8], 3)
     ([6, 4, 5], [8, 8, 7])
@@ -55,7 +55,7 @@ def holders_of(group: Sequence[int], g: int) -> list[int]:
 
 
 def group_size(p: int) -> int:
-    """The divisor of p nearest to its root from below: few rounds within and across.
+    """Return the largest divisor of p up to its root, for few rounds within and across groups.
 
     >>> [group_size(p) for p in (2, 4, 6, 7, 8, 16)]
     [1, 2, 2, 1, 2, 4]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduction to one device: everybody sends to worker 0, which adds up in order of rank and sends the sum to everybody.
+"""Reduction to one device: all workers send to worker 0, which adds in rank order and sends the sum to all.
 
-What TensorFlow calls ReductionToOneDevice, and a synchronous server that computes gradients as well.
+TensorFlow calls it ReductionToOneDevice; it is also a synchronous server that computes gradients as well.
 
-    worker i > 0:   send x to worker 0;  x ← what comes back
-    worker 0:       x += what comes from 1, 2, ... p-1;   send x to each of them
+    worker i > 0:   send x to worker 0;  x ← the answer
+    worker 0:       x += the vectors of workers 1, 2, ... p-1;   send x to each of them
 
-Messages: p-1 of worker 0, one of each other. (p-1) n bytes through one link, both ways: its time grows with the number
-of workers.
+Messages: p-1 of worker 0, one of each other. (p-1) n bytes through one link, in both directions: the time grows with
+the number of workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestra.core.comm import Comm
 
 
 def one_device(comm: Comm, x: Tensor, weight: float) -> float:
-    """x ← Σ xᵢ; gives Σ wᵢ."""
+    """x ← Σ xᵢ; returns Σ wᵢ."""
     first, *others = comm.workers.members
     if comm.rank != first:
         comm.send(first, x, weight=weight)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring: everybody sends to the next and receives from the one before, a p-th of the vector at a time.
+"""Ring: each worker sends to the next and receives from the one before, a p-th of the vector at a time.
 
 Patarasuk, Yuan. "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 
-    chunk r goes to r+1, in c pieces; then, of s = 0 ... 2p-3 and piece by piece, what comes from r-1 is
-    s < p-1:   added to chunk r-s-1                 reduce-scatter: worker r ends with chunk r+1 complete
-    s ≥ p-1:   chunk r-s-1                          all-gather
-    and goes on to r+1, unless that was the last
+    worker r sends chunk r to r+1, in c pieces; then for s = 0 ... 2p-3, piece by piece, what r-1 sends
+    s < p-1:   is added to chunk r-s-1              reduce-scatter: worker r ends with chunk r+1 complete
+    s ≥ p-1:   replaces chunk r-s-1                 all-gather
+    and is sent on to r+1, except in the last round
 
-While one piece is added up the other is under way: with one, everybody's link is idle between two rounds until the
-slowest has added. Messages of a worker: 2 (p-1) c, and 2 (p-1)/p n bytes: no algorithm sends less.
+While one piece is added, the other is being sent: with a single piece, all links would idle between two rounds until
+the slowest worker has added. Messages of a worker: 2 (p-1) c, and 2 (p-1)/p n bytes: no algorithm sends less.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _PIECES, _LEAST = 2, 1 << 14  # of a chunk; numbers that are worth a message of 
 
 
 def ring(comm: Comm, x: Tensor, weight: float) -> float:
-    """x ← Σ xᵢ; gives Σ wᵢ."""
+    """x ← Σ xᵢ; returns Σ wᵢ."""
     around = comm.workers.members
     return ring_among(comm, x, weight, around, c=pieces_of(x.numel() // len(around)))
 
 
 def pieces_of(numel: int) -> int:
-    """In how many pieces a chunk travels."""
+    """Return into how many pieces a chunk is divided."""
     return max(1, min(_PIECES, numel // _LEAST))
 
 
 def ring_among(comm: Comm, x: Tensor, weight: float, around: Sequence[int], *, c: int = 1) -> float:
-    """The same among some of the workers, with chunks of c pieces."""
+    """x ← Σ xᵢ over some of the workers, with chunks of c pieces; returns Σ wᵢ."""
     p = len(around)
     chunks, weights = [x[part] for part in split(x.numel(), p)], [weight] * p
     _travel(comm, chunks, weights, around, range(2 * (p - 1)), c)
@@ -44,14 +44,14 @@ def ring_among(comm: Comm, x: Tensor, weight: float, around: Sequence[int], *, c
 
 
 def reduce_scatter(comm: Comm, chunks: Sequence[Tensor], weights: list[float], around: Sequence[int]) -> int:
-    """Add up, so that every chunk is complete somewhere; gives which one is here."""
+    """Compute the sum of each chunk on one worker; return which chunk is complete on this one."""
     p = len(around)
     _travel(comm, chunks, weights, around, range(p - 1))
     return (around.index(comm.rank) + 1) % p
 
 
 def all_gather(comm: Comm, chunks: Sequence[Tensor], weights: list[float], around: Sequence[int]) -> None:
-    """Spread what `reduce_scatter` completed."""
+    """Send the chunks that `reduce_scatter` completed to all workers."""
     p = len(around)
     _travel(comm, chunks, weights, around, range(p - 1, 2 * (p - 1)))
 
@@ -59,7 +59,7 @@ def all_gather(comm: Comm, chunks: Sequence[Tensor], weights: list[float], aroun
 def _travel(
     comm: Comm, chunks: Sequence[Tensor], weights: list[float], around: Sequence[int], rounds: range, c: int = 1
 ) -> None:
-    """Some of the 2 (p-1) rounds."""
+    """Carry out some of the 2 (p-1) rounds."""
     if not rounds:
         return
     p, r = len(around), around.index(comm.rank)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binomial tree: add up towards worker 0 in lg p rounds, and spread the sum back the same way.
+"""Binomial tree: sums move towards worker 0 in lg p rounds, and the total returns in the same way.
 
-    round k:   workers with bit k set (and none below) send all they have 2^k to the left, and wait
-               the others, if there is anyone 2^k to the right, add up what comes
-    then the rounds backwards, with the sum
+    round k:   workers with bit k set (and no lower bit) send their sums to the worker 2^k before them, and wait
+               the others receive the sum of the worker 2^k after them, if there is one, and add it
+    then the same rounds in reverse, with the total
 
-Messages of a worker: one towards the first, unless it is that, and one back to each worker whose sum it took: at most
-⌈lg p⌉, n bytes each. Those to several others share its link: lg p n β towards the first, 1 + 2 + ... + lg p times n β
-back, and 2 lg p α.
+Messages of a worker: one towards worker 0, and one back to each worker whose sum it received: at most ⌈lg p⌉, of n
+bytes each. Messages to several workers share its link: lg p n β towards worker 0, 1 + 2 + ... + lg p times n β on the
+way back, and 2 lg p α.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestra.core.comm import Comm
 
 
 def tree(comm: Comm, x: Tensor, weight: float) -> float:
-    """x ← Σ xᵢ; gives Σ wᵢ."""
+    """x ← Σ xᵢ; returns Σ wᵢ."""
     p, rank = len(comm.workers), comm.rank
     below: list[int] = []
     distance = 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many numbers every worker sends in an all-reduce, from the formulas on the pages of the algorithms."""
+"""How many numbers each worker sends in an all-reduce, by the formulas in the files of the algorithms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def numbers_sent(algorithm: str, p: int, n: int, group: int | None = None) -> li
             placed = [[tree[r] for tree in trees(p)] for r in range(p)]
             return [
                 sum(
-                    half * (len(at.below) + (at.above is not None)) for half, at in zip(_sizes(n, 2), both, strict=True)
+                    half * (len(at.children) + (at.parent is not None))
+                    for half, at in zip(_sizes(n, 2), both, strict=True)
                 )
                 for both in placed
             ]
@@ -46,7 +47,7 @@ def _sizes(n: int, parts: int) -> list[int]:
 
 
 def _folded(algorithm: str, p: int, n: int) -> list[int]:
-    """Of p workers, the largest power of two takes part; each of the others folds its vector into a neighbour's."""
+    """Count for p workers of which the largest power of two take part; each other folds its vector into the next's."""
     q = 1 << (p.bit_length() - 1)
     extra, stages = p - q, q.bit_length() - 1
     members = [*range(1, 2 * extra, 2), *range(2 * extra, p)]

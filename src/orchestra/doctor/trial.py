@@ -194,7 +194,7 @@ def answer(check: Check) -> None:
     try:
         finding = check.act()
     except WorkerFailed as error:
-        finding = broken(short(f"{error.who} failed: {error.traceback.strip().splitlines()[-1]}"), check.remedy)
+        finding = broken(short(f"{error.node} failed: {error.traceback.strip().splitlines()[-1]}"), check.remedy)
     except Exception as error:
         finding = broken(short(f"{type(error).__name__}: {error}"), check.remedy)
     os.write(out, json.dumps(asdict(finding)).encode())

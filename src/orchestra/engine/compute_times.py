@@ -290,11 +290,11 @@ def _kind(word: str) -> Delay:
     if not numbers and math.isfinite(_number(word)):
         return ConstantTime(_number(word))
     if kind in ("pause", "slow"):
-        raise ValueError(f"{word!r} needs a delay before it, e.g. constant:0.05 {word}")
+        raise ValueError(f"{word!r} needs a compute time before it, e.g. constant:0.05 {word}")
     if kind == "constant" and "," in numbers:
         return RecordedTimes(tuple((t,) for t in _numbers(word, numbers, numbers.split(","))))
     if kind not in _KINDS:
-        raise ValueError(f"{kind!r} is no delay; {nearest(kind, _KINDS)}")
+        raise ValueError(f"{kind!r} is not a compute time; {nearest(kind, _KINDS)}")
     cls = _KINDS[kind]
     return cls(*_numbers(word, numbers, list(inspect.signature(cls).parameters)))
 
@@ -364,7 +364,9 @@ def look(given: Delay | str) -> Iterator[Problem]:
     if isinstance(delay, Delay):
         yield from problems(delay)
     else:
-        yield Problem("cluster.delay", delay, 'must be a delay such as LogNormal(0.05, 0.3), or "lognormal:0.05,0.3"')
+        yield Problem(
+            "cluster.delay", delay, 'must be a distribution such as LogNormal(0.05, 0.3) or "lognormal:0.05,0.3"'
+        )
 
 
 Sampler = Callable[[int], float]

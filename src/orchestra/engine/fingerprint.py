@@ -41,7 +41,7 @@ class ModelCheck(Protocol):
     """Compares this process's model and data with those of the caller."""
 
     def require_same(self, module: nn.Module, data: Any, apart: Any, seed: int) -> None:
-        """Raise if the model, the data or the samples set apart for validation differ from the caller's."""
+        """Raise if the model, the data or the validation samples differ from the caller's."""
 
     def require_same_outputs(self, module: nn.Module, data: Any, seed: int) -> None:
         """Raise if the model computes other outputs than the caller's with the same parameters."""

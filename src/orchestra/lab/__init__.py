@@ -4,8 +4,8 @@
     with Lab(hosts=4, rate="100mbit", latency="1ms", cpu=0.5) as lab:
         lab.run(["python", "train.py"])
 
-Lab(rate="100mbit", latency="1ms") is what --network 100mbit,1ms simulates, for any
-program that uses sockets. The hosts share the machine's processors, memory and files.
+Lab(rate="100mbit", latency="1ms") is what --network 100mbit,1ms simulates, for any program that uses sockets. The hosts
+share the machine's processors, memory and files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Lab", "Machine"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """Hosts that are up inside a `with`, and gone after it."""
+    """A lab that is up inside a `with` block, and taken down after it."""
 
     hosts: int
     rate: str | float | None = None  # up and down, such as "100mbit", or bits per second; None: as fast as the kernel
@@ -36,7 +36,7 @@ class Lab:
 
     @property
     def plan(self) -> LabPlan:
-        """What is to be built; raises `ConfigError` where it cannot be."""
+        """The lab to build; raises `ConfigError` if it cannot be built."""
         return make_plan(
             name=self.name,
             hosts=self.hosts,
@@ -54,7 +54,7 @@ class Lab:
         down(self.name)
 
     def look(self) -> LabState:
-        """What is there, as the kernel has it: addresses, links, shares."""
+        """Read the lab's state from the kernel: addresses, links, shares."""
         return look(self.name)
 
     def run(
@@ -65,17 +65,17 @@ class Lab:
         out: BinaryIO | None = None,
         err: BinaryIO | None = None,
     ) -> int:
-        """Run a command on one host (from 1) or on all at once; the status of the first that failed.
+        """Run a command on one host (from 1) or on all at once; return the status of the first that failed.
 
-        Lines go to `out` and `err`, by default our own, prefixed with their host. Whatever the command started is ended
-        with it.
+        Lines go to `out` and `err`, by default those of this process, prefixed with their host. All processes that the
+        command started end with it.
         """
         return run(look(self.name), command, host=host, out=out, err=err)
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs a command on a host (from 1), for `subprocess`."""
+        """Return the command line that runs a command on a host (from 1), for `subprocess`."""
         return command_in(look(self.name), host, command)
 
     def environment(self, host: int) -> dict[str, str]:
-        """The variables that go with `command`."""
+        """Return the environment for `command`."""
         return environment_in(look(self.name), host)

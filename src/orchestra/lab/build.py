@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building a lab and taking it down.
+"""Building a lab, and taking it down.
 
     without latency                                   with latency, for every host
 
@@ -8,11 +8,12 @@
     host-3  eth0 ── p3 ┘                              host-3  eth0 ── p3 ─ br3 ─ t3 ┘
     each in its namespace ┊ all in the switch's       each in its namespace ┊ all in the switch's
 
-A host's link is two token buckets: on eth0 what it sends, on its port p what it receives, after the delay, as at the
-end of a cable. All of it is in namespaces of the lab: the machine's own network gets no device, no address, no route.
+A host's link is two token buckets: on eth0 for what it sends, on its port p for what it receives, after the delay, as
+at the end of a cable. All devices are in namespaces of the lab: the machine's own network gets no device, no address
+and no route.
 
-Nothing is written down: what belongs to a lab is found by its name, so that one that was half built, or half taken
-down, is taken down like any other.
+There is no record of a lab: its parts are found by their names, so that a lab that was half built, or half taken down,
+is taken down like any other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from pathlib import Path
 
 from orchestra.errors import ConfigError, EnvironmentProblem, Problem
 from orchestra.lab.cpu_shares import Cgroups, find_cgroups
-from orchestra.lab.ip_commands import NAMESPACES, IpCommands, alone, identity, namespaces, processes_in, refuse_without
+from orchestra.lab.ip_commands import (
+    NAMESPACES,
+    IpCommands,
+    building,
+    identity,
+    namespaces,
+    processes_in,
+    refuse_without,
+)
 from orchestra.lab.plan import LabPlan, Machine, host_of, owner_of, subnet_of, switch_of
 from orchestra.launchers.marked_processes import kill_all
 
@@ -37,9 +46,9 @@ DELAY_LINE = Path(__file__).resolve().with_name("delay_line.py")
 _NAMES = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc
 _BURST = 4096  # bytes: with 64 kB, messages of 64 kB took a ninth of their time at 100 Mbit/s
 _SLOW = 1e8  # bits per second up to which that is enough
-_BEYOND = 0.8e-3  # seconds of what is beyond: 90 kB at 1 Gbit/s, for segments of 64 kB to pass in one piece
+_BEYOND = 0.8e-3  # seconds' worth of the rate beyond that: 90 kB at 1 Gbit/s, so that segments of 64 kB pass whole
 _QUEUE = 0.02  # seconds that a full queue takes to empty, beside the round trip that TCP needs to fill a link
-_FRAMES = 16  # of full size: the least room in a queue
+_FRAMES = 16  # the least room in a queue, in frames of full size
 _PATIENCE = 10.0  # seconds: for a delay line to begin, for killed processes to be gone
 
 _IN_A_CONTAINER = "Inside a container this needs --privileged; or use orchestra lab compose outside of it."
@@ -49,14 +58,14 @@ _TBF = "The kernel must have token buckets (CONFIG_NET_SCH_TBF; try modprobe sch
 
 
 def up(plan: LabPlan, *, instead: bool = True) -> None:
-    """Build a lab, `instead` of one of that name that is there, with all that runs in it; else refuse where one is."""
+    """Build a lab. `instead`: first take down one of that name, with all that runs in it; otherwise, refuse."""
     refuse_without(delayed=plan.delayed)
     shares = find_cgroups()
     if shares is None and any(machine.cpu for machine in plan.machines):
-        raise EnvironmentProblem("this machine has no cgroups that share out its processor. Leave --cpu away.")
-    with alone() as k:
+        raise EnvironmentProblem("this machine has no cgroups to limit the processor with. Leave --cpu out.")
+    with building() as k:
         if not instead and plan.name in names():
-            remedy = f"take it down first (orchestra lab down --name {plan.name}), or say another --name"
+            remedy = f"take it down first (orchestra lab down --name {plan.name}), or give another --name"
             raise ConfigError([Problem("name", plan.name, f"a lab of this name is up, or half built: {remedy}")])
         _take_down(k, plan.name)
         try:
@@ -83,7 +92,7 @@ def _connect(k: IpCommands, plan: LabPlan) -> None:
     k.batch("ip", _ports(plan), inside=switch, needs=_VETH)
     for number, machine in enumerate(plan.machines, start=1):
         host = host_of(plan.name, number)
-        lines = ["link set lo up", f"addr add {net}.{number}/24 dev eth0", *_silently_up("eth0")]
+        lines = ["link set lo up", f"addr add {net}.{number}/24 dev eth0", *_up_without_ipv6("eth0")]
         k.batch("ip", lines, inside=host, needs=_VETH)
         _name_hosts(net, number, plan)
         if machine.up:
@@ -94,49 +103,49 @@ def _connect(k: IpCommands, plan: LabPlan) -> None:
 
 
 def _name_hosts(net: str, number: int, plan: LabPlan) -> None:
-    """A file of names, which `ip netns exec` puts over /etc/hosts. This machine's own name is the host's there."""
+    """Write the file that `ip netns exec` mounts over /etc/hosts. In it, this machine's own name means the host."""
     folder = _NAMES / host_of(plan.name, number)
     every = [f"{net}.{k} host-{k}" for k in range(1, len(plan.machines) + 1)]
     own = f"{net}.{number} host-{number} {socket.gethostname()}"
-    with contextlib.suppress(OSError):  # a read-only /etc: addresses will do
+    with contextlib.suppress(OSError):  # /etc is read-only: there are still the addresses
         folder.mkdir(parents=True, exist_ok=True)
         text = "\n".join(["127.0.0.1 localhost", "::1 localhost", own, *every, ""])
         (folder / "hosts").write_text(text, encoding="utf-8")
 
 
 def _ports(plan: LabPlan) -> Iterator[str]:
-    """The switch's side of every cable."""
+    """Yield the commands that make the switch's side of every cable."""
     for number in range(1, len(plan.machines) + 1):
         bridge = f"br{number if plan.delayed else 0}"
         if plan.delayed or number == 1:
             yield f"link add {bridge} type bridge"
-            yield from _silently_up(bridge)
+            yield from _up_without_ipv6(bridge)
         yield f"link add p{number} type veth peer name eth0 netns {host_of(plan.name, number)}"
         yield f"link set p{number} master {bridge}"
-        yield from _silently_up(f"p{number}")
+        yield from _up_without_ipv6(f"p{number}")
 
 
-def _silently_up(device: str) -> Iterator[str]:
-    """Without an address of IPv6, which would announce itself through the buckets."""
+def _up_without_ipv6(device: str) -> Iterator[str]:
+    """Yield the commands that bring a device up without an IPv6 address, which would send packets of its own."""
     yield f"link set {device} addrgenmode none"
     yield f"link set {device} up"
 
 
 def bucket(device: str, rate: float, machine: Machine) -> str:
-    """What `tc` is told of one direction of a link."""
+    """Return the `tc` command for one direction of a link."""
     burst = round(max(_BURST, (rate - _SLOW) / 8 * _BEYOND))
     queue = round(max(_FRAMES * 1514, rate / 8 * (_QUEUE + 2 * machine.latency)))
     return f"qdisc add dev {device} root tbf rate {rate:.0f}bit burst {burst} limit {burst + queue}"
 
 
 def _taken(k: IpCommands, but: str) -> set[str]:
-    """Networks of other labs."""
+    """Return the networks of other labs."""
     others = [name for name in namespaces() if owner_of(name) not in (None, but)]
     return {address.rpartition(".")[0] for name in others if (address := address_in(k, name))}
 
 
 def address_in(k: IpCommands, namespace: str) -> str | None:
-    """The address of a host."""
+    """Return the address of a host, if it has one."""
     for entry in k.ask("ip", "-4", "addr", "show", "dev", "eth0", inside=namespace):
         for address in entry.get("addr_info", []):
             return str(address["local"])
@@ -170,21 +179,21 @@ def _start_delay_line(k: IpCommands, plan: LabPlan) -> None:
                 why = line.stderr.read().strip().splitlines()[-1:]
                 raise EnvironmentProblem(f"the delay line did not start: {' '.join(why)}. {_TUN}")
         finally:
-            line.kill()  # what is ready is a child of it
+            line.kill()  # the delay line itself is a child of this process
             line.wait()
     for i in range(1, len(ports) + 1):
-        k.batch("ip", [f"link set t{i} master br{i}", *_silently_up(f"t{i}")], inside=switch, needs=_TUN)
+        k.batch("ip", [f"link set t{i} master br{i}", *_up_without_ipv6(f"t{i}")], inside=switch, needs=_TUN)
 
 
 def down(name: str) -> bool:
-    """Take a lab down, whatever is there of it, and end all that runs in it. False if there was nothing."""
+    """Take a lab down, also one half built, and end all that runs in it. Return False if there was nothing."""
     refuse_without()
-    with alone() as k:
+    with building() as k:
         return _take_down(k, name)
 
 
 def names() -> list[str]:
-    """Labs of which anything is there."""
+    """Return the names of all labs of which any part exists."""
     found = {lab for name in [*namespaces(), *_named()] if (lab := owner_of(name))}
     shares = find_cgroups()
     return sorted(found | (shares.labs() if shares else set()))
@@ -197,11 +206,11 @@ def _named() -> list[str]:
 def _take_down(k: IpCommands, lab: str) -> bool:
     spaces = [name for name in namespaces() if owner_of(name) == lab]
     if identity("/proc/self/ns/net") in {identity(NAMESPACES / name) for name in spaces}:
-        raise EnvironmentProblem(f"this process runs in a host of the lab {lab} itself. Take it down from outside.")
+        raise EnvironmentProblem(f"this process runs in a host of the lab {lab}. Take it down from outside.")
     shares = find_cgroups()
     groups = shares.of(lab) if shares else []
     named = [name for name in _named() if owner_of(name) == lab]
-    _kill_all(spaces, shares, groups)  # before their namespace loses its name, by which they are found
+    _kill_all(spaces, shares, groups)  # before the namespaces are deleted, by which they are found
     for name in spaces:
         k.ip("netns", "delete", name)
     for name in groups:

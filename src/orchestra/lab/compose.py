@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same lab as a Docker Compose file, for machines where one has Docker rather than root.
+"""The same lab as a Docker Compose file, for users who have Docker but not root.
 
-A container shapes its own eth0: a token bucket with netem inside on what it sends, and, where the kernel has ifb
-devices, a second bucket on what it receives. Round trips are those of the lab. The whole latency is waited for at the
-sender, so that between two hosts that differ the way there and the way back are not equally long.
+A container shapes its own eth0: a token bucket with netem inside for what it sends, and, where the kernel has ifb
+devices, a second bucket for what it receives. Round trips take as long as in the lab. The sender adds the whole
+latency, so that between two hosts of different latency the two directions do not take equally long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestra.lab.build import bucket
-from orchestra.lab.plan import LabPlan, Machine, told
+from orchestra.lab.plan import LabPlan, Machine, host_environment
 
 _IMAGE = """\
 FROM python:3.11-slim
@@ -22,7 +22,7 @@ RUN pip install --no-cache-dir -c /orchestra/constraints.txt /orchestra
 """
 
 _ABOUT = """\
-# {name}: {count} hosts. Written by `orchestra lab compose`, which can be asked for another.
+# {name}: {count} hosts. Written by `orchestra lab compose`.
 #
 #   (umask 077 && openssl rand -hex 32 > {name}.token)
 #   docker compose -f FILE up -d --build                 {build}
@@ -36,7 +36,7 @@ _ABOUT = """\
 
 
 def compose(plan: LabPlan, image: str | None = None) -> str:
-    """The file's text. Without an image, one is built from a checkout of this project in the current folder."""
+    """Return the file's text. Without an image, one is built from a checkout of this project in the current folder."""
     import yaml
 
     made: dict[str, Any] = {"image": image or f"{plan.name}-lab"}
@@ -56,10 +56,10 @@ def compose(plan: LabPlan, image: str | None = None) -> str:
     )
 
     class Plain(yaml.SafeDumper):  # type: ignore[misc]  # it has no types
-        """Every service in full, not as a reference to the first; scripts as one would write them."""
+        """Writes every service in full instead of a reference to the first, and scripts as blocks."""
 
         def ignore_aliases(self, data: object) -> bool:
-            """Repeat."""
+            """Write everything in full."""
             return True
 
     def text(dumper: Any, value: str) -> Any:
@@ -79,7 +79,7 @@ def _service(plan: LabPlan, k: int) -> dict[str, Any]:
         "cap_add": ["NET_ADMIN"],
         "networks": ["lab"],
         "secrets": ["token"],
-        "environment": {"ORCHESTRA_TOKEN_FILE": "/run/secrets/token", **told(plan.name, k - 1, names)},
+        "environment": {"ORCHESTRA_TOKEN_FILE": "/run/secrets/token", **host_environment(plan.name, k - 1, names)},
         "entrypoint": ["sh", "-c", script.replace("$", "$$"), "sh"],  # Compose has its own use for a single $
         "command": ["sleep", "infinity"],
     }

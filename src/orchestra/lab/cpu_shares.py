@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares of the processor: a cgroup per host, version 1 or 2, whichever has this machine's CPU controller.
+"""Shares of the processor: a cgroup per host, of version 1 or 2, whichever has this machine's CPU controller.
 
     quota = cpu × period        microseconds of all its processes together, in every period
 
-The period is 10 ms: with the usual 100 ms, a host of a quarter core would stand still for 75 ms at a time. The kernel
-takes no quota below 1 ms, so small shares have longer periods.
+The period is 10 ms: with the usual 100 ms, a host of a quarter core would pause for 75 ms at a time. The kernel accepts
+no quota below 1 ms, so small shares have longer periods.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PATIENCE = 5.0  # seconds until a cgroup whose processes were killed is empty
 
 @dataclass(frozen=True)
 class Cgroups:
-    """Where the groups of hosts are made."""
+    """The folder in which the hosts' cgroups are made."""
 
     root: Path
     unified: bool  # version 2
 
     def limit(self, name: str, cpu: float) -> None:
-        """Make a group that gets so many cores."""
+        """Make a group that may use so many cores."""
         period = max(_PERIOD, round(_LEAST_QUOTA / cpu))
         quota = max(_LEAST_QUOTA, round(cpu * period))
         group = self.root / name
@@ -47,12 +47,12 @@ class Cgroups:
                 (group / "cpu.cfs_quota_us").write_text(str(quota), encoding="ascii")
         except OSError as error:
             raise EnvironmentProblem(
-                f"the processor cannot be shared out: {error.strerror}: {error.filename or group}. "
-                "Leave --cpu away, or run where cgroups may be written (in Docker: --privileged --cgroupns=host)."
+                f"the processor cannot be limited: {error.strerror}: {error.filename or group}. "
+                "Leave --cpu out, or run where cgroups may be written (in Docker: --privileged --cgroupns=host)."
             ) from None
 
     def share(self, name: str) -> float | None:
-        """How many cores a group gets, if there is one."""
+        """Return how many cores a group may use, if it exists and has a limit."""
         try:
             if self.unified:
                 quota, period = (self.root / name / "cpu.max").read_text(encoding="ascii").split()
@@ -63,27 +63,27 @@ class Cgroups:
         except OSError:
             return None
 
-    def door(self, name: str) -> Path | None:
-        """The file that a process writes its number into, to be in the group."""
-        door = self.root / name / "cgroup.procs"
-        return door if door.exists() else None
+    def procs_file(self, name: str) -> Path | None:
+        """Return the file into which a process writes its pid to enter the group, if the group exists."""
+        path = self.root / name / "cgroup.procs"
+        return path if path.exists() else None
 
     def of(self, lab: str) -> list[str]:
-        """The groups of a lab."""
+        """Return the groups of a lab."""
         return sorted(name for name in os.listdir(self.root) if owner_of(name) == lab)
 
     def labs(self) -> set[str]:
-        """Labs that have groups."""
+        """Return the labs that have groups."""
         return {lab for name in os.listdir(self.root) if (lab := owner_of(name))}
 
     def members(self, name: str) -> list[int]:
-        """Who is in a group."""
+        """Return the processes in a group."""
         with contextlib.suppress(OSError):
             return [int(pid) for pid in (self.root / name / "cgroup.procs").read_text(encoding="ascii").split()]
         return []
 
     def remove(self, name: str) -> None:
-        """Take a group away whose processes were killed."""
+        """Remove a group whose processes were killed."""
         end = time.monotonic() + _PATIENCE
         while True:
             try:
@@ -98,7 +98,7 @@ class Cgroups:
 
 
 def find_cgroups(mounts: Path = Path("/proc/mounts")) -> Cgroups | None:
-    """Where this machine shares out its processor, if it does."""
+    """Return the cgroups by which this machine can limit the processor, if it has any."""
     found: list[Cgroups] = []
     for line in mounts.read_text(encoding="utf-8").splitlines():
         _, where, kind, options, *_ = line.split()

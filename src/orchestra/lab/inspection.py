@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is up, read from the kernel: addresses, buckets, quotas, and the delay line's own arguments."""
+"""The state of a lab, read from the kernel: addresses, buckets, quotas, and the delay line's arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from orchestra.launchers.marked_processes import arguments_of
 
 @dataclass(frozen=True, kw_only=True)
 class LabState:
-    """A lab that is there."""
+    """A lab that exists."""
 
     name: str
-    addresses: tuple[str | None, ...]  # one per host; None where it was not built to its end
+    addresses: tuple[str | None, ...]  # one per host; None if the host was not built completely
     machines: tuple[Machine, ...]
-    cut: bool  # its hosts cannot reach each other: it was half built, or its delay line died
+    broken: bool  # its hosts cannot reach each other: it was half built, or its delay line died
     processes: int  # that run in its hosts
 
     @property
@@ -29,16 +29,16 @@ class LabState:
         return len(self.machines)
 
     def check(self) -> None:
-        """Refuse to use it where it would not work."""
-        if self.cut:
+        """Raise if the lab does not work."""
+        if self.broken:
             raise EnvironmentProblem(
-                f"the lab {self.name} is not whole: it was half built, or its delay line died. "
-                f"Take it down (orchestra lab down --name {self.name}), and build it anew."
+                f"the lab {self.name} is broken: it was half built, or its delay line died. "
+                f"Take it down (orchestra lab down --name {self.name}), and build it again."
             )
 
 
 def look(name: str) -> LabState:
-    """A lab by its name, which must be up."""
+    """Return the state of a lab, which must be up."""
     refuse_without()
     hosts = sum(owner_of(space) == name and not space.endswith("-switch") for space in namespaces())
     there = names()
@@ -65,13 +65,13 @@ def look(name: str) -> LabState:
         name=name,
         addresses=tuple(addresses),
         machines=tuple(machines),
-        cut=not _whole(k, name, addresses, latencies),
+        broken=not _is_complete(k, name, addresses, latencies),
         processes=len(processes_in(spaces)),
     )
 
 
 def _latencies(name: str) -> dict[str, float]:
-    """Of each TAP, from the command line of the delay line."""
+    """Return the latency of each TAP, from the command line of the delay line."""
     for pid in processes_in([switch_of(name)]):
         words = arguments_of(pid)
         if any(word.endswith(DELAY_LINE.name) for word in words):
@@ -80,8 +80,8 @@ def _latencies(name: str) -> dict[str, float]:
     return {}
 
 
-def _whole(k: IpCommands, name: str, addresses: list[str | None], latencies: dict[str, float]) -> bool:
-    """Whether every host has an address and a way to the others: through one bridge, or through its TAP."""
+def _is_complete(k: IpCommands, name: str, addresses: list[str | None], latencies: dict[str, float]) -> bool:
+    """Whether every host has an address and is connected to the others: through one bridge, or through its TAP."""
     masters = {e["ifname"]: e.get("master") for e in k.ask("ip", "link", "show", inside=switch_of(name))}
     every = range(1, len(addresses) + 1)
     if latencies:
@@ -92,7 +92,7 @@ def _whole(k: IpCommands, name: str, addresses: list[str | None], latencies: dic
 
 
 def _rate(bucket: dict[str, object] | None) -> float | None:
-    """Bits per second; tc says bytes."""
+    """Return a bucket's rate in bits per second; tc reports bytes."""
     if bucket is None or bucket.get("kind") != "tbf":
         return None
     options = bucket["options"]

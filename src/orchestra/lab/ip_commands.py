@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lab asks of the kernel: `ip` and `tc`, one builder at a time, and who lives in which namespace."""
+"""`ip` and `tc` commands, the lock that lets one process build at a time, and the processes in namespaces."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from orchestra.errors import EnvironmentProblem
 from orchestra.runs.files import lock_file
 
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
-_LOCK = "/run"  # a folder that is always there: nothing is left behind
-_PATIENCE = 30.0  # seconds that a command may take, or another one that builds
+_LOCK = "/run"  # a folder that always exists: no lock file is left behind
+_PATIENCE = 30.0  # seconds that a command may take, and that another process may build
 
 Identity = tuple[int, int]
 
 
 def refuse_without(*, delayed: bool = False) -> None:
-    """Refuse early where no lab can be."""
-    instead = "Or let Docker do it: orchestra lab compose --help"
+    """Raise early if this machine cannot have a lab."""
+    instead = "Or use Docker: orchestra lab compose --help"
     if os.geteuid() != 0:
         raise EnvironmentProblem(
             f"a lab needs root, and this is user {os.geteuid()}: it makes network namespaces. "
@@ -38,7 +38,7 @@ def refuse_without(*, delayed: bool = False) -> None:
         )
     if delayed and not os.path.exists("/dev/net/tun"):
         raise EnvironmentProblem(
-            "/dev/net/tun is missing, which latencies need (CONFIG_TUN). Try modprobe tun, or leave --latency away."
+            "/dev/net/tun is missing, which latencies need (CONFIG_TUN). Try modprobe tun, or leave --latency out."
         )
 
 
@@ -46,24 +46,24 @@ def refuse_without(*, delayed: bool = False) -> None:
 class IpCommands:
     """Runs `ip` and `tc`."""
 
-    lock: int | None = None  # inherited by every command: when a builder is killed, the next waits for the last of them
+    lock: int | None = None  # every command inherits it: after a builder is killed, the next waits for its command
 
     def ip(self, *words: str, inside: str | None = None, needs: str = "") -> None:
-        """One `ip` command."""
+        """Run one `ip` command."""
         self.call(["ip", *(["-n", inside] if inside else []), *words], needs=needs)
 
     def batch(self, tool: str, lines: Iterable[str], *, inside: str, needs: str) -> None:
-        """Many commands of one tool in one namespace, the first failure ends it."""
+        """Run many commands of one tool in one namespace; the first failure ends the batch."""
         self.call([tool, "-n", inside, "-batch", "-"], stdin="\n".join(lines), needs=needs)
 
     def ask(self, tool: str, *words: str, inside: str) -> list[dict[str, Any]]:
-        """What a `show` command says; nothing if what it asks for is not there."""
+        """Return the output of a `show` command; nothing if there is no such object."""
         said = subprocess.run([tool, "-n", inside, "-j", *words], capture_output=True, text=True, check=False)
         found: list[dict[str, Any]] = json.loads(said.stdout or "[]") if said.returncode == 0 else []
         return [entry for entry in found if entry]
 
     def call(self, command: list[str], *, stdin: str = "", needs: str = "") -> None:
-        """Run a command to its end, or say what it needed."""
+        """Run a command; if it fails, raise with what it needs."""
         keep = () if self.lock is None else (self.lock,)
         try:
             said = subprocess.run(
@@ -78,14 +78,14 @@ class IpCommands:
 
 
 def _failed_line(complaint: str, batch: str) -> str:
-    """The line that a batch stopped at: it ends with "Command failed -:3"."""
+    """Return the line that a batch stopped at: its output ends with "Command failed -:3"."""
     _, found, number = complaint.rpartition("Command failed -:")
     return batch.splitlines()[int(number) - 1] if found and number.strip().isdecimal() else ""
 
 
 @contextmanager
-def alone() -> Iterator[IpCommands]:
-    """The right to build and take down, which one process has at a time, and loses when it dies."""
+def building() -> Iterator[IpCommands]:
+    """Hold the lock for building and taking down labs; the kernel frees it if the process dies."""
     lock = os.open(_LOCK, os.O_RDONLY | os.O_CLOEXEC)
     try:
         try:
@@ -100,16 +100,16 @@ def alone() -> Iterator[IpCommands]:
         os.close(lock)
 
 
-# Who lives where.
+# Namespaces and their processes.
 
 
 def namespaces() -> list[str]:
-    """The names there are."""
+    """Return the names of all network namespaces."""
     return sorted(os.listdir(NAMESPACES)) if NAMESPACES.is_dir() else []
 
 
 def identity(path: str | Path) -> Identity | None:
-    """Which namespace a file stands for."""
+    """Return a number pair that identifies the namespace of a file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -118,9 +118,9 @@ def identity(path: str | Path) -> Identity | None:
 
 
 def processes_in(names: Collection[str]) -> list[int]:
-    """Processes in any of these namespaces; none that shares this one's network, or the machine's own."""
-    homes = {identity(NAMESPACES / name) for name in names}
-    homes -= {None, identity("/proc/1/ns/net"), identity("/proc/self/ns/net")}
-    if not homes:
+    """Return the processes in these namespaces, but none in this process's own or the machine's."""
+    wanted = {identity(NAMESPACES / name) for name in names}
+    wanted -= {None, identity("/proc/1/ns/net"), identity("/proc/self/ns/net")}
+    if not wanted:
         return []
-    return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and identity(f"/proc/{pid}/ns/net") in homes]
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and identity(f"/proc/{pid}/ns/net") in wanted]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lab is to be, checked before anything is built; and what its parts are called."""
+"""The plan of a lab, checked before anything is built, and the names of its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from orchestra.errors import ConfigError, Problem, nearest
 from orchestra.worlds.simulated.networks import read_rate, read_time
 
-DEFAULT = "orchestra"  # the name of a lab that was given none, and what every name on the machine begins with
+DEFAULT = "orchestra"  # the name of a lab by default; every name on the machine begins with it
 MOST_HOSTS = 250  # in a /24 network
 _SLOWEST, _FASTEST = 8e3, 1e12  # bits per second
 _LONGEST = 10.0  # seconds
@@ -26,8 +26,8 @@ class Machine:
 
     up: float | None = None  # bits per second that it sends; None: as fast as the kernel
     down: float | None = None  # bits per second that it receives
-    latency: float = 0.0  # seconds one way to a host alike; between two that differ, the mean of both
-    cpu: float | None = None  # cores; None: as much as it gets
+    latency: float = 0.0  # seconds one way to a host with the same latency; between two others, the mean of both
+    cpu: float | None = None  # cores; None: no limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,16 @@ class LabPlan:
         return any(machine.latency for machine in self.machines)
 
 
-# Names. Every one begins with "orchestra", so that what belongs to a lab is known without a list of it anywhere.
+# Names. Every one begins with "orchestra", so that the parts of a lab are found without a record of them.
 
 
 def switch_of(lab: str) -> str:
-    """The namespace of a lab's switch."""
+    """Return the namespace of a lab's switch."""
     return f"{_prefix(lab)}-switch"
 
 
 def host_of(lab: str, k: int) -> str:
-    """The namespace of a lab's k-th host, also its cgroup; hosts count from 1.
+    """Return the namespace of a lab's k-th host, which is also its cgroup; hosts count from 1.
 
     >>> host_of("orchestra", 1), host_of("slow", 2)
     ('orchestra-host-1', 'orchestra-slow-host-2')
@@ -65,7 +65,7 @@ def _prefix(lab: str) -> str:
 
 
 def owner_of(name: str) -> str | None:
-    """The lab that a namespace or cgroup of this name belongs to, if any.
+    """Return the lab that a namespace or cgroup of this name belongs to, if any.
 
     >>> owner_of("orchestra-host-1"), owner_of("orchestra-slow-switch"), owner_of("router-host-1")
     ('orchestra', 'slow', None)
@@ -75,7 +75,7 @@ def owner_of(name: str) -> str | None:
 
 
 def subnet_of(lab: str, taken: Collection[str]) -> str:
-    """The first three bytes of a lab's addresses: always the same for a name, unless another lab has them.
+    """Return the first three bytes of a lab's addresses: always the same for a name, unless another lab has them.
 
     >>> subnet_of("a", []), subnet_of("a", ["10.77.67"])
     ('10.77.67', '10.77.68')
@@ -84,8 +84,8 @@ def subnet_of(lab: str, taken: Collection[str]) -> str:
     return next(net for i in range(256) if (net := f"10.77.{(first + i) % 256}") not in taken)
 
 
-def told(lab: str, rank: int, addresses: Sequence[str]) -> dict[str, str]:
-    """What a host is told of itself and the others, in its environment."""
+def host_environment(lab: str, rank: int, addresses: Sequence[str]) -> dict[str, str]:
+    """Return the variables that tell a host its own address and rank, and the addresses of the others."""
     return {
         "ORCHESTRA_LAB": lab,
         "ORCHESTRA_LAB_RANK": str(rank),
@@ -93,7 +93,7 @@ def told(lab: str, rank: int, addresses: Sequence[str]) -> dict[str, str]:
         "ORCHESTRA_LAB_ADDRESS": addresses[rank],
         "ORCHESTRA_LAB_FIRST": addresses[0],
         "ORCHESTRA_LAB_ADDRESSES": ",".join(addresses),
-        # For torch.distributed, with one process on each host. torchrun puts its own RANK and WORLD_SIZE over these.
+        # For torch.distributed, with one process on each host. torchrun replaces RANK and WORLD_SIZE by its own.
         "RANK": str(rank),
         "WORLD_SIZE": str(len(addresses)),
         "LOCAL_RANK": "0",
@@ -104,7 +104,7 @@ def told(lab: str, rank: int, addresses: Sequence[str]) -> dict[str, str]:
     }
 
 
-# Reading what was asked for.
+# Reading a plan.
 
 
 def make_plan(
@@ -116,13 +116,13 @@ def make_plan(
     cpu: float | None = None,
     exceptions: Mapping[int, Mapping[str, str | float]] | None = None,
 ) -> LabPlan:
-    """Check what was asked for; all problems at once."""
+    """Return the plan of a lab; raise with all problems at once."""
     problems: list[Problem] = []
     if not re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?", name):
         problems.append(Problem("name", name, "must be at most 32 small letters, digits and inner hyphens"))
     if isinstance(hosts, bool) or not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
         problems.append(Problem("hosts", hosts, f"must be a whole number from 1 to {MOST_HOSTS}"))
-        hosts = MOST_HOSTS  # so that exceptions are read all the same
+        hosts = MOST_HOSTS  # so that exceptions are still checked
     given = {"rate": rate, "latency": latency, "cpu": cpu}
     every = _change(Machine(), given, "", problems)
     machines = [every] * hosts
@@ -137,7 +137,7 @@ def make_plan(
 
 
 def read_exception(text: str) -> tuple[int, dict[str, str]]:
-    """One host that differs, as the command line takes it.
+    """Read the settings of one host, as the command line takes them.
 
     >>> read_exception("3:rate=10mbit,latency=5ms")
     (3, {'rate': '10mbit', 'latency': '5ms'})
@@ -203,11 +203,11 @@ _READERS: dict[str, Callable[[Any], float]] = {
 }
 
 
-# Writing it, in the same words.
+# Writing values as they are read.
 
 
 def rate_words(bits: float) -> str:
-    """A rate as it would be asked for.
+    """Format a rate as it is given.
 
     >>> rate_words(1e8), rate_words(2.5e9), rate_words(8e3)
     ('100mbit', '2.5gbit', '8kbit')
@@ -219,7 +219,7 @@ def rate_words(bits: float) -> str:
 
 
 def time_words(seconds: float) -> str:
-    """A latency as it would be asked for.
+    """Format a latency as it is given.
 
     >>> time_words(0.001), time_words(5e-05), time_words(1.5)
     ('1ms', '50us', '1.5s')

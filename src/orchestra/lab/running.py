@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a command on hosts of a lab: on all at once, each line with its host in front, and nothing outlives it.
+"""Run a command on hosts of a lab: on all at once, each line with its host in front.
 
-A host's command is in the host's namespace and cgroup and in a session of its own, and the kernel kills it if we die.
-All that it starts inherits a mark in its environment, by which it is found and killed at the end.
+A host's command is in the host's namespace and cgroup and in a session of its own, and the kernel kills it if this
+process dies. All processes that it starts inherit a mark in their environment, by which they are found and killed at
+the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import BinaryIO
 from orchestra.errors import ConfigError, EnvironmentProblem, Interrupted, Problem
 from orchestra.lab.cpu_shares import find_cgroups
 from orchestra.lab.inspection import LabState
-from orchestra.lab.plan import host_of, told
+from orchestra.lab.plan import host_environment, host_of
 from orchestra.launchers.marked_processes import exit_status, kill_marked
 from orchestra.launchers.process_group import LocalProcess, News, ProcessGroup
 
@@ -34,14 +35,14 @@ def command_in(lab: LabState, host: int, command: Sequence[str]) -> list[str]:
     """Return the command line that runs a command on a host, for `subprocess`."""
     space = host_of(lab.name, host)
     shares = find_cgroups()
-    door = (shares.door(space) if shares else None) or ""
+    procs_file = (shares.procs_file(space) if shares else None) or ""
     with_us = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-    return ["sh", "-c", _ENTER, str(door), *with_us, "ip", "netns", "exec", space, *command]
+    return ["sh", "-c", _ENTER, str(procs_file), *with_us, "ip", "netns", "exec", space, *command]
 
 
 def environment_in(lab: LabState, host: int) -> dict[str, str]:
-    """Return the variables that there are, with those that tell a host of itself and the others."""
-    ours = told(lab.name, host - 1, [address or "" for address in lab.addresses])
+    """Return this process's environment, with the variables that describe a host and the others."""
+    ours = host_environment(lab.name, host - 1, [address or "" for address in lab.addresses])
     port = os.environ.get("MASTER_PORT", ours["MASTER_PORT"])
     # The hosts share this machine's cores, and threads that wait for each other spin.
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // lab.size))}
@@ -56,16 +57,16 @@ def run(
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
 ) -> int:
-    """Run a command on one host, or on all with the host in front of each line; the status of the first that failed.
+    """Run a command on one host, or on all with the host in front of each line; return the first status that failed.
 
-    One that fails ends the others, and so does Ctrl-C, which raises `Interrupted` afterwards.
+    A host that fails ends the others, and so does Ctrl-C, which raises `Interrupted` afterwards.
     """
     lab.check()
     if not command:
-        raise ConfigError([Problem("command", "", "say what to run: orchestra lab run -- hostname -I")])
+        raise ConfigError([Problem("command", "", "give a command to run: orchestra lab run -- hostname -I")])
     if host is not None and not 1 <= host <= lab.size:
         raise ConfigError([Problem("host", host, f"there is no such host; they count from 1 to {lab.size}")])
-    sys.stdout.flush()  # what was printed before comes before their output
+    sys.stdout.flush()  # earlier output of this process comes first
     mark = secrets.token_hex(8)
     try:
         if host is not None and out is None and err is None:
@@ -78,7 +79,7 @@ def run(
 
 
 def _attached(lab: LabState, host: int, command: Sequence[str], mark: str) -> int:
-    """Run on one host, with our own input and output. On a terminal it is in the foreground, and Ctrl-C is its own."""
+    """Run on one host, with this process's input and output; on a terminal in the foreground, where it gets Ctrl-C."""
     terminal = sys.stdin is not None and sys.stdin.isatty()
     process = subprocess.Popen(
         command_in(lab, host, command),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs looked at from outside while they go on: in a terminal and in a browser."""
+"""Live views of runs while they go on: in a terminal and in a browser."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring a machine, so that simulations know it."""
+"""Measurements of a machine for simulations."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring this machine, by the means that real runs use.
+"""Measure this machine with the code that real runs use.
 
-    computing      the steps of short runs of the workload, one worker, at several batches (cli/probe.py)
-    exchange       messages thrown to and fro between the two workers of a real run, small ones and large ones
-    loopback       the same between two processes with a socket between them
-    memory         a copy of more than any cache holds
-    numbers        an optimizer's step over a large vector
+    computing          the steps of short runs of the workload, one worker, at several batches (cli/probe.py)
+    memory_exchange    small and large messages back and forth between the two workers of a real run
+    loopback           the same between two processes through a socket
+    memory             a copy of more bytes than a cache holds
+    number             an optimizer's step over a large vector
 
-A message of S bytes takes  message + latency + S / rate:  small ones give the first two, large ones the rate.
+A message of S bytes takes  message + latency + S / rate:  small messages give the first two, large ones the rate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COPIES = 1 << 26  # bytes of the copies that measure memory
 
 
 def machine() -> str:
-    """What it is, in a line."""
+    """Describe this machine in a line."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -58,19 +58,19 @@ def machine() -> str:
 
 
 def memory(repeats: int = 9) -> float:
-    """Bytes per second that one process copies."""
-    here, there = (torch.zeros(_COPIES, dtype=torch.uint8) for _ in range(2))
+    """Return the bytes per second that one process copies."""
+    source, target = (torch.zeros(_COPIES, dtype=torch.uint8) for _ in range(2))
     with _one_thread():
-        return _COPIES / _median(lambda: there.copy_(here), repeats)
+        return _COPIES / _median(lambda: target.copy_(source), repeats)
 
 
 def number(repeats: int = 50) -> float:
-    """Seconds for every number that an optimizer updates: SGD with momentum, over a large vector."""
+    """Return the seconds per number that an optimizer updates: SGD with momentum, over a large vector."""
     x, g = torch.zeros(_LARGE), torch.zeros(_LARGE)
-    inner = FlatOptimizer(functools.partial(torch.optim.SGD, lr=1e-9, momentum=0.9), x, fused=True)
-    inner.step(g)
+    optimizer = FlatOptimizer(functools.partial(torch.optim.SGD, lr=1e-9, momentum=0.9), x, fused=True)
+    optimizer.step(g)
     with _one_thread():
-        return _median(lambda: inner.step(g), repeats) / _LARGE
+        return _median(lambda: optimizer.step(g), repeats) / _LARGE
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def _one_thread() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ToAndFro(Strategy[None]):
-    """Two workers throw a vector at each other."""
+class _PingPong(Strategy[None]):
+    """Two workers send a vector back and forth."""
 
     repeats: int
 
@@ -100,22 +100,22 @@ class _ToAndFro(Strategy[None]):
         for name, x in (("small", node.x[:1]), ("large", node.x)):
             for _ in range(self.repeats):
                 began = node.now()
-                posted = self._throw(node, x) if node.rank == 0 else self._throw_back(node, x)
+                posted = self._send(node, x) if node.rank == 0 else self._send_back(node, x)
                 node.log(name, node.now() - began)
                 node.log(f"{name}, posting", posted)
 
-    def _throw(self, node: Node, x: Tensor) -> float:
+    def _send(self, node: Node, x: Tensor) -> float:
         began = node.now()
-        thrown = node.comm.start_send(1, x)
+        sending = node.comm.start_send(1, x)
         posted = node.now() - began
         x.copy_(node.comm.recv(1).x)
-        thrown.wait()
+        sending.wait()
         return posted
 
-    def _throw_back(self, node: Node, x: Tensor) -> float:
+    def _send_back(self, node: Node, x: Tensor) -> float:
         x.copy_(node.comm.recv(0).x)
         began = node.now()
-        node.comm.start_send(0, x)  # whoever throws again has read the last answer: nobody need wait for that
+        node.comm.start_send(0, x)  # no wait: the next message shows that worker 0 has read this one
         return node.now() - began
 
 
@@ -135,7 +135,7 @@ def memory_exchange(repeats: int = 100) -> LinkMeasurement:
             data=_nothing,
             loss=_mean,
             optimizer=functools.partial(torch.optim.SGD, lr=1e-9),
-            strategy=_ToAndFro(repeats=repeats),
+            strategy=_PingPong(repeats=repeats),
             cluster=Local(workers=2, threads=1),
             batch=1,
             budget=Steps(2),
@@ -147,7 +147,7 @@ def memory_exchange(repeats: int = 100) -> LinkMeasurement:
             if isinstance(event, Logged) and event.step == 2:  # the first step warms up
                 found[event.name].append(event.value)
     middle = {name: statistics.median(values) for name, values in found.items()}
-    # There and back: half is one way.
+    # A round trip is two messages.
     return _exchange(middle["small, posting"], middle["small"] / 2, middle["large"] / 2, 4 * _LARGE)
 
 
@@ -167,36 +167,36 @@ with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as line:
 
 
 def loopback(repeats: int = 100) -> LinkMeasurement:
-    """Messages through a socket of this machine to another process, which answers with a byte."""
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        door.settimeout(30)
-        port = door.getsockname()[1]
+    """Measure messages to another process of this machine through a socket; each is answered with a byte."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
+        port = listener.getsockname()[1]
         with subprocess.Popen([sys.executable, "-c", _ECHO, str(port)]) as echo:
-            line, _ = door.accept()
-            with line:
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                small, posting = _talk(line, 1, repeats)
-                large, _ = _talk(line, 4 * _LARGE, repeats)
+            connection, _ = listener.accept()
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                small, posting = _talk(connection, 1, repeats)
+                large, _ = _talk(connection, 4 * _LARGE, repeats)
             echo.wait(30)
-    # There with a message, back with a byte: the small message is half of its time under way.
+    # The answer is one byte, so a small message takes half of its round trip.
     return _exchange(posting, small / 2, large - small / 2, 4 * _LARGE)
 
 
-def _talk(line: socket.socket, size: int, repeats: int) -> tuple[float, float]:
-    """Median seconds until the answer, and until the message was handed over."""
-    text = size.to_bytes(8, "little") + bytes(size)
+def _talk(connection: socket.socket, size: int, repeats: int) -> tuple[float, float]:
+    """Return the median seconds until the answer, and until the kernel had taken the message."""
+    message = size.to_bytes(8, "little") + bytes(size)
     until_answer, until_posted = [], []
     for _ in range(repeats):
         began = time.perf_counter()
-        line.sendall(text)
+        connection.sendall(message)
         until_posted.append(time.perf_counter() - began)
-        line.recv(1)
+        connection.recv(1)
         until_answer.append(time.perf_counter() - began)
     return statistics.median(until_answer), statistics.median(until_posted)
 
 
 def _exchange(message: float, small: float, large: float, size: int) -> LinkMeasurement:
-    """From the time of one way with next to nothing, and with `size` bytes."""
+    """Return the measurement from the seconds to post a message, and those a small one and one of `size` bytes take."""
     message = min(message, small)
     return LinkMeasurement(rate=size / max(large - small, 1e-9), latency=small - message, message=message)
 

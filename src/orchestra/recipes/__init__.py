@@ -7,7 +7,7 @@
 >>> recipes.get("digits").target
 'accuracy=0.95'
 
-Each is a constant of a module beside this one, imported when the recipe is asked for.
+Each recipe is a constant of a module of this package, which is imported when the recipe is requested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["get", "names"]
 
-# From the quickest to the slowest, and none imported: listing them must not wait for torch.
+# From the quickest to the slowest. Not imported here: listing the names must not wait for torch.
 _PLACES = {
     "digits": "images.DIGITS",
     "regression": "regression.RECIPE",

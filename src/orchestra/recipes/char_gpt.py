@@ -15,7 +15,7 @@ from orchestra.recipes.models import CharGPT
 from orchestra.recipes.recipe import Recipe
 
 CHARACTERS = 80  # kinds of characters in the plays; `orchestra.data.alphabet()` lists them
-WARM_UP = 0.1  # epochs until the learning rate is whole
+WARM_UP = 0.1  # epochs until the learning rate reaches its full value
 
 
 def loss(scores: Tensor, following: Tensor) -> Tensor:

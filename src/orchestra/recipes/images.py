@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classification of small images: digits and two kinds of MNIST.
 
-`digits` is the first thing to run: done in seconds, and nothing to download. MNIST with LeNet-5 is the workload of half
-the papers in the field; Fashion-MNIST is of the same size, but far from solved at the end.
+`digits` is the recipe to begin with: it takes seconds, and nothing is downloaded. MNIST with LeNet-5 is the workload
+of half the papers in the field; Fashion-MNIST has the same size and is harder.
 """
 
 from __future__ import annotations

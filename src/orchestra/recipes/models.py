@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """A perceptron: linear layers of these widths with ReLU between. `mlp(64, 128, 10)` has one hidden layer."""
+    """Return linear layers of these widths with ReLU between; `mlp(64, 128, 10)` has one hidden layer."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -41,13 +41,13 @@ class LeNet5(nn.Module):
         self.head = mlp(16 * 5 * 5, 120, 84, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(N, 1, 28, 28) to (N, classes), unnormalised."""
+        """Map images (N, 1, 28, 28) to logits (N, classes)."""
         scores: Tensor = self.head(self.features(images).flatten(1))
         return scores
 
 
 class Block(nn.Module):
-    """One layer of the transformer: attention to what came before, then a perceptron, each added to its input."""
+    """One layer of the transformer: causal attention, then a perceptron, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, T, width) to the same."""
+        """Map activations (N, T, width) to activations of the same shape."""
         samples, length, width = x.shape
         q, k, v = (
             part.view(samples, length, self.heads, width // self.heads).transpose(1, 2)
             for part in self.qkv(self.before_attention(x)).split(width, dim=-1)
         )
-        # Written out: the fused attention of torch has no batching rule on CPU, and sequences here are short.
+        # Not the fused attention of torch: it has no batching rule on CPU, and sequences here are short.
         later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         weights = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(later, float("-inf")).softmax(-1)
         mixed = weights @ v
@@ -85,11 +85,11 @@ class CharGPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                # What each block adds starts small, so that the sum over blocks has the size of one of them.
+                # The output of each block starts small, so that the sum over all blocks is as large as one block.
                 small = name.endswith(("out.weight", "mlp.2.weight"))
                 nn.init.normal_(weight, std=0.7 * (width * (2 * layers if small else 1)) ** -0.5)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """(N, T) numbers of characters to (N, T, kinds), the unnormalised scores of what comes next."""
+        """Map numbers of characters (N, T) to the logits of the next characters, (N, T, kinds)."""
         x = self.embedding(characters) + self.position[: characters.shape[1]]
         return F.linear(self.norm(self.blocks(x)), self.embedding.weight)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe is: a workload with a name, complete but for the strategy and the cluster.
+"""The class of recipes: workloads with a name, complete except for the strategy and the cluster.
 
 The recipes that come with the package are in `orchestra.recipes`; your own is one `Recipe(...)` in your own file. The
-callables should be module-level functions or `functools.partial` of such, so that worker processes can be given them.
+callables should be module-level functions or `functools.partial` of such functions, so that they can be
+sent to worker processes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A named workload: everything `orchestra.train` needs but the strategy and the cluster."""
+    """A named workload: everything `orchestra.train` needs except the strategy and the cluster."""
 
     name: str
     about: str  # one line
@@ -29,6 +30,6 @@ class Recipe:
     epochs: float
     evaluate: Callable[[nn.Module, Any], Mapping[str, float]]
     evaluation_data: Callable[[], Any]
-    target: str  # NAME=VALUE, a score of `evaluate`: what `compare` races to by default; "" finds one by a first run
+    target: str  # NAME=VALUE, a score of `evaluate`: the default target of `compare`; "": a first run finds one
     schedule: Callable[[float], float] | None = None  # factor on the learning rate, by epochs done
     more: Mapping[str, Any] = field(default_factory=dict)  # further arguments of `train`: {"clip": 1.0}

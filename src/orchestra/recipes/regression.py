@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nine room temperatures of a house from its weather, humidity and power: regression with many outputs.
 
-Plain SGD with a small step, on purpose: the held-out weeks are other weather, and a faster optimizer fits the training
-weeks better (R² 0.95) and these worse (0.65). A linear model gets R² 0.71 on them.
+Plain SGD with a small step, on purpose: the weather of the held-out weeks differs, and a faster optimizer fits the
+training weeks better (R² 0.95) and the held-out weeks worse (0.65). A linear model gets R² 0.71 on the latter.
 """
 
 from __future__ import annotations

@@ -47,12 +47,12 @@ def tell(
     races = ComparisonFiles(paths, folders)
     target = target or races.target
     first = _Representatives(folders)
-    told, about = [], []
+    runs, about = [], []
     for folder in folders:
         try:
             run = load(folder)
             failed = None if run.over else races.failures.get(folder)
-            told.append((describe or describe_run)(run, target, first.blocks_for(run)) | _end(failed))
+            runs.append((describe or describe_run)(run, target, first.blocks_for(run)) | _end(failed))
             about.append(without_events(run))
         except (Unreadable, OSError) as error:
             refused.append({"name": str(folder), "why": str(error)})
@@ -61,7 +61,7 @@ def tell(
     if not about:
         reasons = "; ".join(f"{r['name']}: {r['why']}" for r in refused[:3])
         raise ConfigError([Problem("run", str(paths[0]), f"holds no run that can be read ({reasons})")])
-    return reading.harmless(_together(told, about, refused, target, title, races))  # type: ignore[no-any-return]
+    return reading.harmless(_together(runs, about, refused, target, title, races))  # type: ignore[no-any-return]
 
 
 def _end(failed: Failure | None) -> dict[str, Any]:
@@ -208,23 +208,23 @@ def _traffic(run: RunRecord, strategy: Any, trace: traces.OpTrace | None) -> dic
 
 
 def _together(
-    told: list[dict[str, Any]], about: Sequence[RunRecord], refused: list[dict[str, str]], target: Target | None,
+    runs: list[dict[str, Any]], about: Sequence[RunRecord], refused: list[dict[str, str]], target: Target | None,
     title: str | None, races: ComparisonFiles,
 ) -> dict[str, Any]:  # fmt: skip
     from orchestra._version import __version__
 
     all_settings = [settings.settings_of(run) for run in about]
-    for run, condition in zip(told, settings.conditions(all_settings), strict=True):
+    for run, condition in zip(runs, settings.conditions(all_settings), strict=True):
         run["condition"] = condition
-    metrics = sorted({name for run in told if run["scores"] for name in run["scores"]["metrics"]})
+    metrics = sorted({name for run in runs if run["scores"] for name in run["scores"]["metrics"]})
     metric = target.metric if target is not None else metrics[0] if metrics else None
     absent = [failure for folder, failure in races.failures.items() if folder not in {run.path for run in about}]
-    marks = [*_marks(told, metric), *_missing(absent, told, about)]
+    marks = [*_marks(runs, metric), *_missing(absent, runs, about)]
     names = sorted({mark.strategy for mark in marks})
     equal, different = settings.split(all_settings)
-    virtual = all(run["virtual"] for run in told)
+    virtual = all(run["virtual"] for run in runs)
     found = verdict.judge(marks, target, metric, "virtual s" if virtual else "s", races.baseline)
-    if not all(run["over"] or run["failed"] or run["fate"] for run in told):
+    if not all(run["over"] or run["failed"] or run["fate"] for run in runs):
         found = replace(found, sentence=_so_far(found.sentence))
     dressed = looks(names, formulas.catalogue())
     return {
@@ -236,13 +236,13 @@ def _together(
         "verdict": asdict(found),
         **_learned(races.whole(target), found.doubts),
         "strategies": [{"name": name, **dressed[name].as_dict()} for name in names],
-        "conditions": sorted({run["condition"] for run in told}, key=settings.natural),
-        "firsts": _firsts(marks, told, target),
+        "conditions": sorted({run["condition"] for run in runs}, key=settings.natural),
+        "firsts": _firsts(marks, runs, target),
         "intervals": [*_intervals(marks)],
-        "table": tables.table(told, marks, target, metric, races.baseline),
-        "runs": told,
+        "table": tables.table(runs, marks, target, metric, races.baseline),
+        "runs": runs,
         "refused": _left_out(refused, absent),
-        "happened": [*(text for run in told for text in _happened(run)), *_warnings(told)],
+        "happened": [*(text for run in runs for text in _happened(run)), *_warnings(runs)],
         "settings": {"equal": equal, "different": different, "of": [_only(s, different) for s in all_settings]},
         "commands": settings.commands(about),
         "virtual": virtual,
@@ -253,7 +253,7 @@ def _so_far(sentence: str) -> str:
     return f"So far: {sentence.replace('Nothing was scored', 'no trained model was scored yet')}"
 
 
-def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[RunResult]:
+def _marks(runs: Sequence[dict[str, Any]], metric: str | None) -> list[RunResult]:
     return [
         RunResult(
             r["strategy"],
@@ -267,14 +267,14 @@ def _marks(told: Sequence[dict[str, Any]], metric: str | None) -> list[RunResult
             r["failed"] is not None,
             r["unlearned"],
         )
-        for r in told
+        for r in runs
     ]
 
 
-def _firsts(marks: Sequence[RunResult], told: Sequence[dict[str, Any]], target: Target | None) -> dict[str, list[str]]:
+def _firsts(marks: Sequence[RunResult], runs: Sequence[dict[str, Any]], target: Target | None) -> dict[str, list[str]]:
     """Return the strategies that were first under each condition: at the target, or without one at the end."""
     if target is None:
-        marks = [replace(m, seconds=r["seconds"], since=r["seconds"]) for m, r in zip(marks, told, strict=False)]
+        marks = [replace(m, seconds=r["seconds"], since=r["seconds"]) for m, r in zip(marks, runs, strict=False)]
     groups = dict.fromkeys(mark.condition for mark in marks)
     return {group: verdict.firsts([m for m in marks if m.condition == group], target) for group in groups}
 
@@ -288,12 +288,12 @@ def _intervals(marks: Sequence[RunResult]) -> Iterator[dict[str, Any]]:
 
 
 def _missing(
-    absent: Sequence[Failure], told: Sequence[dict[str, Any]], about: Sequence[RunRecord]
+    absent: Sequence[Failure], runs: Sequence[dict[str, Any]], about: Sequence[RunRecord]
 ) -> Iterator[RunResult]:
     """Yield results of runs that failed before they wrote anything, under the condition of the runs beside them."""
     for failure in absent:
-        race = [r for r, run in zip(told, about, strict=True) if run.path.parent.parent == failure.folder.parent.parent]
-        beside = next((r for r in race if r["strategy"] == failure.strategy), (race or told)[0])
+        race = [r for r, run in zip(runs, about, strict=True) if run.path.parent.parent == failure.folder.parent.parent]
+        beside = next((r for r in race if r["strategy"] == failure.strategy), (race or runs)[0])
         yield RunResult(failure.strategy, beside["condition"], failure.seed, None, 0.0, None, None, failed=True)
 
 
@@ -312,12 +312,12 @@ def _happened(run: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: {plural(run['dropped'], 'gradient')} dropped: too few workers were left for another update."
 
 
-def _warnings(told: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _warnings(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the warnings of all runs, each text once. The verdict already says which of several did not learn."""
     names = defaultdict[str, list[str]](list)
-    for run in told:
+    for run in runs:
         for text in run["warnings"]:
-            if len(told) == 1 or run["unlearned"] is None or run["unlearned"] not in text:
+            if len(runs) == 1 or run["unlearned"] is None or run["unlearned"] not in text:
                 names[text].append(run["name"])
     for text, found in names.items():
         more = f" and {plural(len(found) - 1, 'other')}" if len(found) > 1 else ""

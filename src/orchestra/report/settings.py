@@ -24,7 +24,9 @@ def settings_of(run: RunRecord) -> dict[str, str]:
     config, options = run.config, run.options
     cluster = config["cluster"]
     versions = config.get("versions")
-    slow = options.get("straggler")  # what the cluster has as a part of its compute times
+    race = run.note.get("race")
+    # A run of `Solo` has the straggler of its comparison as a condition, and may have another machine itself.
+    slow = (race.get("straggler") if isinstance(race, dict) else None) or options.get("straggler")
     versions = versions if isinstance(versions, dict) else {}
     chosen: dict[str, Any] = {
         "strategy": config["strategy"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `prepare` was asked for: whether it can be, and what every process is told."""
+"""The arguments of `prepare`: their checks, and the `RunSpec` made from them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from orchestra.user_loop.earlier_calls import EARLIER, problems_of_group
 
 
 def problems_of_strategy(strategy: Strategy[Any], *, loader: bool, steps: bool) -> Iterator[Problem]:
-    """What a strategy needs that a loop does not have; a loader and the number of steps only if they are given."""
+    """Yield what a strategy needs that a loop lacks; a loader and the number of steps may be given."""
     name = type(strategy).__name__
     if strategy.layout.model_location == "shared":
         yield Problem("strategy", name, "its workers share one x in one memory: use orchestra.train with Local(...)")
     if strategy.layout.promotes:
         yield Problem("strategy.promote", True, "cannot give the samples of a loop to other workers: leave it out")
     if strategy.needs.validation_loss:
-        message = "looks at samples set apart, which a loop has for itself: use loss=training, or orchestra.train"
+        message = "needs validation samples, which a loop does not share: use loss=training, or orchestra.train"
         yield Problem("strategy", name, message)
     if strategy.needs.momenta:
-        message = "cannot hand over the momenta of an optimizer that stays with the loop: use momenta=reset"
+        message = "cannot transfer the momenta of an optimizer that stays with the loop: use momenta=reset"
         yield Problem("strategy", name, message)
     if strategy.needs.training_loss and not loader:
         yield Problem("loader", None, "must be given: the strategy looks at the loss of every epoch")
@@ -67,7 +67,7 @@ class LoopArguments:
     out: Path | None
     tolerate: int
     note: dict[str, Any]
-    lr_factor: float = 1.0  # on the rates of the optimizer, in its steps alone
+    lr_factor: float = 1.0  # on the rates of the optimizer, applied only during its steps
 
     @property
     def together(self) -> bool:
@@ -76,43 +76,43 @@ class LoopArguments:
 
     @property
     def size(self) -> int:
-        """Processes, servers included."""
+        """The number of processes, servers included."""
         return self.cluster.place.size if self.together else 1
 
     @property
     def rank(self) -> int:
-        """Which of them this is; workers come first."""
+        """The rank of this process; workers come first."""
         return self.cluster.place.rank if self.together else 0
 
     @property
     def workers(self) -> int:
-        """All that are no servers."""
+        """The number of processes that are no servers."""
         return self.size - self.strategy.layout.servers
 
     @property
     def device(self) -> str:
-        """Where the model is."""
+        """The device of the model."""
         return next(iter(trainable(self.model).values())).device.type
 
     @property
     def frozen(self) -> list[nn.Parameter]:
-        """What of the model is never trained."""
+        """The parameters that are not trained."""
         return [p for p in self.model.parameters() if not p.requires_grad and p.numel()]
 
     @property
     def torch_means(self) -> bool:
-        """Whether torch takes the means: on a trusted network, of models that are not on GPUs."""
+        """Whether torch.distributed does the all-reduces: on a trusted network, for models that are not on GPUs."""
         if not self.together or self.device != "cpu":
             return False
         return self.cluster.for_strategy(self.strategy).resources(self.size).torch_means
 
-    # Whether it can be.
+    # Checks.
 
     def problems(self) -> Iterator[Problem]:
-        """All that cannot be."""
+        """Yield all problems of the arguments."""
         found = [*self._problems()]
         yield from found
-        if found and self.strategy.needs.training_loss:  # it would be told at the first step only
+        if found and self.strategy.needs.training_loss:  # otherwise only the first step would report it
             message = "must be given as well, at every step: optimizer.step(loss=loss)"
             yield Problem("loss", type(self.strategy).__name__, message)
 
@@ -172,13 +172,13 @@ class LoopArguments:
         yield from wrappers.problems_of(self.model, self.workers)
         if self.strategy.layout.servers:
             unfit = checks.check_optimizer(self.factory(), self.model, self.strategy)
-            # A schedule that was made before may begin with zero.
+            # A schedule that was created before may begin with zero.
             yield from (p for p in unfit if (p.where, p.value) != ("optimizer.lr", 0.0))
 
-    # What is to be done.
+    # The spec.
 
     def factory(self) -> partial[optim.Optimizer]:
-        """Makes an optimizer like the one given: for layers like the model's, or for any where all are in one group."""
+        """Return a factory of optimizers like the given one, for the model's layers, or for any if it has one group."""
         layers = [*trainable(self.model).values()]
         if not param_groups.is_one(self.optimizer, layers):
             return partial(param_groups.like, self.optimizer, param_groups.members(self.optimizer, layers))
@@ -187,7 +187,7 @@ class LoopArguments:
         return partial(kind, **{name: value for name, value in group.items() if name in known and name != "params"})
 
     def spec(self) -> RunSpec:
-        """As every node is told."""
+        """Return the spec for every node."""
         samples, layers = None, [*trainable(self.model).values()]
         if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
             samples = len(self.loader.sampler)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ class LoopArguments:
         )
 
     def about(self, spec: RunSpec) -> dict[str, Any]:
-        """What the run is, for its folder."""
+        """Return the settings of the run, for its folder."""
         shapes = {name: (p.shape, p.dtype) for name, p in trainable(self.model).items()}
         return {
             "version of orchestra": __version__,
@@ -234,10 +234,10 @@ class LoopArguments:
         }
 
     def in_common(self, spec: RunSpec) -> dict[str, Any]:
-        """What all processes must say alike, the most telling first; of what consists of parts, each part."""
+        """Return what must be equal in all processes, part by part, the most informative differences first."""
         found = code(__version__, [self.model])
         found |= in_parts(self.about(spec), self.strategy, self.model, self.optimizer)
-        # Samples of other kinds may be drawn, differently everywhere.
+        # Samples of other kinds may be drawn at random, and so differ between processes.
         data = self.loader.dataset if self.loader is not None else None
         return found | parts_of_data(data) if type(data) is TensorDataset else found
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of a loop compare while they train: their first gradients, and their learning rates.
+"""Comparisons between the workers of a loop: their first gradients, and their learning rates.
 
-    each worker, before a step    a note to worker 0: the checksum of its first gradient, now and then its rates
-    worker 0, on each note        two first gradients are equal: it warns that the workers read the same samples
-                                  the rates of one step differ: it ends the run, if the strategy goes in lockstep
+    each worker, before a step    to worker 0: the checksum of its first gradient, and every 10 steps its rates
+    worker 0, on each message     two first gradients are equal: it warns that the workers read the same samples
+                                  the rates of one step differ: it ends the run, if the workers are in lockstep
 
-No worker waits for another because of it, and the notes are no part of the strategy's traffic.
+No worker waits for these messages, and they do not count as the strategy's traffic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EVERY = 10  # steps between two comparisons of the learning rates
 
 
 class WorkerReport:
-    """What one worker tells worker 0."""
+    """The messages of one worker to worker 0."""
 
     def __init__(self, say: Callable[[dict[str, Any]], None]) -> None:
         self._say, self._first = say, True
@@ -32,9 +32,9 @@ class WorkerReport:
         self._clip = math.inf  # the largest norm of the gradient in it
 
     def before_step(self, step: int, gradients: Sequence[Tensor], rates: list[float], clip: float) -> None:
-        """Tell of the gradient, if it is the first, and of the learning rates in this step, if they must be equal.
+        """Send the checksum of the first gradient, and the learning rates of this step if they must be equal.
 
-        Without gradients there is nothing to tell: the samples are known to be this worker's own.
+        `gradients` is empty if the samples are known to differ between workers.
         """
         if self._first and (found := _checksum(gradients)) is not None:
             self._first = False
@@ -44,7 +44,7 @@ class WorkerReport:
             self._tell_rates(step)
 
     def at_end(self, step: int) -> None:
-        """Tell of the learning rates of the last step."""
+        """Send the learning rates of the last step."""
         if self._rates and step != self._step:
             self._tell_rates(step)
 
@@ -54,17 +54,17 @@ class WorkerReport:
 
 
 class WorkerComparisons:
-    """What worker 0 has heard."""
+    """The comparisons at worker 0."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._gradients: dict[int, int] = {}  # the worker that told of each checksum first
+        self._gradients: dict[int, int] = {}  # the first worker that sent each checksum
         self._same: tuple[int, int] | None = None
-        # By step and worker, until all have told of the step: the largest norm of the gradient, and the rates.
+        # By step and worker, until all have sent theirs: the largest norm of the gradient, and the rates.
         self._rates: dict[int, dict[int, tuple[float, list[float]]]] = {}
 
     def gradient(self, worker: int, checksum: int) -> str | None:
-        """Give a warning, once, if another worker has told of the same gradient."""
+        """Return a warning, once, if another worker has sent the same checksum."""
         other = self._gradients.setdefault(checksum, worker)
         if other == worker or self._same is not None:
             return None
@@ -76,11 +76,11 @@ class WorkerComparisons:
         )
 
     def rates(self, worker: int, step: int, values: list[float], clip: float = math.inf) -> str | None:
-        """Give an error if another worker had other learning rates, or another clip, in the same step."""
-        told = self._rates.setdefault(step, {})
-        told[worker] = clip, values
-        other = next(iter(told))  # all that have told of this step so far agree
-        theirs, rates = told[other]
+        """Return an error if another worker had other learning rates, or another clip, in the same step."""
+        found = self._rates.setdefault(step, {})
+        found[worker] = clip, values
+        other = next(iter(found))  # all that were received for this step so far agree
+        theirs, rates = found[other]
         if not math.isclose(theirs, clip, rel_tol=1e-6):
             return (
                 f"optimizer.clip_grad_norm_ bounds the gradient by {theirs!r} on worker {other} and by {clip!r} on "
@@ -95,14 +95,14 @@ class WorkerComparisons:
                     f"{step:,}: workers in lockstep must have the same. Let a scheduler follow what all workers "
                     "have in common: optimizer.orchestra.mean(loss) in place of a worker's own validation loss."
                 )
-        if len(told) == self._workers:
+        if len(found) == self._workers:
             del self._rates[step]
         return None
 
 
 @torch.no_grad()
 def _checksum(gradients: Sequence[Tensor]) -> int | None:
-    """Of all bits; None where it would tell nothing: of gradients that are all zero, or sparse."""
+    """Return a checksum of all bits; None for gradients that are all zero, or sparse."""
     found, anything = 0, False
     for g in gradients:
         if g.layout is not torch.strided:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all workers end with one model, and what else they share then.
+"""The check that all workers end with one model.
 
 each worker gathers the checksum of every parameter from all workers
-a checksum differs:   worker 0's values go to all; each worker tells how far its own are from them
+a checksum differs:   worker 0 broadcasts its values; each worker sends its distance from them
     above rounding    an error that names the parameter and the workers
-    below             all take worker 0's
+    below             all use the values of worker 0
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from orchestra.errors import ConfigError, Problem
 from orchestra.formatting import plural
 from orchestra.model.replica import persistent_buffers
 
-_PIECE = 1 << 12  # bytes of a parameter that are sent at a time: any connection takes as many
+_PIECE = 1 << 12  # bytes of a parameter per message, which any connection can send
 
 
 def named(also: Iterable[nn.Module | Tensor]) -> dict[str, Tensor]:
-    """The parameters and buffers of modules, and tensors, by a name that tells where they were given."""
+    """Return the parameters and buffers of modules, and tensors, by a name with their place among the arguments."""
     return {name: tensor for place, one in enumerate(also) for name, tensor in _parts(f"also[{place}]", one)}
 
 
 def running(also: Iterable[nn.Module | Tensor]) -> list[Tensor]:
-    """The floating-point buffers among them: statistics of the samples that a worker saw."""
+    """Return the floating-point buffers of modules: statistics of the samples that a worker saw."""
     modules = [one for one in also if isinstance(one, nn.Module)]
     return [b for one in modules for b in persistent_buffers(one).values() if b.is_floating_point()]
 
@@ -47,7 +47,7 @@ def _parts(place: str, one: nn.Module | Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def other_layout(comm: Comm, tensors: Mapping[str, Tensor]) -> Problem | None:
-    """Name workers that gave other tensors to `finish(also=...)` than worker 0: their mean would mix them up."""
+    """Return a problem that names workers that gave other tensors to `finish(also=...)` than worker 0."""
     text = "; ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
     rows = _gather(comm, torch.tensor([zlib.crc32(text.encode()), len(tensors)]))
     odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
@@ -62,7 +62,7 @@ def other_layout(comm: Comm, tensors: Mapping[str, Tensor]) -> Problem | None:
 
 @torch.no_grad()
 def differing(comm: Comm, parameters: Mapping[str, Tensor]) -> str | None:
-    """Compare parameters over the workers; name what differs by more than rounding. Below it all take worker 0's."""
+    """Compare parameters over the workers; copy worker 0's up to rounding, else return a message on the difference."""
     if len(comm.workers) == 1:
         return None
     rows = _gather(comm, torch.tensor([checksum(p) for p in parameters.values()]))
@@ -83,7 +83,7 @@ def differing(comm: Comm, parameters: Mapping[str, Tensor]) -> str | None:
 
 
 def about_left_out(workers: Sequence[int]) -> str:
-    """Warn about buffers that are not part of the mean."""
+    """Return a warning about buffers that are not part of the mean."""
     return (
         f"buffers of {_workers(workers)} (BatchNorm's running statistics) became infinite or NaN, so they are not "
         "part of the mean over the workers. Call model(x) itself, not a part of it: then what a forward pass with such "
@@ -96,7 +96,7 @@ def _gather(comm: Comm, row: Tensor) -> list[list[float]]:
 
 
 def _distance(mine: Tensor, first: Tensor) -> float:
-    """How far two tensors are apart, relative to the largest magnitude in them; values that are both NaN are equal."""
+    """Return the distance of two tensors, relative to the largest magnitude in them; NaN equals NaN."""
     a, b = (t.detach().reshape(-1).to("cpu", torch.float64) for t in (mine, first))
     differ = (a != b) & ~(a.isnan() & b.isnan())
     if not bool(differ.any()):
@@ -107,7 +107,7 @@ def _distance(mine: Tensor, first: Tensor) -> float:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """What many steps may add up to where machines round differently: √ε, relative."""
+    """Return the relative difference that rounding may cause over many steps: √ε."""
     return math.sqrt(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
 
 

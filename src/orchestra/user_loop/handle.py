@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process among the others: who it is, what it tells them, how it ends together with them."""
+"""The handle of a loop: this process's rank, its scores and means, and its end together with the other processes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from orchestra.user_loop.run_folder import LoopRunFolder
 from orchestra.user_loop.scores import LoopScores, figures
 from orchestra.user_loop.step_driver import StepDriver
 
-CLIP = "clip_grad_norm_"  # what servers are told of it: the largest norm of the mean, or False
-PIECE = 1 << 20  # bytes of what is never trained that are sent at a time
+CLIP = "clip_grad_norm_"  # setting of servers: the largest norm of the mean, or False
+PIECE = 1 << 20  # bytes of frozen parameters per message
 
 
 class LoopHandle:
-    """This process among the others."""
+    """The attribute `orchestra` of a prepared optimizer: this process's part in the run."""
 
     def __init__(
         self, driver: StepDriver, peers: Peers, folder: LoopRunFolder, module: nn.Module, loader: Loader | None
@@ -50,52 +50,52 @@ class LoopHandle:
         if self._runtime.spec.workers + self._runtime.spec.servers > 1:
             EARLIER.begin(self._runtime.spec.strategy)
         self.hooks: list[RemovableHandle] = []  # on the model
-        self.loaded = False  # whether the loop goes on from a state that it saved
-        self._told = WorkerReport(peers.tell_home) if self.workers > 1 else None
+        self.loaded = False  # whether the loop continues from a saved state
+        self._report = WorkerReport(peers.send_to_coordinator) if self.workers > 1 else None
         self._scores = LoopScores(peers, folder.path, self.rank)
         self._ended: float | None = None  # when this worker's training did
         self._exit = Exit(peers, self.finish, self._how_far, self._broken_off)
 
     @property
     def peers(self) -> Peers:
-        """What the other processes say."""
+        """The control messages of the other processes."""
         return self._peers
 
     @property
     def rank(self) -> int:
-        """Which worker this is."""
+        """The rank of this worker."""
         return self._node.rank
 
     @property
     def workers(self) -> int:
-        """How many there are."""
+        """The number of workers."""
         return self._runtime.spec.workers
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this is worker 0, who prints and saves for all."""
+        """Whether this is worker 0, which prints and saves for all."""
         return self.rank == 0
 
     @property
     def steps(self) -> int:
-        """This worker's steps so far."""
+        """The number of this worker's steps so far."""
         return self._node.steps
 
     @property
     def samples(self) -> int:
-        """This worker's samples so far."""
+        """The number of this worker's samples so far."""
         return self._node.samples
 
     def log(self, name: str, value: float) -> None:
-        """Put a figure into the run folder, if there is one."""
+        """Log a number under a name in the run folder, if there is one."""
         self._node.log(name, value)
 
     def score(self, **given: Tensor | float) -> None:
         """Give the model a score, such as `accuracy=0.9`: for the run folder, if there is one, and `orchestra compare`.
 
-        Every worker may call it, at the same places of the loop, or worker 0 alone: what several give is averaged. None
-        waits for another. The time that the loop takes to compute it counts as training. After `finish`, which leaves
-        all with one model, worker 0 speaks for all.
+        Every worker may call it, at the same places of the loop, or worker 0 alone; scores of several workers are
+        averaged, and no worker waits for another. The time of computing it counts as training. After `finish`, when all
+        workers have one model, only the score of worker 0 counts.
         """
         metrics = figures(given)
         if self._ended is not None and not self.is_coordinator:
@@ -107,55 +107,55 @@ class LoopHandle:
             self._sum_up()
 
     def mean(self, value: Tensor | float, *, weight: float = 1.0) -> float:
-        """The weighted mean of a number over the workers. All must ask, at the same place of the loop."""
+        """Return the weighted mean of a number over the workers. All must call it, at the same place of the loop."""
         if self._driver.over:
             raise OrchestraError(
-                "the workers have parted since optimizer.finish(), with one and the same model. Take means before it."
+                "optimizer.finish() has already ended the connections between the workers. Take means before it."
             )
         mean = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).cpu().clone()
         traffic = self._runtime.meter.traffic
         sent, received = traffic.sent, traffic.received
         total = self._node.comm.mean_(mean, weight=weight)
-        traffic.sent, traffic.received = sent, received  # what is asked out of curiosity is not the strategy's cost
+        traffic.sent, traffic.received = sent, received  # this mean is not part of the strategy's traffic
         return float(mean) if total else math.nan
 
     @property
-    def tells_servers(self) -> bool:
-        """Whether there are servers, and this is who tells them what schedules say."""
+    def informs_servers(self) -> bool:
+        """Whether there are servers, and this worker is the one that sends them changes of schedules."""
         return self.is_coordinator and bool(self._node.comm.servers.members)
 
     def tell_settings(self, name: str, values: list[Any]) -> None:
-        """A schedule says something new of every group, such as learning rates: let the servers know."""
+        """Send new values of a setting, such as the learning rate, of every group to the servers."""
         self._peers.tell_settings(self._node.comm.servers.members, name, values)
 
     def before_step(self, gradients: Sequence[Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Show the others which step this is, and let worker 0 compare this worker with them."""
+        """Announce the step to the others, and send gradient checksums and rates to worker 0."""
         self._peers.messenger.stepped(self.steps + 1)
-        if self._told is not None and not self._driver.over:
+        if self._report is not None and not self._driver.over:
             rates = [float(group["lr"]) for group in groups] if self._runtime.lockstep else []
-            self._told.before_step(self.steps + 1, gradients, rates, self._node.clip or math.inf)
+            self._report.before_step(self.steps + 1, gradients, rates, self._node.clip or math.inf)
 
     def position(self) -> list[int] | None:
-        """Where the loader is: an epoch, and the batches taken of it."""
+        """Return the position of the loader: an epoch, and the batches taken of it."""
         return None if self._loader is None else [self._loader.epoch, self._loader.taken]
 
     def seek(self, position: list[int] | None) -> None:
-        """Go there."""
+        """Set the position of the loader."""
         if self._loader is not None and position is not None:
             self._loader.seek(*position)
 
     # The end.
 
     def _how_far(self) -> str:
-        """What is left of a loop that is broken off: nothing but what it has saved itself."""
-        kept = "" if self._folder.path is None else f" What happened is in {self._folder.path}."
+        """Return how far an interrupted loop got, and how to continue it."""
+        kept = "" if self._folder.path is None else f" Its events are in {self._folder.path}."
         return (
-            f"after {plural(self.steps, 'step')}. A loop goes on from what it saved itself, model.state_dict() and "
+            f"after {plural(self.steps, 'step')}. A loop continues from what it saved itself, model.state_dict() and "
             f"optimizer.state_dict(): nothing else was saved.{kept}"
         )
 
     def _broken_off(self, error: BaseException) -> None:
-        """Keep what happened, and why it went no farther."""
+        """Write the events and the error to the run folder."""
         with contextlib.suppress(OSError):
             if isinstance(self._runtime.log, EventLog):
                 self._runtime.log.flush()
@@ -170,8 +170,8 @@ class LoopHandle:
         self._driver.rest()
         runtime, node, left = self._runtime, self._node, None if self._loader is None else self._loader.left
         if runtime.lockstep:
-            if self._told is not None:
-                self._told.at_end(node.steps)
+            if self._report is not None:
+                self._report.at_end(node.steps)
             self._peers.finish(node.steps, left)
             self._require_steps()
             self._driver.finish()
@@ -198,9 +198,9 @@ class LoopHandle:
         EARLIER.finish(runtime.spec.strategy)
 
     def _require_steps(self) -> None:
-        """Refuse a loop in which no worker made a step: whatever changed its parameters, the strategy did not.
+        """Raise if no worker did a step, so that the strategy trained nothing.
 
-        A loop that loaded a state may have nothing left to do.
+        A loop that loaded a state may have no step left to do.
         """
         if not (self.loaded or self._peers.any_steps):
             message = (
@@ -215,7 +215,7 @@ class LoopHandle:
             self._peers.warn(final_model.about_left_out(left_out))
 
     def _average_also(self, extra: Mapping[str, Tensor], statistics: Sequence[Tensor]) -> None:
-        """What else the user keeps: means, weighted as the model's; of whole numbers those of worker 0."""
+        """Average the user's other tensors, weighted like the model; copy whole numbers from worker 0."""
         comm, most = self._node.comm, self._node.x.numel()
         if (problem := final_model.other_layout(comm, extra)) is not None:
             self._fail(ConfigError([problem]))
@@ -237,7 +237,7 @@ class LoopHandle:
             self._fail(ClusterError(message))
 
     def _fail(self, error: OrchestraError) -> NoReturn:
-        """End the run for all with an error that every worker finds."""
+        """Raise an error that every worker finds by itself, after ending the run."""
         self._driver.over = True
         self._peers.give_up(str(error), error.exit_code)
         self._broken_off(error)
@@ -251,7 +251,7 @@ class LoopHandle:
         self._exit.close()
 
     def _receive_model(self) -> None:
-        """From the servers, if they have it: all workers have left, so it changes no more."""
+        """Receive the final model from the servers, if they have it, after all workers have left."""
         node = self._node
         for server, part in zip(node.comm.servers.members, node.placement, strict=True):
             while True:
@@ -264,7 +264,7 @@ class LoopHandle:
                 node.x[part].copy_(came.x)
 
     def _conclude(self) -> None:
-        """What `train` leaves in a run folder."""
+        """Write the same files to the run folder as `train` does."""
         self._folder.collect()
         folder = self._runtime.spec.run
         if run_lock.is_gone(folder):
@@ -296,7 +296,7 @@ class LoopHandle:
 
 @torch.no_grad()
 def _together(tensors: Sequence[Tensor], dtype: torch.dtype, do: Callable[[Tensor], object]) -> None:
-    """Do something to tensors as one vector of a wide dtype."""
+    """Apply a function to tensors as one vector of a wide dtype."""
     if tensors:
         vector = torch.cat([t.detach().reshape(-1).to("cpu", dtype) for t in tensors])
         do(vector)
@@ -305,7 +305,7 @@ def _together(tensors: Sequence[Tensor], dtype: torch.dtype, do: Callable[[Tenso
 
 
 def _in_pieces(do: Callable[[Tensor], object], most: int) -> Callable[[Tensor], None]:
-    """Do something to a vector, at most so many numbers at a time."""
+    """Return a function that applies `do` to pieces of a vector, at most `most` numbers at a time."""
 
     def each(vector: Tensor) -> None:
         for piece in torch.split(vector, most):
@@ -315,17 +315,17 @@ def _in_pieces(do: Callable[[Tensor], object], most: int) -> Callable[[Tensor], 
 
 
 def average_(comm: Comm, tensors: Sequence[Tensor], *, most: int | None = None) -> None:
-    """The mean of each over the workers, in double precision, at most so many numbers at a time.
+    """Average each tensor over the workers, in double precision, at most `most` numbers at a time.
 
-    What is equal everywhere stays as it is.
+    Equal values stay exactly as they are.
     """
     _together(tensors, torch.float64, comm.mean_ if most is None else _in_pieces(comm.mean_, most))
 
 
 def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int, *, most: int | None = None) -> list[int]:
-    """Average over the workers, weighted by samples seen; of whole numbers take those of the first with samples.
+    """Average over the workers, weighted by samples seen; copy whole numbers from the first worker with samples.
 
-    Gives the workers that were left out: those with more numbers that are NaN or infinite than another worker has.
+    Return the workers that were left out because they have more non-finite numbers than others.
     """
     floats, wholes = _by_kind(buffers)
     bad = sum(int((~t.isfinite()).sum()) for t in floats)
@@ -337,7 +337,7 @@ def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int, *, most: 
     def mean_(vector: Tensor) -> None:
         mean = comm.mean(vector, weight=weight)
         vector.copy_(torch.where(mean.isnan() & vector.isinf(), vector, mean))  # a mask's −inf is its own mean
-        comm.broadcast_(vector)  # whatever one worker had, all end with the same
+        comm.broadcast_(vector)  # so that all workers end with the same values
 
     _together(floats, torch.float64, mean_ if most is None else _in_pieces(mean_, most))
     first = next((rank for rank, count in enumerate(counts) if count), 0)
@@ -347,24 +347,24 @@ def average_buffers_(comm: Comm, buffers: Iterable[Tensor], seen: int, *, most: 
 
 @torch.no_grad()
 def spread_frozen_(comm: Comm, tensors: Sequence[Tensor]) -> None:
-    """What worker 0 has, to all, byte by byte and a piece at a time: there may be much more of it than is trained."""
+    """Broadcast frozen parameters of worker 0 as bytes, in pieces: they may be much larger than the trained ones."""
     for t in tensors:
         whole = t.detach().reshape(-1).view(torch.uint8)
         for piece in torch.split(whole, PIECE):
             comm.broadcast_(piece)
         first = whole.view(t.dtype).view(t.shape)
-        if not torch.equal(t, first):  # elements of one that was expanded share their memory, and cannot be written
+        if not torch.equal(t, first):  # an expanded tensor cannot be written, and is equal
             t.copy_(first)
 
 
 def spread_(comm: Comm, tensors: Sequence[Tensor]) -> None:
-    """What worker 0 has, to all."""
+    """Broadcast tensors of worker 0."""
     floats, wholes = _by_kind(tensors)
     _together(floats, torch.float64, comm.broadcast_)
     _together(wholes, torch.int64, comm.broadcast_)
 
 
 def _by_kind(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Floating-point tensors, and the others."""
+    """Return floating-point tensors, and the others."""
     found = list(tensors)
     return [t for t in found if t.is_floating_point()], [t for t in found if not t.is_floating_point()]

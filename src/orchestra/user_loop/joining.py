@@ -48,14 +48,14 @@ _DOUBLE = 8  # bytes
 
 
 class _NoLog:
-    """Keeps no events."""
+    """A log that discards events."""
 
     def write(self, event: Event) -> None:
-        """Forget it."""
+        """Discard the event."""
 
 
 def join(asked: LoopArguments, since: float) -> tuple[PreparedOptimizer, Loader | None]:
-    """Join the others, who must not wait if this process cannot go on."""
+    """Join the other processes; if that fails, tell them, so that they do not wait."""
     spec, x0 = asked.spec(), flatten(asked.model)
     transport, peers = _meet(asked, spec, x0.cpu())
     folder: LoopRunFolder | None = None
@@ -68,20 +68,20 @@ def join(asked: LoopArguments, since: float) -> tuple[PreparedOptimizer, Loader 
             peers.warnings += warnings.say(warnings.about_momentum(asked.strategy, asked.optimizer, spec.workers))
         return made, shared
     except (OrchestraError, KeyboardInterrupt) as error:
-        told = interrupted(error, "before the loop began.") or error
-        assert isinstance(told, OrchestraError)
+        failure = interrupted(error, "before the loop began.") or error
+        assert isinstance(failure, OrchestraError)
         if not isinstance(error, Stopped):
-            peers.give_up(f"{peers.name}: {told}", told.exit_code)
+            peers.give_up(f"{peers.name}: {failure}", failure.exit_code)
         if folder is not None:
-            folder.leave(told)
-        raise told from None
+            folder.leave(failure)
+        raise failure from None
 
 
 def _take_part(
     asked: LoopArguments, spec: RunSpec, x0: Tensor, transport: SocketTransport, peers: Peers,
     folder: LoopRunFolder, log: Log, since: float,
 ) -> tuple[PreparedOptimizer, Loader | None]:  # fmt: skip
-    """Become a worker; or, as a server, serve, and end the script."""
+    """Set up a worker; or, as a server, serve, and end the script."""
     meter = Metered(transport)
     comm = Comm(meter, *spec.groups)
     if asked.rank >= asked.workers:
@@ -119,15 +119,15 @@ def _take_part(
 
 
 def _meet(asked: LoopArguments, spec: RunSpec, x0: Tensor) -> tuple[SocketTransport, Peers]:
-    """This process's way to the others, if there are any."""
+    """Connect to the other processes, if there are any; return the transport and the peers."""
     if spec.workers + spec.servers > 1:
         longest = max(x0.numel(), sum(b.numel() for b in persistent_buffers(asked.model).values()))
         most = max(_DOUBLE * longest, PIECE if asked.frozen else 0)
         session = Session(spec, x0, asked.cluster, asked.in_common(spec), most=most)
         return session.transport, Peers(session.messenger, asked.rank, spec.workers, host=session.host)
     traffic = Traffic()
-    nobody = Messenger(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
-    return SocketTransport(0, 1, nobody, traffic), Peers(nobody, 0, 1)
+    alone = Messenger(0, 1, 0, {}, largest=1, patience=asked.cluster.patience, traffic=traffic, summed=False)
+    return SocketTransport(0, 1, alone, traffic), Peers(alone, 0, 1)
 
 
 def _open_log(asked: LoopArguments, spec: RunSpec, folder: Path | None) -> Log:
@@ -153,32 +153,32 @@ def _open_log(asked: LoopArguments, spec: RunSpec, folder: Path | None) -> Log:
 
 
 def _warn_once() -> Callable[[OSError], None]:
-    """Say once that events could not be written; a full disk does not end a loop."""
-    told: list[OSError] = []
+    """Return a callback that warns once that events could not be written; a full disk does not end a loop."""
+    failure: list[OSError] = []
 
     def complain(error: OSError) -> None:
-        if not told:
-            told.append(error)
+        if not failure:
+            failure.append(error)
             print(f"warning: events could not be written: {error}. They are kept, and tried again.", file=sys.stderr)
 
     return complain
 
 
 class _StepHook:
-    """A hook: a forward pass in training begins a step; one under no_grad, or of a model in evaluation, does not."""
+    """A forward hook: a pass in training begins a step; one under no_grad, or in evaluation mode, does not."""
 
     def __init__(self, driver: StepDriver) -> None:
         self._driver = driver
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """The module is called."""
+        """Begin a step if the module is called in training."""
         refuse_caller()
         if module.training and torch.is_grad_enabled():
             self._driver.begin()
 
     def __reduce__(self) -> Any:
-        # In a copy of the model, and in a file that holds the whole model, the hook does nothing. A method of the
-        # standard library that does so lets the file be read where orchestra is not installed.
+        # In copies of the model, and in files of the whole model, the hook does nothing. A method of the standard
+        # library that does nothing lets such a file be read without orchestra.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every worker's share of a DataLoader.
 
-    order ← a permutation by (seed, epoch), if the loader shuffles; else as its sampler has it
-    it is cut into equally many groups as an epoch has steps; group t into one part for each worker
+    order ← a permutation by (seed, epoch), if the loader shuffles; else the order of its sampler
+    cut the order into as many groups as an epoch has steps; cut group t into one part for each worker
 
 All workers take equally many batches, every sample is in one of them, and their sizes differ by at most one: there is
-no small batch at the end. Where the number of samples can be divided by batch times workers these are the batches of
-`orchestra.train`. Alone, a loader is left as it is.
+no small batch at the end. If the number of samples is a multiple of batch times workers, these are the batches of
+`orchestra.train`. With one worker the loader is unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from orchestra.errors import Problem
 
 
 def problems_of(loader: Any, workers: int) -> Iterator[Problem]:
-    """What cannot be shared out."""
+    """Yield the reasons why a loader cannot be divided among the workers."""
     if not isinstance(loader, DataLoader):
         message = "must be a torch DataLoader; leave it out if every process reads its own samples"
         yield Problem("loader", type(loader).__name__, message)
@@ -36,14 +36,14 @@ def problems_of(loader: Any, workers: int) -> Iterator[Problem]:
         return
     alone = "or leave the loader out of the call, and let every process read its own samples"
     if isinstance(loader.dataset, IterableDataset):
-        message = f"a stream cannot be shared out: use a map-style Dataset, {alone}"
+        message = f"a stream cannot be divided: use a map-style Dataset, {alone}"
         yield Problem("loader.dataset", type(loader.dataset).__name__, message)
         return
     if isinstance(loader.sampler, DistributedSampler):
         yield Problem("loader.sampler", "DistributedSampler", "leave it out: `prepare` gives every worker its share")
     elif type(loader.batch_sampler) is not BatchSampler:
         name = type(loader.batch_sampler).__name__
-        yield Problem("loader.batch_sampler", name, f"cannot be shared out: use batch_size=, {alone}")
+        yield Problem("loader.batch_sampler", name, f"cannot be divided: use batch_size=, {alone}")
     elif len(loader.sampler) < workers:  # type: ignore[arg-type]
         message = f"samples are fewer than the {workers} workers: use fewer workers or more data"
         yield Problem("loader", len(loader.sampler), message)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ class WorkerShare:
         return iter(self.batches(self.epoch)[self.start :])
 
     def batches(self, epoch: int) -> list[list[int]]:
-        """Those of an epoch."""
+        """Return the batches of an epoch."""
         order = self._order(epoch)
         steps = self._steps(len(order))
         count = steps * self._together if self._drop_last else len(order)
@@ -82,7 +82,7 @@ class WorkerShare:
     def _steps(self, count: int) -> int:
         if self._drop_last:
             return count // self._together
-        return min(-(-count // self._together), count // self._size)  # nobody has an empty batch
+        return min(-(-count // self._together), count // self._size)  # no worker has an empty batch
 
     def _order(self, epoch: int) -> list[Any]:
         sampler, seed = self._sampler, fold(self._seed, epoch)
@@ -95,16 +95,16 @@ class WorkerShare:
 
 
 class Loader:
-    """A worker's share of a DataLoader, reshuffled every epoch; otherwise as that is."""
+    """A worker's share of a DataLoader, reshuffled every epoch; with the attributes of the DataLoader."""
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, rank: int, size: int) -> None:
         self._share = WorkerShare(loader, seed=seed, rank=rank, size=size) if size > 1 else None
-        self._inner = loader if self._share is None else _again(loader, self._share)
-        self.epoch = 0  # the one under way, or the next
+        self._inner = loader if self._share is None else _rebatched(loader, self._share)
+        self.epoch = 0  # the present one, or the next
         self.taken = 0  # batches of it
-        self.fetched: Callable[[int], None] = lambda samples: None  # who must know how large batches are
+        self.fetched: Callable[[int], None] = lambda samples: None  # called with the size of every batch
         self._resumed = 0
-        self._left: tuple[int, int] | None = None  # where a pass was first left before its end
+        self._left: tuple[int, int] | None = None  # where the loop first left a pass before its end
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -129,7 +129,7 @@ class Loader:
 
     @property
     def left(self) -> str | None:
-        """Where it was first left before its end, if it was."""
+        """Where the loop first left a pass before its end, if it did."""
         found = self._left or self._short()
         return found and f"epoch {found[0] + 1} after {found[1]} of {len(self)} batches"
 
@@ -145,16 +145,16 @@ class Loader:
 
     @property
     def position(self) -> float:
-        """Passes over the data so far."""
+        """The number of passes over the data so far."""
         return self.epoch + self.taken / len(self) if self.taken else float(self.epoch)
 
     def seek(self, epoch: int, taken: int) -> None:
-        """Let the next pass be this one, after so many batches."""
+        """Begin the next pass at this epoch, after `taken` batches."""
         self.epoch, self.taken, self._resumed = epoch, taken, taken
 
 
-def _again(loader: DataLoader[Any], share: WorkerShare) -> DataLoader[Any]:
-    """The same loader with other batches."""
+def _rebatched(loader: DataLoader[Any], share: WorkerShare) -> DataLoader[Any]:
+    """Return the same loader with other batches."""
     return DataLoader(
         loader.dataset,
         batch_sampler=share,
@@ -171,7 +171,7 @@ def _again(loader: DataLoader[Any], share: WorkerShare) -> DataLoader[Any]:
 
 
 def count(batch: Any) -> int:
-    """How many samples a batch seems to hold: the length of its first tensor or array.
+    """Return the number of samples of a batch, judged by the length of its first tensor or array.
 
     >>> count({"input": [torch.zeros(3, 2)], "target": torch.zeros(3)})
     3

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means by torch.distributed under a loop of one's own: for networks that are trusted, as in `train`.
+"""All-reduce by torch.distributed under the user's own loop: for trusted networks, as in `train`.
 
-Torch does not say whom it waited for. So before a mean, while it takes long, and when it breaks off, this process hears
-what others said.
+Torch does not report which process is missing. So before a mean, while it takes long, and when it fails, this process
+handles the control messages of the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from orchestra.worlds.torch_collectives import TorchCollectives, tcp_store
 
 
 class LoopCollectives(TorchCollectives):
-    """Those of all workers, by Gloo."""
+    """Weighted means over all workers by Gloo, with control messages of the loop."""
 
     def __init__(self, peers: Peers, messenger: Messenger, rank: int, workers: int, host: str, patience: float) -> None:
         self._peers = peers
@@ -29,10 +29,10 @@ class LoopCollectives(TorchCollectives):
         peers.hang_up = self.close
 
     def mean(self, x: Tensor, weight: float) -> tuple[Tensor, float]:
-        """As ever, unless somebody is known not to take part."""
+        """Return the mean as `TorchCollectives.mean` does, or raise if another process has ended."""
         self._peers.listen()
         try:
             return TorchCollectives.mean(self, x, weight)
         except Stalled:
-            self._peers.listen(seconds=1.0)  # a connection that breaks tells who is lost, but not at once
+            self._peers.listen(seconds=1.0)  # a broken connection shows which process is lost, but not at once
             raise

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other processes of a loop that several of them run: that all are there, and leave together.
+"""The other processes of a loop that several processes run: their control messages, and the common end.
 
-Workers that go in step must make equally many steps. Who finishes says after how many; who hears of fewer than it has
-begun says so instead of waiting for ever, or of taking the other's last mean for one of its own.
+Workers in lockstep must do equally many steps. Each worker announces its step count when it finishes. A worker that has
+begun a later step raises instead of waiting for a mean that will never complete.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from orchestra.worlds.sockets.messenger import Messenger
 
 
 class Peers:
-    """What the others say about the run as a whole."""
+    """The control messages of the other processes."""
 
     def __init__(self, messenger: Messenger, rank: int, workers: int, *, host: str = "127.0.0.1") -> None:
         self.host = host  # by which the others reach this process
         self._messenger, self._rank, self._workers = messenger, rank, workers
         self._finished: dict[int, int] = {}  # after how many steps
-        self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left that had more to give
-        self.shares_loader = False  # every worker has its share of one loader, and so as many batches as the others
-        self.how = "finished"  # this process, when it does
-        self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if it goes in step with the others
-        self._settings: list[tuple[str, int, list[Any]]] = []  # that schedules said before anybody followed them
-        self.about_state: list[tuple[int, str]] = []  # notes of `orchestra.user_loop.server_state` not dealt with yet
+        self._ways: dict[int, tuple[str, str | None]] = {}  # how, and where a loader was left before its end
+        self.shares_loader = False  # every worker has its share of one loader, and so equally many batches
+        self.how = "finished"  # how this process ends
+        self._begun: Callable[[], int | None] = lambda: None  # this worker's steps, if the workers are in lockstep
+        self._settings: list[tuple[str, int, list[Any]]] = []  # received before `when_settings_change` was called
+        self.about_state: list[tuple[int, str]] = []  # pending messages for `orchestra.user_loop.server_state`
         self._follow: Callable[[str, int, list[Any]], None] = lambda *said: self._settings.append(said)
         self._files: FileReceiver | None = None  # at worker 0, if it keeps a run folder
         self.scored: Callable[[int, dict[str, Any]], None] = lambda source, said: None  # a worker scored its model
         self.folder: tuple[Path | None, str] | None = None  # where worker 0 keeps the run, and a mark in it
-        self.looked: set[int] = set()  # who have tried to find it
-        self.written: set[int] = set()  # and have nothing more to put there
-        self.hang_up: Callable[[], None] = lambda: None  # whatever else this process is connected by
+        self.looked: set[int] = set()  # processes that have looked for the mark
+        self.written: set[int] = set()  # processes that have written all their files
+        self.hang_up: Callable[[], None] = lambda: None  # closes other connections of this process
         self.warnings: list[str] = []  # at worker 0
         self._comparisons = WorkerComparisons(workers)
-        self._differing: str | None = None  # what must not differ between workers
+        self._differing: str | None = None  # an error about a difference between workers
         self.name = name_of(rank, workers)
         self._parted = False
         messenger.listen(self)
-        messenger.judge_only_while_waiting(range(workers))  # a loop may pause; that a server waits for it does no harm
+        messenger.judge_only_while_waiting(range(workers))  # a loop may pause while a server waits for it
 
     @property
     def messenger(self) -> Messenger:
@@ -57,17 +57,17 @@ class Peers:
         return self._messenger
 
     def go_in_step(self, begun: Callable[[], int | None]) -> None:
-        """From now on the others must do as many steps as this worker, unless it has none to count."""
+        """Require from now on that the others do as many steps as this worker, unless `begun` returns None."""
         self._begun = begun
 
     def when_settings_change(self, follow: Callable[[str, int, list[Any]], None]) -> None:
-        """Call this with what schedules say, and now with what they have said: a worker does not wait for a server."""
+        """Call `follow` with every change of a setting, including those received already."""
         self._follow = follow
         for said in self._settings:
             follow(*said)
 
     def receive_files(self, files: FileReceiver) -> None:
-        """From now on, accept files of other processes."""
+        """Accept files of other processes from now on."""
         self._files = files
 
     def on_control(self, source: int, said: dict[str, Any]) -> None:
@@ -103,10 +103,10 @@ class Peers:
             self._files.take_in(source, piece)
 
     def on_reconnected(self, node: int, seconds: float, cause: str) -> None:
-        """Ignore it: a loop keeps no event of this kind."""
+        """Do nothing: a loop records no reconnections."""
 
-    def tell_home(self, said: dict[str, Any]) -> None:
-        """Let worker 0 compare something with what the others tell."""
+    def send_to_coordinator(self, said: dict[str, Any]) -> None:
+        """Send a gradient or rates message to worker 0, which compares it with those of the others."""
         if self._rank == 0:
             self._compare(0, said)
             self.on_waiting()
@@ -114,7 +114,7 @@ class Peers:
             self._messenger.send_control(0, said)
 
     def _compare(self, source: int, said: dict[str, Any]) -> None:
-        """Warn of workers that do the same, and keep in mind that some differ: `on_waiting` ends the run then."""
+        """Warn about equal gradients; record different rates, for which `on_waiting` then ends the run."""
         if said["kind"] == "rates":
             self._differing = self._differing or self._comparisons.rates(
                 source, said["step"], said["by_group"], said["clip"]
@@ -128,7 +128,7 @@ class Peers:
         print(f"orchestra: warning: {warning}", file=sys.stderr)
 
     def on_waiting(self) -> None:
-        """Raise if another process is lost, or if the workers do not do the same."""
+        """Raise if another process is lost, or if the workers' rates or step counts differ."""
         for error in self._messenger.lost.values():
             raise error.with_traceback(None)
         if self._differing is not None:
@@ -140,14 +140,14 @@ class Peers:
                 raise self._uneven(node, steps, begun)
 
     def _uneven(self, node: int, steps: int, begun: int) -> ClusterError:
-        """Not all make equally many steps: tell the others, too."""
+        """Return the error for unequal step counts, after sending it to the others."""
         how, left = self._ways[node]
-        remedy = "Give the loader to orchestra.prepare, or see to it that every process has as many batches."
+        remedy = "Give the loader to orchestra.prepare, or give every process equally many batches."
         if left is not None:
             how = f"left its loader in {left}, {how}"
         if left is not None or self.shares_loader:
             remedy = (
-                "Leave the loop at the same step everywhere: decide by what all have in common, such as the number of "
+                "Leave the loop at the same step everywhere: decide by a value that all share, such as the number of "
                 "steps, or optimizer.orchestra.mean(loss)."
             )
         message = (
@@ -158,7 +158,7 @@ class Peers:
         return ClusterError(message)
 
     def tell_settings(self, servers: tuple[int, ...], name: str, values: list[Any]) -> None:
-        """Let servers know of a setting of every group of the optimizer, before the next push."""
+        """Send a setting of every group of the optimizer to servers, before the next push."""
         for first in range(0, len(values), control_messages.ENTRIES):
             some = values[first : first + control_messages.ENTRIES]
             for server in servers:
@@ -167,7 +167,7 @@ class Peers:
                 )
 
     def finish(self, steps: int, left: str | None) -> None:
-        """Wait until every worker has made its last step. `left`: where the loader was, if it had more to give."""
+        """Wait until every worker has done its last step. `left`: where the loader was left before its end, if so."""
         self._finished[self._rank] = steps
         self._messenger.send_control_to_all({"kind": "finished", "steps": steps, "how": self.how, "left": left})
         self._messenger.wait_until(
@@ -175,29 +175,29 @@ class Peers:
         )
         self.on_waiting()
         late = max(self._finished, key=lambda node: self._finished[node])
-        if self._begun() is not None and self._finished[late] > steps:  # it will say so itself
-            self._messenger.wait_until(lambda: False, lambda: f"{name_of(late, self._workers)} to say that it is late")
+        if self._begun() is not None and self._finished[late] > steps:  # that worker will send the error
+            self._messenger.wait_until(lambda: False, lambda: f"{name_of(late, self._workers)} to report its steps")
 
     @property
     def any_steps(self) -> bool:
-        """Whether any worker made a step, as far as they have finished."""
+        """Whether any worker that has finished did a step."""
         return any(self._finished.values())
 
     def listen(self, *, seconds: float = 0.0) -> None:
-        """Hear what was said meanwhile; raise if it ends the run for this process."""
+        """Handle pending messages; raise if one ends the run for this process."""
         self._messenger.sleep(Sleep(seconds))
         self._messenger.poll()
         self.on_waiting()
 
     def part(self) -> None:
-        """Hang up, now that everything is said."""
+        """Close the connections."""
         if not self._parted:
             self._parted = True
             self.hang_up()
             self._messenger.close()
 
     def give_up(self, message: str, code: int) -> None:
-        """Tell the others why this process ends before its time, and hang up."""
+        """Tell the others why this process ends early, and close the connections."""
         with contextlib.suppress(OrchestraError, OSError):
             if not self._parted:
                 self._messenger.send_control_to_all(

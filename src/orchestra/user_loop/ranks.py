@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker a process is, before `prepare`: so that a loop can cut its data first.
+"""The rank of a process before `prepare`, so that a loop can divide its data first.
 
     samples = samples[orchestra.rank() :: orchestra.world_size()]
 
-Ranks are those that the launcher gave. Servers come last, so the workers are 0 to world_size() − 1.
+Ranks are those of the launcher. Servers have the last ranks, so the workers are 0 to world_size() − 1.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from orchestra.formatting import plural
 
 
 def rank() -> int:
-    """Give the rank of this process as it was started: 0 to `world_size()` − 1 in workers, above that in servers.
+    """Return the rank with which this process was started: 0 to `world_size()` − 1 in workers, above that in servers.
 
-    Asking keeps the processes of the run in this order, where `train` would choose one by the network's speed.
+    This call fixes the order of the processes, which `train` would otherwise choose by the network's speed.
     """
     environment.keep_order()
     return _place()[0]
 
 
 def world_size(strategy: Strategy[Any] | str | None = None) -> int:
-    """Give the number of workers: of all processes that were started but the servers.
+    """Return the number of workers: of all processes that were started, without the servers.
 
     Args:
-        strategy: the one that is given to `prepare`, where it has servers. What `orchestra run --strategy` says takes
-            its place. `prepare` refuses to go on if it finds another number of workers than was told here.
+        strategy: the one that is given to `prepare`, if it has servers; `orchestra run --strategy` replaces it.
+            `prepare` raises if it finds another number of workers than this call returned.
 
     """
     environment.keep_order()
@@ -53,7 +53,7 @@ def world_size(strategy: Strategy[Any] | str | None = None) -> int:
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+    """Return this process's rank, and the number of processes."""
     if problems := environment.half_set():
         raise ConfigError(problems)
     if not environment.launched():
@@ -63,14 +63,14 @@ def _place() -> tuple[int, int]:
 
 
 def other_answer(strategy: Strategy[Any], workers: int) -> Problem | None:
-    """What is wrong if the loop cut its data for another number of workers."""
-    told = environment.told_workers()
-    if not told or workers in told:
+    """Return a problem if the loop divided its data for another number of workers."""
+    found = environment.told_workers()
+    if not found or workers in found:
         return None
     name, servers = type(strategy).__name__, strategy.layout.servers
     message = (
-        f"was told to this process, which may have cut its data by it, but {name} has "
+        f"was returned to this process, which may have divided its data by it, but {name} has "
         f"{plural(workers, 'worker')} beside {plural(servers, 'server')}: ask with the strategy, "
         f'orchestra.world_size("{expression.show(strategy)}")'
     )
-    return Problem("orchestra.world_size()", max(told), message)
+    return Problem("orchestra.world_size()", max(found), message)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder of a loop that several processes run: worker 0 says where it is, the others bring what they wrote.
+"""The run folder of a loop that several processes run: worker 0 announces it, the others write or send their files.
 
-worker 0                                    everybody else
-makes the folder, with a mark in it     →   does it see the mark? then it writes there
-                                        ←   else to a folder of its own machine
-                                        ←   in the end the files, if it is not there, and that it has written all
-takes them in; sums up when all have
+worker 0                                    every other process
+makes the folder, with a mark in it     →   sees the mark: writes to the folder
+                                            else: writes to a temporary folder
+                                        ←   at the end the files of a temporary folder, and "written"
+stores them; writes the summary when all have arrived
 
-Meanwhile worker 0 holds the folder's lock; if there is no such end, it leaves there why.
+Worker 0 holds the folder's lock during the run; if the run fails, it writes the reason there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from orchestra.worlds.sockets.file_transfer import FileReceiver, FileSender, fil
 from orchestra.worlds.sockets.messenger import Messenger
 
 _HOME = 0
-_LARGEST = 1 << 30  # bytes of events that a process may bring at once
+_LARGEST = 1 << 30  # maximum bytes of events that a process may send
 
 
 class LoopRunFolder:
-    """Where this process writes to: nowhere, if worker 0 keeps nothing."""
+    """The folder to which this process writes; none if worker 0 keeps no run folder."""
 
     def __init__(self, peers: Peers, messenger: Messenger, rank: int, size: int, out: Path | None) -> None:
         self._peers, self._messenger = peers, messenger
@@ -42,7 +42,7 @@ class LoopRunFolder:
         self.path = self._offer(out) if self._is_home else self._find()
 
     def _offer(self, out: Path | None) -> Path | None:
-        """As worker 0: make it, and wait until the others have looked for it."""
+        """As worker 0, make the folder, and wait until the others have looked for its mark."""
         if out is None:
             self._messenger.send_control_to_all({"kind": "folder", "path": None, "mark": ""})
             return None
@@ -64,8 +64,8 @@ class LoopRunFolder:
         return path
 
     def _find(self) -> Path | None:
-        """As anybody else: look whether what worker 0 made is there."""
-        self._await(lambda: self._peers.folder is not None, "worker 0 to say where the run folder is")
+        """As another process, check whether the folder of worker 0 is visible; else use a temporary one."""
+        self._await(lambda: self._peers.folder is not None, "worker 0 to announce the run folder")
         assert self._peers.folder is not None
         path, mark = self._peers.folder
         if path is None:
@@ -81,7 +81,7 @@ class LoopRunFolder:
         return self._sender.folder
 
     def deliver(self) -> None:
-        """All that this process writes is written."""
+        """Send the files of a temporary folder, and tell worker 0 that all files are written."""
         if self._sender is not None:
             self._sender.send_new()
         if self._scratch is not None:
@@ -90,23 +90,23 @@ class LoopRunFolder:
             self._messenger.send_control(_HOME, {"kind": "written"})
 
     def collect(self) -> None:
-        """As worker 0: wait until everybody has delivered."""
+        """As worker 0, wait until every process has delivered."""
         self._await(lambda: len(self._peers.written) == self._others, "the others to write their files")
 
     def close(self) -> None:
-        """The loop came to its end, and all is written."""
+        """Release the lock of a complete run."""
         if self._hold is not None:
             self._hold.let_go()
 
     def leave(self, error: BaseException) -> None:
-        """It did not: whoever looks at the folder shall know why."""
+        """Release the lock of a run that failed, and write the reason."""
         if self._hold is not None:
             ours = isinstance(error, OrchestraError)
             self._hold.leave(type(error).__name__, str(error) if ours else "".join(traceback.format_exception(error)))
 
-    def _await(self, ready: Callable[[], bool], whom: str) -> None:
-        self._messenger.wait_until(ready, lambda: whom, forever=True)
+    def _await(self, ready: Callable[[], bool], what: str) -> None:
+        self._messenger.wait_until(ready, lambda: what, forever=True)
 
 
 def _could_not_keep(source: int, path: Path, error: OSError) -> None:
-    print(f"warning: what node {source} sent could not be written to {path}: {error}", file=sys.stderr)
+    print(f"warning: files of node {source} could not be written to {path}: {error}", file=sys.stderr)

@@ -2,10 +2,10 @@
 """The scores that a loop gives its model: `optimizer.orchestra.score(accuracy=...)`.
 
     any worker   its first, second, ... score        →   worker 0
-    worker 0     writes its own down at once, and in the end the mean over the workers that gave the same one
+    worker 0     writes its own at once, and at the end the mean over the workers that gave the same one
 
-So it does not matter whether every worker scores the model, on all test samples or on a share of them, or one alone;
-and none waits for another. What is written is what `train` writes: a line for each score in scores.jsonl.
+So every worker may score the model, on all test samples or on a share of them, or only one worker; no worker waits for
+another. The file has the format of `train`: a line for each score in scores.jsonl.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOME = 0
 
 
 def figures(given: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers that were given. Raises a `ConfigError` for what is none."""
+    """Return the given numbers; raise `ConfigError` for values that are none."""
     problems = [Problem("score", None, "name at least one figure: optimizer.orchestra.score(accuracy=0.9)")]
     problems = [] if given else problems
     if len(given) > FIGURES:
@@ -46,7 +46,7 @@ def figures(given: Mapping[str, Any]) -> dict[str, float]:
 
 
 class LoopScores:
-    """Those of one run: worker 0 keeps what all give."""
+    """The scores of one run; worker 0 collects those of all workers."""
 
     def __init__(self, peers: Peers, folder: Path | None, rank: int) -> None:
         self._peers, self._folder, self._rank = peers, folder, rank
@@ -56,7 +56,7 @@ class LoopScores:
         peers.scored = self._hear
 
     def give(self, t: float, step: int, samples: int, metrics: dict[str, float]) -> None:
-        """One more score of this worker."""
+        """Add a score of this worker."""
         scored = Scored(t, step, samples, self._given, metrics)
         self._given += 1
         if self._folder is None:
@@ -81,7 +81,7 @@ class LoopScores:
         self._by_number.setdefault(scored.number, {})[source] = scored
 
     def write(self) -> None:
-        """As worker 0, when all have given theirs: the mean of each, at the time of worker 0 if it gave one."""
+        """As worker 0, write the mean of each score, at the time of worker 0 if it gave one."""
         if self._folder is not None and self._by_number:
             means = [_mean([*self._by_number[n].items()]) for n in sorted(self._by_number)]
             kept = score_file.thinned(means, score_file.LIMIT)
@@ -89,7 +89,7 @@ class LoopScores:
 
 
 def _mean(given: list[tuple[int, Scored]]) -> Scored:
-    """One score from those of several workers."""
+    """Return the mean of one score over several workers."""
     scores = [scored for _, scored in sorted(given)]
     first, names = scores[0], dict.fromkeys(name for scored in scores for name in scored.metrics)
     mean = {name: fmean(s.metrics[name] for s in scores if name in s.metrics) for name in names}

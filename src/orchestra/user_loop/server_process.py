@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of a loop that is one of the strategy's servers: it serves, and never comes to the loop."""
+"""A server's process in a script with a loop: it serves inside `prepare`, and never reaches the loop."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from orchestra.user_loop.server_state import OnServer
 
 @dataclass
 class ServerFinisher:
-    """A server's keeper: nothing is saved; the workers get the model in the end."""
+    """A server's checkpointer, which saves nothing, and sends the model to the workers at the end."""
 
     runtime: node_loop.NodeRuntime
     folder: LoopRunFolder
 
     def after_step(self, before: int) -> None:
-        """Servers make none."""
+        """Do nothing: servers do no steps."""
 
     def after_steps(self) -> None:
-        """Nor a last one."""
+        """Do nothing: servers do no steps."""
 
     def interrupted(self) -> bool:
-        """Nobody asks."""
+        """Return False: a loop has no checkpoints."""
         return False
 
     def break_off(self) -> None:
-        """Nobody asks."""
+        """Do nothing: a loop has no checkpoints."""
 
     def stay(self) -> bool:
-        """That is for workers."""
+        """Return False: only workers stay."""
         return False
 
     def after_service(self) -> bool:
-        """Every worker has left: give each the range."""
+        """Send this server's range of the model to every worker, after all have left."""
         if isinstance(self.runtime.log, EventLog):
             self.runtime.log.flush()
         self.folder.deliver()
@@ -64,7 +64,7 @@ def serve(
 ) -> NoReturn:
     """Serve until every worker has finished, and end the script."""
     began = time.perf_counter()
-    door = Exit(peers, how_far=lambda: "while it served.")
+    hook = Exit(peers, how_far=lambda: "while it served.")
     x = x0[spec.range_of(comm.rank)].clone()
     x.copy_(comm.recv(0).x)
     node = node_loop.server(spec, comm.rank, comm, log, x)
@@ -83,6 +83,6 @@ def serve(
     log.write(NodeStarted(node.now(), node.rank, "server", time.perf_counter() - began))
     peers.messenger.begin()
     node_loop.serve(runtime, ServerFinisher(runtime, folder))
-    door.close()
+    hook.close()
     peers.part()
     raise SystemExit(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's state where servers hold it, in the form that torch gives it.
+"""Saving and loading of the optimizer's state that servers hold, in torch's form.
 
     a worker between two steps                      a server between two messages of the strategy
     state_dict:        "send-state"          →      answers with x and the state of its range
@@ -8,13 +8,13 @@
     worker 0:          x and the state       →      takes its range of both, and begins again from there
                                              ←      "state-loaded", to every worker
 
-Only the worker that asks for the state takes part in `state_dict`; the other workers go on. Requests are notes and the
-answers are pieces, so neither mixes with the messages of the strategy. A server answers when it has processed all that
-the worker sent before. A server holds its range as one flat vector, or as pieces of layers: see
+Only the worker that asks for the state takes part in `state_dict`; the other workers continue. Requests are control
+messages and answers are pieces, so neither mixes with the messages of the strategy. A server answers when it has
+processed all earlier messages of the worker. A server holds its range as one flat vector, or as pieces of layers: see
 `orchestra.model.param_groups`.
 
-Which x: that of worker 0 as the next step finds it. If it is the x that the worker had when the state was saved, it is
-the servers' x of that moment, which may be newer, and of which the worker's is a copy in every strategy but EASGD.
+The loaded x is that of worker 0 at the next step. If that equals the worker's x when the state was saved, it is instead
+the servers' x of that time, which may be newer; the worker's x is a copy of it in every strategy but EASGD.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from orchestra.user_loop.peers import Peers
 from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.wire import body_of
 
-SEND, LOAD, LOADED = "send-state", "load-state", "state-loaded"  # kinds of notes
-_PIECE = 1 << 20  # bytes of a state that are sent at a time, at most
-_PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # what torch's elementwise optimizers keep once per parameter
+SEND, LOAD, LOADED = "send-state", "load-state", "state-loaded"  # kinds of control messages
+_PIECE = 1 << 20  # maximum bytes of a state per message
+_PER_PARAMETER = ("step", "eta", "mu", "mu_product")  # entries that torch's element-wise optimizers keep per parameter
 
 States = list[dict[str, Any]]  # by layer, or by piece of a layer
 
 
-# Cut and joined.
+# Splitting and joining.
 
 
 def joined(spec: RunSpec, found: Sequence[States]) -> States:
-    """The state of every layer, from the servers' states of their ranges."""
+    """Return the state of every layer, from the servers' states of their ranges."""
     states: States = [{} for _ in spec.layers]
     pieces: dict[tuple[int, str], list[Tensor]] = {}
     for part, kept in zip(spec.placement, found, strict=True):
@@ -68,7 +68,7 @@ def joined(spec: RunSpec, found: Sequence[States]) -> States:
 
 
 def cut(spec: RunSpec, states: States) -> list[States]:
-    """What each server keeps of a state by layer."""
+    """Return each server's part of a state by layer."""
 
     def of(layer: int, piece: slice, as_is: bool) -> dict[str, Any]:
         return {
@@ -82,18 +82,18 @@ def cut(spec: RunSpec, states: States) -> list[States]:
 
 
 def _pieces(spec: RunSpec, part: slice) -> Iterator[tuple[int, slice, bool]]:
-    """The layers that a server sees: the number of each, its piece of it, and whether it keeps the layer's shape."""
+    """Yield the layers of a server's range: their numbers, the pieces, and whether a piece keeps the layer's shape."""
     starts = [0, *accumulate(map(math.prod, spec.layers))]
     for layer, piece, whole in param_groups.cut(spec.layers, part):
         if spec.layerwise or piece.start < piece.stop:
             yield layer, slice(piece.start - starts[layer], piece.stop - starts[layer]), whole and spec.layerwise
 
 
-# Sent and received.
+# Sending and receiving.
 
 
 def _give(messenger: Messenger, to: int, tree: Any) -> None:
-    """Send a tree of tensors and plain values, beside the messages of the strategy."""
+    """Send a tree of tensors and plain values, apart from the messages of the strategy."""
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(checkpoint.outline(tree, tensors))
     whole = torch.frombuffer(bytearray(save(tensors, {"tree": structure})), dtype=torch.uint8)
@@ -102,7 +102,7 @@ def _give(messenger: Messenger, to: int, tree: Any) -> None:
 
 
 def _take(messenger: Messenger, source: int) -> Any:
-    """What `_give` sent."""
+    """Receive a tree that `_give` sent."""
     first = messenger.receive_piece(source)
     found, missing = [first.x], int(first.weight) - len(first.x)
     while missing > 0:
@@ -117,7 +117,7 @@ def _take(messenger: Messenger, source: int) -> Any:
 
 
 def _begin_again(runtime: NodeRuntime) -> None:
-    """Let the strategy begin again at the x there is: versions, clocks and gradients that were kept are forgotten."""
+    """Restart the strategy at the present x: versions, clocks and held gradients are reset."""
     spec, node, state = runtime.spec, runtime.node, runtime.state
     strategy, inner = spec.strategy.phase(state)
     tensors: dict[str, Tensor] = {}
@@ -127,17 +127,17 @@ def _begin_again(runtime: NodeRuntime) -> None:
 
 
 class OnServer:
-    """A server's part: it does what the workers ask, between two messages of the strategy."""
+    """The server's side, which handles requests between two messages of the strategy."""
 
     def __init__(self, runtime: NodeRuntime, peers: Peers) -> None:
         self._runtime, self._node, self._peers, self._messenger = runtime, runtime.node, peers, peers.messenger
 
     def on_idle(self, *, at_rest: bool) -> None:
-        """Do what the workers ask before this server sleeps because there is no message."""
+        """Handle requests before this server sleeps because there is no message."""
         self.settle()
 
     def settle(self) -> None:
-        """Answer requests, and load if every worker wants to."""
+        """Answer requests for the state, and load a state once every worker has requested it."""
         asked = self._peers.about_state
         if not asked:
             return
@@ -163,7 +163,7 @@ class OnServer:
 
 @dataclass(frozen=True)
 class StateToLoad:
-    """What the servers are to load. `x` was theirs when it was saved, and `digest` is that of the worker's own then."""
+    """A state for the servers to load. `x`: the servers' at the save; `digest`: that of the worker's x at the save."""
 
     states: States | None
     pace: dict[str, Any]
@@ -172,12 +172,12 @@ class StateToLoad:
 
 
 def digest(x: Tensor) -> str:
-    """A name for the values of a vector."""
+    """Return a hash of the values of a vector."""
     return hashlib.sha256(body_of(x.cpu().contiguous())).hexdigest()
 
 
 class OnWorker:
-    """A worker's part: it asks the servers for the state, and lets them load another."""
+    """The worker's side, which asks the servers for the state, and lets them load another."""
 
     def __init__(self, runtime: NodeRuntime, peers: Peers) -> None:
         self._runtime, self._node, self._peers, self._messenger = runtime, runtime.node, peers, peers.messenger
@@ -185,7 +185,7 @@ class OnWorker:
         self._loads = 0
 
     def ask(self) -> tuple[States, Tensor]:
-        """The state of every layer, and x, as the servers have them now."""
+        """Return the state of every layer, and x, as the servers have them now."""
         servers = self._node.comm.servers.members
         for server in servers:
             self._messenger.send_control(server, {"kind": SEND})
@@ -199,7 +199,7 @@ class OnWorker:
         return self.loading.states or states, x if self.loading.x is None else self.loading.x
 
     def settle(self) -> None:
-        """Before a step: load what is to be loaded. Every worker comes here."""
+        """Load a pending state before a step. Every worker calls this."""
         if self.loading is None:
             return
         to, self.loading = self.loading, None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state_dict of an optimizer under a strategy: torch's own form, and what the strategy adds under one key.
+"""The state_dict of an optimizer under a strategy: torch's own form, with the strategy's entries under one key.
 
-Where servers step the optimizer, its state comes from them and goes to them: see `orchestra.user_loop.server_state`.
-The state that one worker saved may be loaded by all: each then goes on from the replica of that worker.
+If servers step the optimizer, its state is exchanged with them: see `orchestra.user_loop.server_state`. All workers may
+load the state that one worker saved: each then continues from that worker's replica.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class StateDict:
         driver.before_step = self._servers.settle
 
     def _resumes_as(self) -> tuple[Strategy[Any], Any]:
-        """The strategy that goes on with what is saved now, and its state."""
+        """Return the strategy that can continue from a state saved now, and its state."""
         strategy, state = self._driver.runtime.spec.strategy, self._driver.runtime.state
         switched = strategy.layout.then is not None and strategy.layout_at(state).then is None
-        # The servers of a new run begin with the first strategy.
+        # After a switch with servers only the second strategy can continue: servers of a new run begin with the first.
         return strategy.phase(state) if switched and strategy.layout.servers else (strategy, state)
 
     @property
@@ -43,16 +43,16 @@ class StateDict:
         return self._driver.runtime.layout.optimizer_at == "servers"
 
     def _layers(self) -> list[tuple[int, nn.Parameter]]:
-        """The parameters that make up x, each with its number in a state_dict; those in no group are left out."""
+        """Return the parameters of x with their numbers in a state_dict, without those in no group."""
         numbers = {p: number for number, p in enumerate(_members(self._optimizer.param_groups))}
         return [(numbers[p], p) for p in self._driver.replica.parameters if p in numbers]
 
     def save(self) -> dict[str, Any]:
-        """All that changes on this worker but the model's own state_dict, and the state that servers hold."""
+        """Return all state of this worker besides the model's own state_dict, and the state that servers hold."""
         if self._driver.asking and self._driver.touched:
             raise CheckpointError(
                 "the strategy is in the middle of a step: the model was called in training since the last "
-                "optimizer.step(). Save after a step, or call model.eval() for what is no step."
+                "optimizer.step(). Save after a step, or call model.eval() for forward passes outside steps."
             )
         plain, ours, x = self._optimizer.state_dict(), self._ours(), self._driver.runtime.node.x
         if self._driver.runtime.layout.model_location == "servers":
@@ -94,7 +94,7 @@ class StateDict:
         }
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """Go back to what `save` gave, on this worker or on another; or to the state of a plain optimizer."""
+        """Restore a state that `save` returned, on this worker or on another; or that of a plain optimizer."""
         saved = state_dict.get(_OURS)
         plain = {name: value for name, value in state_dict.items() if name != _OURS}
         if saved is not None:
@@ -117,14 +117,14 @@ class StateDict:
             if saved[key] != value:
                 raise CheckpointError(
                     f"{key} is {value!r} here and was {saved[key]!r} when this was saved. Load it with the same "
-                    "strategy and as many workers; what was saved after a switch to or from servers goes on with the "
-                    "second strategy alone."
+                    "strategy and as many workers; after a switch to or from servers, load it with the second strategy "
+                    "alone."
                 )
 
     def _by_layer(self, plain: dict[str, Any]) -> States:
-        """The state of every parameter that makes up x, in the order of x."""
-        whole = self._driver.runtime.spec.layerwise  # of whole layers an optimizer may keep anything
-        # Torch goes by the order of the parameters, whatever their numbers are.
+        """Return the state of every parameter of x, in the order of x."""
+        whole = self._driver.runtime.spec.layerwise  # layer-wise optimizers may keep tensors of any shape
+        # Torch uses the order of the parameters, whatever their numbers are.
         by_parameter: dict[nn.Parameter, dict[str, Any]] = {}
         for p, number in zip(_members(self._optimizer.param_groups), _members(plain["param_groups"]), strict=False):
             by_parameter[p] = plain["state"].get(number, {})

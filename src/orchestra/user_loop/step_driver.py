@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker whose gradients are computed by somebody else's loop.
+"""A worker whose gradients the user's loop computes.
 
     the loop                            the strategy, in a fiber
     optimizer.zero_grad()               at rest, between two steps
-    model(x)                    →       step: up to where it asks for a gradient
+    model(x)                    →       step: up to its request for a gradient
     loss.backward()             ←
-    optimizer.step()            →       goes on with the gradient, to the end of the step
+    optimizer.step()            →       continues with the gradient, to the end of the step
                                 ←       at rest
 
-So a forward pass in training has the parameters at which the strategy wants the gradient, and everything else that the
-loop does between two steps (evaluate, save, finish) finds the model as the strategy leaves it between two steps.
+So a forward pass in training uses the parameters at which the strategy wants the gradient, and everything else that the
+loop does between two steps (evaluate, save, finish) uses the model as the strategy leaves it between two steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from orchestra.model.replica import Ready, Replica
 
 
 class LoopFeed:
-    """What the loop computes, as a feed: who asks for the next mini-batch is set aside until its gradient is there."""
+    """A feed for the user's loop: `next` parks the strategy until the loop has computed a gradient."""
 
     draws = False
     reshared = None
@@ -46,35 +46,35 @@ class LoopFeed:
 
     @property
     def epochs(self) -> float:
-        """Passes over the data so far."""
+        """The number of passes over the data so far."""
         return self._position()
 
     def next(self) -> Batch:
-        """Wait for the loop."""
+        """Wait for the loop, and return an empty batch with the number of samples."""
         self.park()
         return [], self.size
 
     def seek(self, epoch: int, step: int) -> None:
-        """The loader has a position of its own."""
-        raise NotImplementedError("where a loop is in its data is the loop's business")
+        """Raise: the loader has its own position."""
+        raise NotImplementedError("a loop keeps the position in its data itself")
 
     def reshare(self, size: int) -> None:
-        """The same."""
-        raise NotImplementedError("a loop's samples cannot be shared anew")
+        """Raise: the samples belong to the loop."""
+        raise NotImplementedError("a loop's samples cannot be divided among fewer workers")
 
     def distance(self, steps: int) -> float:
-        """The same."""
-        raise NotImplementedError("where a loop is in its data is the loop's business")
+        """Raise: this is only used after `reshare`."""
+        raise NotImplementedError("a loop keeps the position in its data itself")
 
 
 class AdoptedReplica(Replica):
-    """The loop's own module: its gradients are there already."""
+    """A replica around the loop's own module, whose gradients the loop computes."""
 
     def __init__(self, module: nn.Module, x: Tensor, g: Tensor, cuts: Sequence[int] = ()) -> None:
         super().__init__(module, x, g, loss=lambda output, target: output, cuts=cuts)
         self.known_loss: float | None = None
-        # A storage for each parameter, in the same memory: libraries that save models take tensors with one storage for
-        # one tensor, and drop all but the first.
+        # A separate storage object for each parameter, in the same memory: libraries that save models treat tensors
+        # with one storage as a single tensor, and drop all but the first.
         for p, part in zip(self.parameters, self._ranges, strict=True):
             if p.numel():
                 p.data = from_dlpack(x[part]).view(p.shape)
@@ -88,17 +88,17 @@ class AdoptedReplica(Replica):
         ]
 
     def require_in_place(self) -> None:
-        """Refuse parameters that are no longer the module's, or no longer lie in x: they would be trained in vain."""
+        """Raise if parameters no longer belong to the module, or no longer lie in x, so that training has no effect."""
         for name, home, key, p, address in self._homes:
             if home.get(key) is not p or p.data_ptr() != address:
                 raise OrchestraError(
-                    f"parameter {name} of the model was put elsewhere since orchestra.prepare, so that nothing trains "
-                    "it. Before that call, not after it, is the time for model.to(...), .half() and the like, "
-                    "load_state_dict(assign=True), p.data = ... and flatten_parameters()."
+                    f"parameter {name} of the model was replaced after orchestra.prepare, so that it is not trained. "
+                    "Call model.to(...), .half() and the like, load_state_dict(assign=True), p.data = ... and "
+                    "flatten_parameters() before orchestra.prepare."
                 )
 
     def gradient(self, batch: Any, size: int, ready: Ready | None = None) -> float:
-        """Take them. What the loss is not known to be is not held against it."""
+        """Copy the gradients that the user's backward left into g; return the loss, or 0 if it is unknown."""
         self.take()
         return 0.0 if self.known_loss is None else self.known_loss
 
@@ -108,16 +108,16 @@ class StepDriver:
 
     def __init__(self, runtime: node_loop.NodeRuntime, feed: LoopFeed, replica: AdoptedReplica) -> None:
         self.runtime = runtime
-        self.asking = False  # the strategy waits for a gradient; else it is at rest
-        self.touched = False  # it has done something in this step that cannot be taken back
-        self.playing = False  # the strategy is at work, not the loop
+        self.asking = False  # whether the strategy waits for a gradient; else it is between two steps
+        self.touched = False  # whether the strategy has changed x or sent messages in this step
+        self.stepping = False  # whether the strategy runs, not the loop
         self.over = False
         self._feed, self.replica = feed, replica
         feed.park = self._ask
         self.before_step: Callable[[], None] = lambda: None
-        self._fiber = fibers.make("auto", self._play)
+        self._fiber = fibers.make("auto", self._run)
 
-    def _play(self) -> None:
+    def _run(self) -> None:
         runtime = self.runtime
         while True:
             runtime.spec.strategy.step(runtime.node, runtime.state)
@@ -131,18 +131,18 @@ class StepDriver:
         self._fiber.park()
 
     def _go_on(self) -> None:
-        self.playing = True
+        self.stepping = True
         try:
             fibers.visit(self._fiber)
         finally:
-            self.playing = False
+            self.stepping = False
 
     def _mark(self) -> tuple[int, int, int]:
         traffic = self.runtime.meter.traffic
         return self.runtime.node.x._version, traffic.sent, traffic.received
 
     def begin(self) -> None:
-        """Go on to where the strategy asks for a gradient, if it is at rest."""
+        """Run the strategy up to its request for a gradient, if it is between two steps."""
         if not self.asking:
             self.before_step()
             self.replica.before.keep()
@@ -152,34 +152,36 @@ class StepDriver:
             self.touched = self._mark() != before
 
     def step(self, size: int, loss: float | None) -> None:
-        """Go on with the gradient that the loop has computed, of so many samples, to the end of the step."""
+        """Run the strategy to the end of the step, with the gradient of `size` samples that the loop has computed."""
         if self.over:
-            raise OrchestraError("the run is over since optimizer.finish(). Call orchestra.prepare anew to go on.")
+            raise OrchestraError(
+                "optimizer.finish() was already called. Call orchestra.prepare again to train further."
+            )
         late = not self.asking
         self.begin()
         if late and size and self.touched:
             raise OrchestraError(
-                f"{type(self.runtime.spec.strategy).__name__} moves the parameters or speaks with others before every "
+                f"{type(self.runtime.spec.strategy).__name__} moves the parameters or sends messages before every "
                 "gradient, but the model was not called in training: call model(x) itself, not a part of it, after "
                 "model.train(), or optimizer.begin() before the forward pass."
             )
         if loss is None and size and self.runtime.spec.strategy.needs.training_loss:
-            message = "the strategy looks at the loss of every mini-batch: say optimizer.step(loss=loss)"
+            message = "the strategy needs the loss of every mini-batch: call optimizer.step(loss=loss)"
             raise ConfigError([Problem("loss", None, message)])
         self._feed.size, self.replica.known_loss = size, loss
         self.asking = self.touched = False
         self._go_on()
 
     def spare_buffers(self) -> None:
-        """Undo a forward pass whose gradient a GradScaler passes over, if the pass made buffers infinite or NaN.
+        """Restore buffers that became infinite or NaN in a forward pass whose gradient a GradScaler skips.
 
-        Others stay, as in plain PyTorch: a scale that is too large says nothing about the forward pass.
+        Other buffers stay, as in plain PyTorch: a scale that is too large does not affect the forward pass.
         """
         if self.asking and self.replica.before.spoiled():
             self.replica.before.restore()
 
     def rest(self) -> None:
-        """Be between two steps: one that was begun without a gradient to follow ends with an empty mini-batch."""
+        """Get between two steps: a step that was begun without a gradient ends with an empty mini-batch."""
         self.before_step()
         if self.asking and self.touched:
             self.step(0, None)
@@ -187,18 +189,18 @@ class StepDriver:
             self.drop()
 
     def drop(self) -> None:
-        """Forget a step that was begun."""
+        """Discard a step that was begun."""
         if self.asking:
             self._fiber.kill()
-            self._fiber = fibers.make("auto", self._play)
+            self._fiber = fibers.make("auto", self._run)
             self.asking = self.touched = False
 
     @torch.no_grad()
     def finish(self) -> None:
-        """What the strategy still has to do after the last step."""
+        """Do the strategy's final work after the last step."""
         node = self.runtime.node
-        self.over = self.playing = True
+        self.over = self.stepping = True
         self._fiber.kill()
         self.runtime.spec.strategy.finish(node, self.runtime.state)
-        self.playing = False
+        self.stepping = False
         node.comm.leave()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of torch.distributed that must not meet a prepared model: they take means that the strategy decides about.
+"""Wrappers of torch.distributed, which must not be used with a prepared model: their averages replace the strategy's.
 
 torch calls a hook whenever a module becomes part of another, so a wrapper around a prepared model is refused while it
-is made. A wrapper from before `orchestra.prepare` is refused when it calls the model.
+is constructed. A wrapper from before `orchestra.prepare` is refused when it calls the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def problems_of(model: nn.Module, workers: int) -> Iterator[Problem]:
-    """Name wrappers, and layers that need a process group of torch.distributed."""
+    """Yield wrappers, and layers that need a process group of torch.distributed."""
     for name, part in model.named_modules():
         if _is_wrapper(part):
             yield _wrapped(part, name)

@@ -123,7 +123,7 @@ class HangWatch:
         return passed
 
     def _some_wait(self, waiters: Collection[int], seen: Mapping[int, Seen]) -> bool:
-        """Return whether one of them has waited since the last look: one that gets its answers waits anew each time."""
+        """Return whether one of them has waited without a step since the last check."""
         now = {node: seen[node].steps for node in waiters if node in seen and seen[node].waits == WAITING}
         before, self._waited = self._waited, now
         return any(before.get(node) == steps for node, steps in now.items())

@@ -224,7 +224,7 @@ class Coordinator(RunSupervisor):
         if self.marker is not None:
             self.marker.unlink(missing_ok=True)
         code = error.exit_code if isinstance(error, OrchestraError) else 130
-        message = f"{error.who} failed" if isinstance(error, WorkerFailed) else str(error) or "stopped by SIGINT"
+        message = f"{error.node} failed" if isinstance(error, WorkerFailed) else str(error) or "stopped by SIGINT"
         self.session.abort(message, code)
         return error
 

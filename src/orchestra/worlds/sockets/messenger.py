@@ -66,8 +66,6 @@ class Messenger:
         self._peers = self._connections.peers
         self._next_source = 0
         self._neighbours = Neighbours(rank, self._peers, patience, lambda node: self._connections.names([node]))
-        self.begin, self.stepped = self._neighbours.begin, self._neighbours.stepped
-        self.judge_only_while_waiting = self._neighbours.judge_only_while_waiting
         self._waiting_since = 0.0
 
     def listen(self, listener: Listener) -> None:
@@ -159,8 +157,8 @@ class Messenger:
     def receive_piece(self, source: int) -> Message:
         """Take the next part of a collective from another node."""
         peer = self._peers[source]
-        whose = self._connections.names([source])
-        self._wait(lambda: bool(peer.pieces), lambda: f"{whose} to take part in a collective", [peer])
+        name = self._connections.names([source])
+        self._wait(lambda: bool(peer.pieces), lambda: f"{name} to take part in a collective", [peer])
         piece = peer.pieces.popleft()
         self._make_room(peer)
         return piece
@@ -312,6 +310,18 @@ class Messenger:
         overdue = time.perf_counter() - began > patience
         if not forever and overdue and not any(map(is_at_work, self._peers.values())):
             raise Stalled(f"{self._connections.names([self._rank])} waited {patience:g} s for {waiting_for()}.")
+
+    def begin(self) -> None:
+        """Begin the run: from now on the durations of steps determine when a node hangs."""
+        self._neighbours.begin()
+
+    def stepped(self, step: int) -> None:
+        """Show the processes of this machine which step this node is in."""
+        self._neighbours.stepped(step)
+
+    def judge_only_while_waiting(self, waiters: Sequence[int]) -> None:
+        """Let no process hang, whatever it does, unless one of these nodes waits."""
+        self._neighbours.judge_only_while_waiting(waiters)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

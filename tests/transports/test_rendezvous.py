@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How nodes find each other: at crowded doors, by names that come late, by whatever protocol."""
+"""How nodes connect to each other: beside many other connections, by names that resolve late, by either protocol."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ both_ways = pytest.mark.parametrize("trusted", [False, True], ids=["encrypted", 
 
 
 def own_address() -> str:
-    """Of this machine, as others see it."""
+    """Return this machine's address in its network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("198.51.100.1", 9))
@@ -36,7 +36,7 @@ def own_address() -> str:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What each gives, or raises."""
+    """Return what each call returns, or its error."""
 
     def outcome(call: Callable[[], Any]) -> Any:
         try:
@@ -48,7 +48,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
         return list(pool.map(outcome, calls))
 
 
-def hang_up(*found: Any) -> None:
+def close_all(*found: Any) -> None:
     for connections in found:
         for sock in connections.values():
             sock.close()
@@ -60,7 +60,7 @@ def some(rank: int, *, trusted: bool = True, **given: Any) -> Rendezvous:
 
 @contextmanager
 def names(monkeypatch: pytest.MonkeyPatch, known: Callable[[], dict[str, str]]) -> Iterator[None]:
-    """A machine that knows these names beside the usual ones."""
+    """Let this machine resolve these names as well."""
     really = socket.getaddrinfo
 
     def look_up(host: Any, *args: Any, **given: Any) -> Any:
@@ -73,41 +73,41 @@ def names(monkeypatch: pytest.MonkeyPatch, known: Callable[[], dict[str, str]]) 
         yield
 
 
-# Crowds.
+# Many connections.
 
 
 @both_ways
-def test_silent_strangers_keep_nobody_out(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than there is room for, and all before those who belong there."""
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE", 20.0)  # they would be waited for longer than this test takes
+def test_silent_connections_do_not_block_nodes(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more of them than the node keeps, and all connect before its peers."""
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE", 20.0)  # they would time out later than this test ends
     monkeypatch.setattr(rendezvous, "_UNAUTHENTICATED", 8)
-    home, other = some(0, trusted=trusted), some(1, trusted=trusted, host=None)
-    with ExitStack() as strangers, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(home.host_all, 2, patience=10)
+    node0, other = some(0, trusted=trusted), some(1, trusted=trusted, host=None)
+    with ExitStack() as silent, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(node0.host_all, 2, patience=10)
         for _ in range(30):
-            strangers.enter_context(socket.create_connection(home.address))
+            silent.enter_context(socket.create_connection(node0.address))
         began = time.monotonic()
-        joined = other.join(home.address, patience=10)
+        joined = other.join(node0.address, patience=10)
         assert time.monotonic() - began < 5
-        hang_up(joined, waiting.result())
+        close_all(joined, waiting.result())
 
 
-def test_more_at_once_than_there_is_room_for_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is dropped at the door calls again, until it is let in."""
+def test_nodes_dropped_for_want_of_room_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose connection was dropped connects again, until it is admitted."""
     room = Unauthenticated
     monkeypatch.setattr(rendezvous, "Unauthenticated", lambda _: room(2))
     size = 12
-    home, *others = [some(rank, host="127.0.0.1" if rank == 0 else None) for rank in range(size)]
+    node0, *others = [some(rank, host="127.0.0.1" if rank == 0 else None) for rank in range(size)]
     found = at_once(
-        lambda: home.host_all(size, patience=20), *(lambda o=o: o.join(home.address, patience=20) for o in others)
+        lambda: node0.host_all(size, patience=20), *(lambda o=o: o.join(node0.address, patience=20) for o in others)
     )
     assert [sorted(each) for each in found] == [[n for n in range(size) if n != rank] for rank in range(size)]
-    hang_up(*found)
+    close_all(*found)
 
 
-def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not taken for another that calls itself the same."""
-    home, second, third = some(0), some(1, host=None), some(2, host=None)
+def test_a_node_that_missed_its_admission_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not count as a second process of the same rank."""
+    node0, second, third = some(0), some(1, host=None), some(2, host=None)
     heard, cut = rendezvous.receive_json, threading.Event()
 
     def lose(sock: socket.socket, until: float | None = None) -> dict[str, Any]:
@@ -119,19 +119,19 @@ def test_who_did_not_hear_that_it_was_let_in_comes_again(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(rendezvous, "receive_json", lose)
     with ThreadPoolExecutor(2) as pool:
-        waiting, first = pool.submit(home.host_all, 3, patience=5), pool.submit(second.join, home.address, patience=5)
+        waiting, first = pool.submit(node0.host_all, 3, patience=5), pool.submit(second.join, node0.address, patience=5)
         assert cut.wait(5)
-        found = third.join(home.address, patience=5), first.result(), waiting.result()
+        found = third.join(node0.address, patience=5), first.result(), waiting.result()
     assert [sorted(each) for each in found] == [[0, 1], [0, 2], [1, 2]]
-    hang_up(*found)
+    close_all(*found)
 
 
 @both_ways
-def test_who_speaks_slowly_has_one_deadline_for_all(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_handshake_has_one_deadline(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE", 0.6)
-    home = some(0, trusted=trusted)
-    with ThreadPoolExecutor(1) as pool, socket.create_connection(home.address) as slow:
-        waiting = pool.submit(home.connect_all, [home.address] * 2, patience=3)
+    node0 = some(0, trusted=trusted)
+    with ThreadPoolExecutor(1) as pool, socket.create_connection(node0.address) as slow:
+        waiting = pool.submit(node0.connect_all, [node0.address] * 2, patience=3)
         began = time.monotonic()
         with suppress(OSError):  # when it is cut off
             while time.monotonic() - began < 10:
@@ -141,13 +141,13 @@ def test_who_speaks_slowly_has_one_deadline_for_all(trusted: bool, monkeypatch: 
         assert isinstance(waiting.exception(), ClusterError)
 
 
-def test_who_answers_slowly_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Likewise at the other end: something that is not ours listens where node 0 should."""
+def test_a_slow_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program listens where node 0 should, and answers slowly."""
     monkeypatch.setattr(rendezvous, "_HANDSHAKE", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def drip() -> None:
-            sock, _ = door.accept()
+            sock, _ = listening.accept()
             with sock:
                 for _ in range(40):
                     try:
@@ -159,21 +159,21 @@ def test_who_answers_slowly_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Thread(target=drip, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(ClusterError, match=r"node 1 cannot connect to node 0 at 127\.0\.0\.1"):
-            some(1, host=None).join(door.getsockname(), patience=0.3)
+            some(1, host=None).join(listening.getsockname(), patience=0.3)
         assert time.monotonic() - began < 2
 
 
 # Names.
 
 
-def test_a_name_may_become_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_may_become_resolvable_later(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with names(monkeypatch, lambda: {"pod.test": "127.0.0.1"} if time.monotonic() - began > 0.5 else {}):
         assert resolve("pod.test", 29500, patience=5) == ["127.0.0.1"]
         assert time.monotonic() - began > 0.5
 
 
-def test_a_name_that_never_becomes_known_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_cannot_be_resolved_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_FIRST", 0.1)
     said: list[str] = []
     with names(monkeypatch, dict), pytest.raises(ClusterError, match=r"'pod\.test' could not be resolved.*port 29500"):
@@ -190,30 +190,30 @@ def test_a_name_that_never_becomes_known_is_told(monkeypatch: pytest.MonkeyPatch
 def test_either_protocol(host: str, by: str) -> None:
     if by == "::1" and not socket.has_ipv6:
         pytest.skip("this machine does not speak IPv6")
-    home, second, third = some(0, host=by), some(1, host=None), some(2, host=None)
+    node0, second, third = some(0, host=by), some(1, host=None), some(2, host=None)
     found = at_once(
-        lambda: home.host_all(3, patience=5), *(
-            lambda m=m: m.join((host, home.address[1]), patience=5) for m in (second, third)
+        lambda: node0.host_all(3, patience=5), *(
+            lambda m=m: m.join((host, node0.address[1]), patience=5) for m in (second, third)
         )
     )  # fmt: skip
     assert [sock.getpeername()[0] for sock in found[2].values()] == [by, by]
-    hang_up(*found)
+    close_all(*found)
 
 
-def test_a_machine_that_knows_itself_as_loopback_is_found_by_others() -> None:
-    """Nodes 0 and 1 are on one machine, whose name is 127.0.1.1 there; node 2 is elsewhere and knows better."""
+def test_a_machine_whose_name_is_a_loopback_address_is_reachable() -> None:
+    """Nodes 0 and 1 are on one machine, whose name resolves to 127.0.1.1 there; node 2 is on another machine."""
     host = where_to_listen(["127.0.1.1"], one_machine=False)
     assert host == EVERYWHERE
-    home, near, far = (some(rank, host=host if rank == 0 else None, one_machine=False) for rank in range(3))
-    port, outside = home.address[1], own_address()
+    node0, near, far = (some(rank, host=host if rank == 0 else None, one_machine=False) for rank in range(3))
+    port, outside = node0.address[1], own_address()
     found = at_once(
-        lambda: home.host_all(3, patience=5),
+        lambda: node0.host_all(3, patience=5),
         lambda: near.join(("127.0.1.1", port), patience=5),
         lambda: far.join((outside, port), patience=5),
     )
     assert is_loopback(near.address[0])
     assert found[2][1].getpeername()[0] == outside  # what node 1 called 127.0.0.1
-    hang_up(*found)
+    close_all(*found)
 
 
 def test_where_to_listen() -> None:
@@ -224,54 +224,54 @@ def test_where_to_listen() -> None:
     assert where_to_listen(["127.0.1.1"], one_machine=True) == "127.0.1.1"
 
 
-# What is said.
+# Messages to the user.
 
 
-def test_a_port_in_use_is_told() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with (
-        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_server(("127.0.0.1", 0)) as listening,
         pytest.raises(
             ClusterError, match=r"node 0 cannot listen at port \d+ of 127.0.0.1: Address already in use. Cho"
         ),
     ):
-        some(0, port=door.getsockname()[1])
+        some(0, port=listening.getsockname()[1])
 
 
-def test_who_waits_says_for_whom_and_who_calls_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reminders_name_the_missing_nodes_and_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_FIRST", 0.2)
     said: list[str] = []
-    home = some(0, notify=said.append)
+    node0 = some(0, notify=said.append)
     called = ("10.9.8.7", 29500)
     with pytest.raises(ClusterError, match=r"nodes 1, 2 did not connect to node 0 at 10\.9\.8\.7:29500 within 1\.5 s"):
-        home.host_all(3, patience=1.5, known_as=called)
+        node0.host_all(3, patience=1.5, known_as=called)
     assert said[0] == "node 0 waits for nodes 1, 2 to connect to 10.9.8.7:29500"
-    assert len(said) == 2  # ever less often
+    assert len(said) == 2  # at growing intervals
     said.clear()
     with pytest.raises(ClusterError, match="Was it started there, and does a firewall"):
-        some(1, host=None, notify=said.append).join(home.address, patience=1)
-    assert said[0].startswith(f"node 1 tries to reach node 0 at 127.0.0.1:{home.address[1]}: ")
+        some(1, host=None, notify=said.append).join(node0.address, patience=1)
+    assert said[0].startswith(f"node 1 tries to reach node 0 at 127.0.0.1:{node0.address[1]}: ")
 
 
 @both_ways
-def test_who_has_come_says_that_it_waits_for_those_who_have_not(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connected_node_reports_that_it_waits_for_others(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_FIRST", 0.2)
     said: list[str] = []
-    home, second = some(0, trusted=trusted), some(1, trusted=trusted, host=None, notify=said.append)
+    node0, second = some(0, trusted=trusted), some(1, trusted=trusted, host=None, notify=said.append)
     third = some(2, trusted=trusted, host=None)
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(home.host_all, 3, patience=20)
-        other = pool.submit(second.join, home.address, patience=20)
+        first = pool.submit(node0.host_all, 3, patience=20)
+        other = pool.submit(second.join, node0.address, patience=20)
         deadline = time.monotonic() + 15
         while not said and time.monotonic() < deadline:
             time.sleep(0.05)
-        found = first, other, pool.submit(third.join, home.address, patience=20)
-        hang_up(*(each.result() for each in found))
-    port = home.address[1]
+        found = first, other, pool.submit(third.join, node0.address, patience=20)
+        close_all(*(each.result() for each in found))
+    port = node0.address[1]
     assert said[0] == f"node 1 is connected to node 0 at 127.0.0.1:{port}, which waits for other nodes and names them"
 
 
-def test_a_node_that_leaves_before_all_have_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    home, other = some(0), some(1, host=None)
+def test_a_node_that_leaves_early_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    node0, other = some(0), some(1, host=None)
 
     def cut(sock: socket.socket, what: Any) -> None:
         if "addresses" in what:
@@ -280,16 +280,16 @@ def test_a_node_that_leaves_before_all_have_come_is_named(monkeypatch: pytest.Mo
 
     said = rendezvous.send_json
     monkeypatch.setattr(rendezvous, "send_json", cut)
-    first, second = at_once(lambda: home.host_all(2, patience=3), lambda: other.join(home.address, patience=3))
+    first, second = at_once(lambda: node0.host_all(2, patience=3), lambda: other.join(node0.address, patience=3))
     assert "node 1 at 127.0.0.1:" in str(first)
     assert "left before all nodes had connected: Broken pipe" in str(first)
     assert "addresses of the other nodes: it stopped waiting for them" in str(second)
 
 
 @pytest.mark.parametrize("says", [b"", struct.pack("<I", 12) + b'{"rank": 01}', struct.pack("<I", 2) + b"{}"])
-def test_an_end_that_breaks_while_it_is_measured_is_named(says: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as far:
-        near, _ = door.accept()
+def test_a_connection_that_breaks_while_it_is_measured_is_named(says: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as far:
+        near, _ = listening.accept()
         with near:
             here, there = (":".join(map(str, s.getsockname())) for s in (near, far))
             far.sendall(says)
@@ -298,9 +298,9 @@ def test_an_end_that_breaks_while_it_is_measured_is_named(says: bytes) -> None:
                 link_probe.agree(0, {1: near}, {}, lambda found: found)
 
 
-def test_process_0_says_what_is_done() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as far:
-        near, _ = door.accept()
+def test_process_0_decides_for_all() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as far:
+        near, _ = listening.accept()
         with near:
             assert at_once(
                 lambda: link_probe.announce(0, {1: near}, True), lambda: link_probe.announce(1, {0: far})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections break and are made anew: nothing is lost, nothing comes twice, and who is gone is named soon."""
+"""Connections break and are replaced: no message is lost or delivered twice, and a lost node is named soon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.transports.recorder import Recorder
-from tests.transports.test_exchange import SECRET, at_once, both_ways, meet, recv
+from tests.transports.test_messenger import SECRET, at_once, both_ways, meet, recv
 
 from orchestra.core.ops import Group, Send, Traffic
 from orchestra.errors import WorkerLost
@@ -56,7 +56,7 @@ def machines(
 
 
 def cut(node: Messenger) -> None:
-    """Break the connection, as a firewall that forgets it would."""
+    """Break the connection, as a firewall that forgets it does."""
     (peer,) = node._peers.values()
     if peer.broken_at is None:
         with socket.socket(fileno=os.dup(peer.sock.fileno())) as line:  # below the encryption
@@ -65,8 +65,8 @@ def cut(node: Messenger) -> None:
 
 @both_ways
 @pytest.mark.parametrize("numel", [3, 100_000])
-def test_no_message_is_lost_or_comes_twice(trusted: bool, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut again and again while messages go both ways: each comes once, in order, whole."""
+def test_no_message_is_lost_or_delivered_twice(trusted: bool, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks again and again while messages go both ways: each arrives once, in order, complete."""
     with machines(monkeypatch, remote=True, trusted=trusted) as (a, b):
 
         def speak(node: Messenger, other: int) -> list[tuple[int, float]]:
@@ -86,7 +86,7 @@ def test_no_message_is_lost_or_comes_twice(trusted: bool, numel: int, monkeypatc
         assert not b.lost
 
 
-def test_what_only_one_of_them_sends_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sided_traffic_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=True) as (a, b):
 
         def send() -> int:
@@ -97,19 +97,17 @@ def test_what_only_one_of_them_sends_is_not_kept_for_ever(monkeypatch: pytest.Mo
             return most
 
         most, _ = at_once(send, lambda: [recv(b, 0, BOTH) for _ in range(50)])
-        assert (
-            most <= connections.AHEAD + 25
-        )  # what lies in the kernels' buffers, and what was taken in before it was asked for
+        assert most <= connections.AHEAD + 25  # in the kernels' buffers, and received ahead of time
         at_once(lambda: a._wait(lambda: not a._peers[1].unacknowledged, lambda: "b to have all", []), lambda: b.poll())
 
 
-def test_a_node_that_computes_is_waited_for_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_node_is_waited_for_and_an_ended_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_SILENT", 0.3)
     with machines(monkeypatch, remote=True) as (a, b):
 
         def compute() -> None:
             cut(b)
-            time.sleep(4.0)  # longer than grace: its door is open, so it is not gone
+            time.sleep(4.0)  # longer than grace: it still listens, so it has not ended
             b.send(Send(0, torch.ones(3)))
 
         came, _ = at_once(lambda: recv(a, 1, BOTH), compute)
@@ -122,22 +120,22 @@ def test_a_node_that_computes_is_waited_for_and_one_that_is_gone_is_not(monkeypa
         assert time.monotonic() - began < 1.5
 
 
-def test_a_stranger_at_the_door_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_connections_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=True) as (a, b):
-        door = a._connections._reconnector.listening.getsockname()
-        strangers = [socket.create_connection(door) for _ in range(40)]
-        for stranger in strangers[::2]:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        address = a._connections._reconnector.listening.getsockname()
+        others = [socket.create_connection(address) for _ in range(40)]
+        for sock in others[::2]:
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         _, came = at_once(lambda: a.send(Send(1, torch.ones(3))).wait(), lambda: recv(b, 0, BOTH))
         assert float(came.x.sum()) == 3.0
         cut(a)
         came, _ = at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
         assert float(came.x.sum()) == 4.0
-        for stranger in strangers:
-            stranger.close()
+        for sock in others:
+            sock.close()
 
 
-def test_nodes_of_one_machine_have_memory_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_one_machine_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=False) as (a, b):
         assert a._connections._reconnector is None  # nothing that breaks
         ring_out = a._peers[1].ring_out
@@ -165,7 +163,7 @@ def test_nodes_of_one_machine_have_memory_in_common(monkeypatch: pytest.MonkeyPa
         assert {place for place in laid[1::2]} == {None}  # not worth it
 
 
-def test_a_place_where_nothing_lies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_outside_of_the_ring_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=False) as (a, b):
         monkeypatch.setattr(a._peers[1].ring_out, "put", lambda number, body: 1 << 40)
         a.send(Send(1, torch.zeros(10_000)))
@@ -173,8 +171,8 @@ def test_a_place_where_nothing_lies_is_refused(monkeypatch: pytest.MonkeyPatch) 
             recv(b, 0, BOTH)
 
 
-def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Last words are heard to the end, however many there are."""
+def test_unread_control_messages_survive_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that arrived before the connection broke are read to the end."""
     with machines(monkeypatch, remote=True) as (a, b):
         heard: list[int] = []
         a.listen(Recorder(lambda said: heard.append(said["i"])))
@@ -194,10 +192,10 @@ def test_many_words_unread_when_it_breaks(monkeypatch: pytest.MonkeyPatch) -> No
         assert heard == list(range(2000))
 
 
-# What people read.
+# Messages to the user.
 
 
-def test_it_is_told_when_a_node_is_looked_for_and_when_it_is_found(
+def test_warnings_say_when_a_connection_is_lost_and_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(connections, "_WARN_AFTER", 0.0)
@@ -214,7 +212,7 @@ def test_it_is_told_when_a_node_is_looked_for_and_when_it_is_found(
     assert re.search(r"reconnected to worker 1 after \d+\.\d s: its connection to worker 0 broke", told[1])
 
 
-def test_a_node_that_is_found_at_once_was_hardly_missed(
+def test_a_quick_reconnection_prints_no_warning(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(connections, "_WARN_AFTER", 1e9)
@@ -224,7 +222,7 @@ def test_a_node_that_is_found_at_once_was_hardly_missed(
     assert "lost the connection" not in capfd.readouterr().err
 
 
-def test_a_machine_that_gives_no_answer_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_does_not_answer_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost_on_the_way(*_: Any, **__: Any) -> Any:
         raise TimeoutError("timed out")
 
@@ -236,13 +234,13 @@ def test_a_machine_that_gives_no_answer_is_out_of_reach(monkeypatch: pytest.Monk
             match=r"^worker 1 has been unreachable since \d\d:\d\d:\d\d: its .* for 0\.3 s: .*Attached\(grace=\.\.\.\)",
         ):
             recv(a, 1, BOTH)
-        with pytest.raises(WorkerLost, match="unreachable since"):  # whatever else is asked of it
+        with pytest.raises(WorkerLost, match="unreachable since"):  # any further use raises, too
             a.send(Send(1, torch.ones(1)))
 
 
-def test_a_node_that_answers_but_does_not_come_back_is_waited_for_as_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_answers_has_the_patience_to_reconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=True) as (a, b):
-        b._connections._reconnector._closed = True  # it does not call, as if it were computing
+        b._connections._reconnector._closed = True  # it does not connect, as if it were computing
         cut(b)
         a._connections.patience = 0.3
         while not a.lost:
@@ -250,15 +248,15 @@ def test_a_node_that_answers_but_does_not_come_back_is_waited_for_as_anybody(mon
         assert re.search(r"did not reconnect within 0\.3 s\. .*Attached\(patience=", str(a.lost[1]))
 
 
-def test_one_that_dies_while_it_is_sought_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_during_reconnection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=True) as (a, b):
         there = b._connections._reconnector
-        there._closed = True  # it does not call, as if it were computing
+        there._closed = True  # it does not connect, as if it were computing
         cut(b)
         began = time.monotonic()
 
         def die() -> None:
-            time.sleep(1.5)  # it was heard by then
+            time.sleep(1.5)  # its address has answered by then
             there.listening.close()
 
         with pytest.raises(WorkerLost, match="worker 1"):
@@ -266,7 +264,7 @@ def test_one_that_dies_while_it_is_sought_is_not_waited_for(monkeypatch: pytest.
         assert time.monotonic() - began < 5
 
 
-def test_a_new_connection_that_breaks_at_once_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_connection_may_break_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=True) as (a, b):
         ours, theirs = socket.socketpair()
         theirs.close()
@@ -277,21 +275,21 @@ def test_a_new_connection_that_breaks_at_once_is_not_the_last(monkeypatch: pytes
         assert float(came.x.sum()) == 4.0
 
 
-def test_strangers_at_the_second_door_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_do_not_block_reconnection(monkeypatch: pytest.MonkeyPatch) -> None:
     with machines(monkeypatch, remote=True) as (a, b):
-        door = b._connections._reconnector._addresses[0].address
-        strangers = [socket.create_connection(door) for _ in range(60)]
+        address = b._connections._reconnector._addresses[0].address
+        others = [socket.create_connection(address) for _ in range(60)]
         cut(a)
         began = time.monotonic()
         came, _ = at_once(lambda: recv(a, 1, BOTH), lambda: [b.send(Send(0, torch.ones(4))).wait(), b.poll()])
         assert float(came.x.sum()) == 4.0
         assert time.monotonic() - began < 8
-        for stranger in strangers:
-            stranger.close()
+        for sock in others:
+            sock.close()
 
 
-def test_who_is_of_another_run_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token may be the same: each two have a word of their own."""
+def test_a_node_of_another_run_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token may be the same, but each pair of nodes has a secret of its own."""
     with machines(monkeypatch, remote=True) as (a, b):
         seeker = b._connections._reconnector
         seeker._addresses = {0: seeker._addresses[0]._replace(secret="of yesterday")}

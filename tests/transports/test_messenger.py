@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between machines: over real sockets, in whatever order, with strangers at the door."""
+"""Messages between machines: over real sockets, in any order, beside connections without the token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ both_ways = pytest.mark.parametrize("trusted", [False, True], ids=["encrypted", 
 
 
 def meet(size: int, *, trusted: bool = False, abouts: list[dict[str, Any]] | None = None) -> list[Any]:
-    """Everybody's connections, or what went wrong."""
+    """Return the connections of every node, or its error."""
     token = [Token(SECRET, trusted=trusted) for _ in range(size)]
     meetings = [Rendezvous(r, token[r], (abouts or [ABOUT] * size)[r]) for r in range(size)]
     addresses = [rendezvous.address for rendezvous in meetings]
@@ -61,7 +61,7 @@ def nodes(size: int, *, workers: int | None = None, trusted: bool = False, **giv
 
 
 def at_once(*bodies: Callable[[], Any]) -> list[Any]:
-    """Each node has a thread of its own here; in a run, a machine."""
+    """Run each node in a thread of its own; in a run, each has a process."""
     with ThreadPoolExecutor(len(bodies)) as pool:
         return [future.result(timeout=20) for future in [pool.submit(body) for body in bodies]]
 
@@ -91,8 +91,8 @@ def test_what_is_sent_arrives(trusted: bool, dtype: torch.dtype, numel: int) -> 
 
 
 @both_ways
-def test_both_send_much_at_once_and_get_on(trusted: bool) -> None:
-    """More than the kernels hold: whoever waits to send must read."""
+def test_two_nodes_that_send_much_at_once_both_make_progress(trusted: bool) -> None:
+    """The data exceeds the kernels' buffers: a node that waits to send must read."""
     x = torch.randn(4_000_000)
     everybody = Group((0, 1, 2))
     with nodes(3, trusted=trusted, patience=15.0) as made:
@@ -129,12 +129,12 @@ def test_a_lent_vector_is_read_in_place_until_the_handle_says_so() -> None:
     with nodes(2, trusted=True) as (a, b):
         x = torch.zeros(3_000_000)
         handle = a.send(Send(1, x, lend=True))
-        x[-1] = 7.0  # not yet sent, since nobody reads
+        x[-1] = 7.0  # not sent yet, since the other node does not read
         with pytest.raises(WorkerLost, match="was damaged"):  # so it was read in place, and that was noticed
             at_once(handle.wait, lambda: recv(b, 0, Group((0,))))
 
 
-def test_whoever_comes_first_and_nobody_is_passed_over() -> None:
+def test_any_source_is_served_in_turn() -> None:
     with nodes(4, workers=3) as made:
         server, workers = made[3], Group((0, 1, 2))
         for i in range(6):
@@ -145,7 +145,7 @@ def test_whoever_comes_first_and_nobody_is_passed_over() -> None:
         assert all(len(set(order[i : i + 3])) == 3 for i in range(0, 18, 3))
 
 
-def test_farewells_end_what_is_awaited() -> None:
+def test_farewells_end_a_receive() -> None:
     with nodes(3, workers=2) as made:
         server, workers = made[2], Group((0, 1))
         made[0].send(Send(2, torch.ones(3)))
@@ -159,7 +159,7 @@ def test_farewells_end_what_is_awaited() -> None:
 
 
 def test_a_sender_far_ahead_waits() -> None:
-    """What nobody asks for does not fill the receiver's memory."""
+    """Messages that the receiver has not asked for do not fill its memory."""
     with nodes(2) as (a, b):
         x = torch.zeros(1_000_000)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -179,7 +179,7 @@ def test_a_sender_far_ahead_waits() -> None:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB; 240 MB were sent
 
 
-def test_a_message_disturbs_sleep() -> None:
+def test_a_message_ends_a_sleep() -> None:
     with nodes(2) as (a, b):
         assert b.sleep(Sleep(0.02, Group((0,))))
         a.send(Send(1, torch.ones(1)))
@@ -188,7 +188,7 @@ def test_a_message_disturbs_sleep() -> None:
         assert time.perf_counter() - began < 2
 
 
-def test_when_nothing_comes_it_is_said_who_was_waited_for() -> None:
+def test_a_stalled_receive_names_the_nodes_it_waited_for() -> None:
     with (
         nodes(3, workers=2, patience=0.3) as made,
         pytest.raises(Stalled, match=r"server 0 waited .* worker 0, worker 1"),
@@ -209,7 +209,7 @@ def test_a_connection_that_breaks_is_noticed_at_once_and_named() -> None:
         assert time.perf_counter() - began < 2
 
 
-def test_what_is_not_ours_ends_the_connection() -> None:
+def test_bytes_of_another_protocol_end_the_connection() -> None:
     with nodes(2) as (a, b):
         a._peers[1].sock.setblocking(True)
         a._peers[1].sock.sendall(b"x" * 200)
@@ -224,17 +224,17 @@ def test_what_is_too_long_is_refused_before_memory_is_taken() -> None:
             b.recv(Recv(0, Group((0,))))
 
 
-# Who may join.
+# Authentication.
 
 
 @both_ways
-def test_without_the_token_nobody_gets_in_and_nobody_is_disturbed(trusted: bool) -> None:
+def test_processes_without_the_token_are_rejected_and_delay_no_node(trusted: bool) -> None:
     token = Token(SECRET, trusted=trusted)
     meetings = [Rendezvous(r, token, ABOUT) for r in range(2)]
     addresses = [m.address for m in meetings]
     stop, seen = threading.Event(), []
 
-    def stranger(say: bytes, *, read: bool) -> None:
+    def other_program(say: bytes, *, read: bool) -> None:
         while not stop.is_set():
             try:
                 with socket.create_connection(addresses[0], timeout=1) as sock:
@@ -256,21 +256,21 @@ def test_without_the_token_nobody_gets_in_and_nobody_is_disturbed(trusted: bool)
                 pass
             time.sleep(0.01)
 
-    strangers = [
-        threading.Thread(target=stranger, args=(b"GET / HTTP/1.0\r\n\r\n",), kwargs={"read": True}),
-        threading.Thread(target=stranger, args=(os.urandom(300),), kwargs={"read": True}),
-        threading.Thread(target=stranger, args=(b"",), kwargs={"read": False}),
+    others = [
+        threading.Thread(target=other_program, args=(b"GET / HTTP/1.0\r\n\r\n",), kwargs={"read": True}),
+        threading.Thread(target=other_program, args=(os.urandom(300),), kwargs={"read": True}),
+        threading.Thread(target=other_program, args=(b"",), kwargs={"read": False}),
         threading.Thread(target=impostor),
     ]
-    idle = [socket.create_connection(addresses[0]) for _ in range(20)]  # say nothing, for as long as they may
-    for thread in strangers:
+    idle = [socket.create_connection(addresses[0]) for _ in range(20)]  # silent for as long as they may be
+    for thread in others:
         thread.start()
     time.sleep(0.2)
     try:
         joined = at_once(*(lambda m=m: m.connect_all(addresses, patience=10) for m in meetings))
     finally:
         stop.set()
-        for thread in strangers:
+        for thread in others:
             thread.join()
         for sock in idle:
             sock.close()
@@ -280,7 +280,7 @@ def test_without_the_token_nobody_gets_in_and_nobody_is_disturbed(trusted: bool)
             sock.close()
     assert not any(SECRET.encode() in said for said in seen)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(addresses[0], timeout=1)  # nobody listens any more
+        socket.create_connection(addresses[0], timeout=1)  # the socket is closed
 
 
 def test_the_first_difference_is_named() -> None:
@@ -290,13 +290,13 @@ def test_the_first_difference_is_named() -> None:
     assert "Start all of them with the same command" in str(found[0])
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_nodes_that_do_not_connect_are_named() -> None:
     rendezvous = Rendezvous(0, Token(SECRET), ABOUT)
     with pytest.raises(ClusterError, match="nodes 1, 2 did not connect"):
         rendezvous.connect_all([rendezvous.address] * 3, patience=0.2)
 
 
-def test_two_with_one_rank_are_refused() -> None:
+def test_two_processes_with_one_rank_are_refused() -> None:
     token = Token(SECRET)
     first, *others = [Rendezvous(r, token, ABOUT) for r in (0, 1, 1)]
     addresses = [first.address, others[0].address, others[1].address]
@@ -320,14 +320,14 @@ def test_nothing_readable_passes_an_encrypted_connection() -> None:
             b.sendall(data)
         b.shutdown(socket.SHUT_WR)
 
-    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_server(("127.0.0.1", 0)) as middle:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_server(("127.0.0.1", 0)) as middle:
 
         def relay() -> None:
-            with middle.accept()[0] as inside, socket.create_connection(door.getsockname()) as outside:
+            with middle.accept()[0] as inside, socket.create_connection(listening.getsockname()) as outside:
                 at_once(lambda: pump(outside, inside), lambda: pump(inside, outside))
 
         def server() -> bytes:
-            with token.secure(door.accept()[0], server=True) as sock:
+            with token.secure(listening.accept()[0], server=True) as sock:
                 return sock.recv(100)
 
         def client() -> str | None:
@@ -346,7 +346,7 @@ def test_nothing_readable_passes_an_encrypted_connection() -> None:
 # Tokens.
 
 
-def test_a_token_is_read_from_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_token_is_read_only_from_a_private_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(tokens.new() + "\n")
     path.chmod(0o600)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that has the token may say and send, and what becomes of one that says something else."""
+"""Control messages and files that a process with the token may send, and what happens to others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from orchestra.worlds.sockets.messenger import Messenger
 from orchestra.worlds.sockets.wire import BadFrame
 
 ASSIGNMENT = {"kind": "assignment", "run": "/a/run", "launch": "0a1b", "resume": "step-00000012", "resumed_from": 12}
-# All that processes say, as they say it.
+# Messages as processes send them.
 SAID: list[tuple[int, dict[str, Any]]] = [
     (1, {"kind": "ready", "node": 1}),
     (1, {"kind": "report", "status": NodeStatus(1, 2, float("nan"), 0, 0, 0, 8, 8, 0.1, float("inf"))._asdict()}),
@@ -50,7 +50,7 @@ SAID: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("source", "said"), SAID, ids=lambda x: x["kind"] if isinstance(x, dict) else None)
-def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, Any]) -> None:
+def test_valid_messages_pass_and_similar_ones_do_not(source: int, said: dict[str, Any]) -> None:
     control_messages.check(source, said)
     for name in said.keys() - {"kind", "node"}:
         without = {key: value for key, value in said.items() if key != name}
@@ -77,7 +77,7 @@ def test_what_is_said_passes_and_nothing_like_it(source: int, said: dict[str, An
         (1, {}, "of unknown kind None"),
     ],
 )
-def test_what_nobody_says(source: int, said: dict[str, Any], told: str) -> None:
+def test_invalid_messages_are_refused(source: int, said: dict[str, Any], told: str) -> None:
     with pytest.raises(BadFrame, match=told) as caught:
         control_messages.check(source, said)
     assert len(str(caught.value)) < 300
@@ -99,7 +99,7 @@ anything = st.dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 3), kinds, anything)
-def test_whatever_is_said_is_understood_or_refused(source: int, kind: Any, said: dict[str, Any]) -> None:
+def test_any_message_is_accepted_or_refused(source: int, kind: Any, said: dict[str, Any]) -> None:
     try:
         control_messages.check(source, {**said, "kind": kind})
     except BadFrame:
@@ -110,12 +110,12 @@ def test_whatever_is_said_is_understood_or_refused(source: int, kind: Any, said:
 # Files.
 
 
-def reception(folder: Path, complaints: list[Any] | None = None) -> FileReceiver:
-    def complain(source: int, path: Path, error: OSError) -> None:
-        assert complaints is not None
-        complaints.append((source, path.name, error.errno))
+def receiver_for(folder: Path, failures: list[Any] | None = None) -> FileReceiver:
+    def note_failure(source: int, path: Path, error: OSError) -> None:
+        assert failures is not None
+        failures.append((source, path.name, error.errno))
 
-    return FileReceiver(folder, files_of, 1000, complain)
+    return FileReceiver(folder, files_of, 1000, note_failure)
 
 
 GOOD = ("events-2.jsonl", "final/node-2.safetensors", "snapshots/00001/node-2.safetensors",
@@ -123,7 +123,7 @@ GOOD = ("events-2.jsonl", "final/node-2.safetensors", "snapshots/00001/node-2.sa
 
 
 def test_a_nodes_own_files_are_taken_and_no_others(tmp_path: Path) -> None:
-    files = reception(tmp_path)
+    files = receiver_for(tmp_path)
     for name in GOOD:
         files.expect(2, {"path": name, "bytes": 6})
         files.take_in(2, b"abc")
@@ -141,7 +141,7 @@ def test_a_nodes_own_files_are_taken_and_no_others(tmp_path: Path) -> None:
 
 
 def test_files_of_other_lengths_than_announced(tmp_path: Path) -> None:
-    files = reception(tmp_path)
+    files = receiver_for(tmp_path)
     with pytest.raises(BadFrame, match="1,001 bytes; none is longer than 1,000"):
         files.expect(2, {"path": GOOD[0], "bytes": 1001})
     with pytest.raises(BadFrame, match="had not announced"):
@@ -159,7 +159,7 @@ def test_files_of_other_lengths_than_announced(tmp_path: Path) -> None:
 @example([(2, "../x", 1), (1, "events-1.jsonl", 0)])
 def test_nothing_appears_but_what_is_expected(tmp_path_factory: pytest.TempPathFactory, sent: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("fuzz") / "run"
-    files = reception(folder)
+    files = receiver_for(folder)
     for source, name, length in sent:
         try:
             files.expect(source, {"path": name, "bytes": length})
@@ -171,9 +171,9 @@ def test_nothing_appears_but_what_is_expected(tmp_path_factory: pytest.TempPathF
         assert name is None or any(files_of(node).fullmatch(name) for node in (1, 2, 3))
 
 
-def test_no_room_for_a_file_is_told_and_leaves_nothing_half(tmp_path: Path, full_disk: Path) -> None:
-    complaints: list[Any] = []
-    files = reception(tmp_path, complaints)
+def test_a_full_disk_is_reported_and_leaves_no_partial_file(tmp_path: Path, full_disk: Path) -> None:
+    failures: list[Any] = []
+    files = receiver_for(tmp_path, failures)
     (tmp_path / "events-2.jsonl").symlink_to(full_disk)
     files.expect(2, {"path": "events-2.jsonl", "bytes": 3})
     files.take_in(2, b"abc")
@@ -181,11 +181,11 @@ def test_no_room_for_a_file_is_told_and_leaves_nothing_half(tmp_path: Path, full
     (tmp_path / "final" / "node-2.safetensors.tmp").symlink_to(full_disk)
     files.expect(2, {"path": "final/node-2.safetensors", "bytes": 3})
     files.take_in(2, b"abc")
-    assert complaints == [(2, "events-2.jsonl", errno.ENOSPC), (2, "node-2.safetensors", errno.ENOSPC)]
+    assert failures == [(2, "events-2.jsonl", errno.ENOSPC), (2, "node-2.safetensors", errno.ENOSPC)]
     assert not any((tmp_path / "final").iterdir())
 
 
-def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_is_sent_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_transfer, "_PIECE", 10)
     sent: list[Any] = []
 
@@ -207,8 +207,8 @@ def test_a_long_log_goes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sent == [10, b"0123456789", 4, b"abc\n", 5, b"more\n"]
 
 
-class Home(RunSupervisor):
-    """One that only listens."""
+class ListeningSupervisor(RunSupervisor):
+    """A supervisor that only receives messages."""
 
     def begin(self) -> None: ...
 
@@ -224,8 +224,8 @@ class Home(RunSupervisor):
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_part_that_is_written_after_another_failed_is_discarded(late: int, tmp_path: Path) -> None:
     spec = SimpleNamespace(run=tmp_path, workers=2, servers=0)
-    home = Home(SimpleNamespace(spec=spec, resumed_from=0, about={}))  # type: ignore[arg-type]
-    home.name = lambda node: f"worker {node}"  # type: ignore[method-assign]
+    supervisor = ListeningSupervisor(SimpleNamespace(spec=spec, resumed_from=0, about={}))  # type: ignore[arg-type]
+    supervisor.name = lambda node: f"worker {node}"  # type: ignore[method-assign]
     said: list[dict[str, Any]] = [
         {"kind": "saved", "node": 0, "step": 4},
         {"kind": "save-failed", "node": 1, "step": 4, "error": "no room"},
@@ -233,15 +233,15 @@ def test_a_part_that_is_written_after_another_failed_is_discarded(late: int, tmp
     for words in said[:: 1 if late else -1]:
         if words["kind"] == "saved":
             (tmp_path / "checkpoints" / "step-00000004.tmp").mkdir(parents=True)
-        home.hear(words)
+        supervisor.hear(words)
     assert not any((tmp_path / "checkpoints").iterdir())
 
 
 # In a run.
 
 
-def test_a_full_disk_at_home_does_not_end_the_run(tmp_path: Path) -> None:
-    """Nor is a checkpoint sealed of which a part is missing."""
+def test_a_full_disk_of_process_0_does_not_end_the_run(tmp_path: Path) -> None:
+    """And no checkpoint is completed of which a part is missing."""
 
     def call() -> Any:
         from orchestra.worlds.sockets import participant
@@ -258,15 +258,15 @@ def test_a_full_disk_at_home_does_not_end_the_run(tmp_path: Path) -> None:
         cluster = Attached(patience=20)
         return train("localsgd(tau=2)", tmp_path / "run", cluster=cluster, budget=Steps(9), checkpoint_every=Steps(2))
 
-    home, other = together(2, lambda: call().summary.steps)
-    assert (home.value, home.error, other.value) == (9, "", 9)
+    first, other = together(2, lambda: call().summary.steps)
+    assert (first.value, first.error, other.value) == (9, "", 9)
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
     ending = (tmp_path / "run" / "ending.json").read_text()
     assert ending.count("events-1.jsonl of worker 1 could not be written here") == 1
     assert "worker 1 could not save at step 2: [Errno 28]" in ending
 
 
-def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_path: Path) -> None:
+def test_a_faulty_process_is_named_and_process_0_ends_cleanly(tmp_path: Path) -> None:
     def call() -> Any:
         from orchestra.worlds.sockets.session import Session
 
@@ -280,14 +280,14 @@ def test_who_says_what_nobody_would_is_named_and_home_ends_in_good_order(tmp_pat
         Session.run_node = live  # type: ignore[method-assign]
         return train("allreduce", tmp_path / "run", cluster=Attached(patience=20))
 
-    home, _, _ = together(3, call)
-    assert (home.kind, home.code) == ("WorkerLost", 6)
-    assert "worker 1 died: its connection to worker 0 broke: node 1 sent a file '../../evil', which is" in home.error
+    first, _, _ = together(3, call)
+    assert (first.kind, first.code) == ("WorkerLost", 6)
+    assert "worker 1 died: its connection to worker 0 broke: node 1 sent a file '../../evil', which is" in first.error
     assert not list(tmp_path.rglob("evil"))
 
 
-def test_hanging_up_takes_one_moment_for_all() -> None:
-    """However many do not listen; and nothing is taken in once it has begun."""
+def test_closing_has_one_deadline_for_all_connections() -> None:
+    """However many peers do not read; and no file is accepted once it has begun."""
     ours, theirs = zip(*[_tcp() for _ in range(4)], strict=True)
     messenger = Messenger(
         0, 5, 1, dict(enumerate(ours, start=1)), largest=1 << 20, patience=5, traffic=Traffic(), summed=False
@@ -308,6 +308,6 @@ def test_hanging_up_takes_one_moment_for_all() -> None:
 
 
 def _tcp() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        far = socket.create_connection(door.getsockname())
-        return door.accept()[0], far
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        far = socket.create_connection(listening.getsockname())
+        return listening.accept()[0], far
