@@ -96,7 +96,7 @@ class Study:
                 print(f"{name} · seed {seed}: {shown}", file=sys.stderr, flush=True)
 
     def __getitem__(self, key: tuple[str, str]) -> Spread:
-        """A figure of a variant, over the seeds."""
+        """Return a figure of a variant, over the seeds."""
         variant, figure = key
         return Spread(tuple(float(row[figure]) for row in self.rows if row["variant"] == variant))
 
@@ -116,12 +116,12 @@ class Study:
         return "\n".join(lines[1:])
 
     def _numbers_of(self, variant: str) -> tuple[str, ...]:
-        """The figures that all runs of a variant have."""
+        """Return the figures that all runs of a variant have."""
         every = [_numbers(row) for row in self.rows if row["variant"] == variant]
         return tuple(figure for figure in every[0] if all(figure in figures for figures in every))
 
     def conclude(self) -> int:
-        """Save results.json, whole or not at all; print the table and the claims. Gives 1 if one fails, else 0."""
+        """Save results.json atomically; print the table and the claims. Return 1 if a claim fails, else 0."""
         record = {
             "title": self.title,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -137,7 +137,7 @@ class Study:
 def options(
     doc: str | None, *, seeds: int, devices: Sequence[str] = (), argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """What every study can be told: how many `seeds`, and where `results.json` goes (`out`)."""
+    """Parse the options of every study: the number of `seeds`, and the folder of `results.json` (`out`)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=seeds, help=f"runs of each variant (default: {seeds})")
     parser.add_argument("--out", type=Path, help="folder for results.json (default: beside the study)")
@@ -151,7 +151,7 @@ def options(
 
 @contextmanager
 def running(recipe: Recipe, **given: Any) -> Iterator[orchestra.Result]:
-    """The result of training a recipe with other arguments of `train` than its own, while its run folder exists."""
+    """Train a recipe with some arguments of `train` replaced; yield the result while its run folder exists."""
     with tempfile.TemporaryDirectory() as folder:
         asked = arguments(recipe) | {"out": Path(folder) / "run", "progress": False} | given
         yield orchestra.train(**asked)
@@ -167,5 +167,5 @@ def train(recipe: Recipe, **given: Any) -> tuple[orchestra.Result, list[Scored]]
 
 
 def _numbers(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The figures of a row that can be summarised."""
+    """Return the figures of a row that can be summarised."""
     return tuple(key for key, value in row.items() if key != "seed" and isinstance(value, int | float))

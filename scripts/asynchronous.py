@@ -28,7 +28,7 @@ SHOWN = ("strategy", "reached", "runs", "seconds_to_target", "speedup", "stalene
 
 
 def figures(name: str, folder: Path) -> dict[str, Any]:
-    """What the page may quote of one comparison, which runs if its folder does not exist."""
+    """Return the figures of one comparison for the page; run it if its folder does not exist."""
     command, out = COMMAND.format(NETWORKS[name]), folder / name
     if not out.exists():
         words = [*shlex.split(command)[1:], "--out", str(out), "--quiet"]
@@ -38,7 +38,7 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a strategy; those until the target are means over its runs."""
+    """Return the figures of a strategy; those until the target are means over its runs."""
     until = [outcome["until"] for outcome in row["outcomes"]]
     means = {kind: statistics.fmean(one[kind] for one in until) for kind in ("compute", "communicate", "wait")}
     samples = statistics.fmean(one["samples"] for one in until)

@@ -117,14 +117,14 @@ ASCII = str.maketrans(
 
 
 def npz(**arrays: np.ndarray) -> bytes:
-    """A compressed npz in memory. NumPy stamps its members 1980, so the bytes do not depend on the day."""
+    """Return a compressed npz. NumPy dates its members 1980, so the bytes do not depend on the day."""
     out = io.BytesIO()
     np.savez_compressed(out, **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for allow_pickle
     return out.getvalue()
 
 
 def content(name: str, data: bytes) -> bytes:
-    """What is inside, free of the compressor's version: the thing to compare."""
+    """Return the uncompressed content for comparison, independent of the compressor's version."""
     if name.endswith(".xz"):
         return lzma.decompress(data)
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:

@@ -29,7 +29,7 @@ SHOWN = ("strategy", "reached", "runs", "seconds_to_target", "interval", "speedu
 
 
 def compared(folder: Path) -> Path:
-    """The folder of the comparison, which is made if it does not exist; the untuned one is made beside it."""
+    """Return the folder of the comparison; run it, and the untuned one beside it, if they do not exist."""
     for name, more in (("comparison", []), ("untuned", ["--no-tune"])):
         if not (folder / name).exists():
             words = [*shlex.split(COMMAND)[1:], *more, "--out", str(folder / name), "--quiet"]
@@ -38,7 +38,7 @@ def compared(folder: Path) -> Path:
 
 
 def figures(comparison: Path) -> dict[str, Any]:
-    """What the front page may quote of a comparison."""
+    """Return the figures of a comparison for the front page."""
     table, untuned = (
         json.loads((folder / "table.json").read_text(encoding="utf-8"))
         for folder in (comparison, comparison.with_name("untuned"))

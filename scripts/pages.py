@@ -53,12 +53,12 @@ def catalogue() -> str:
 
 
 def parts() -> str:
-    """What strategies are put together from; parts of one file share its page."""
+    """Return the pages of the parts of strategies; parts of one file share its page."""
     return "\n\n".join(_section(list(group)) for _, group in groupby(PARTS, key=lambda cls: cls.__module__))
 
 
 def algorithms() -> str:
-    """The ways to take a mean by messages: what they cost, and the page of each."""
+    """Return the pages of the all-reduce algorithms: their costs, and the page of each."""
     pages = [f"### {name}\n\n{_text(sys.modules[add_up.__module__])}" for name, add_up in ALGORITHMS.items()]
     return "\n\n".join([_text(collectives), *pages])
 
@@ -72,7 +72,7 @@ def inner() -> str:
 
 
 def exit_codes() -> str:
-    """The numbers a command ends with, in the words of `orchestra --help`, and the errors behind them."""
+    """Return a table of the exit codes, in the words of `orchestra --help`, with the errors behind them."""
     said = " ".join((verbs.__doc__ or "").split()).partition("Exit codes: ")[2]
     meanings = {int(code): words for code, words in re.findall(r"(\d+) ([^,.]+)", said)}
     behind = {code: [link(cls) for cls in error_classes() if cls.exit_code == code] for code in meanings}
@@ -86,7 +86,7 @@ def error_classes() -> list[type[errors.OrchestraError]]:
 
 
 def link(cls: type[Any]) -> str:
-    """A class, and where the page says what to do."""
+    """Return a link to the section of a class."""
     return f"[`{cls.__name__}`](#{cls.__name__.lower()})"
 
 
@@ -106,14 +106,14 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 
 def table(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     heading = list(heading)
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _section(classes: list[type[Any]]) -> str:
-    """The page of one file: its text, and the options of what it defines."""
+    """Return the page of one file: its text, and the options of the classes that it defines."""
     names = [known.name_of(cls) for cls in classes]
     title = ", ".join(cls.__name__ for cls in classes)
     short = [f"`{name}`" for cls in classes for name in (known.short_of(cls),) if name]
@@ -137,13 +137,13 @@ def _options(cls: type[Any], *, alone: bool) -> Iterator[str]:
 
 
 def _example(cls: type[Any]) -> str:
-    """The fullest expression that `orchestra explain` would have one try."""
+    """Return a command with the last example of `orchestra explain`."""
     example = known.examples(cls)[-1]
     return f'orchestra run digits --workers {1 if example == "solo" else 4} --strategy "{example}"'
 
 
 def _text(module: Any) -> str:
-    """The text a file opens with; each paper on a line of its own."""
+    """Return the docstring of a file, with each paper on its own line."""
     title, gap, rest = inspect.cleandoc(module.__doc__ or "").partition("\n\n")
     papers, more, after = rest.partition("\n\n")
     lines = papers.split("\n")
@@ -154,7 +154,7 @@ def _text(module: Any) -> str:
 
 
 def renewed(markdown: str) -> str:
-    """A page with all that is taken from the code as the code has it now."""
+    """Return a page with its generated blocks renewed from the code."""
 
     def block(match: re.Match[str]) -> str:
         name = match[1]

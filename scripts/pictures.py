@@ -44,12 +44,12 @@ A_FEW = "[...document.querySelectorAll('#timeline button')].find((b) => b.textCo
 
 
 def orchestra(*words: str) -> list[str]:
-    """The command."""
+    """Return an `orchestra` command."""
     return [sys.executable, "-m", "orchestra", *words]
 
 
 def shown(browser: Browser, url: str, page: str, *, width: int = 1280, dark: bool = False) -> Page:
-    """A page of a report, drawn."""
+    """Return a page of a report, drawn."""
     found = browser.open(url, width, 740, dark=dark)
     found.until(READY)
     found.go(page)
@@ -86,13 +86,13 @@ def compared(browser: Browser, folder: Path) -> None:
 
 
 def reported(out: Path) -> str:
-    """The address of a report that is written now."""
+    """Write a report, and return its address."""
     subprocess.run(orchestra("report", str(out), "--quiet"), check=True)
     return (out / "report.html").absolute().as_uri()
 
 
 def labelled(png: bytes, text: str) -> bytes:
-    """A picture with a description that viewers do not display."""
+    """Return a picture with a description that viewers do not display."""
     body = b"iTXtDescription\0\0\0\0\0" + text.encode()
     chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
     end = png.rindex(b"IEND") - 4
@@ -100,7 +100,7 @@ def labelled(png: bytes, text: str) -> bytes:
 
 
 def labels(png: bytes) -> Iterator[str]:
-    """The descriptions that a picture holds."""
+    """Yield the descriptions in a picture."""
     at = 8
     while at < len(png):
         (length,) = struct.unpack_from(">I", png, at)
@@ -111,7 +111,7 @@ def labels(png: bytes) -> Iterator[str]:
 
 
 def live(browser: Browser, folder: Path) -> None:
-    """The workers of a real run that goes on."""
+    """Picture the workers of a real run while it goes on."""
     out = str(folder / "live")
     run = subprocess.Popen(orchestra(*LIVE, "--lr", "0.01", "--epochs", "60", "--out", out, "--quiet"))
     time.sleep(UNDER_WAY)

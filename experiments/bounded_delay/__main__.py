@@ -44,12 +44,12 @@ class Roaming(Delay):
     steps: int
 
     def seconds(self, seed: int, worker: int, step: int) -> float:
-        """The base's, or a multiple."""
+        """Return the base's time, or a multiple of it for the worker that is slow now."""
         slow = int(uniform(seed, step // self.steps, self.workers) * self.workers)
         return self.base.seconds(seed, worker, step) * (self.factor if worker == slow else 1.0)
 
     def mean(self) -> float:
-        """Of a worker that is not slowed."""
+        """Return the mean of a worker that is not slowed."""
         return self.base.mean()
 
 
@@ -83,7 +83,7 @@ VARIANTS |= {f"SSP {s}": partial(measure, consistency=SSP(staleness=s)) for s in
 
 
 def judge(study: Study) -> None:
-    """What Li et al. found, and what SSP has in common with it and what not."""
+    """Check the findings of Li et al., and compare them with SSP."""
     figures = {
         (kind, figure): [study[f"{kind} {bound}", figure].mean for bound in BOUNDS]
         for kind in ("bounded delay", "SSP")

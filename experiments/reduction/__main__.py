@@ -88,13 +88,13 @@ def measure(seed: int, *, strategy: Strategy[Any], workers: int, batch: int | No
 
 
 def cast(split: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same data in some precision."""
+    """Return the same data in some precision."""
     inputs, targets = appliances(split)
     return inputs.to(dtype), targets.to(dtype)
 
 
 def perceptron(dtype: torch.dtype, *, smooth: bool) -> nn.Module:
-    """The same model in some precision; `smooth`: with tanh instead of ReLU."""
+    """Return the same model in some precision; `smooth`: with tanh instead of ReLU."""
     layers = mlp(17, 64, 64, 9)
     return nn.Sequential(*(nn.Tanh() if smooth and isinstance(layer, nn.ReLU) else layer for layer in layers)).to(dtype)
 

@@ -72,7 +72,7 @@ def updates_of(seed: int, consistency: Consistency, delay: Exponential, pushes: 
 
 
 def measure_time(seed: int, *, consistency: Consistency, delay: Exponential, pushes: int, count: int) -> Figures:
-    """The mean time of an update, once the beginning is forgotten."""
+    """Return the mean time of an update, without the beginning of the run."""
     t = updates_of(seed, consistency, delay, pushes, count)
     size = len(t) * 9 // 10 // PIECES
     pieces = [(b - a) / size for a, b in pairwise(t[len(t) - 1 - PIECES * size :: size])]
@@ -113,13 +113,13 @@ def timing() -> dict[str, Any]:
 
 
 def objective(model: nn.Module, data: Any) -> dict[str, float]:
-    """What is minimised: the cross-entropy and the weight decay, over all of the data."""
+    """Return the objective: the cross-entropy and the weight decay, over all of the data."""
     squares = sum(float(p.square().sum()) for p in model.parameters())
     return {"loss": accuracy(model, data)["loss"] + DECAY / 2 * squares}
 
 
 def measure_race(seed: int, *, k: int) -> Figures:
-    """The objective by time: at each moment, the mean over the quarter of the time before it."""
+    """Return the objective by time: at each moment, the mean over the preceding quarter of the time."""
     _, scores = train(
         recipes.get("digits"), model=partial(nn.Linear, 64, 10), evaluate=objective,
         evaluation_data=partial(digits, "train"), optimizer=partial(torch.optim.SGD, lr=GAMMA, weight_decay=DECAY),
@@ -133,7 +133,7 @@ def measure_race(seed: int, *, k: int) -> Figures:
 
 
 def _around(moment: float, curve: list[tuple[float, float]]) -> float:
-    """The mean over the quarter before a moment; if nothing was scored in it, what was last."""
+    """Return the mean over the quarter before a moment; if nothing was scored in it, the last score before."""
     before = [(t, f) for t, f in curve if t <= moment]
     return statistics.fmean([f for t, f in before if t >= 0.75 * moment] or [before[-1][1]])
 
@@ -143,7 +143,7 @@ VARIANTS = timing() | RACE
 
 
 def judge(study: Study) -> None:
-    """What Dutta et al. derived and found, and what Chen et al. expected of backups."""
+    """Check the derivations and findings of Dutta et al., and the expectation of Chen et al. on backups."""
     timed = [name for name in VARIANTS if name not in RACE and "draw" not in name]
     off = {name: _beyond(study, name) for name in timed}
     runs = len(study[timed[0], "measured"].values)

@@ -47,7 +47,7 @@ def pairs(study: Study, variant: str = "rule") -> list[dict[str, float]]:
 
 
 def seed_by_seed(study: Study, variant: str = "rule") -> str:
-    """The pairs, as Markdown."""
+    """Return the pairs, as Markdown."""
     lines = [f"| seed | all-reduce | {variant} | behind | times sooner | switched after |", "|---" * 6 + "|"]
     for pair in pairs(study, variant):
         figures = f"{pair['all-reduce']:.2f} | {pair[variant]:.2f} | {pair['behind']:.2f} | {pair['sooner']:.2f}"

@@ -64,7 +64,7 @@ def sweep(study: Study) -> str:
 
 
 def judge(study: Study) -> None:
-    """What Strategy-Switch and Sync-Switch found."""
+    """Check the findings of Strategy-Switch and Sync-Switch."""
     scored = {name: study[name, "accuracy"].mean for name in VARIANTS}
     lasted = {name: study[name, "seconds"].mean for name in VARIANTS}
     for name in ("rule", "rule, momenta reset"):

@@ -49,7 +49,7 @@ Rule = partial(Plateau, every=0.125)
 
 @lru_cache
 def images(split: Any, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of them; read once for all runs."""
+    """Return the first `count` images of a split, read once for all runs."""
     inputs, labels = fashion_mnist(split)
     return inputs[:count], labels[:count]
 
@@ -80,7 +80,7 @@ def measure(
 
 
 def percent(metrics: Mapping[str, float]) -> float:
-    """The accuracy."""
+    """Return the accuracy in percent."""
     return round(100 * metrics["accuracy"], 2)
 
 

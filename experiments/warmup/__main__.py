@@ -58,7 +58,7 @@ VARIANTS = {
 
 
 def judge(study: Study) -> None:
-    """What Goyal et al. found, and what LARS was made for. Noise: two deviations of the small batch."""
+    """Check the findings of Goyal et al., and the purpose of LARS. Noise: two deviations of the small batch."""
     small, noise = study["small", "accuracy"], 2 * study["small", "accuracy"].deviation
     behind = {name: small.mean - study[name, "accuracy"].mean for name in VARIANTS}
     words = "with gradual warm-up, 8 times the batch is as accurate as the small batch, within its noise"

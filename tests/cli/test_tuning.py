@@ -292,7 +292,7 @@ def test_the_estimate_is_measured_until_it_can_be_told_from_noise(
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     costs = tuning_plan.measure(made(best_at(0.1), ("allreduce",), tmp_path).race)
-    assert steps == [1, 1, 3, 9, 33, 129]
+    assert steps == [1, 1, 1, 3, 9, 33, 129]
     assert costs.run == pytest.approx(0.302)
     assert costs.epoch == costs.real == pytest.approx(0.002 * 1437 / 16 / 2)
     real = tuning_plan.measure(made(best_at(0.1), ("hogwild",), tmp_path, sim=False).race)
