@@ -143,6 +143,7 @@ def test_every_process_gets_the_outcome_of_a_complete_run(tmp_path: Path) -> Non
     assert (tmp_path / "run" / "events-0.jsonl").read_text().count('"stepped"') == 3
 
 
+@pytest.mark.alone
 def test_budgets_that_only_process_0_can_measure(tmp_path: Path) -> None:
     def call(out: str, **given: Any) -> Any:
         return train("allreduce", tmp_path / out, cluster=Attached(patience=20), **given).summary

@@ -126,6 +126,7 @@ def test_a_node_that_missed_its_admission_tries_again(monkeypatch: pytest.Monkey
     close_all(*found)
 
 
+@pytest.mark.alone
 @both_ways
 def test_a_slow_handshake_has_one_deadline(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE", 0.6)
@@ -141,6 +142,7 @@ def test_a_slow_handshake_has_one_deadline(trusted: bool, monkeypatch: pytest.Mo
         assert isinstance(waiting.exception(), ClusterError)
 
 
+@pytest.mark.alone
 def test_a_slow_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program listens where node 0 should, and answers slowly."""
     monkeypatch.setattr(rendezvous, "_HANDSHAKE", 0.5)
