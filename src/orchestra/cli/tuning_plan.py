@@ -116,9 +116,7 @@ class TuningPlan:
 
     def fitted(self) -> TuningPlan:
         """Return a plan with tries as long as the race if that fits, else with shorter ones; even those may not fit."""
-        plans = [
-            dataclasses.replace(self, widenings=count)._shortened() for count in ((0,) if self.given else (1, 0))
-        ]
+        plans = [dataclasses.replace(self, widenings=count)._shortened() for count in ((0,) if self.given else (1, 0))]
         return next((plan for plan in plans if plan.fits), plans[-1])
 
     def _shortened(self) -> TuningPlan:
