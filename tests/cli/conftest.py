@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,3 +44,11 @@ def orchestra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
         return Said(code, out, err)
 
     return call
+
+
+def story(path: Path | str) -> dict[str, Any]:
+    """What a page is drawn from."""
+    packed = re.search(r'id="report">([^<]+)<', Path(path).read_text())
+    assert packed is not None
+    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    return found

@@ -4,22 +4,22 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.conftest import Orchestra
+from tests.cli.conftest import Orchestra, story
 from tests.cli.test_table import row
 from typer.testing import CliRunner
 
-from orchestra.cli import compare, recommend, sources
+from orchestra.cli import compare, halving, recommend, sources
 from orchestra.cli.app import app
+from orchestra.cli.halving import SuccessiveHalving
 from orchestra.cli.options import Options
 from orchestra.cli.race import options_for
-from orchestra.cli.recommend import Advice, SuccessiveHalving, _scaled
+from orchestra.cli.recommend import Advice, _scaled
 from orchestra.cli.table import StrategyRow
 from orchestra.cli.tuning import Tuning
 from orchestra.engine import expression
@@ -76,7 +76,7 @@ def test_as_many_runs_as_are_foretold(candidates: int, seeds: int, tmp_path: Pat
     ladder._run = counted  # type: ignore[method-assign]
     ladder.climb()
     assert {*runs.values()} == {1}
-    assert sum(runs.values()) + (4 * seeds if candidates > 1 else 0) == recommend._runs(len(names), seeds, race)
+    assert sum(runs.values()) + (4 * seeds if candidates > 1 else 0) == halving.runs(len(names), seeds, race)
     assert len(ladder.left) == min(3, candidates)
     assert {seed for name, seed in runs if name in ladder.left} == {*range(seeds)}
 
@@ -134,10 +134,32 @@ def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra
     told = model.tell([Path("out")])
     assert told["conditions"] == [""]
     assert {run["strategy"] for run in told["runs"]} == {"localsgd(tau=64)", "localsgd(tau=16)", "allreduce"}
-    follow = next(line.removeprefix("next: ") for line in said.err.splitlines() if line.startswith("next: "))
-    text = orchestra(*shlex.split(follow)[1:]).out
-    assert text.startswith("localsgd(tau=64) and localsgd(tau=16) are tied: they reached accuracy ≥ 0.6 in")
-    assert Path("out/report.html").exists()
+    assert "next: open out/report.html" in said.err
+    page, record = story("out/report.html"), json.loads(Path("out/table.json").read_text())
+    assert [page["verdict"]["sentence"], *page["why"]] == record["advice"]
+    assert page["fairness"] == record["fairness"]
+    assert page["fairness"][-1].startswith("untuned (--no-tune): the learning rate is the recipe's own for all")
+    assert "fairness: same initial parameters" in said.out
+    assert "untuned (--no-tune)" in Path("out/table.md").read_text()
+
+
+@pytest.mark.timeout(120)
+def test_the_page_has_the_last_rung_with_the_rates_that_were_tuned(orchestra: Orchestra) -> None:
+    said = orchestra(
+        "recommend", "digits", "--network", "2mbit", "-n", "2", "-s", "localsgd(tau=64),localsgd(tau=16),ps,allreduce",
+        "--seeds", "1", "--target", "accuracy=0.6", "--epochs", "4", "--out", "out", "--json",
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    page, first = story("out/report.html"), said.json["recommended"]
+    assert page["verdict"]["sentence"] == said.json["advice"][0]
+    last = {strategy["name"] for strategy in page["strategies"]}
+    assert len(last) == 3
+    assert page["why"][-1].startswith("Left out earlier: ")
+    rates = page["fairness"][-1]
+    chosen = json.loads(Path("out/tuning.json").read_text())["chosen"]
+    assert rates.startswith("tuned in simulation, each the best of ")
+    assert f"{first} lr {chosen[first]['lr']:.3g}" in rates
+    assert {name for name in chosen if f"{name} lr " in rates} == last
 
 
 def advised(out: Path, monkeypatch: pytest.MonkeyPatch, left: list[str], *rows: StrategyRow) -> Advice:

@@ -18,9 +18,10 @@ from orchestra.report import escaping
 if TYPE_CHECKING:
     from orchestra.cli.claims import Claim
     from orchestra.cli.table import Table
+    from orchestra.runs.budget import Target
 
 _WIDE = 125  # columns of a terminal that takes the table with its long headings
-_PAGE = "report.html"
+PAGE = "report.html"
 _DOES_NOT_HOLD = 9  # exit code
 
 
@@ -30,7 +31,7 @@ def conclude(
     """Save the table and the page, print the findings, and fail if a run failed or a claim does not hold."""
     record = save(table, out, fair)
     if any(row.done for row in table.rows):
-        _page(table, out)
+        write_page(out, table.target)
     record["claims"] = [{"claim": claim.text, "holds": claim.holds(table)} for claim in asserted]
     if as_json:
         summary.print_json(record)
@@ -40,20 +41,20 @@ def conclude(
             print(claim.told(table))
         if not quiet:
             where = summary.nearby(out)
-            summary.say(f"\nsaved: {where}/{_PAGE}, table.md and table.json")
-            summary.say(f"next: open {where}/{_PAGE} · orchestra explain {table.ranked[0].strategy.split('(')[0]}")
+            summary.say(f"\nsaved: {where}/{PAGE}, table.md and table.json")
+            summary.say(f"next: open {where}/{PAGE} · orchestra explain {table.ranked[0].strategy.split('(')[0]}")
     if any(row.failures for row in table.rows):
         raise typer.Exit(1)
     if not all(claim.holds(table) for claim in asserted):
         raise typer.Exit(_DOES_NOT_HOLD)
 
 
-def _page(table: Table, out: Path) -> None:
-    """Write the page that answers which strategy to use here, and why."""
+def write_page(out: Path, target: Target) -> None:
+    """Write the page of all runs in a folder."""
     from orchestra.engine import checkpoint
     from orchestra.report import model, page
 
-    checkpoint.write_text(out / _PAGE, page.write(model.tell([out], target=table.target)))
+    checkpoint.write_text(out / PAGE, page.write(model.tell([out], target=target)))
 
 
 def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:

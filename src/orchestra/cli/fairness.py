@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +73,11 @@ def _family(optimizer: Any) -> str:
     return str(optimizer).partition(" ")[0]
 
 
-def rates(race: Race) -> str:
-    """Return whether the strategies were tuned, how, and with which result."""
+def rates(race: Race, names: Iterable[str] | None = None) -> str:
+    """Return whether the strategies were tuned, how, and with which result: of all, or of those named."""
     if not race.settings:
         which = "the recipe's own" if race.shared.lr is None else f"{race.shared.lr:g}"
         why = f" ({race.tuning})" if race.tuning else ""
         return f"untuned{why}: the learning rate is {which} for all; with tuning, the order may differ"
-    each = "; ".join(f"{strategy} {setting}" for strategy, setting in race.settings.items())
+    each = "; ".join(f"{name} {race.settings[name]}" for name in names or race.settings if name in race.settings)
     return f"tuned {race.tuning}, each the best of {race.tries} tries, on seeds that no run of it uses: {each}"

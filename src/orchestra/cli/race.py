@@ -177,7 +177,7 @@ class Race:
 
     def fairness(self, table: Table) -> list[str]:
         """Return what all runs had in common, read from their folders."""
-        return [*fairness.examine(table), fairness.rates(self)]
+        return [*fairness.examine(table), fairness.rates(self, [row.strategy for row in table.rows])]
 
     def _world(self) -> str:
         """Return the cluster in words, if it is not local processes."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`orchestra recommend`: simulate the catalogue on a described cluster, and recommend a strategy, with reasons.
 
-rung 0          every candidate of the catalogue, one seed; given up after `_PATIENCE` times the best so far
-rung 1, 2, ...  the faster half of them, twice as many seeds, until few are left
+rungs           successive halving of the catalogue: see halving
 last            the first two again with all seeds, on half and on twice the bandwidth: is it still the same one?
 """
 
@@ -11,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
-import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +20,9 @@ import typer
 from orchestra.cli import compare as racing
 from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
+from orchestra.cli.halving import GIVEN_UP, SuccessiveHalving, is_given_up, runs
 from orchestra.cli.options import Options
-from orchestra.cli.race import Race, options_for
+from orchestra.cli.race import options_for
 from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem
 from orchestra.formatting import plural
@@ -33,9 +31,6 @@ from orchestra.report import escaping
 if TYPE_CHECKING:
     from orchestra.cli.table import Outcome, StrategyRow, Table
 
-_PATIENCE = 3.0  # times the best so far that a run may take
-_FEW = 3  # candidates at which halving ends
-_GIVEN_UP = f"given up after {_PATIENCE:g} x the best"
 _ERROR, _ERROR_OF_A_TENTH = (
     0.062,
     0.259,
@@ -99,13 +94,14 @@ def recommend(
         race = dataclasses.replace(race, shared=shared)
     repeat.keep(context.obj, race.out)
     if tune and lr is None:
-        race = Tuning(race, _runs(len(race.strategies), seeds, race) / len(race.strategies), quiet=quiet).run()
+        race = Tuning(race, runs(len(race.strategies), seeds, race) / len(race.strategies), quiet=quiet).run()
     else:
         race = dataclasses.replace(race, tuning="--lr" if tune else "--no-tune")
     ladder = SuccessiveHalving(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)
     advice.save()
+    advice.save_page()
     advice.tell(as_json=json_, quiet=quiet)
     if not advice.reached:
         raise typer.Exit(1)
@@ -139,65 +135,6 @@ def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list
         else:
             fit.append(text)
     return fit, unfit
-
-
-def _rungs(candidates: int, seeds: int) -> Iterator[tuple[int, range]]:
-    """Yield how many candidates run in each rung, and with which seeds."""
-    done = 0
-    while candidates > _FEW:
-        upto = min(seeds, max(1, 2 * done))
-        yield candidates, range(done, upto)
-        done, candidates = upto, max(_FEW, math.ceil(candidates / 2))
-    yield candidates, range(done, seeds)
-
-
-def _runs(candidates: int, seeds: int, race: Race) -> int:
-    """Return the runs in all, at most: those of the rungs, and of two candidates on other networks."""
-    elsewhere = 2 * 2 * seeds if race.shared.sim and candidates > 1 else 0
-    return elsewhere + sum(count * len(more) for count, more in _rungs(candidates, seeds))
-
-
-class SuccessiveHalving:
-    """The race in rungs, each with half of the candidates of the one before."""
-
-    def __init__(self, race: Race, seeds: int, *, quiet: bool) -> None:
-        self.race, self.seeds, self.quiet = race, seeds, quiet
-        self.outcomes: dict[str, list[Outcome]] = {strategy: [] for strategy in race.strategies}
-        self.left = list(race.strategies)
-
-    def climb(self) -> None:
-        """Run all rungs."""
-        for count, more in _rungs(len(self.left), self.seeds):
-            if count < len(self.left):
-                self.left = [row.strategy for row in self.table(self.left).ranked][:count]
-            for seed in more:
-                for i, strategy in enumerate(self.left):
-                    self._run(strategy, seed, f"{i + 1}/{count}")
-
-    def table(self, strategies: list[str] | None = None) -> Table:
-        """Return the table so far."""
-        wanted = strategies or list(self.outcomes)
-        return self.race.table({strategy: self.outcomes[strategy] for strategy in wanted})
-
-    def _run(self, strategy: str, seed: int, place: str) -> None:
-        best = min((row.time for row in self.table().rows if row.always), default=math.inf)
-        race = self.race
-        if math.isfinite(best):
-            race = dataclasses.replace(race, patience=_PATIENCE * best)
-        self.outcomes[strategy].append(self.run_one(race, strategy, seed, place))
-
-    def run_one(self, race: Race, strategy: str, seed: int, place: str) -> Outcome:
-        """Run one candidate once, and print a line on it."""
-        mark = f"[{place}] {strategy} · seed {seed}"
-        outcome = race.run_one(strategy, seed, mark, quiet=self.quiet, first=False)
-        if not self.quiet:
-            given_up = f"{_GIVEN_UP}; " if _is_given_up(outcome) else ""
-            summary.say(f"{mark}: {given_up}{race.told(outcome)}")
-        return outcome
-
-
-def _is_given_up(outcome: Outcome) -> bool:
-    return outcome.seconds is None and outcome.facts is not None and outcome.facts.stopped_by == "seconds"
 
 
 @dataclass
@@ -291,10 +228,12 @@ class Advice:
             "recommended": self.finalists[0].strategy if self.finalists else None,
             "tied": [row.strategy for row in self.tied],
             "advice": self.words(),
+            "learned": self.words(),
+            "fairness": self.ladder.race.fairness(self.table),
             "given_up": {
                 row.strategy: seeds
                 for row in self.all.rows
-                if (seeds := [outcome.seed for outcome in row.outcomes if _is_given_up(outcome)])
+                if (seeds := [outcome.seed for outcome in row.outcomes if is_given_up(outcome)])
             },
             "unfit": self.unfit,
             "out": str(self.ladder.race.out),
@@ -308,14 +247,32 @@ class Advice:
         record = json.dumps(summary.finite(self.record()), indent=1, ensure_ascii=False)
         checkpoint.write_text(out / "table.json", record + "\n")
         text = f"{self.table.markdown()}\n{escaping.markdown(' '.join(self.words()))}\n"
-        checkpoint.write_text(out / "table.md", text + (f"\nLeft out earlier:\n{left_out}\n" if left_out else ""))
+        fair = "".join(f"\n- {escaping.markdown(point)}" for point in self.ladder.race.fairness(self.table))
+        left_out = f"\nLeft out earlier:\n{left_out}\n" if left_out else ""
+        checkpoint.write_text(out / "table.md", f"{text}{fair}\n{left_out}")
+
+    def save_page(self) -> None:
+        """Write the page: the report of the last rung, with the words of the recommendation."""
+        from orchestra.engine import checkpoint
+        from orchestra.report import model, page
+
+        folders = [row.outcomes[0].run.parent for row in self.table.ranked if row.done]
+        if not folders:
+            return
+        found = model.tell(folders, target=self.table.target)
+        first, *why = self.words()
+        if self.others:
+            why.append(f"Left out earlier: {'; '.join(self.left_out())}.")
+        found["verdict"]["sentence"] = first
+        found |= {"why": why, "fairness": self.ladder.race.fairness(self.table)}
+        checkpoint.write_text(self.ladder.race.out / concluding.PAGE, page.write(found))
 
     def tell(self, *, as_json: bool, quiet: bool) -> None:
         """Print the recommendation."""
         if as_json:
             summary.print_json(self.record())
             return
-        concluding.show(self.table, [])
+        concluding.show(self.table, [], self.ladder.race.fairness(self.table))
         console = summary.console_for(100)
         if self.others:
             console.print("left out earlier: " + "; ".join(self.left_out()) + "\n", style="dim")
@@ -324,9 +281,8 @@ class Advice:
         if not quiet:
             unfit = "; ".join(f"{text} ({why})" for text, why in self.unfit.items())
             summary.say(f"\nnot tried: {unfit}" if unfit else "")
-            runs = [summary.nearby(row.outcomes[0].run.parent) for row in self.table.ranked]
             out = summary.nearby(self.ladder.race.out)
-            summary.say(f"next: {shlex.join(['orchestra', 'report', *runs, '-o', out])}")
+            summary.say(f"saved: {out}/{concluding.PAGE}, table.md and table.json\nnext: open {out}/{concluding.PAGE}")
 
 
 def _lead(table: Table, first: str, other: str) -> str | None:
@@ -347,7 +303,7 @@ def _missed(table: Table, row: StrategyRow) -> str:
     if not row.times and row.unlearned is not None:
         return row.unlearned
     runs, missed = len(row.outcomes), len(row.outcomes) - len(row.times)
-    how = f"was {_GIVEN_UP}" if any(map(_is_given_up, row.outcomes)) else "did not reach the target"
+    how = f"was {GIVEN_UP}" if any(map(is_given_up, row.outcomes)) else "did not reach the target"
     often = f" in {missed} of {runs} runs" if runs > 1 else ""
     return f"{how}{often}, {table.target.metric} {table.best(row):.4g}"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from orchestra.cli import compare as racing
-from orchestra.cli import concluding, goals, repeat, sources, summary, tuning
+from orchestra.cli import concluding, fairness, goals, repeat, sources, summary, tuning
 from orchestra.cli import options as o
 from orchestra.cli.cluster_options import refuse_under_launcher
 from orchestra.cli.options import Options
@@ -102,8 +102,10 @@ def _run(
         for values, race in races:
             if not quiet:
                 summary.say(f"condition {len(found) + 1} of {len(races)}: {_words(values)}")
-            found.append(Condition(values, best(race).run(quiet=quiet)))
-            concluding.save(found[-1].table, race.out)
+            tuned = best(race)
+            table = tuned.run(quiet=quiet)
+            concluding.save(table, race.out, tuned.fairness(table))
+            found.append(Condition(values, table, fairness.rates(tuned)))
     except KeyboardInterrupt:
         _stopped(found, folder)
         raise
@@ -221,6 +223,7 @@ class Condition:
 
     values: Values
     table: Table
+    rates: str = ""  # whether they were tuned, and what was found
 
     @cached_property
     def first(self) -> list[str]:
@@ -248,9 +251,11 @@ def _seconds(row: StrategyRow) -> str:
 def _save(found: list[Condition], out: Path) -> dict[str, Any]:
     """Write the table and all figures, and return the figures."""
     head, rows = _cells(found)
-    text = f"{escaping.markdown(_title(found))}\n\n{escaping.table([head, *rows])}\n"
+    rates = "".join(f"\n- {escaping.markdown(text)}" for text in _rates(found))
+    text = f"{escaping.markdown(_title(found))}\n\n{escaping.table([head, *rows])}\n{rates}\n"
     record: dict[str, Any] = {
         "recipe": found[0].table.recipe,
+        "rates": _rates(found),
         "conditions": [
             {"values": dict(c.values), "first": c.first, "table": c.table.as_record()} for c in found
         ],
@@ -259,7 +264,15 @@ def _save(found: list[Condition], out: Path) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "sweep.md").write_text(text, encoding="utf-8")
     (out / "sweep.json").write_text(json.dumps(summary.finite(record), indent=1), encoding="utf-8")
+    if any(row.done for condition in found for row in condition.table.rows):
+        concluding.write_page(out, found[0].table.target)
     return record
+
+
+def _rates(found: list[Condition]) -> list[str]:
+    """Whether strategies were tuned, and what was found: in a line for all conditions, or one for each."""
+    alike = [*dict.fromkeys(condition.rates for condition in found)]
+    return alike if len(alike) == 1 else [f"{_words(condition.values)}: {condition.rates}" for condition in found]
 
 
 def _title(found: list[Condition]) -> str:
@@ -300,9 +313,11 @@ def _print(found: list[Condition], out: Path, record: dict[str, Any], *, as_json
     console.print(table)
     for sentence in _learned(found):
         console.print(sentence)
+    console.print("\n" + "\n".join(_rates(found)), style="dim", markup=False)
     if not quiet:
-        summary.say(f"\nsaved: {summary.nearby(out)}/sweep.md and sweep.json")
-        summary.say(f"next: orchestra report {summary.nearby(out)}")
+        where = summary.nearby(out)
+        summary.say(f"\nsaved: {where}/{concluding.PAGE}, sweep.md and sweep.json")
+        summary.say(f"next: open {where}/{concluding.PAGE}")
 
 
 def _learned(found: list[Condition]) -> list[str]:

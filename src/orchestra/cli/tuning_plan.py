@@ -38,6 +38,7 @@ _MINUTE = 60.0  # seconds that tuning may always take
 _WORKERS = 4  # at most, whose steps are measured
 _STEPS = (2, 8, 32, 128)  # measured: more if the first take too short a time
 _ENOUGH = 0.5  # seconds that are larger than the noise
+_TIMES = 6  # measurements of what takes less
 _START = 1.5  # seconds until real processes have started
 
 
@@ -70,7 +71,7 @@ class TuningPlan:
     real: bool = False  # tries run on real processes
     given: int = 0  # rates that were given: no others are tried
     snapshots: int = 40  # in a run of the race
-    widenings: int = 2  # times that the grid may be widened, by half as many tries again on one side
+    widenings: int = 1  # times that the grid may be widened, by half as many tries again on one side
     first: float = 0.0  # epochs of a try in the first rung
 
     @property
@@ -115,9 +116,7 @@ class TuningPlan:
 
     def fitted(self) -> TuningPlan:
         """Return a plan with tries as long as the race if that fits, else with shorter ones; even those may not fit."""
-        plans = [
-            dataclasses.replace(self, widenings=count)._shortened() for count in ((0,) if self.given else (2, 1, 0))
-        ]
+        plans = [dataclasses.replace(self, widenings=count)._shortened() for count in ((0,) if self.given else (1, 0))]
         return next((plan for plan in plans if plan.fits), plans[-1])
 
     def _shortened(self) -> TuningPlan:
@@ -132,6 +131,8 @@ class TuningPlan:
 
 def measure(race: Race) -> Costs:
     """Measure what runs cost here, from a few steps of a few workers in simulation."""
+    import torch
+
     from orchestra.engine import expression, scoring
     from orchestra.report.verdict import baseline_of
 
@@ -146,8 +147,11 @@ def measure(race: Race) -> Costs:
     )  # fmt: skip
     model, data = recipe.model(), recipe.evaluation_data()
     clock = time.thread_time if race.shared.device in (None, "cpu") else time.perf_counter
-    scoring.figures(recipe.evaluate, model, data)  # the first call takes longer
-    score = _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine several wait for each other longer than they compute
+    alone = _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data))
+    torch.set_num_threads(threads)
+    score = min(alone, _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data)))
     run, epoch = _measured(race, few, clock)
     if race.shared.sim:
         return Costs(run, score, epoch, epoch)
@@ -157,13 +161,14 @@ def measure(race: Race) -> Costs:
 
 
 def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float]:
-    """Return the seconds of a run of one step, and of an epoch."""
+    """Return the seconds of a run of one step, and of an epoch, by the clock of this thread on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        _run(race, few, 1, out)
         one = _seconds(clock, lambda: _run(race, few, 1, out))
         for steps in _STEPS:
-            took = _seconds(clock, lambda count=1 + steps: _run(race, few, count, out)) - one  # type: ignore[misc]
+            began = clock()
+            _run(race, few, 1 + steps, out)
+            took = clock() - began - one
             if took >= max(_ENOUGH, one):
                 break
         config = object_in(next(out.glob("*/config.json")))
@@ -173,10 +178,13 @@ def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float]:
 
 
 def _seconds(clock: Clock, done: Callable[[], object]) -> float:
-    """Seconds that something takes, by the clock of this thread on a CPU: others may compute here meanwhile."""
-    began = clock()
-    done()
-    return clock() - began
+    """Return the seconds of a call: the first one takes longer, and other processes may make any of them longer."""
+    found = list[float]()
+    while len(found) < _TIMES and (len(found) < 3 or sum(found) < _ENOUGH):
+        began = clock()
+        done()
+        found.append(clock() - began)
+    return min(found)
 
 
 def _run(race: Race, few: Options, steps: int, out: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from orchestra.runs.budget import Target
 from orchestra.runs.reading import NONSENSE, object_in
+
+_NAMED = 3  # folders at most
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,26 @@ class ComparisonFiles:
             if self.target is not None and self.baseline is not None:
                 break
         self.failures = {f.folder: f for race in every for f in race.failures if inside(f.folder)}
-        self._whole = every[0] if every and len(written) == 1 and inside(every[0].folder) else None
+        self._every = every if len(every) == len(written) and all(inside(race.folder) for race in every) else []
 
     def whole(self, target: Target | None) -> Comparison | None:
-        """Return the one comparison to which all runs belong, if it had this target."""
-        return self._whole if self._whole is not None and self._whole.target == target else None
+        """Return the one comparison to which all runs belong, if it had this target.
+
+        Of several, such as those of a sweep, it has the points of fairness alone.
+        """
+        if not self._every or any(race.target != target for race in self._every):
+            return None
+        if len(self._every) == 1:
+            return self._every[0]
+        return replace(self._every[0], learned=(), fairness=(*_points(self._every),), failures=())
+
+
+def _points(races: Sequence[Comparison]) -> Iterator[str]:
+    """Yield points of fairness; one that does not hold for all comparisons begins with the folders of those it does."""
+    for point in dict.fromkeys(point for race in races for point in race.fairness):
+        names = [race.folder.name for race in races if point in race.fairness]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        yield point if len(names) == len(races) else f"{', '.join(names[:_NAMED])}{more}: {point}"
 
 
 def _failures(folder: Path, rows: Any) -> Iterator[Failure]:
