@@ -84,7 +84,7 @@ def test_tuning_takes_at_most_as_long_as_the_race(worth: int, given: int, costs:
     assert plan.seconds <= plan.race_seconds
     assert plan.runs == 4 * worth
     assert 20 / 100 <= plan.first <= 20 / 4
-    assert plan.widenings == (0 if given else 1 if costs.real < costs.epoch and worth == 1 else 2)
+    assert plan.widenings == (0 if given else 1)
 
 
 def test_beside_a_simulated_race_the_machine_does_not_matter() -> None:
