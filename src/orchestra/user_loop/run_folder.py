@@ -38,7 +38,7 @@ class LoopRunFolder:
         self._is_coordinator, self._others = rank == _COORDINATOR, size - 1
         self._sender: FileSender | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._hold: run_lock.RunLock | None = None
+        self._lock: run_lock.RunLock | None = None
         self.path = self._offer(out) if self._is_coordinator else self._find()
 
     def _offer(self, out: Path | None) -> Path | None:
@@ -50,7 +50,7 @@ class LoopRunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             run_lock.make_room(path)
-            self._hold = run_lock.RunLock(path)
+            self._lock = run_lock.RunLock(path)
             if not self._others:
                 return path
             mark = path / f".mark-{secrets.token_hex(8)}"
@@ -95,14 +95,14 @@ class LoopRunFolder:
 
     def close(self) -> None:
         """Release the lock of a complete run."""
-        if self._hold is not None:
-            self._hold.let_go()
+        if self._lock is not None:
+            self._lock.let_go()
 
     def leave(self, error: BaseException) -> None:
         """Release the lock of a run that failed, and write the reason."""
-        if self._hold is not None:
+        if self._lock is not None:
             ours = isinstance(error, OrchestraError)
-            self._hold.leave(type(error).__name__, str(error) if ours else "".join(traceback.format_exception(error)))
+            self._lock.leave(type(error).__name__, str(error) if ours else "".join(traceback.format_exception(error)))
 
     def _await(self, ready: Callable[[], bool], what: str) -> None:
         self._messenger.wait_until(ready, lambda: what, forever=True)
