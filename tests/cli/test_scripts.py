@@ -171,7 +171,7 @@ def test_several_calls_are_told(orchestra: Orchestra, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('raise SystemExit("it went on")', "orchestra.train()"))
     said = orchestra("compare", str(path), "--sim", "-s", "allreduce", *ONCE, "--target", "accuracy=0.1", "--out", "c")
     assert said.code == 0, said.err
-    assert "note: mine.py calls train() in 2 places: the first that it came to counts." in said.err
+    assert "note: mine.py calls train() in 2 places: the first one reached counts." in said.err
 
 
 @pytest.mark.parametrize(("text", "code", "why"), [
@@ -275,8 +275,8 @@ def test_a_first_run_that_does_not_learn_finds_no_target(orchestra: Orchestra, t
     path.write_text(path.read_text().replace("lr=0.5", "lr=1e5"))
     said = orchestra("compare", str(path), "--sim", "-s", "allreduce", *ONCE, "--out", "c")
     assert said.code == 2
-    assert "a first run of allreduce finds none" in said.err
-    assert "Name one: --target" in said.err
+    assert "a first run of allreduce found none" in said.err
+    assert "Give one: --target" in said.err
 
 
 def test_a_factor_on_every_rate() -> None:

@@ -143,4 +143,4 @@ def test_a_process_that_asked_alone_says_so(tmp_path: Path) -> None:
 def test_an_order_of_ones_own_is_refused(tmp_path: Path) -> None:
     for outcome in run((0, 1, 2), tmp_path / "run", order=(0, 2, 1)):
         assert outcome.kind == "ConfigError", outcome.error
-        assert "orchestra.rank() was asked" in outcome.error
+        assert "orchestra.rank() was called" in outcome.error

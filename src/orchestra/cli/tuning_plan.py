@@ -71,7 +71,7 @@ class TuningPlan:
     real: bool = False  # tries run on real processes
     given: int = 0  # rates that were given: no others are tried
     snapshots: int = 40  # in a run of the race
-    widenings: int = 2  # times that the grid may be widened, by half as many tries again on one side
+    widenings: int = 1  # times that the grid may be widened, by half as many tries again on one side
     first: float = 0.0  # epochs of a try in the first rung
 
     @property
@@ -116,9 +116,7 @@ class TuningPlan:
 
     def fitted(self) -> TuningPlan:
         """Return a plan with tries as long as the race if that fits, else with shorter ones; even those may not fit."""
-        plans = [
-            dataclasses.replace(self, widenings=count)._shortened() for count in ((0,) if self.given else (2, 1, 0))
-        ]
+        plans = [dataclasses.replace(self, widenings=count)._shortened() for count in ((0,) if self.given else (1, 0))]
         return next((plan for plan in plans if plan.fits), plans[-1])
 
     def _shortened(self) -> TuningPlan:
