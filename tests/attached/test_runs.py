@@ -173,6 +173,7 @@ def test_a_worker_that_fails_is_named_with_its_traceback(tmp_path: Path) -> None
     assert (other.kind, other.error, other.code) == ("Stopped", "worker 1 failed", 10)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_process_that_dies_is_noticed_at_once(rank: int, tmp_path: Path) -> None:
     def call() -> Any:
@@ -236,6 +237,7 @@ def test_a_process_that_dies_during_a_mean_of_torch_is_named(tmp_path: Path) -> 
         assert "worker 2 died" in outcome.error
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["fails", "dies"])
 def test_a_process_that_ends_before_torch_is_connected_is_noticed(how: str, tmp_path: Path) -> None:
     def call() -> Any:
