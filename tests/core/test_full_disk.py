@@ -40,9 +40,16 @@ def large() -> nn.Module:
     return nn.Sequential(nn.Linear(INPUTS, 8192), nn.Linear(8192, 1))
 
 
+def hurried() -> nn.Module:
+    """The same, in a process that tries again ten times as soon."""
+    files.PAUSES = (0.05, 0.1, 0.2)
+    return large()
+
+
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A small disk of its own."""
+    monkeypatch.setattr(files, "PAUSES", files.PAUSES)
     folder = tmp_path / "disk"
     folder.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder]).returncode:
@@ -88,7 +95,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_the_model_is_written_elsewhere_and_the_run_can_be_concluded(
     strategy: Strategy[Any], disk: Path, tmp_path: Path
 ) -> None:
-    model = paced(0.05, 0.05, model=large)
+    model = paced(0.05, 0.05, model=hurried)
     whole = train(strategy, tmp_path / "whole", model=model, workers=2, **BUDGET)
     with pytest.raises(EnvironmentProblem, match=r"No space left on device") as error:
         train(strategy, disk / "run", model=model, workers=2, progress=filling(disk), **BUDGET)
@@ -138,7 +145,7 @@ def test_a_full_disk_is_tried_again_and_nothing_else(monkeypatch: pytest.MonkeyP
 
 
 def test_virtual_runs_write_it_elsewhere_too(disk: Path) -> None:
-    cluster, model = Simulated(workers=2), lambda: Jittery(large)
+    cluster, model = Simulated(workers=2), lambda: Jittery(hurried)
     with pytest.raises(EnvironmentProblem, match="kept no checkpoint") as error:
         train(AllReduce(), disk / "run", cluster=cluster, model=model, budget=Steps(60), optimizer=tiny,
               progress=filling(disk, saved=False))  # fmt: skip
@@ -146,7 +153,7 @@ def test_virtual_runs_write_it_elsewhere_too(disk: Path) -> None:
         AllReduce(),
         disk.parent / "whole",
         cluster=cluster,
-        model=lambda: Jittery(large),
+        model=lambda: Jittery(hurried),
         budget=Steps(60),
         optimizer=tiny,
     )
@@ -158,7 +165,7 @@ def test_machines_of_their_own_write_it_elsewhere_too(strategy: str, size: int, 
     """Where a server does not see the folder, what it sends has no room there."""
 
     def call() -> Any:
-        given: dict[str, Any] = {"model": paced(0.05, 0.05, model=large), **BUDGET}
+        given: dict[str, Any] = {"model": paced(0.05, 0.05, model=hurried), **BUDGET}
         return far_off(strategy, disk / "run", progress=filling(disk), **given)
 
     outcomes = together(size, call)
@@ -173,7 +180,7 @@ def test_a_loop_writes_it_elsewhere_too(disk: Path) -> None:
             if optimizer.orchestra.steps == 5:
                 fill(disk)
 
-        return loop("allreduce", model=large, optimizer=tiny, steps=9, each=step, out=disk / "run")
+        return loop("allreduce", model=hurried, optimizer=tiny, steps=9, each=step, out=disk / "run")
 
     (outcome,) = together(1, call)
     assert outcome.kind == "EnvironmentProblem", outcome
