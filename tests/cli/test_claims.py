@@ -156,7 +156,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         "same samples",
         "same budget: epochs=1",
         "tuned in simulation, each the best of 2 tries, on seeds that no run of it uses",
-        "allreduce lr 0.05; localsgd(tau=4) lr 0.05",
+        "allreduce lr 0.05 (at the edge of the rates tried); localsgd(tau=4) lr 0.05 (at the edge",
     ):
         assert point in fair
     assert not list(out.glob("tuning/*"))

@@ -4,20 +4,25 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.cli.conftest import Orchestra
+from tests.cli.conftest import Orchestra, story
 
-from orchestra.cli import loop_runs, sources
+from orchestra.cli import goals, loop_runs, sources
 from orchestra.cli.candidates import Setting
 from orchestra.cli.compare import prepare
 from orchestra.cli.options import Options
+from orchestra.cli.race import Race
+from orchestra.cli.table import Outcome
 from orchestra.cli.tuning import Tuning, TuningResult
+from orchestra.runs.events import Scored, encode
 from orchestra.runs.facts import scores_of
 
 SCRIPT = """
@@ -155,6 +160,54 @@ def test_a_loop_is_tuned_by_whole_runs(seeds: int, factors: list[float], tmp_pat
     assert tried == pytest.approx(factors)
     assert len(tried) <= seeds
     assert {str(setting) for setting in found.settings.values()} == ({f"lr x {min(factors):.3g}"} if factors else set())
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(240)
+def test_a_loop_is_tuned_and_compared(orchestra: Orchestra, tmp_path: Path) -> None:
+    """The script's own rate is far too small: the largest factor is the best, and there may be better ones."""
+    path = Path(write(tmp_path))
+    path.write_text(path.read_text().replace("lr=0.5", "lr=0.02"))
+    words = ("compare", str(path), "-s", "allreduce", "--seeds", "3", "--target", "accuracy=0.99", "--out", "c")
+    said = orchestra(*words)
+    assert said.code == 0, said.err
+    before = (
+        "tuning 1 strategy, 3 tries each, on real processes, seed 3: 3 whole runs of the script, and 3 in the race."
+    )
+    estimate, took, tuned = (line for line in said.err.splitlines() if "tun" in line)
+    assert estimate.startswith(before)
+    assert re.match(r"a run took about \d+ s: tuning takes about \d+ s, the race about \d+ s\.", took)
+    assert tuned == "tuned allreduce: lr x 3, at the edge of the rates tried"
+    rates = story("c/report.html")["fairness"][-1]
+    assert rates.startswith("tuned on real processes, each the best of 3 tries")
+    assert rates.endswith("allreduce lr x 3 (at the edge of the rates tried)")
+    configs = [json.loads(path.read_text()) for path in Path("c").rglob("config.json")]
+    assert [config["lr_factor"] for config in configs] == [3.0] * 3
+    assert sorted(config["seed"] for config in configs) == [0, 1, 2]
+
+
+def test_how_long_it_takes_is_said_before_where_a_first_run_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    race = prepare(sources.find(write(tmp_path)), ["allreduce", "ps"], Options(workers=2), 3, None, tmp_path / "c")
+
+    def first(race: Race, strategy: str, seed: int, *rest: Any, **more: Any) -> Outcome:
+        run = race.out / "run"
+        run.mkdir(parents=True)
+        scores = (Scored(float(i), i, i, i, {"accuracy": i / 4}) for i in range(4))
+        (run / "scores.jsonl").write_text("".join(map(encode, scores)))
+        clock[0] += 20
+        return Outcome(seed, run)
+
+    clock = [100.0]
+    monkeypatch.setattr(Race, "run_one", first)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    race = goals.settle(race, quiet=True)
+    tuned = Tuning(race, 3)
+    tuned._one = lambda setting, epochs, seed: TuningResult(curve=((1.0, setting.factor),))  # type: ignore[method-assign]
+    assert {setting.factor for setting in tuned.run().settings.values()} == {3.0}
+    said = capfd.readouterr().err
+    assert "6 whole runs of the script, and 6 in the race; tuning takes about 2 min, the race about 2 min." in said
 
 
 @pytest.mark.timeout(120)

@@ -189,6 +189,7 @@ def best_at(rate: float) -> Callable[[Setting], TuningResult]:
 def test_the_best_rate_is_found_and_the_grid_widens_for_all(tmp_path: Path) -> None:
     near = made(best_at(0.06), ("allreduce", "ps(consistency=asp)"), tmp_path / "a").run()
     assert near.tries == 12
+    assert not near.edges
     assert all(setting.rate == pytest.approx(0.06, rel=0.6) for setting in near.settings.values())
     far = made(best_at(1.5), ("allreduce", "ps"), tmp_path / "b").run()
     assert far.tries == 18
@@ -549,6 +550,8 @@ def test_tuning_that_is_asked_for_and_forbidden_is_refused(fixed: tuple[str, ...
 def test_rates_that_were_given_are_not_widened(tmp_path: Path) -> None:
     tuned = made(best_at(9.0), ("allreduce",), tmp_path)
     tuned.rates = (0.1, 0.2)
-    assert tuned.run().settings["allreduce"].rate == 0.2
+    race = tuned.run()
+    assert race.settings["allreduce"].rate == 0.2
+    assert fairness.rates(race).endswith("allreduce lr 0.2 (at the edge of the rates tried)")
     with pytest.raises(ConfigError):
         tuning.read("0.1")

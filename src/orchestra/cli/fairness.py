@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from orchestra.cli.race import Race
     from orchestra.cli.table import Table
 
+AT_EDGE = "at the edge of the rates tried"
+
 
 @dataclass(frozen=True)
 class Point:
@@ -79,5 +81,9 @@ def rates(race: Race, names: Iterable[str] | None = None) -> str:
         which = "the recipe's own" if race.shared.lr is None else f"{race.shared.lr:g}"
         why = f" ({race.tuning})" if race.tuning else ""
         return f"untuned{why}: the learning rate is {which} for all; with tuning, the order may differ"
-    each = "; ".join(f"{name} {race.settings[name]}" for name in names or race.settings if name in race.settings)
+    each = "; ".join(
+        f"{name} {race.settings[name]}{f' ({AT_EDGE})' if name in race.edges else ''}"
+        for name in names or race.settings
+        if name in race.settings
+    )
     return f"tuned {race.tuning}, each the best of {race.tries} tries, on seeds that no run of it uses: {each}"

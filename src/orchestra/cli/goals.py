@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,7 @@ def settle(race: Race, *, quiet: bool) -> Race:
         return race
     first, seed, folder = baseline_of(race.strategies), race.seeds, race.out / _FIRST
     mark = f"[first run] {first} · seed {seed}"
+    began = time.monotonic()
     try:
         outcome = dataclasses.replace(race, out=folder).run_one(first, seed, mark, quiet=quiet, first=True)
         scores = [] if outcome.failed else scores_of(outcome.run)
@@ -85,7 +87,7 @@ def settle(race: Race, *, quiet: bool) -> Race:
     if not quiet:
         best = (min if lower_is_better(metric) else max)(values)
         summary.say(f"{mark}: {metric} {values[0]:.4g} at first, {best:.4g} at best; the target is {goal(target)}")
-    return dataclasses.replace(race, target=target)
+    return dataclasses.replace(race, target=target, took=time.monotonic() - began)
 
 
 def _reachable(values: list[float], *, lower: bool) -> float:

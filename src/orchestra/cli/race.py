@@ -46,6 +46,8 @@ class Race:
     settings: Mapping[str, Setting] = field(default_factory=dict)  # the tuned settings
     tries: int = 0  # of each strategy, in tuning
     tuning: str = ""  # how they were tuned, or why they were not
+    edges: frozenset[str] = frozenset()  # strategies whose best rate is the smallest or largest that was tried
+    took: float | None = None  # seconds of a first run
     snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
     stream: float | None = None  # samples in a pass over the data, if that has no index

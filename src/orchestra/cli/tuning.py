@@ -15,13 +15,14 @@ import dataclasses
 import math
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from orchestra.cli import candidates, sources, summary, tuning_cache, tuning_plan
+from orchestra.cli import candidates, fairness, sources, summary, tuning_cache, tuning_plan
 from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.cli.tuning_plan import SNAPSHOTS, TuningPlan
@@ -176,13 +177,31 @@ class Tuning:
         if not count:
             return self._untuned("a try is a whole run of the script: --seeds 2 or more allow for it")
         if not self.quiet:
-            runs = f"{count} tries each, seed {race.seeds}: {count * len(race.strategies)} whole runs of the script"
-            summary.say(f"tuning {_strategies(len(race.strategies))}, {runs}. --no-tune skips it.")
+            summary.say(self._estimate_of_loop(count))
         factors = [3.0**exponent for exponent in range(-(count // 2), (count + 1) // 2)]
         tried: dict[str, dict[Setting, TuningResult]] = {name: {} for name in race.strategies}
         for name in race.strategies:
-            self._try([Setting(name, factor=factor) for factor in factors], tried[name], race.epochs, race.seeds)
+            for setting in [Setting(name, factor=factor) for factor in factors]:
+                began, known = time.monotonic(), len(self._kept)
+                self._try([setting], tried[name], race.epochs, race.seeds)
+                if len(self._kept) == 1 > known and race.took is None and not self.quiet:
+                    took = time.monotonic() - began
+                    summary.say(f"a run took {_about(took)}: {self._both(count, took)}.")
         return self._conclude(tried, {name: rank(found, self._sign) for name, found in tried.items()})
+
+    def _estimate_of_loop(self, count: int) -> str:
+        race = self.race
+        strategies, about = len(race.strategies), "" if race.took is None else f"; {self._both(count, race.took)}"
+        return (
+            f"tuning {_strategies(strategies)}, {count} tries each, {self.where}, seed {race.seeds}: "
+            f"{count * strategies} whole runs of the script, and {round(strategies * self.worth)} in the race{about}. "
+            "--no-tune skips it."
+        )
+
+    def _both(self, count: int, took: float) -> str:
+        """Return how long tuning and the race take, if every run takes as long as one did."""
+        strategies = len(self.race.strategies)
+        return f"tuning takes {_about(strategies * count * took)}, the race {_about(strategies * self.worth * took)}"
 
     def _untuned(self, why: str) -> Race:
         if not self.quiet:
@@ -191,19 +210,22 @@ class Tuning:
 
     def _conclude(self, tried: Mapping[str, dict[Setting, TuningResult]], final: Mapping[str, list[Setting]]) -> Race:
         """Choose the settings, print them and save them."""
-        race, chosen = self.race, dict[str, Setting]()
+        race, chosen, edges = self.race, dict[str, Setting](), set[str]()
         for name in race.strategies:
             setting = self._choose(name, final[name], tried[name], chosen)
             chosen[setting.strategy] = setting
+            if _side(setting, tried[name]):
+                edges.add(setting.strategy)
             if not self.quiet:
                 self._show("")
                 others = "" if isinstance(race.recipe, Loop) else ": --lrs tries others"
-                edge = f", at the edge of the rates tried{others}" if self._edge(tried[name]) else ""
+                edge = f", {fairness.AT_EDGE}{others}" if setting.strategy in edges else ""
                 summary.say(f"tuned {setting.strategy}: {setting}{edge}")
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
         tries = max(len(found) for found in tried.values())
-        return dataclasses.replace(race, strategies=tuple(chosen), settings=chosen, tries=tries, tuning=self.where)
+        found: dict[str, Any] = {"settings": chosen, "tries": tries, "tuning": self.where, "edges": frozenset(edges)}
+        return dataclasses.replace(race, strategies=tuple(chosen), **found)
 
     @property
     def _sign(self) -> int:
@@ -223,8 +245,7 @@ class Tuning:
         best = next(iter(rank(tried, self._sign)), None)
         if best is None:
             return -1  # every rate failed
-        alike = [s.size for s in tried if (s.strategy, s.momentum) == (best.strategy, best.momentum)]
-        return -1 if best.size == min(alike) else 1 if best.size == max(alike) else 0
+        return _side(best, tried)
 
     def _choose(
         self, name: str, ranked: list[Setting], tried: Mapping[Setting, TuningResult], taken: Mapping[str, Setting]
@@ -317,6 +338,12 @@ class Tuning:
         found = {name: {"lr": s.rate, "lr_factor": s.factor, "momentum": s.momentum} for name, s in chosen.items()}
         seeds = [self.race.seeds, self.race.seeds + 1]
         tuning_cache.write(self.race.out, {"seeds": seeds, "epochs": epochs, "chosen": found} | self._record())
+
+
+def _side(setting: Setting, tried: Iterable[Setting]) -> int:
+    """Return -1 or 1 if its rate is the smallest or largest tried with its other settings; else 0."""
+    alike = [s.size for s in tried if (s.strategy, s.momentum) == (setting.strategy, setting.momentum)]
+    return 0 if setting.size not in alike else -1 if setting.size == min(alike) else int(setting.size == max(alike))
 
 
 def _about(seconds: float) -> str:
