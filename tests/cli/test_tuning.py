@@ -109,6 +109,12 @@ def test_where_it_cannot_be_short_enough_a_minute_is_allowed() -> None:
     assert slow.first == pytest.approx(20 / 100)
 
 
+def test_before_a_race_of_seconds_tries_are_long() -> None:
+    """The longest try trains for three quarters of a run: the best rate at a tenth of it may collapse later."""
+    costs = Costs(run=0.05, score=0.01, epoch=0.1, real=0.05)
+    assert TuningPlan(3, 3.0, 2, costs, race_is_real=True).fitted().first == pytest.approx(3 / 4)
+
+
 def test_many_cores_tune_on_real_processes_where_simulation_is_too_slow(tmp_path: Path) -> None:
     """Sixteen workers on as many cores: one core takes sixteen times as long to simulate them."""
     costs = Costs(run=1.0, score=1.0, epoch=1600.0, real=100.0)

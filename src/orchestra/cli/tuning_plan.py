@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import tempfile
 import time
@@ -33,7 +34,7 @@ SNAPSHOTS = 10  # scores in a try
 _TRIES = 12  # of a strategy
 _KEPT = 3  # one in so many tries is in the second rung, three times as long
 _LONGEST, _SHORTEST = 1 / 4, 1 / 100  # of the epochs, in the first rung
-_SHORTER = 0.8  # factor on the length, until it fits
+_SHORTER = 0.95  # factor on the length, until it fits
 _MINUTE = 60.0  # seconds that tuning may always take
 _WORKERS = 4  # at most, whose steps are measured
 _STEPS = (2, 8, 32, 128)  # measured: more if the first take too short a time
@@ -121,9 +122,8 @@ class TuningPlan:
 
     def _shortened(self) -> TuningPlan:
         shortest = self.epochs * _SHORTEST
-        share = min(1.0, self.costs.real / self.costs.epoch) if self.race_is_real and not self.real else 1.0
-        longest = self.epochs * min(_LONGEST, self.worth * share / (self._short + 3 * self.kept))
-        plan = dataclasses.replace(self, first=max(shortest, longest))
+        fair = math.inf if self.race_is_real else self.worth / (self._short + 3 * self.kept)
+        plan = dataclasses.replace(self, first=max(shortest, self.epochs * min(_LONGEST, fair)))
         while not plan.fits and plan.first > shortest:
             plan = dataclasses.replace(plan, first=max(shortest, _SHORTER * plan.first))
         return plan
