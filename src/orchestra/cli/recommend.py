@@ -20,7 +20,7 @@ import typer
 from orchestra.cli import compare as racing
 from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli.halving import GIVEN_UP, SuccessiveHalving, is_given_up, runs
+from orchestra.cli.halving import GIVEN_UP, PART, SuccessiveHalving, is_given_up, runs
 from orchestra.cli.options import Options
 from orchestra.cli.race import options_for
 from orchestra.cli.tuning import Tuning
@@ -94,7 +94,8 @@ def recommend(
         race = dataclasses.replace(race, shared=shared)
     repeat.keep(context.obj, race.out)
     if tune and lr is None:
-        race = Tuning(race, runs(len(race.strategies), seeds, race) / len(race.strategies), quiet=quiet).run()
+        worth = runs(len(race.strategies), seeds, race) / len(race.strategies)
+        race = Tuning(race, worth, quiet=quiet, part=PART if race.shared.sim else 1.0).run()
     else:
         race = dataclasses.replace(race, tuning="--lr" if tune else "--no-tune")
     ladder = SuccessiveHalving(race, seeds, quiet=quiet)

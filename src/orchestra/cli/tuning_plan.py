@@ -67,6 +67,7 @@ class TuningPlan:
     epochs: float  # in a run of the race
     worth: float  # runs of each strategy in the race
     costs: Costs
+    part: float = 1.0  # of its epochs that a run of the race takes: it may end at the target
     race_is_real: bool = False
     real: bool = False  # tries run on real processes
     given: int = 0  # rates that were given: no others are tried
@@ -103,7 +104,7 @@ class TuningPlan:
     @property
     def race_seconds(self) -> float:
         """Seconds of the race, at most."""
-        return self.runs * self.costs.of(self.epochs, self.snapshots, real=self.race_is_real)
+        return self.runs * self.costs.of(self.part * self.epochs, self.snapshots, real=self.race_is_real)
 
     @property
     def fits(self) -> bool:
@@ -122,7 +123,7 @@ class TuningPlan:
     def _shortened(self) -> TuningPlan:
         shortest = self.epochs * _SHORTEST
         share = min(1.0, self.costs.real / self.costs.epoch) if self.race_is_real and not self.real else 1.0
-        longest = self.epochs * min(_LONGEST, self.worth * share / (self._short + 3 * self.kept))
+        longest = self.epochs * min(_LONGEST, self.worth * self.part * share / (self._short + 3 * self.kept))
         plan = dataclasses.replace(self, first=max(shortest, longest))
         while not plan.fits and plan.first > shortest:
             plan = dataclasses.replace(plan, first=max(shortest, _SHORTER * plan.first))
