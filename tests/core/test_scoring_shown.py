@@ -24,7 +24,7 @@ def size(model: nn.Module, data: Any) -> float:
     return float(flat(model).norm())
 
 
-class Noted(progress.PlainView):
+class Noted(progress.PlainScreen):
     """Writes its lines to a file, whichever process shows them."""
 
     every = 0.05
@@ -66,7 +66,7 @@ def test_scoring_at_the_end_shows_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_QUICK", 0.0)
-    monkeypatch.setattr(progress.PlainView, "every", 0.0)
+    monkeypatch.setattr(progress.PlainScreen, "every", 0.0)
     train(AllReduce(), tmp_path, workers=2, budget=Steps(4), evaluate_every=Steps(1), score_afterwards=True,
           progress=True, **SCORED)  # fmt: skip
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("scoring snapshots")]

@@ -102,8 +102,8 @@ def orchestra(
       orchestra doctor                               what works on this machine
 
     Exit codes: 0 done, 1 failed, 2 cannot be run as asked, 3 this machine lacks something, 4 the processes did not
-    come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 8 open to strangers, 9 an assertion does
-    not hold, 10 another process ended the run, 130 stopped by Ctrl-C, 143 stopped by SIGTERM.
+    come together, 5 diverged, 6 a process was lost, 7 checkpoint not usable, 8 reachable without a token, 9 an
+    assertion does not hold, 10 another process ended the run, 130 stopped by Ctrl-C, 143 stopped by SIGTERM.
     """
 
 

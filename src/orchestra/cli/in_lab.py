@@ -17,7 +17,7 @@ _FORM = "must be RATE,LATENCY and perhaps cpu=CORES: 100mbit,1ms or 1gbit,0.2ms,
 
 
 def read(text: str) -> dict[str, Any]:
-    """Read what every host of a lab has from `100mbit,1ms,cpu=0.5`."""
+    """Parse rate, latency and cores of the hosts of a lab, such as `100mbit,1ms,cpu=0.5`."""
     rate, comma, rest = text.partition(",")
     latency, _, cpu = rest.partition(",cpu=")
     try:
@@ -30,7 +30,7 @@ def read(text: str) -> dict[str, Any]:
 
 
 def problems_of(text: str, nodes: int) -> Iterator[Problem]:
-    """Yield what prevents such a lab on this machine."""
+    """Yield the reasons for which this lab cannot be built on this machine."""
     from orchestra.errors import EnvironmentProblem
     from orchestra.lab import Lab, ip_commands
 
@@ -76,7 +76,7 @@ def with_token() -> Iterator[None]:
 
 
 def flags(chosen: Options, without: Sequence[str] = ("workers",)) -> Iterator[str]:
-    """Yield the given options as words of a command, without the workers: every node learns their number elsewhere."""
+    """Yield the given options as arguments of a command, without `--workers`: the lab sets the number of nodes."""
     for name, value in chosen.given().items():
         if name not in without:
             yield f"--{name.replace('_', '-')}"

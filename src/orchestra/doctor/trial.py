@@ -49,7 +49,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, with values, and what to do unless it is fine."""
+    """The result of a check: its state, what was measured, and a remedy if something does not work."""
 
     state: State
     found: str

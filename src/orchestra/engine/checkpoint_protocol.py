@@ -60,7 +60,7 @@ class CoordinatedTransport(Transport, Protocol):
     def await_bell(self, ready: Callable[[], bool]) -> None:
         """Block until `ready`, which is checked whenever this node is woken; there is no time-out."""
 
-    def ring_everybody(self) -> None:
+    def ring_all(self) -> None:
         """Wake every node."""
 
 
@@ -96,7 +96,7 @@ class NodeCheckpointer:
         first = all(map(control.is_done, range(runtime.rank)))
         if due and first and control.save_wanted == self._saved_as:
             control.write("save_wanted", max(runtime.node.steps, self._saved_as + 1))
-            self._transport.ring_everybody()
+            self._transport.ring_all()
         if control.save_wanted > self._saved_as:
             self._save_with_servers(control.save_wanted)
 
@@ -111,7 +111,7 @@ class NodeCheckpointer:
 
     def _save_together(self) -> None:
         self._control.write("save_wanted", self._runtime.node.steps)  # for those that have retired
-        self._transport.ring_everybody()
+        self._transport.ring_all()
         self._save_with_servers(self._runtime.node.steps)
 
     def _while_at_rest(self) -> None:
@@ -130,7 +130,7 @@ class NodeCheckpointer:
         label = self._control.stop_at
         if self._saved_as != label:
             self._save(label)
-        self._transport.ring_everybody()
+        self._transport.ring_all()
 
     def stay(self) -> bool:
         """Wait after the last step until all workers are done, so that a checkpoint is still possible.
@@ -140,7 +140,7 @@ class NodeCheckpointer:
         """
         control, workers = self._control, range(self._runtime.spec.workers)
         control.write("begun", NO_MORE_STEPS, self._runtime.rank)
-        self._transport.ring_everybody()
+        self._transport.ring_all()
 
         def all_done() -> bool:
             return all(map(control.is_done, workers))
@@ -158,7 +158,7 @@ class NodeCheckpointer:
                 return False
             if control.save_wanted > self._saved_as:
                 self._save(control.save_wanted)
-                self._transport.ring_everybody()
+                self._transport.ring_all()
         return True
 
     # A server's side.

@@ -12,7 +12,7 @@ Answer = Mapping[str, Any]  # of `orchestra.launchers.agent.check_machine`
 
 
 def agree(answers: Sequence[tuple[str, Answer | str]]) -> list[Answer]:
-    """Return the reports of all machines; raise with the problems of all. A text instead of a report is a problem."""
+    """Return the reports of all machines; raise with all problems. A text in place of a report is itself a problem."""
     found = [(name, answer) for name, answer in answers if not isinstance(answer, str)]
     problems = [f"{name}: {answer}" for name, answer in answers if isinstance(answer, str)]
     problems += [f"{name} {problem}" for name, answer in found for problem in answer["problems"]]

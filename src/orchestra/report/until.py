@@ -52,7 +52,7 @@ _TOTALS = attrgetter("samples", "compute", "communicate", "wait")
 
 
 def _at(steps: list[Stepped], seconds: float) -> tuple[float, ...]:
-    """Return one worker's samples and seconds at a moment; last its idle seconds, if no step follows."""
+    """Return one worker's samples and its seconds of computing, sending, waiting and idling, all at one moment."""
     i = bisect_right(steps, seconds, key=attrgetter("t"))
     before, t = (_TOTALS(steps[i - 1]), steps[i - 1].t) if i else ((0.0,) * 4, 0.0)
     if i == len(steps):

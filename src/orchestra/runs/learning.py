@@ -7,7 +7,7 @@
     yes       the accuracy is more than half way from chance level to 1
     no        three quarters of the losses in the last tenth of the steps are not below the initial one
     yes       three quarters of them are below it
-    unknown   else
+    unknown   otherwise
 
 The first line that applies counts. The initial loss is the mean over the workers' first steps. Chance level is the
 share of the largest class, plus two standard deviations of what guessing scores on so many samples. It is known only
@@ -30,7 +30,7 @@ from orchestra.runs.events import Scored, Stepped
 FEWEST = 50  # steps of a worker; shorter runs are not judged
 _ROSE = 1.1  # times the initial loss
 _BALANCED = 1.25  # largest class, as a multiple of an equal share
-_COUNTED = 1000  # samples at most in the estimate of the noise of guessing: the test set may be that small
+_COUNTED = 1000  # at most so many samples count when the noise of guessing is estimated: test sets may be small
 _SIGMAS = 2
 
 
@@ -112,7 +112,7 @@ def _suspicion(*, small: bool, stale: bool) -> tuple[str, str]:
     if stale:
         return (
             "rate too large for stale gradients",
-            "Use a smaller learning rate and less momentum: gradients that are several updates old bear less of both "
-            "than those of allreduce.",
+            "Use a smaller learning rate and less momentum: training with gradients that are several updates "
+            "old diverges at rates and momenta that suit allreduce.",
         )
     return "rate too large", "Use a smaller learning rate, or clip the gradients."

@@ -139,7 +139,7 @@ def _title(now: RunStatus) -> str:
 # How it is displayed.
 
 
-class View(Protocol):
+class Screen(Protocol):
     """A way to display pictures."""
 
     delay: float  # seconds before the first picture
@@ -156,7 +156,7 @@ class View(Protocol):
         """Leave the terminal as it was."""
 
 
-class PlainView:
+class PlainScreen:
     """One line every few seconds, for files and pipes; `alone` if there will be no summary at the end."""
 
     every = 5.0
@@ -211,7 +211,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-class LiveView:
+class LiveScreen:
     """A few lines on a terminal, redrawn in place and removed at the end."""
 
     delay = 0.0
@@ -289,7 +289,7 @@ class Display:
     It also keeps the folders of the runs it saw, so that the command line finds what a script has trained.
     """
 
-    def __init__(self, view: View | None, *, title: str = "", seconds: float | None = None) -> None:
+    def __init__(self, view: Screen | None, *, title: str = "", seconds: float | None = None) -> None:
         self.runs: list[Path] = []
         self._view = view
         self._observer = Observer(title, seconds)
@@ -342,21 +342,21 @@ class Display:
 
 def choose(*, quiet: bool = False, title: str = "", seconds: float | None = None) -> Display:
     """Return the display that suits the current standard error."""
-    return Display(None if quiet else _live() or PlainView(), title=title, seconds=seconds)
+    return Display(None if quiet else _live() or PlainScreen(), title=title, seconds=seconds)
 
 
 def auto(wish: bool | None, seconds: float | None = None) -> Display:
     """Return a live display on a terminal; elsewhere plain lines if `wish` is True; nothing if it is False."""
     if wish is False:
         return Display(None)
-    return Display(_live() or (PlainView(alone=True) if wish else None), seconds=seconds)
+    return Display(_live() or (PlainScreen(alone=True) if wish else None), seconds=seconds)
 
 
-def _live() -> View | None:
+def _live() -> Screen | None:
     # Ask the stream itself: FORCE_COLOR makes rich take a file for a terminal, and a file cannot be redrawn.
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     from rich.console import Console
 
     console: Any = Console(stderr=True)
-    return LiveView(console) if console.is_terminal and not console.is_dumb_terminal else None
+    return LiveScreen(console) if console.is_terminal and not console.is_dumb_terminal else None

@@ -26,7 +26,7 @@ from orchestra.user_loop.peers import Peers
 from orchestra.worlds.sockets.file_transfer import FileReceiver, FileSender, files_of
 from orchestra.worlds.sockets.messenger import Messenger
 
-_HOME = 0
+_COORDINATOR = 0
 _LARGEST = 1 << 30  # maximum bytes of events that a process may send
 
 
@@ -35,11 +35,11 @@ class LoopRunFolder:
 
     def __init__(self, peers: Peers, messenger: Messenger, rank: int, size: int, out: Path | None) -> None:
         self._peers, self._messenger = peers, messenger
-        self._is_home, self._others = rank == _HOME, size - 1
+        self._is_coordinator, self._others = rank == _COORDINATOR, size - 1
         self._sender: FileSender | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._hold: run_lock.RunLock | None = None
-        self.path = self._offer(out) if self._is_home else self._find()
+        self._lock: run_lock.RunLock | None = None
+        self.path = self._offer(out) if self._is_coordinator else self._find()
 
     def _offer(self, out: Path | None) -> Path | None:
         """As worker 0, make the folder, and wait until the others have looked for its mark."""
@@ -50,7 +50,7 @@ class LoopRunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             run_lock.make_room(path)
-            self._hold = run_lock.RunLock(path)
+            self._lock = run_lock.RunLock(path)
             if not self._others:
                 return path
             mark = path / f".mark-{secrets.token_hex(8)}"
@@ -73,11 +73,11 @@ class LoopRunFolder:
         seen = False
         with contextlib.suppress(OSError):
             seen = (path / mark).read_text(encoding="ascii") == mark
-        self._messenger.send_control(_HOME, {"kind": "looked"})
+        self._messenger.send_control(_COORDINATOR, {"kind": "looked"})
         if seen:
             return path
         self._scratch = tempfile.TemporaryDirectory(prefix="orchestra-")
-        self._sender = FileSender(self._messenger, Path(self._scratch.name), _HOME)
+        self._sender = FileSender(self._messenger, Path(self._scratch.name), _COORDINATOR)
         return self._sender.folder
 
     def deliver(self) -> None:
@@ -86,8 +86,8 @@ class LoopRunFolder:
             self._sender.send_new()
         if self._scratch is not None:
             self._scratch.cleanup()
-        if self.path is not None and not self._is_home:
-            self._messenger.send_control(_HOME, {"kind": "written"})
+        if self.path is not None and not self._is_coordinator:
+            self._messenger.send_control(_COORDINATOR, {"kind": "written"})
 
     def collect(self) -> None:
         """As worker 0, wait until every process has delivered."""
@@ -95,14 +95,14 @@ class LoopRunFolder:
 
     def close(self) -> None:
         """Release the lock of a complete run."""
-        if self._hold is not None:
-            self._hold.let_go()
+        if self._lock is not None:
+            self._lock.let_go()
 
     def leave(self, error: BaseException) -> None:
         """Release the lock of a run that failed, and write the reason."""
-        if self._hold is not None:
+        if self._lock is not None:
             ours = isinstance(error, OrchestraError)
-            self._hold.leave(type(error).__name__, str(error) if ours else "".join(traceback.format_exception(error)))
+            self._lock.leave(type(error).__name__, str(error) if ours else "".join(traceback.format_exception(error)))
 
     def _await(self, ready: Callable[[], bool], what: str) -> None:
         self._messenger.wait_until(ready, lambda: what, forever=True)

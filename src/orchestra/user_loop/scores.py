@@ -25,11 +25,11 @@ from orchestra.runs.events import Scored, encode
 from orchestra.user_loop.peers import Peers
 from orchestra.worlds.sockets.control_messages import FIGURES
 
-_HOME = 0
+_COORDINATOR = 0
 
 
 def figures(given: Mapping[str, Any]) -> dict[str, float]:
-    """Return the given numbers; raise `ConfigError` for values that are none."""
+    """Return the given figures as floats; raise `ConfigError` for values that are not numbers."""
     problems = [Problem("score", None, "name at least one figure: optimizer.orchestra.score(accuracy=0.9)")]
     problems = [] if given else problems
     if len(given) > FIGURES:
@@ -61,11 +61,11 @@ class LoopScores:
         self._given += 1
         if self._folder is None:
             return
-        if self._rank != _HOME:
+        if self._rank != _COORDINATOR:
             about = {"number": scored.number, "t": t, "step": step, "samples": samples, "figures": metrics}
-            self._peers.messenger.send_control(_HOME, {"kind": "score", **about})
+            self._peers.messenger.send_control(_COORDINATOR, {"kind": "score", **about})
             return
-        self._keep(_HOME, scored)
+        self._keep(_COORDINATOR, scored)
         try:
             score_file.ScoreFile(self._folder).append(scored)
         except OSError as error:

@@ -181,7 +181,7 @@ class StepDriver:
             self.replica.before.restore()
 
     def rest(self) -> None:
-        """Get between two steps: a step that was begun without a gradient ends with an empty mini-batch."""
+        """Leave no step half done: a step without a gradient ends with an empty mini-batch, or is dropped."""
         self.before_step()
         if self.asking and self.touched:
             self.step(0, None)

@@ -124,7 +124,7 @@ class SharedMemoryTransport:
         """Block until `ready`, which is checked whenever this node is woken; there is no time-out."""
         self._waiter.wait(self._arena.plan.word("bell", self.rank), ready, lambda: "the others", forever=True)
 
-    def ring_everybody(self) -> None:
+    def ring_all(self) -> None:
         """Wake every node."""
         for node in range(self.size):
             self.mailbox.ring(node)

@@ -48,7 +48,7 @@ class Connection:
     unacknowledged: deque[tuple[int, list[memoryview]]] = field(default_factory=deque)  # sent frames, by number
     sent: int = 0  # frames
     received: int = 0  # frames
-    acknowledged: int = 0  # received frames of which the other end knows
+    acknowledged: int = 0  # received frames that were acknowledged to the other end
     received_since: int = 0  # bytes received since then
     arrived: deque[Message | Departed] = field(default_factory=deque)
     pieces: deque[Message] = field(default_factory=deque)  # parts of collectives
@@ -99,7 +99,7 @@ class Connection:
     def silence(self) -> float:
         """Return for how many seconds the other machine has left data unacknowledged; its kernel answers by itself.
 
-        A machine whose buffers are full owes no answer: it is probed less and less often.
+        A machine whose buffers are full need not acknowledge: the kernel probes it less and less often.
         """
         try:
             info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED_AND_HEARD.size)

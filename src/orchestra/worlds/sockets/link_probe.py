@@ -79,7 +79,7 @@ def _unpacked(said: Mapping[str, Any]) -> dict[int, LinkSpeed]:
 
 
 def announce(rank: int, connections: Mapping[int, socket.socket], decided: Any = None) -> Any:
-    """Return what process 0 decides: all processes use its view, where theirs may differ."""
+    """Return the decision of process 0, which it sends to all: their own measurements may differ."""
     if rank:
         with _named(rank, 0, connections[0]):
             connections[0].settimeout(_PATIENCE)
@@ -131,7 +131,7 @@ def _pair(sock: socket.socket, *, first: bool) -> LinkSpeed:
 
 
 def _round_trip(sock: socket.socket, *, first: bool) -> float:
-    """Measure the latency; both ends do, one after the other."""
+    """Measure the latency, at first from one end and then from the other."""
     took = []
     for turn in (first, not first):
         for _ in range(_TIMES):

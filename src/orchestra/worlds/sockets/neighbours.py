@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one machine: what each shows the others of its work, and how they detect that one hangs.
+"""Detection of hanging processes among those of one machine, which show each other their activity.
 
-a node      shows in its rings what it does, its step, and its longest work between two steps or waits
-another     reads that, and what the kernel knows of the process, while it waits or between two steps
+a node      writes its activity, its step and its longest time between two steps or waits into its rings
+another     reads these and the kernel's figures for the process, while it waits or between two steps
 """
 
 from __future__ import annotations

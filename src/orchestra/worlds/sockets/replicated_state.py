@@ -77,7 +77,7 @@ class RunTransport(SocketTransport):
         """Block, for as long as it takes, until something happens that concerns this node."""
         self.messenger.wait_until(ready, lambda: "the others", forever=True)
 
-    def ring_everybody(self) -> None:
+    def ring_all(self) -> None:
         """Do nothing: control messages wake nodes that wait."""
 
     def proceed(self, step: int, *, lockstep: bool) -> bool:
