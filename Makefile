@@ -7,8 +7,10 @@ VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-ABREAST := -n 2 --dist worksteal
+ABREAST := -n 3 --dist worksteal  # on two cores: some of them wait
 PART ?= laws paths docs launch libraries lab browser soak
+
+unexport PYTHONDONTWRITEBYTECODE  # else every process of every test would compile the package again
 
 .PHONY: setup demo test check nightly bench docs clean $(addprefix nightly-,laws paths docs launch libraries lab browser soak)
 
@@ -42,12 +44,12 @@ nightly: setup
 	if test -n "$$failed"; then echo "nightly: failed:$$failed"; exit 1; fi; echo "nightly: all of it passed: $(PART)"
 
 nightly-laws: setup
-	@echo "nightly laws: more examples of every strategy, and a thousand orders of events, in virtual time"
-	$(PYTEST) tests -m "nightly and not alone" --ignore tests/docs $(ABREAST) --timeout 1200
+	@echo "nightly laws: every example of every strategy in processes; a thousand orders of events in virtual time"
+	$(PYTEST) tests -m "nightly and not alone" --ignore tests/docs --ignore tests/launch $(ABREAST) --timeout 1200
 
 nightly-paths: setup
-	@echo "nightly paths: more strategies in processes: deaths, Ctrl-C, checkpoints, hangs, sockets"
-	$(PYTEST) tests -m "nightly and alone" --ignore tests/browser --ignore tests/lab --ignore tests/launch \
+	@echo "nightly paths: every example of every strategy in processes that die or hear Ctrl-C"
+	$(PYTEST) tests -m "nightly and alone" --ignore tests/browser --ignore tests/lab \
 	  --ignore tests/prepare/test_libraries.py --timeout 600
 
 nightly-docs: setup

@@ -2,7 +2,7 @@
 """What all tests share: one thread for the reference computations, as in the workers; Ctrl-C is heard.
 
 Tests run in two lanes. What measures time, or ends what is late, is marked `alone`: it runs while nothing else
-does. All other tests run two at a time. `nightly` are those that take too long for every change, or need what few
+does. All other tests run three at a time. `nightly` are those that take too long for every change, or need what few
 machines have.
 """
 
@@ -23,8 +23,8 @@ from orchestra.worlds.shared_memory import fork_server
 # Folders and files of which every test is marked; single tests are marked where they stand.
 LANES = {
     "alone": (
-        "attached", "browser", "core/test_hangs.py", "core/test_orphans.py", "core/test_scoring_meanwhile.py",
-        "core/test_stopping.py", "lab", "launch", "live/test_server.py", "prepare/test_libraries.py", "transports",
+        "browser", "core/test_orphans.py", "core/test_scoring_meanwhile.py", "core/test_stopping.py", "lab",
+        "prepare/test_libraries.py", "transports/test_processes.py", "transports/test_reconnect.py",
     ),
     "nightly": ("browser", "docs/test_blocks.py", "lab", "launch/test_ray.py", "prepare/test_libraries.py"),
 }  # fmt: skip

@@ -15,18 +15,23 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 import cloudpickle
+import torch
 
 from orchestra.errors import OrchestraError
 from orchestra.user_loop.earlier_calls import EARLIER
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(  # torch's optimizers load the compiler when they make their first step
+_CONTEXT.set_forkserver_preload(  # what every process would import: torch's optimizers load the compiler
     [
         "torch",
         "torch._dynamo",
+        "cryptography.x509",
+        "cryptography.hazmat.primitives.serialization",
+        "encodings.idna",
         "orchestra._train",
         "orchestra.worlds.sockets.coordinator",
         "orchestra._prepare",
+        "pytest",
         "tests.zoo",
     ]
 )
@@ -57,6 +62,7 @@ def environ_of(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict
 def _live(end: Connection, environ: dict[str, str], call: bytes) -> None:
     os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test process was started with
+    torch.set_num_threads(1)  # as torchrun has it
     EARLIER.servers_return = True  # a call may catch the SystemExit of a server and prepare again, unlike a script
     try:
         outcome = Outcome(pickle.loads(call)())

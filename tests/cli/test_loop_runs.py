@@ -83,6 +83,7 @@ def test_compare(orchestra: Orchestra, tmp_path: Path) -> None:
     assert (tmp_path / "c" / "report.html").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_recommend_by_the_loss_that_the_loop_tells(orchestra: Orchestra, tmp_path: Path) -> None:
     path = write(tmp_path, score="pass", loss="loss=loss")
@@ -100,12 +101,17 @@ def test_recommend_by_the_loss_that_the_loop_tells(orchestra: Orchestra, tmp_pat
 
 @pytest.mark.timeout(120)
 def test_without_a_score_the_line_to_add_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
-    words = ("compare", write(tmp_path, score="pass"), "-s", "allreduce", *ONCE, "--out", "c")
-    said = orchestra(*words)
+    said = orchestra("compare", write(tmp_path, score="pass"), "-s", "allreduce", *ONCE, "--out", "c")
     assert said.code == 2
     assert "call optimizer.orchestra.score(accuracy=accuracy) where it evaluates" in said.err
-    write(tmp_path)
-    said = orchestra(*words, "--target", "recall=0.5")  # the same folder is as good as new
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(120)
+def test_a_score_that_the_loop_does_not_have_is_refused(orchestra: Orchestra, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()  # an empty folder is as good as none
+    words = ("compare", write(tmp_path), "-s", "allreduce", *ONCE, "--out", "c")
+    said = orchestra(*words, "--target", "recall=0.5")
     assert said.code == 2
     assert "is no score of this loop" in said.err
 
@@ -210,6 +216,7 @@ def test_how_long_it_takes_is_said_before_where_a_first_run_tells(
     assert "6 whole runs of the script, and 6 in the race; tuning takes about 2 min, the race about 2 min." in said
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_contestant_that_fails_is_told(orchestra: Orchestra, tmp_path: Path) -> None:
     path = Path(write(tmp_path))

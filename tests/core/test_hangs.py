@@ -35,6 +35,15 @@ from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
 STRATEGIES = ["allreduce", "ps(consistency=asp)", "hogwild", "localsgd(tau=2)", "easgd(tau=2)", "slowmo(tau=2)"]
 
 
+def few(cases: list[Any], chosen: list[Any]) -> list[Any]:
+    """These take seconds each: some for every change, the others in `make nightly`."""
+    assert all(case in cases for case in chosen)
+    marks: list[Any] = [() if case in chosen else pytest.mark.nightly for case in cases]
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    names = ["-".join(getattr(part, "__name__", str(part)) for part in value) for value in values]
+    return [pytest.param(*v, marks=mark, id=name) for v, mark, name in zip(values, marks, names, strict=True)]
+
+
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -43,7 +52,7 @@ def block() -> None:
     threading.Event().wait()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", few(STRATEGIES, ["allreduce", "hogwild"]))
 def test_a_stopped_process_is_found(tmp_path: Path, strategy: str) -> None:
     trap = Trap.at(1, 2, stop, size=2)
     with pytest.raises(WorkerLost, match=r"worker 1 hangs: process \d+ has been stopped \(state T\)") as caught:
@@ -51,11 +60,13 @@ def test_a_stopped_process_is_found(tmp_path: Path, strategy: str) -> None:
     assert caught.value.exit_code == 6
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", few(STRATEGIES, ["allreduce", "ps(consistency=asp)", "hogwild", "localsgd(tau=2)"])
+)
 def test_a_process_that_does_nothing_is_found(tmp_path: Path, strategy: str) -> None:
     trap = Trap.at(1, 2, block, size=2)
     with pytest.raises(WorkerLost, match=r"worker 1 hangs: process \d+ \(state S\) has made no step and used no proc"):
-        train(strategy, tmp_path, cluster=Local(workers=2, patience=3), model=trapped(trap), budget=Steps(8))
+        train(strategy, tmp_path, cluster=Local(workers=2, patience=1.5), model=trapped(trap), budget=Steps(8))
 
 
 def own_loop(action: Callable[[], None], strategy: str) -> None:
@@ -85,20 +96,25 @@ def in_train(trap: Trap, strategy: str, out: Path) -> None:
 CAUSES = {stop: r"has been stopped \(state T\)", block: r"\(state S\) has made no step and used no processor time"}
 
 
-@pytest.mark.parametrize("action", [stop, block])
+ATTACHED = [
+    ("train", "allreduce", 2),
+    ("train", "ps(consistency=asp)", 3),
+    ("train", LOCAL_STEPS, 2),
+    ("own loop", "allreduce", 2),
+    ("own loop", "ps", 3),
+    ("own loop", "ps(consistency=asp)", 3),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "strategy", "size"),
-    [
-        ("train", "allreduce", 2),
-        ("train", "ps(consistency=asp)", 3),
-        ("train", LOCAL_STEPS, 2),
-        ("own loop", "allreduce", 2),
-        ("own loop", "ps", 3),
-        ("own loop", "ps(consistency=asp)", 3),
-    ],
+    ("kind", "strategy", "size", "action"),
+    few(
+        [(*case, action) for case in ATTACHED for action in (stop, block)],
+        [(*ATTACHED[0], stop), (*ATTACHED[4], stop), *((*ATTACHED[i], block) for i in (1, 2, 3, 5))],
+    ),
 )
 def test_attached_processes_of_one_machine(
-    tmp_path: Path, kind: str, action: Callable[[], None], strategy: str, size: int
+    tmp_path: Path, kind: str, strategy: str, size: int, action: Callable[[], None]
 ) -> None:
     trap = Trap.at(1, 2, action, size=2)
     call = partial(in_train, trap, strategy, tmp_path) if kind == "train" else partial(own_loop, action, strategy)
@@ -160,8 +176,8 @@ def test_hogwild_ends_though_a_worker_is_busy_with_one_step(tmp_path: Path) -> N
         train("hogwild", tmp_path, cluster=Local(workers=2, patience=3), model=model, budget=budget)
 
 
-def busy(seconds: float) -> None:
-    until = time.monotonic() + seconds
+def by_itself() -> None:
+    until = time.monotonic() + 5
     while time.monotonic() < until:
         pass
 
@@ -186,14 +202,22 @@ def everywhere(way: str, out: Path, *, strategy: str = "allreduce", **given: Any
     assert not any(outcome.kind for outcome in outcomes), outcomes
 
 
-@pytest.mark.parametrize("action", [partial(busy, 5.0), through_another], ids=["itself", "through another"])
-@pytest.mark.parametrize("way", ["local", "messages", "torch", "server"])
+WORK = [by_itself, through_another]
+
+
+@pytest.mark.parametrize(
+    ("way", "action"),
+    few(
+        [(way, action) for way in ("local", "messages", "torch", "server") for action in WORK],
+        [("local", WORK[1]), ("messages", WORK[0]), ("torch", WORK[1]), ("server", WORK[0])],
+    ),
+)
 def test_a_process_that_works_is_left_alone(tmp_path: Path, way: str, action: Callable[[], None]) -> None:
     everywhere(way, tmp_path, model=trapped(Trap.at(1, 2, action, size=2)))
     assert [ended(tmp_path, node).step for node in range(2)] == [5, 5]
 
 
-@pytest.mark.parametrize("way", ["messages", "torch"])
+@pytest.mark.parametrize("way", few(["messages", "torch"], ["messages"]))
 def test_local_steps_that_nobody_waits_for_are_no_hang(tmp_path: Path, way: str) -> None:
     """Nor if they use no processor time."""
     everywhere(way, tmp_path, strategy=LOCAL_STEPS, model=paced(1.0, 1.0), budget=Steps(6))
