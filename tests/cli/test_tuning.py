@@ -100,6 +100,14 @@ def test_all_that_the_race_takes_is_used() -> None:
     assert 0.9 * many.race_seconds < many.seconds <= many.race_seconds
 
 
+def test_where_runs_end_early_tries_are_as_much_shorter() -> None:
+    whole = TuningPlan(4, 20.0, 3, Costs(run=0.0, score=0.0, epoch=10.0, real=10.0)).fitted()
+    early = dataclasses.replace(whole, part=0.4).fitted()
+    assert early.first == pytest.approx(0.4 * whole.first)
+    assert early.race_seconds == pytest.approx(0.4 * whole.race_seconds)
+    assert early.seconds <= early.race_seconds * (1 + 1e-9)
+
+
 def test_where_it_cannot_be_short_enough_a_minute_is_allowed() -> None:
     costs = Costs(run=0.5, score=0.01, epoch=0.1, real=0.1)
     quick = TuningPlan(1, 20.0, 1, costs, race_is_real=True, real=True).fitted()
