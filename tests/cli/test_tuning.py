@@ -151,6 +151,10 @@ def test_the_estimate_is_of_both(tmp_path: Path) -> None:
     tuning, race = tuned._estimate().splitlines()
     assert tuning.startswith("tuning 2 strategies, 12 tries each, in simulation, seeds 3 and 4: about 60 min at most, ")
     assert race == "the race, 6 runs of 20 epochs: about 60 min."
+    busy = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(0.0, 0.0, epoch=30.0, real=30.0, busy=1.5))
+    tuning, race = busy._estimate().splitlines()
+    assert "seeds 3 and 4: about 90 min at most, " in tuning
+    assert race == "the race, 6 runs of 20 epochs: about 90 min."
 
 
 def test_what_is_begun_goes_on_with_tries_as_long_as_before(tmp_path: Path) -> None:
@@ -304,12 +308,14 @@ def test_the_estimate_is_measured_until_it_can_be_told_from_noise(
 
     clock = [0.0]
     monkeypatch.setattr(tuning_plan, "_run", run)
+    monkeypatch.setattr(time, "perf_counter", lambda: 3 * clock[0])
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     costs = tuning_plan.measure(made(best_at(0.1), ("allreduce",), tmp_path).race)
     assert steps == [1, 1, 1, 3, 9, 33, 129]
     assert costs.run == pytest.approx(0.302)
     assert costs.epoch == costs.real == pytest.approx(0.002 * 1437 / 16 / 2)
+    assert costs.busy == pytest.approx(3)
     real = tuning_plan.measure(made(best_at(0.1), ("hogwild",), tmp_path, sim=False).race)
     assert real.real == pytest.approx(real.epoch / 2)  # two at once
 

@@ -323,9 +323,9 @@ class Tuning:
         network = ", and the time of its network" if race.lab is not None else ""
         return (
             f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
-            f"{race.seeds + 1}: {_about(plan.seconds)} at most{network}, for fewer epochs than those of the race. "
+            f"{race.seeds + 1}: {_about(plan.costs.busy * plan.seconds)} at most{network}, for fewer epochs than those of the race. "
             f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}"
-            f"{' at most' if race.shared.target else ''}: {_about(plan.race_seconds)}{network}."
+            f"{' at most' if race.shared.target else ''}: {_about(plan.costs.busy * plan.race_seconds)}{network}."
         )
 
     def _record(self) -> dict[str, Any]:

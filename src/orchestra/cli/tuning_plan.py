@@ -54,6 +54,7 @@ class Costs:
     score: float
     epoch: float  # in simulation
     real: float  # an epoch of real processes
+    busy: float = 1.0  # times as long as everything takes while other processes compute here
 
     def of(self, epochs: float, scores: int, *, real: bool) -> float:
         """Return the seconds of a run with so many scores after the first."""
@@ -153,12 +154,14 @@ def measure(race: Race) -> Costs:
     alone = _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data))
     torch.set_num_threads(threads)
     score = min(alone, _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data)))
+    before = time.perf_counter(), clock()
     run, epoch = _measured(race, few, clock)
+    busy = max(1.0, (time.perf_counter() - before[0]) / max(1e-9, clock() - before[1]))
     if race.shared.sim:
-        return Costs(run, score, epoch, epoch)
+        return Costs(run, score, epoch, epoch, busy)
     _, whole = _measured(race, dataclasses.replace(few, numerics="real"), clock)
     at_once = min(race.shared.workers or 2, len(os.sched_getaffinity(0)))
-    return Costs(run, score, epoch, whole / at_once)
+    return Costs(run, score, epoch, whole / at_once, busy)
 
 
 def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float]:
