@@ -153,8 +153,8 @@ def test_the_estimate_is_of_both(tmp_path: Path) -> None:
     assert race == "the race, 6 runs of 20 epochs: about 60 min."
     busy = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(0.0, 0.0, epoch=30.0, real=30.0, busy=1.5))
     tuning, race = busy._estimate().splitlines()
-    assert "seeds 3 and 4: about 90 min at most, " in tuning
-    assert race == "the race, 6 runs of 20 epochs: about 90 min."
+    assert "seeds 3 and 4: about 1.5 h at most, " in tuning
+    assert race == "the race, 6 runs of 20 epochs: about 1.5 h."
 
 
 def test_what_is_begun_goes_on_with_tries_as_long_as_before(tmp_path: Path) -> None:

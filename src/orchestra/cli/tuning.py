@@ -320,12 +320,13 @@ class Tuning:
     def _estimate(self) -> str:
         """Return in words how much is tried, how long it takes at most, and how long the race takes."""
         plan, race = self.plan, self.race
+        tuning, raced = (_about(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
         network = ", and the time of its network" if race.lab is not None else ""
         return (
             f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
-            f"{race.seeds + 1}: {_about(plan.costs.busy * plan.seconds)} at most{network}, for fewer epochs than those of the race. "
+            f"{race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
             f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}"
-            f"{' at most' if race.shared.target else ''}: {_about(plan.costs.busy * plan.race_seconds)}{network}."
+            f"{' at most' if race.shared.target else ''}: {raced}{network}."
         )
 
     def _record(self) -> dict[str, Any]:
