@@ -191,6 +191,17 @@ def test_what_cannot_be_compared(orchestra: Orchestra, tmp_path: Path, text: str
     assert why in said.err
 
 
+@pytest.mark.parametrize("command", ["compare", "run"])
+def test_an_error_is_told_by_the_scripts_own_lines(orchestra: Orchestra, tmp_path: Path, command: str) -> None:
+    (tmp_path / "it.py").write_text("import orchestra\norchestra.train(workers=2)")
+    said = orchestra(command, "it.py", "--out", "c")
+    assert said.code == 1
+    lines = said.err[said.err.index("Traceback") :].splitlines()
+    assert "it.py" in lines[1]
+    assert "unexpected keyword argument 'workers'" in lines[-1]
+    assert "runpy" not in said.err
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([(torch.zeros(4), torch.tensor(1)), (torch.ones(4), torch.tensor(2))])

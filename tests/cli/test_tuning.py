@@ -100,6 +100,14 @@ def test_all_that_the_race_takes_is_used() -> None:
     assert 0.9 * many.race_seconds < many.seconds <= many.race_seconds
 
 
+def test_where_runs_end_early_tries_are_as_much_shorter() -> None:
+    whole = TuningPlan(4, 20.0, 3, Costs(run=0.0, score=0.0, epoch=10.0, real=10.0)).fitted()
+    early = dataclasses.replace(whole, part=0.4).fitted()
+    assert early.first == pytest.approx(0.4 * whole.first)
+    assert early.race_seconds == pytest.approx(0.4 * whole.race_seconds)
+    assert early.seconds <= early.race_seconds * (1 + 1e-9)
+
+
 def test_where_it_cannot_be_short_enough_a_minute_is_allowed() -> None:
     costs = Costs(run=0.5, score=0.01, epoch=0.1, real=0.1)
     quick = TuningPlan(1, 20.0, 1, costs, race_is_real=True, real=True).fitted()
@@ -107,6 +115,12 @@ def test_where_it_cannot_be_short_enough_a_minute_is_allowed() -> None:
     slow = dataclasses.replace(quick, strategies=9).fitted()
     assert not slow.fits
     assert slow.first == pytest.approx(20 / 100)
+
+
+def test_before_a_race_of_seconds_tries_are_long() -> None:
+    """The longest try trains for three quarters of a run: the best rate at a tenth of it may collapse later."""
+    costs = Costs(run=0.05, score=0.01, epoch=0.1, real=0.05)
+    assert TuningPlan(3, 3.0, 2, costs, race_is_real=True).fitted().first == pytest.approx(3 / 4)
 
 
 def test_many_cores_tune_on_real_processes_where_simulation_is_too_slow(tmp_path: Path) -> None:
@@ -137,6 +151,10 @@ def test_the_estimate_is_of_both(tmp_path: Path) -> None:
     tuning, race = tuned._estimate().splitlines()
     assert tuning.startswith("tuning 2 strategies, 12 tries each, in simulation, seeds 3 and 4: about 60 min at most, ")
     assert race == "the race, 6 runs of 20 epochs: about 60 min."
+    busy = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(0.0, 0.0, epoch=30.0, real=30.0, busy=1.5))
+    tuning, race = busy._estimate().splitlines()
+    assert "seeds 3 and 4: about 1.5 h at most, " in tuning
+    assert race == "the race, 6 runs of 20 epochs: about 1.5 h."
 
 
 def test_what_is_begun_goes_on_with_tries_as_long_as_before(tmp_path: Path) -> None:
@@ -290,12 +308,14 @@ def test_the_estimate_is_measured_until_it_can_be_told_from_noise(
 
     clock = [0.0]
     monkeypatch.setattr(tuning_plan, "_run", run)
+    monkeypatch.setattr(time, "perf_counter", lambda: 3 * clock[0])
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     costs = tuning_plan.measure(made(best_at(0.1), ("allreduce",), tmp_path).race)
     assert steps == [1, 1, 1, 3, 9, 33, 129]
     assert costs.run == pytest.approx(0.302)
     assert costs.epoch == costs.real == pytest.approx(0.002 * 1437 / 16 / 2)
+    assert costs.busy == pytest.approx(3)
     real = tuning_plan.measure(made(best_at(0.1), ("hogwild",), tmp_path, sim=False).race)
     assert real.real == pytest.approx(real.epoch / 2)  # two at once
 

@@ -96,6 +96,14 @@ def test_a_rate_that_is_too_small_is_not_called_too_large() -> None:
     assert "Use a larger learning rate, or train longer." in str(found.why_unlearned)
 
 
+def test_a_short_run_that_diverged_is_told() -> None:
+    found = judged([1.6, 0.6, *[14.0] * 30])
+    assert found.unlearned == "did not learn (rate too large?)"
+    assert str(found.why_unlearned).startswith("the training loss was 1.6 in the first step and 14 in the end")
+    assert judged([1.6, 0.6, *[2.0] * 30]) == Learning(), "noise may be as large"
+    assert judged([1.6]) == judged([1.6, 14.0, 1.7]) == judged([-1.0, -0.9]) == Learning()
+
+
 def test_a_score_that_is_no_longer_a_number_is_no_learning() -> None:
     found = judged(FALLING, [0.1, None], labels=None)
     assert found.learned is False
@@ -189,7 +197,7 @@ def test_a_good_run_and_a_short_one_are_not_accused(
     small = partial(torch.optim.SGD, lr=0.5)
     good = train(tmp_path / "good", cluster, data=make_thirds, strategy="allreduce", optimizer=small)
     assert good.learned is True
-    short = train(tmp_path / "short", cluster, steps=10)
+    short = train(tmp_path / "short", cluster, data=make_thirds, strategy="allreduce", optimizer=small, steps=10)
     assert short.learned is None
     assert "learn (" not in capfd.readouterr().err
     assert "learn (" not in (tmp_path / "short" / "ending.json").read_text()

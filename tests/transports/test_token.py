@@ -75,7 +75,7 @@ def test_a_token_that_may_be_guessed_is_refused_wherever_it_comes_from(
         assert text not in said
 
 
-@pytest.mark.parametrize("text", [SECRET, SECRET.upper() + "\n", auth.new()])
+@pytest.mark.parametrize("text", [SECRET, SECRET.upper() + "\n", auth.new()], ids=["lower", "upper", "new"])
 def test_what_is_generated_is_taken(text: str) -> None:
     assert Token(text).run() == Token(text.strip().lower()).run()
 

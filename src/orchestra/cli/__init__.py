@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from types import TracebackType
 
 from orchestra.engine import environment
 from orchestra.errors import Interrupted, OrchestraError, Stopped, WorkerFailed
@@ -45,10 +46,21 @@ def invoke(arguments: Sequence[str]) -> int:
         # The reader of the pipe is gone. Flushing into /dev/null keeps the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CLOSED_PIPE
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        traceback.print_exception(error.with_traceback(_of_the_script(error.__traceback__)))
         return 1
     return 0
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from where a script starts, or all of it where no script ran."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    runs = [i for i, frame in enumerate(frames) if "runpy" in frame.tb_frame.f_code.co_filename]
+    first = next((i + 1 for i in runs if i + 1 not in runs), 0)
+    return frames[first] if first < len(frames) else None
 
 
 def describe(error: OrchestraError) -> str:

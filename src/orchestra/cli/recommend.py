@@ -20,9 +20,9 @@ import typer
 from orchestra.cli import compare as racing
 from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli.halving import GIVEN_UP, SuccessiveHalving, is_given_up, runs
+from orchestra.cli.halving import GIVEN_UP, PART, SuccessiveHalving, is_given_up, runs
 from orchestra.cli.options import Options
-from orchestra.cli.race import options_for
+from orchestra.cli.race import Race, options_for
 from orchestra.cli.tuning import Tuning
 from orchestra.errors import ConfigError, Problem
 from orchestra.formatting import plural
@@ -93,10 +93,8 @@ def recommend(
         shared = dataclasses.replace(race.shared, epochs=race.epochs, target=_text(race.target))
         race = dataclasses.replace(race, shared=shared)
     repeat.keep(context.obj, race.out)
-    if tune and lr is None:
-        race = Tuning(race, runs(len(race.strategies), seeds, race) / len(race.strategies), quiet=quiet).run()
-    else:
-        race = dataclasses.replace(race, tuning="--lr" if tune else "--no-tune")
+    fixed = "--no-tune" if not tune else "--lr" if lr is not None else None
+    race = _tuned(race, seeds, quiet=quiet) if fixed is None else dataclasses.replace(race, tuning=fixed)
     ladder = SuccessiveHalving(race, seeds, quiet=quiet)
     ladder.climb()
     advice = Advice(ladder, unfit)
@@ -105,6 +103,11 @@ def recommend(
     advice.tell(as_json=json_, quiet=quiet)
     if not advice.reached:
         raise typer.Exit(1)
+
+
+def _tuned(race: Race, seeds: int, *, quiet: bool) -> Race:
+    worth = runs(len(race.strategies), seeds, race) / len(race.strategies)
+    return Tuning(race, worth, quiet=quiet, part=PART if race.shared.sim else 1.0).run()
 
 
 def _text(target: Any) -> str:

@@ -82,7 +82,7 @@ def _happened(facts: Facts) -> Iterator[str]:
         step, t = facts.happened
         then = " and ".join(f"{name} {value:.4g}" for name, value in facts.afterwards.items() if facts.trained)
         yield (
-            f"  {facts.defining} after step {step:,}, at {t:.2f} {'virtual ' if facts.virtual else ''}s"
+            f"  {facts.must_log} after step {step:,}, at {t:.2f} {'virtual ' if facts.virtual else ''}s"
             + (f", to {then}" if then else "")
         )
     if facts.missing is not None:

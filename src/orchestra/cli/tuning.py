@@ -93,6 +93,7 @@ class Tuning:
     rates: tuple[float, ...] = ()  # given, in place of the grid
     real: bool = False  # tries run as the race does, not in simulation
     quiet: bool = False
+    part: float = 1.0  # of its epochs that a run of the race takes
     _kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of earlier tries
 
     @cached_property
@@ -111,7 +112,7 @@ class Tuning:
         """The number and length of tries: no longer than the race, or as an earlier call in this folder started."""
         race, costs = self.race, self._measure()
         planned = TuningPlan(
-            len(race.strategies), race.epochs, self.worth, costs, race_is_real=not race.shared.sim,
+            len(race.strategies), race.epochs, self.worth, costs, self.part, race_is_real=not race.shared.sim,
             real=not race.shared.sim and (self.real or race.lab is not None), given=len(self.rates),
             snapshots=race.snapshots,
         )  # fmt: skip
@@ -129,7 +130,7 @@ class Tuning:
 
     @property
     def _known_by(self) -> tuple[Any, ...]:
-        return self.worth, self.rates, self.real
+        return self.worth, self.rates, self.real, self.part
 
     def run(self) -> Race:
         """Tune, and return the same race, each strategy with its best setting."""
@@ -319,12 +320,13 @@ class Tuning:
     def _estimate(self) -> str:
         """Return in words how much is tried, how long it takes at most, and how long the race takes."""
         plan, race = self.plan, self.race
+        tuning, raced = (_about(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
         network = ", and the time of its network" if race.lab is not None else ""
         return (
             f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
-            f"{race.seeds + 1}: {_about(plan.seconds)} at most{network}, for fewer epochs than those of the race. "
-            f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}: "
-            f"{_about(plan.race_seconds)}{' at most' if race.shared.target else ''}{network}."
+            f"{race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
+            f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}"
+            f"{' at most' if race.shared.target else ''}: {raced}{network}."
         )
 
     def _record(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import tempfile
 import time
@@ -33,7 +34,7 @@ SNAPSHOTS = 10  # scores in a try
 _TRIES = 12  # of a strategy
 _KEPT = 3  # one in so many tries is in the second rung, three times as long
 _LONGEST, _SHORTEST = 1 / 4, 1 / 100  # of the epochs, in the first rung
-_SHORTER = 0.8  # factor on the length, until it fits
+_SHORTER = 0.95  # factor on the length, until it fits
 _MINUTE = 60.0  # seconds that tuning may always take
 _WORKERS = 4  # at most, whose steps are measured
 _STEPS = (2, 8, 32, 128)  # measured: more if the first take too short a time
@@ -53,6 +54,7 @@ class Costs:
     score: float
     epoch: float  # in simulation
     real: float  # an epoch of real processes
+    busy: float = 1.0  # times as long as everything takes while other processes compute here
 
     def of(self, epochs: float, scores: int, *, real: bool) -> float:
         """Return the seconds of a run with so many scores after the first."""
@@ -67,6 +69,7 @@ class TuningPlan:
     epochs: float  # in a run of the race
     worth: float  # runs of each strategy in the race
     costs: Costs
+    part: float = 1.0  # of its epochs that a run of the race takes: it may end at the target
     race_is_real: bool = False
     real: bool = False  # tries run on real processes
     given: int = 0  # rates that were given: no others are tried
@@ -103,7 +106,7 @@ class TuningPlan:
     @property
     def race_seconds(self) -> float:
         """Seconds of the race, at most."""
-        return self.runs * self.costs.of(self.epochs, self.snapshots, real=self.race_is_real)
+        return self.runs * self.costs.of(self.part * self.epochs, self.snapshots, real=self.race_is_real)
 
     @property
     def fits(self) -> bool:
@@ -121,9 +124,8 @@ class TuningPlan:
 
     def _shortened(self) -> TuningPlan:
         shortest = self.epochs * _SHORTEST
-        share = min(1.0, self.costs.real / self.costs.epoch) if self.race_is_real and not self.real else 1.0
-        longest = self.epochs * min(_LONGEST, self.worth * share / (self._short + 3 * self.kept))
-        plan = dataclasses.replace(self, first=max(shortest, longest))
+        fair = math.inf if self.race_is_real else self.worth * self.part / (self._short + 3 * self.kept)
+        plan = dataclasses.replace(self, first=max(shortest, self.epochs * min(_LONGEST, fair)))
         while not plan.fits and plan.first > shortest:
             plan = dataclasses.replace(plan, first=max(shortest, _SHORTER * plan.first))
         return plan
@@ -152,12 +154,14 @@ def measure(race: Race) -> Costs:
     alone = _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data))
     torch.set_num_threads(threads)
     score = min(alone, _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data)))
+    before = time.perf_counter(), clock()
     run, epoch = _measured(race, few, clock)
+    busy = max(1.0, (time.perf_counter() - before[0]) / max(1e-9, clock() - before[1]))
     if race.shared.sim:
-        return Costs(run, score, epoch, epoch)
+        return Costs(run, score, epoch, epoch, busy)
     _, whole = _measured(race, dataclasses.replace(few, numerics="real"), clock)
     at_once = min(race.shared.workers or 2, len(os.sched_getaffinity(0)))
-    return Costs(run, score, epoch, whole / at_once)
+    return Costs(run, score, epoch, whole / at_once, busy)
 
 
 def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from orchestra.model.flat_optimizer import ELEMENTWISE, Factory
 from orchestra.model.optimizers import LAMB, LARS
 from orchestra.model.schedules import CURVES, Curve
 from orchestra.strategies.catalogue import ABSENT, PARTS, row_of, rows
+from orchestra.strategies.parameter_server.consistency import Consistency
 
 _LONGEST = 1000  # characters of an expression
 
@@ -90,6 +91,8 @@ def parse(text: str) -> Strategy[Any]:
     """
     words = _Vocabulary("strategy", "slowmo(tau=12, beta=0.6)", {**names()})
     value = _read(text, words)
+    if isinstance(value, Consistency):
+        raise words.refuse(text, f"is not a strategy but a consistency of parameter servers: ps(consistency={text})")
     if not isinstance(value, Strategy):
         raise words.refuse(text, f"is not a strategy; {nearest(text, [row.name for row in rows()])}")
     if unfit := [*check_fields(value, "strategy")]:

@@ -244,7 +244,7 @@ class Training:
     def _write_config(self, spec: RunSpec, scorer: Scorer) -> None:
         seed_everything(spec.seed)  # samples may be drawn
         config = fingerprint.about(spec, self.module) | {
-            "defining": row_of(self.strategy).must_log,
+            "must_log": row_of(self.strategy).must_log,
             "stale": self.strategy.layout.sees_stale_gradients,
             "labels": distribution(scorer.data) or distribution(self.data),
             "parameters": spec.parameters,

@@ -58,7 +58,7 @@ class Facts:
     virtual: bool = False  # seconds are those of a simulation
     trained: bool = True  # False: the simulation computed no gradients
     most_steps: int | None = None  # of the fastest worker
-    defining: str | None = None  # the figure that the strategy must log at least once
+    must_log: str | None = None  # the figure that the strategy must log at least once
     happened: tuple[int, float] | None = None  # step and second at which it was first logged
     afterwards: dict[str, float] = field(default_factory=dict)  # momentum and rate that the strategy set then
     last_s: float | None = None  # distance of the loss from a plateau at the end
@@ -89,11 +89,11 @@ class Facts:
     @property
     def missing(self) -> str | None:
         """The event that defines the strategy, if it never happened: the run then does not show what it is about."""
-        if self.defining is None or self.happened is not None:
+        if self.must_log is None or self.happened is not None:
             return None
         so_far = "" if self.last_s is None else f" (s was {self.last_s:.3g} at last)"
         return (
-            f"NEVER {self.defining.upper()} in {plural(self.steps, 'step')}{so_far}: figures of its first part alone. "
+            f"NEVER {self.must_log.upper()} in {plural(self.steps, 'step')}{so_far}: figures of its first part alone. "
             "A larger threshold, latest=0.5 or when=atshare would make it"
         )
 
@@ -151,12 +151,12 @@ def _staleness(said: Said, lost: Dropped) -> dict[str, Any]:
 
 
 def _switching(config: dict[str, Any], said: Said) -> dict[str, Any]:
-    defining = config.get("defining")
-    happened = [(e.step, e.t) for e in said[defining] if e.node < config["workers"]]
+    must_log = config.get("must_log")
+    happened = [(e.step, e.t) for e in said[must_log] if e.node < config["workers"]]
     last = max(said["s"], key=lambda e: e.t, default=None)
     then = {name: said[f"{name} after the switch"] for name in ("momentum", "rate")}
     return {
-        "defining": defining,
+        "must_log": must_log,
         "happened": min(happened, default=None),
         "afterwards": {name: min(found, key=lambda e: e.node).value for name, found in then.items() if found},
         "last_s": None if last is None else last.value,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a run learned anything: from its training loss, and from its accuracy where chance level is known.
 
-    unknown   fewer than 50 steps of a worker, no losses, or losses too noisy to tell
+    unknown   no losses
+    no        in fewer than 50 steps of a worker, three quarters of the last losses are at least twice the initial one
+    unknown   fewer than 50 steps of a worker
     no        a score of the initial model was finite and that of the final one is not
     no        the accuracy is at chance level
     yes       the accuracy is more than half way from chance level to 1
@@ -27,7 +29,8 @@ from typing import Any
 
 from orchestra.runs.events import Scored, Stepped
 
-FEWEST = 50  # steps of a worker; shorter runs are not judged
+FEWEST = 50  # steps of a worker; of shorter runs, only those that diverged are judged
+_DIVERGED = 2  # times the initial loss, in a short run
 _ROSE = 1.1  # times the initial loss
 _BALANCED = 1.25  # largest class, as a multiple of an equal share
 _COUNTED = 1000  # at most so many samples count when the noise of guessing is estimated: test sets may be small
@@ -59,13 +62,15 @@ def judge(stepped: Sequence[Stepped], scores: Sequence[Scored], labels: Any, *, 
     for e in stepped:
         if e.loss is not None:
             by_node.setdefault(e.node, []).append(e.loss)
-    if steps < FEWEST or not by_node:
+    if not by_node:
         return Learning()
     firsts = [losses[0] for losses in by_node.values()]
     initial = sum(firsts) / len(firsts)
     last = sorted(loss for losses in by_node.values() for loss in losses[-max(1, len(losses) // 10) :])
     guess, accuracies = chance(labels), [s.metrics["accuracy"] for s in scores if _is_number(s, "accuracy")]
     once = guess is not None and any(_is_good(accuracy, guess) for accuracy in accuracies)
+    if steps < FEWEST and (initial <= 0 or last[len(last) // 4] < _DIVERGED * initial):
+        return Learning()
     if (why := _by_score(scores, guess)) is None:
         if guess is not None and accuracies and _is_good(accuracies[-1], guess):
             return Learning(True)

@@ -136,7 +136,7 @@ def _open_log(asked: LoopArguments, spec: RunSpec, folder: Path | None) -> Log:
     if asked.rank == 0:
         config = asked.about(spec) | {
             "loop": True,
-            "defining": row_of(asked.strategy).must_log,
+            "must_log": row_of(asked.strategy).must_log,
             "stale": asked.strategy.layout.sees_stale_gradients,
             "labels": None if asked.loader is None else distribution(asked.loader.dataset),
             "parameters": spec.parameters,
