@@ -91,9 +91,10 @@ def test_why_and_what_was_fair_are_told_once(tmp_path: Path) -> None:
     for other in (
         model.tell([race], target=Target("accuracy", 0.4)),
         model.tell([race / "localsgd"]),
-        model.tell([race, make_race(tmp_path / "more", {"ps": [0.1]}, **words)]),
     ):
         assert (other["why"], other["fairness"]) == ([], []), "of other runs, or of another target"
+    both = model.tell([race, make_race(tmp_path / "more", {"ps": [0.1]}, **words)])
+    assert (both["why"], both["fairness"]) == ([], ["same samples: all"]), "what holds for both comparisons"
 
 
 @pytest.mark.parametrize(
