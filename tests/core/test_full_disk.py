@@ -110,13 +110,15 @@ def test_the_model_is_written_elsewhere_and_the_run_can_be_concluded(
 def test_room_that_is_made_in_time_is_enough(disk: Path, tmp_path: Path) -> None:
     """The model cannot be written at first; a moment later it can."""
     model = paced(0.05, 0.05, model=large)
+    freeing = threading.Timer(1.0, lambda: (disk / "filler").write_bytes(b""))
 
     def free(now: Any) -> None:
         filling(disk)(now)
-        if now.step >= 20:  # every worker has done its steps, and cannot set the model aside
-            threading.Timer(1.0, lambda: (disk / "filler").write_bytes(b"")).start()
+        if now.step >= 20 and freeing.ident is None:  # every worker has done its steps, and cannot set the model aside
+            freeing.start()
 
     result = train(AllReduce(), disk / "run", model=model, workers=2, progress=free, **BUDGET)
+    freeing.join()
     assert result.summary.steps == 20
     assert (disk / "run" / "model.safetensors").exists()
 

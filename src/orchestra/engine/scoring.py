@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import os
 import shutil
 import sys
@@ -46,6 +47,7 @@ Show = Callable[[int, int], None]  # how many are scored, of how many
 ROOM, FEWEST = 256 << 20, 4  # bytes of snapshots that may wait, and how many may in any case
 _TIDY = 2.0  # seconds between two checks of how many wait
 _PROMPT, _PATIENT = 0.05, 0.5  # seconds between two checks for a new snapshot, with and without a target
+_UNWIND = 10.0  # seconds in which the thread ends after an interruption, unless one operation takes longer
 _GRACE = 10.0  # seconds that a score may still take when the run is over, and three times the longest so far
 
 
@@ -58,6 +60,10 @@ def figures(evaluate: Evaluate, module: nn.Module, data: Any) -> dict[str, float
         return _numbers({str(name): (f"evaluate(...)[{name!r}]", v) for name, v in value.items()})
     name = getattr(evaluate, "__name__", "score")
     return _numbers({name if name.isidentifier() else "score": ("evaluate(...)", value)})
+
+
+class _Interrupted(SystemExit):
+    """Ends the thread of a scorer, silently wherever it arrives."""
 
 
 @dataclass
@@ -85,7 +91,7 @@ class Scorer:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._aside: BackgroundProcess | None = None
-        self._choosing = threading.Lock()
+        self._choosing, self._recording = threading.Lock(), threading.Lock()
         self._now: int | None = None  # the one that is being scored
         self._tidied = self._began = 0.0
         self._longest = 0.0  # seconds that a score took
@@ -118,10 +124,11 @@ class Scorer:
         """Assemble a snapshot and evaluate it."""
         if (scored := self._ask(number, folder)) is None:
             return
-        self._record(scored)
-        self.done.add(number)
-        if not self.keep:
-            shutil.rmtree(folder)
+        with self._recording:
+            self._record(scored)
+            self.done.add(number)
+            if not self.keep:
+                shutil.rmtree(folder)
 
     def _ask(self, number: int, folder: Path) -> Scored | None:
         """Evaluate here or in the process aside; return None if the run ends long before the score."""
@@ -222,13 +229,23 @@ class Scorer:
         if not wait and self._aside is not None:
             self._aside.kill()
         if self._thread is not None:
-            if wait or self._aside is not None:
-                self._thread.join()
+            if not wait and self._aside is None:
+                self._interrupt(self._thread)
+            self._thread.join(None if wait or self._aside is not None else _UNWIND)
             self._thread = None
             torch.set_num_threads(torch.get_num_threads())  # new threads then use as many again as this one
         if self._aside is not None:
             self._aside.close()
             self._aside = None
+
+    def _interrupt(self, thread: threading.Thread) -> None:
+        """Raise an exception in the thread, where it evaluates.
+
+        A thread that still computes with torch when the interpreter ends would abort the whole process.
+        """
+        with self._recording:  # a score that is being written is written whole
+            number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
 
     def target_reached(self) -> bool:
         """Return whether a target was reached; raise the thread's error. The supervisor calls this periodically."""
@@ -247,6 +264,8 @@ class Scorer:
             while not self._halt.wait(_PROMPT if self.targets else _PATIENT):
                 while not self._halt.is_set() and (chosen := self._next()) is not None:
                     self.score(*chosen)
+        except _Interrupted:
+            pass
         except Exception as error:  # of the user's own function
             if not self._halt.is_set():
                 self._give_up(error)

@@ -66,7 +66,7 @@ class Messenger:
         self._peers = self._connections.peers
         self._next_source = 0
         self._neighbours = Neighbours(rank, self._peers, patience, lambda node: self._connections.names([node]))
-        self._waiting_since = 0.0
+        self._waiting_since = self._worked = 0.0  # when a wait began; when a process of this machine last worked
 
     def listen(self, listener: Listener) -> None:
         """From now on, tell a listener what concerns the run as a whole."""
@@ -301,14 +301,15 @@ class Messenger:
         self._traffic.waited += time.perf_counter() - began
 
     def _keep_waiting(self, began: float, waiting_for: Callable[[], str], *, forever: bool = False) -> None:
-        """Send heartbeats; raise if this node has waited too long, unless a process of this machine still works.
+        """Send heartbeats; raise if this node has waited too long since a process of this machine last worked.
 
-        The node that this one waits for may itself wait for the process that works.
+        The node that this one waits for may itself wait for the process that works, or has just ended its work.
         """
         self._connections.send_heartbeats(began)
-        patience = self._connections.patience
-        overdue = time.perf_counter() - began > patience
-        if not forever and overdue and not any(map(is_at_work, self._peers.values())):
+        patience, now = self._connections.patience, time.perf_counter()
+        if any(map(is_at_work, self._peers.values())):
+            self._worked = now
+        if not forever and now - max(began, self._worked) > patience:
             raise Stalled(f"{self._connections.names([self._rank])} waited {patience:g} s for {waiting_for()}.")
 
     def begin(self) -> None:
