@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -59,12 +60,13 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Leave no room."""
+    """Leave no room, nor that of a checkpoint which is being written and is removed when it does not fit."""
     with (disk / "filler").open("ab", buffering=0) as file:
-        for piece in (1 << 20, 1 << 12):
+        for piece in (1 << 20, 1 << 12, 1 << 12, 1 << 12):
             with suppress(OSError):
                 while file.write(bytes(piece)) == piece:
                     pass
+            time.sleep(0.1)
 
 
 def filling(disk: Path, *, saved: bool = True) -> Callable[[Any], None]:
