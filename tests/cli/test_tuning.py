@@ -184,6 +184,42 @@ def test_sooner_at_the_target_is_better_and_then_the_score_at_one_time() -> None
     assert rank(found, -1) == [fast, slow, near, far]
 
 
+def test_what_collapses_after_the_target_is_worse_than_what_never_reaches_it() -> None:
+    wild, tame = Setting("wild"), Setting("tame")
+    found = {wild: TuningResult(2.0, ((2.0, 0.95),), collapsed=True), tame: TuningResult(curve=((2.0, 0.5),))}
+    assert rank(found, -1) == [tame, wild]
+
+
+@pytest.mark.parametrize(
+    ("scores", "lost"),
+    [
+        ((0.1, 0.9, 0.95, 0.92), False),
+        ((0.1, 0.9, 0.6), False),
+        ((0.1, 0.9, 0.4), True),
+        ((0.1,), False),
+        ((0.5, 0.4, 0.3), False),  # it has never gained anything
+    ],
+)
+def test_half_of_the_gain_may_be_lost(scores: tuple[float, ...], lost: bool, tmp_path: Path) -> None:
+    assert tuning._is_lost([-score for score in scores]) is lost
+
+
+@pytest.mark.parametrize("largest", [0.3, 0.05], ids=["some collapse", "all collapse"])
+def test_the_last_rung_goes_on_after_the_target(largest: float, tmp_path: Path) -> None:
+    """The largest rate is the first at the target, and has lost it some epochs later."""
+    tuned, asked = made(best_at(0.1), ("allreduce",), tmp_path), list[tuple[float, str | None]]()
+
+    def one(setting: Setting, epochs: float, seed: int, *, whole: bool) -> TuningResult:
+        asked.append((epochs, tuned._race_of(setting, epochs, whole=whole).shared.target))
+        return TuningResult(1 / setting.rate, ((1.0, 0.9),), collapsed=whole and setting.rate > largest)
+
+    tuned._one = one  # type: ignore[method-assign]
+    chosen = tuned.run().settings["allreduce"]
+    assert {*asked} == {(tuned.plan.first, "accuracy=0.95"), (3 * tuned.plan.first, None)}
+    ranked = sorted({setting.rate for setting in tuned._grid("allreduce") + tuned._grid("allreduce", 1)})
+    assert chosen.rate == max(rate for rate in ranked if rate <= largest or rate < min(ranked[-4:]))
+
+
 COSTS = Costs(run=0.1, score=0.0, epoch=0.1, real=0.1)
 
 
@@ -196,7 +232,7 @@ def made(
     race = compare.prepare(sources.find("digits"), [*names], shared, seeds, None, out)
     tuned = Tuning(race, seeds, quiet=True)
     tuned._measure = lambda: costs  # type: ignore[method-assign]
-    tuned._one = lambda setting, epochs, seed: found(setting)  # type: ignore[method-assign]
+    tuned._one = lambda setting, epochs, seed, **of: found(setting)  # type: ignore[method-assign]
     return tuned
 
 
@@ -221,7 +257,7 @@ def test_one_at_the_edge_widens_the_grid_of_the_others(tmp_path: Path) -> None:
     tuned = made(found, ("allreduce", "ps"), tmp_path)
     seen: dict[str, set[Setting]] = {"allreduce": set(), "ps": set()}
     one = tuned._one
-    tuned._one = lambda setting, *rest: (seen[setting.strategy].add(setting), one(setting, *rest))[1]  # type: ignore
+    tuned._one = lambda setting, *rest, **of: (seen[setting.strategy].add(setting), one(setting, *rest, **of))[1]  # type: ignore
     race = tuned.run()
     assert len(seen["allreduce"]) == len(seen["ps"]) == 18
     assert race.settings["allreduce"].rate == pytest.approx(0.05)
@@ -260,7 +296,7 @@ def test_where_it_takes_place_is_said(shared: Options, lab: str | None, real: bo
     assert f"12 tries each, {said}, seeds" in tuned._estimate()
     race = tuned.run()
     assert fairness.rates(race).startswith(f"tuned {said}, each the best of 12 tries")
-    tries = {name: tuned._race_of(Setting(name), 1.0) for name in tuned.race.strategies}
+    tries = {name: tuned._race_of(Setting(name), 1.0, whole=False) for name in tuned.race.strategies}
     assert {name: (race.shared.sim, race.lab) for name, race in tries.items()} == {
         name: (True if said.startswith("in simulation") and name == "allreduce" else None, lab) for name in tries
     }

@@ -6,7 +6,8 @@
     second rung     the best few of each, three times as long, on a second seed; the comparison uses the best one
 
 Tries that reach the target are ranked by time. The others are ranked by their best score up to the time at which the
-first of them ends. Tries are simulated unless --tune-real is given, and kept in tuning.json.
+first of them ends. In the first rung a try ends at the target. In the second it goes on, and one that collapses ranks
+below all that do not. Tries are simulated unless --tune-real is given, and kept in tuning.json.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ class TuningResult:
     seconds: float | None = None  # to the target
     curve: tuple[tuple[float, float], ...] = ()  # time and score, as long as that is a number
     failed: str | None = None
+    collapsed: bool = False  # it ended untrained, or lost more than half of what it had gained
 
     def best_until(self, time: float, sign: int) -> float:
         """Return the best score up to some time, with a sign so that smaller is better; infinite without any."""
@@ -77,9 +79,9 @@ def rank(found: Mapping[Setting, TuningResult], sign: int) -> list[Setting]:
     scored = {setting: one for setting, one in found.items() if one.curve and one.failed is None}
     first = min((one.curve[-1][0] for one in scored.values()), default=0.0)
 
-    def key(setting: Setting) -> tuple[float, float]:
+    def key(setting: Setting) -> tuple[bool, float, float]:
         one = scored[setting]
-        return (math.inf if one.seconds is None else one.seconds, one.best_until(first, sign))
+        return (one.collapsed, math.inf if one.seconds is None else one.seconds, one.best_until(first, sign))
 
     return sorted(scored, key=key)
 
@@ -167,8 +169,10 @@ class Tuning:
         for name in race.strategies:
             best = rank(tried[name], self._sign)[: plan.kept]
             last: dict[Setting, TuningResult] = {}
-            self._try(best, last, 3 * plan.first, race.seeds + 1)
-            final[name] = rank(last, self._sign) or best
+            self._try(best, last, 3 * plan.first, race.seeds + 1, whole=True)
+            untested = {setting: found for setting, found in tried[name].items() if setting not in last}
+            lasting = {setting: found for setting, found in last.items() if not found.collapsed}
+            final[name] = rank(lasting or untested or last, self._sign) or best
         return self._conclude(tried, final)
 
     def _run_loop(self) -> Race:
@@ -263,21 +267,25 @@ class Tuning:
 
     # Tries.
 
-    def _try(self, settings: Iterable[Setting], found: dict[Setting, TuningResult], epochs: float, seed: int) -> None:
+    def _try(
+        self, settings: Iterable[Setting], found: dict[Setting, TuningResult], epochs: float, seed: int,
+        *, whole: bool = False,
+    ) -> None:  # fmt: skip
         for setting in settings:
-            found[setting] = self._one(setting, epochs, seed)
+            found[setting] = self._one(setting, epochs, seed, whole=whole)
 
-    def _one(self, setting: Setting, epochs: float, seed: int) -> TuningResult:
-        race = self._race_of(setting, epochs)
+    def _one(self, setting: Setting, epochs: float, seed: int, *, whole: bool) -> TuningResult:
+        race = self._race_of(setting, epochs, whole=whole)
         key = tuning_cache.key(race, setting.strategy, seed)
         if key not in self._kept:
             self._show(f"tuning {setting.strategy}: {setting}, {epochs:.3g} epochs")
             outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
-            self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric))
+            self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric, self._sign))
             shutil.rmtree(outcome.run, ignore_errors=True)
             tuning_cache.write(self.race.out, self._record())
         record = self._kept[key]
-        return TuningResult(record["seconds"], tuple((t, score) for t, score in record["curve"]), record["failed"])
+        curve = tuple((t, score) for t, score in record["curve"])
+        return TuningResult(record["seconds"], curve, record["failed"], record["collapsed"])
 
     def _show(self, text: str) -> None:
         """Print what is tried now, in a line of the terminal that the next one replaces."""
@@ -285,12 +293,12 @@ class Tuning:
             sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
             sys.stderr.flush()
 
-    def _race_of(self, setting: Setting, epochs: float) -> Race:
-        """Return a race of one try, until the target."""
+    def _race_of(self, setting: Setting, epochs: float, *, whole: bool) -> Race:
+        """Return a race of one try, until the target or of all these epochs."""
         race = self.race
         if isinstance(race.recipe, Loop):
             return dataclasses.replace(race, settings={setting.strategy: setting}, out=race.out / "tuning")
-        target = f"{race.target.metric}={race.target.value:g}"
+        target = None if whole else f"{race.target.metric}={race.target.value:g}"
         shared = dataclasses.replace(
             race.shared, epochs=epochs, target=target, sim=self._simulates(setting.strategy) or None
         )
@@ -359,10 +367,17 @@ def _strategies(count: int) -> str:
     return "1 strategy" if count == 1 else f"{count} strategies"
 
 
-def _found(outcome: Outcome, metric: str) -> TuningResult:
+def _found(outcome: Outcome, metric: str, sign: int) -> TuningResult:
     if outcome.failed is not None:
         return TuningResult(failed=outcome.failed)
-    return TuningResult(outcome.seconds, _curve(outcome, metric))
+    curve = _curve(outcome, metric)
+    unlearned = outcome.facts is not None and outcome.facts.unlearned is not None
+    return TuningResult(outcome.seconds, curve, collapsed=unlearned or _is_lost([sign * score for _, score in curve]))
+
+
+def _is_lost(scores: Sequence[float]) -> bool:
+    """Return whether more than half of the gain from the first score to the best, the smallest, is lost at the end."""
+    return len(scores) > 1 and scores[-1] - min(scores) > (scores[0] - min(scores)) / 2 > 0
 
 
 def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
