@@ -201,13 +201,27 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, t
     before = {path: path.stat().st_mtime_ns for path in Path("broken").rglob("*")}
     complete = orchestra("resume", "broken", "--json")
     assert (complete.code, complete.json) == (0, said.json)
-    assert f"is complete, nothing left to do: its budget was steps={saved + 50}" in complete.err
+    assert f"is complete, nothing left to do: its budget was {saved + 50} steps" in complete.err
     assert f"--steps {2 * (saved + 50)} would go on" in complete.err
     told = orchestra("resume", "broken", "--steps", str(saved + 50))
     assert told.code == 0
     assert f"broken is complete: {saved + 50} steps in " in told.err
     assert f"{saved + 50} steps of each worker" in told.out
     assert {path: path.stat().st_mtime_ns for path in Path("broken").rglob("*")} == before
+
+
+def test_a_run_that_the_clock_ended_is_told_of_more_seconds(orchestra: Orchestra) -> None:
+    limits = ("--epochs", "1000", "--seconds", "0.5")
+    assert orchestra("run", "digits", "-n", "2", *limits, "--checkpoint-every", "5", "--out", "timed").code == 0
+    told = orchestra("resume", "timed").err
+    assert "its budget was 1000 epochs or 0.5 seconds; --seconds 1 would go on" in told
+    same, less = (
+        orchestra("resume", "timed", *limits),
+        orchestra("resume", "timed", "--epochs", "900", "--seconds", "0.4"),
+    )
+    assert "Nothing is trained; --seconds " in same.err
+    assert "budget = '900 epochs or 0.4 seconds'    nothing left to do" in less.err
+    assert "; --seconds " in less.err
 
 
 def test_a_demo_is_not_put_over_something_else(orchestra: Orchestra) -> None:

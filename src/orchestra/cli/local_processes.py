@@ -44,21 +44,21 @@ def problems_of(chosen: Options, *, as_json: bool) -> Iterator[Problem]:
         yield Problem("workers", chosen.workers, "must be at least 1")
 
 
-def start(source: Source, chosen: Options, args: Sequence[str]) -> int:
+def start(source: Source, chosen: Options, args: Sequence[str], *, quiet: bool = False) -> int:
     """Start the processes, pass on what they print, wait for their end, and return the exit code."""
-    return _play(source, chosen, args, silent=False)[0]
+    return _play(source, chosen, args, silent=False, quiet=quiet)[0]
 
 
 def start_silently(source: Source, chosen: Options, args: Sequence[str]) -> tuple[int, str]:
     """Do the same without passing on what they print; return the exit code and the last line of what failed."""
-    return _play(source, chosen, args, silent=True)
+    return _play(source, chosen, args, silent=True, quiet=True)
 
 
-def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool) -> tuple[int, str]:
+def _play(source: Source, chosen: Options, args: Sequence[str], *, silent: bool, quiet: bool) -> tuple[int, str]:
     from orchestra.launchers.process_group import News, ProcessGroup
 
     nodes, news = nodes_of(chosen), News()
-    command = ["run", source.name, *flags(chosen), *(["--", *args] if args else [])]
+    command = ["run", source.name, *flags(chosen), *(["--quiet"] if quiet else []), *(["--", *args] if args else [])]
     workers = {} if chosen.workers is None else {WORKERS: str(chosen.workers)}
     group = ProcessGroup([_HOST] * nodes, news, asking="stop", silent=silent)
     return group.run(_links(command, nodes, workers, news)), group.last_error

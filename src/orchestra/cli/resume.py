@@ -17,6 +17,8 @@ from orchestra.cli.run import carry_out, conclude
 from orchestra.engine import environment
 from orchestra.errors import CheckpointError, ConfigError, Problem
 from orchestra.runs import files
+from orchestra.runs.budget import words
+from orchestra.runs.reading import object_in
 
 _OWN_TOKEN = "is not for --on: the processes that it starts have their own token"
 _RENAMED = {"delay": "compute_time"}  # options of runs that the previous release started
@@ -97,12 +99,13 @@ def _tell_complete(run: Path, *, as_json: bool, quiet: bool) -> None:
 
 def _further(run: Path, config: dict[str, Any]) -> str:
     """Return what ended a run, and an option that would continue it if there is a checkpoint."""
-    budget = config.get("budget") or []
-    ended = f"its budget was {', '.join(map(str, budget))}" if budget else "its loop ended"
+    budget = [*map(str, config.get("budget") or [])]
+    ended = f"its budget was {words(budget)}" if budget else "its loop ended"
     if not _checkpoints(run):
         return f"{ended}; there is no checkpoint to continue from"
-    for part in budget:
-        name, _, value = str(part).partition("=")
+    stopped_by = object_in(run / "ending.json").get("stopped_by")
+    for part in sorted(budget, key=lambda part: part.startswith("seconds=") is not (stopped_by == "seconds")):
+        name, _, value = part.partition("=")
         if name in ("epochs", "steps", "seconds"):
             return f"{ended}; --{name} {2 * float(value):g} would go on"
     return f"{ended}; a larger budget, e.g. --epochs 10, would go on"

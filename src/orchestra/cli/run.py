@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from orchestra.cli import local_processes, on_ray, sources, summary
+from orchestra.cli import local_processes, loop_summary, on_ray, sources, summary
 from orchestra.cli import options as o
 from orchestra.cli.options import Options
 from orchestra.cli.sources import Source
@@ -71,7 +72,7 @@ def run(
         if problems := [*local_processes.problems_of(chosen, as_json=json_), *chosen.read(of_script=True)[1]]:
             raise ConfigError(problems)
         if not environment.launched() and on_ray.nodes_of(chosen) > 1:
-            raise typer.Exit(local_processes.start(source, chosen, args or []))
+            raise typer.Exit(local_processes.start(source, chosen, args or [], quiet=quiet))
     runs = carry_out(source, chosen, args or [], quiet=quiet)
     conclude(source, chosen, runs, as_json=json_, quiet=quiet)
 
@@ -109,7 +110,9 @@ def carry_out(
             return display if old is None else both
 
         changes |= {"progress": show, "note": lambda old: {**(old or {}), **note}} | (more or {})
-        sources.perform(source, changes, args, display)
+        told = source.path is not None and not quiet and not environment.is_member()
+        with loop_summary.afterwards(display) if told else nullcontext():
+            sources.perform(source, changes, args, display)
     return display.runs
 
 

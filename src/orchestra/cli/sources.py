@@ -131,6 +131,7 @@ def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], 
         train_recipe(load(source), changes)
         return
     with at_home(source.path, args), overrides.using(changes) as use:
+        display.loops = use.handles
         if not source.holds_recipe:
             _run(source.path, use)
         else:

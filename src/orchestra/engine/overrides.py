@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ Change = Callable[[Any], Any]
 
 @dataclass
 class ActiveOverrides:
-    """The changes in force, and the number of calls of `prepare` that used them."""
+    """The changes in force, the number of calls of `prepare` that used them, and what those calls made."""
 
     changes: Mapping[str, Change]
     loops: int = 0
     captures: bool = False  # raise `Reached` with the arguments instead of carrying out a call
+    handles: list[Any] = field(default_factory=list)  # of the loops
 
 
 class Reached(BaseException):
@@ -84,6 +85,12 @@ def of_a_loop(arguments: Mapping[str, Any]) -> dict[str, Any]:
     use.loops += 1
     known = {name: change for name, change in use.changes.items() if name in arguments}
     return {**arguments, **changed(arguments, known)}
+
+
+def note_handle(handle: Any) -> None:
+    """Keep the handle of a prepared loop for the command that runs the script."""
+    if (use := _use.get()) is not None:
+        use.handles.append(handle)
 
 
 def changed(arguments: Mapping[str, Any], changes: Mapping[str, Change]) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def as_it_ended(folder: Path, about: dict[str, Any], runner: Runner, spec: RunSp
         return None
     _require_same_run(folder / "config.json", config, about, runner)
     figures = "".join(f", {name} {value:.4g}" for name, value in facts.metrics.items())
-    more = _more(spec.budget, facts.steps, facts.seconds, spec.steps_per_epoch)
+    timed = facts.stopped_by == "seconds"
+    more = _more(spec.budget, facts.steps, facts.seconds, spec.steps_per_epoch, timed=timed)
     print(f"{folder} is complete: {facts.made}{figures}. Nothing is trained; {more} would go on.", file=sys.stderr)
     return facts
 
@@ -140,7 +141,7 @@ def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) 
 
     A run that was interrupted after its last step may still be concluded.
     """
-    spent, why, step, what = False, "", saved.step, "the checkpoint"
+    spent, why, step, what, timed = False, "", saved.step, "the checkpoint", False
     ended = left_by(folder)[1] if is_complete(folder) else None
     if ended is not None:
         step, done, what = ended.steps, ended.seconds, "the run"
@@ -151,12 +152,15 @@ def look_at_budget(folder: Path, saved: Checkpoint, spec: RunSpec, done: float) 
         spent = step > spec.last_step
         why = f"it ends at step {spec.last_step:,}, and {what} is already at {step:,}"
     elif done >= seconds:
+        timed = True
         why = f"it ends after {seconds:g} s, and {done:.3g} s of training are already done"
     if not why:
         return
-    message = f"nothing left to do: {why}; {_more(spec.budget, step, done, spec.steps_per_epoch)} would go on"
+    message = (
+        f"nothing left to do: {why}; {_more(spec.budget, step, done, spec.steps_per_epoch, timed=timed)} would go on"
+    )
     if spent or ended is not None:
-        raise ConfigError([Problem("budget", spec.budget, message)])
+        raise ConfigError([Problem("budget", budgets.words(budget_of(spec)), message)])
     print(f"{message}. The run is concluded now.", file=sys.stderr)
 
 
@@ -166,9 +170,9 @@ def remember(folder: Path, **now: Any) -> None:
     checkpoint.write_text(path, json.dumps(files.read_json(path) | now, indent=1))
 
 
-def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None) -> str:
-    """Return a budget of the same kind that is not spent, as text."""
-    for part in budgets.parts(budget):
+def _more(budget: Budget, step: int, done: float, steps_per_epoch: int | None, *, timed: bool) -> str:
+    """Return a budget of the same kind that is not spent, as text: seconds first if those ran out."""
+    for part in sorted(budgets.parts(budget), key=lambda part: isinstance(part, Seconds) is not timed):
         match part:
             case Epochs(count) if steps_per_epoch:
                 more = math.ceil(step / steps_per_epoch) + math.ceil(count)

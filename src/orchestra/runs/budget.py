@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from orchestra.errors import Problem
@@ -75,6 +75,21 @@ def parts(budget: object) -> tuple[_Part, ...]:
     if isinstance(budget, FirstOf):
         return budget.budgets
     return (budget,) if isinstance(budget, _Part) else ()
+
+
+def words(texts: Iterable[str]) -> str:
+    """Return a budget in words, from the texts that a run keeps of it.
+
+    >>> words(["epochs=4.0", "seconds=1.5"]), words(["steps=1", "target=accuracy:0.9"])
+    ('4 epochs or 1.5 seconds', '1 step or accuracy=0.9')
+    """
+    found = []
+    for text in texts:
+        kind, _, value = text.partition("=")
+        known = kind != "target" and kind.endswith("s")
+        count = f"{float(value):.12g}" if known else value.replace(":", "=")
+        found.append(f"{count} {kind[:-1] if count == '1' else kind}" if known else count)
+    return " or ".join(found)
 
 
 def problems_of(budget: object) -> Iterator[Problem]:

@@ -286,11 +286,13 @@ def _append_shares(text: Text, node: NodeLine, width: int) -> None:
 class Display:
     """The object for `train(progress=...)`: called with every `RunStatus`, closed when the run is over.
 
-    It also keeps the folders of the runs it saw, so that the command line finds what a script has trained.
+    It also keeps the folders of the runs it saw, and the script's own loops, so that the command line finds what a script
+    has trained.
     """
 
     def __init__(self, view: Screen | None, *, title: str = "", seconds: float | None = None) -> None:
         self.runs: list[Path] = []
+        self.loops: list[Any] = []  # handles of loops that a script prepared
         self._view = view
         self._observer = Observer(title, seconds)
         self._next: float | None = None

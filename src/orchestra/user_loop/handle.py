@@ -28,6 +28,7 @@ from orchestra.user_loop.comparisons import WorkerReport
 from orchestra.user_loop.earlier_calls import EARLIER
 from orchestra.user_loop.exit_hooks import Exit
 from orchestra.user_loop.loader import Loader
+from orchestra.user_loop.outcome import LoopOutcome
 from orchestra.user_loop.peers import Peers
 from orchestra.user_loop.run_folder import LoopRunFolder
 from orchestra.user_loop.scores import LoopScores, figures
@@ -145,6 +146,11 @@ class LoopHandle:
             self._loader.seek(*position)
 
     # The end.
+
+    def outcome(self) -> LoopOutcome | None:
+        """Return what this worker knows of the run; None before its end."""
+        ended = self._ended
+        return None if ended is None else LoopOutcome.of(self._runtime, ended, self._scores.last, self._folder.path)
 
     def _how_far(self) -> str:
         """Return how far an interrupted loop got, and how to continue it."""

@@ -21,7 +21,7 @@ from orchestra.core.node import Node
 from orchestra.core.ops import Traffic
 from orchestra.data.feed import fold
 from orchestra.data.labels import distribution
-from orchestra.engine import checkpoint, fingerprint, node_loop, warnings
+from orchestra.engine import checkpoint, fingerprint, node_loop, overrides, warnings
 from orchestra.engine.middleware import Metered
 from orchestra.engine.spec import RunSpec
 from orchestra.errors import OrchestraError, Stopped
@@ -64,6 +64,7 @@ def join(asked: LoopArguments, since: float) -> tuple[PreparedOptimizer, Loader 
         log = _open_log(asked, spec, folder.path)
         spec = replace(spec, run=folder.path or Path())
         made, shared = _take_part(asked, spec, x0, transport, peers, folder, log, since)
+        overrides.note_handle(made.orchestra)
         if made.orchestra.is_coordinator:
             peers.warnings += warnings.say(warnings.about_momentum(asked.strategy, asked.optimizer, spec.workers))
         return made, shared

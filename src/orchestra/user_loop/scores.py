@@ -51,6 +51,7 @@ class LoopScores:
     def __init__(self, peers: Peers, folder: Path | None, rank: int) -> None:
         self._peers, self._folder, self._rank = peers, folder, rank
         self._given = 0  # by this worker
+        self.last: dict[str, float] = {}  # of this worker
         self._by_number: dict[int, dict[int, Scored]] = {}  # and by worker
         self._warned = False
         peers.scored = self._hear
@@ -59,6 +60,7 @@ class LoopScores:
         """Add a score of this worker."""
         scored = Scored(t, step, samples, self._given, metrics)
         self._given += 1
+        self.last = metrics
         if self._folder is None:
             return
         if self._rank != _COORDINATOR:
