@@ -286,8 +286,8 @@ def _append_shares(text: Text, node: NodeLine, width: int) -> None:
 class Display:
     """The object for `train(progress=...)`: called with every `RunStatus`, closed when the run is over.
 
-    It also keeps the folders of the runs it saw, and the script's own loops, so that the command line finds what a script
-    has trained.
+    It also keeps the folders of the runs it saw, and the loops of a script, so that the command line finds what a
+    script has trained.
     """
 
     def __init__(self, view: Screen | None, *, title: str = "", seconds: float | None = None) -> None:
