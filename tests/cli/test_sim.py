@@ -87,7 +87,7 @@ def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
     assert times["1gbit", "1x3"]["allreduce"] > 2 * times["1gbit", "1x1"]["allreduce"]
     assert (tmp_path / "swept" / "sweep.md").read_text().count("|") > 20
     words = " ".join(said.out.split())
-    assert model.tell([tmp_path / "swept"], target=Target("accuracy", 0.9))["verdict"]["sentence"] in words
+    assert model.build([tmp_path / "swept"], target=Target("accuracy", 0.9))["verdict"]["sentence"] in words
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from orchestra.model.adjusted_optimizer import Adjusted
 from orchestra.report import model
 from orchestra.strategies.catalogue import ROWS
 
-EVERY = sorted({text for row in ROWS for text in (*row.tries, row.short or row.name)})
+EVERY = sorted({text for row in ROWS for text in (*row.search_space, row.short or row.name)})
 
 
 # What is tried.
@@ -379,7 +379,7 @@ def test_untuned_is_said(how: tuple[str, ...], orchestra: Orchestra) -> None:
     assert said.code == 0, said.err
     assert "tuning" not in said.err
     assert "· untuned ·" in said.out
-    assert f"untuned ({how[0]}): the learning rate is" in " ".join(model.tell([Path("out")])["fairness"])
+    assert f"untuned ({how[0]}): the learning rate is" in " ".join(model.build([Path("out")])["fairness"])
 
 
 def test_tries_are_kept_where_tuning_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def test_what_is_never_used_stays_as_it_was(strategy: Strategy[Any], optimizer: 
 
 
 @in_processes(EXAMPLES, of=first_phase)
-def test_nor_does_it_move_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_what_is_never_used_stays_as_it_was_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
     made = run(strategy, tmp_path / "run", optimizer=sgd, workers=workers_for(strategy))
     assert_never_moved(made.state_dict(), start_of())
 
@@ -152,7 +152,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps", "localsgd(tau=2)"])
-def test_nor_over_sockets(strategy: str, tmp_path: Path) -> None:
+def test_what_is_never_used_stays_as_it_was_over_sockets(strategy: str, tmp_path: Path) -> None:
     """Where the synchronous strategies give the same bits as in the shared memory of one machine."""
     here = run(strategy, tmp_path / "here", optimizer=sgd, workers=2)
 
@@ -165,7 +165,7 @@ def test_nor_over_sockets(strategy: str, tmp_path: Path) -> None:
         assert all(torch.equal(value, here.state_dict()[name]) for name, value in state.items())
 
 
-def test_nor_where_torch_takes_the_means(tmp_path: Path) -> None:
+def test_what_is_never_used_stays_as_it_was_with_torch_collectives(tmp_path: Path) -> None:
     """Gloo adds up, with unequal weights: 101 samples, so that some have none in the last step of an epoch."""
 
     def call() -> Any:

@@ -95,7 +95,7 @@ def test_a_skipped_gradient_leaves_servers_and_all_reduce_equal(strategy: Strate
     assert_same(virtual.model, expected.model)
 
 
-def test_also_over_sockets(tmp_path: Path) -> None:
+def test_a_skipped_gradient_leaves_servers_and_all_reduce_equal_over_sockets(tmp_path: Path) -> None:
     given: dict[str, Any] = {"schedule": FALLING, "budget": Epochs(2), "data": with_a_bad_sample, "loss": loss}
     expected = train(AllReduce(), tmp_path / "allreduce", workers=2, **given)
 

@@ -164,7 +164,7 @@ def test_like_a_run_that_took_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", [momentum, partial(torch.optim.AdamW, lr=0.002)], ids=["momentum", "adamw"])
 @pytest.mark.parametrize("workers", [3, 4])
-def test_large_models_too(workers: int, optimizer: Any, tmp_path: Path) -> None:
+def test_large_models_are_equal_in_all_worlds(workers: int, optimizer: Any, tmp_path: Path) -> None:
     """Where every worker updates a range of one x: in shared memory, over sockets and in virtual time."""
     given: dict[str, Any] = {"model": make_large, "optimizer": optimizer, "budget": Steps(4)}
     real = train(AllReduce(), tmp_path / "real", workers=workers, **given)

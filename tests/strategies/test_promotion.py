@@ -229,7 +229,7 @@ def test_what_is_shown_on_the_way_ends_where_it_should(tmp_path: Path) -> None:
     assert steps[-1] == seen[-1].last_step == 10
 
 
-def test_those_who_left_say_so(tmp_path: Path) -> None:
+def test_workers_that_left_are_marked(tmp_path: Path) -> None:
     result = simulate(promoting(ASP(), servers=2), tmp_path, workers=WORKERS, budget=Steps(10))
     left = [
         node

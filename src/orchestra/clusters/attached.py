@@ -177,13 +177,13 @@ class Attached(Cluster):
         local = self.place.local_size
         threads = self.threads or (int(said) if said.isdigit() else 0) or share_of_cores(local)
         device = resolve_device(self.device)
-        torch_means = (
+        uses_torch_collectives = (
             self.trusted
             and self.collectives != "messages"
             and self.workers >= 2
             and (device == "cpu" or torch.cuda.device_count() >= local)
         )
-        return Resources(device, threads, torch_means, compute_times.read(self.delay))
+        return Resources(device, threads, uses_torch_collectives, compute_times.read(self.delay))
 
     def token(self) -> Token:
         """Return the run's token. If none was given, only processes of this machine can take part."""

@@ -226,7 +226,7 @@ class Simulation:
             log.write(NodeStarted(0.0, node.rank, "worker" if node.rank < self.spec.workers else "server", 0.0))
             try:
                 self._use_rng(node.rank)
-                runtime = _SimulatedRuntime(self.spec, node, meter, log, self._hear, show)
+                runtime = _SimulatedRuntime(self.spec, node, meter, log, self._handle_message, show)
                 checkpointer = _ScoreWatch(self, runtime)
                 node_loop.serve(runtime, checkpointer) if runtime.is_server else node_loop.work(runtime, checkpointer)
             except (OrchestraError, KeyboardInterrupt):
@@ -252,7 +252,7 @@ class Simulation:
 
     # Progress.
 
-    def _hear(self, said: dict[str, Any]) -> None:
+    def _handle_message(self, said: dict[str, Any]) -> None:
         name = name_of(said["node"], self.spec.workers)
         if said["kind"] == "snapshot-failed":
             what = "could not write its part of a snapshot"
@@ -358,7 +358,7 @@ class _ScoreWatch:
         """Return False: Ctrl-C ends a simulation at once."""
         return False
 
-    def break_off(self) -> None:
+    def save_on_interrupt(self) -> None:
         """Do nothing: a simulation has no checkpoints."""
 
     def stay(self) -> bool:
