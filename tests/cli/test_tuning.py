@@ -296,7 +296,7 @@ def test_where_it_takes_place_is_said(shared: Options, lab: str | None, real: bo
     assert f"12 tries each, {said}, seeds" in tuned._estimate()
     race = tuned.run()
     assert fairness.rates(race).startswith(f"tuned {said}, each the best of 12 tries")
-    tries = {name: tuned._race_of(Setting(name), 1.0, whole=False) for name in tuned.race.strategies}
+    tries = {name: tuned._race_of(Setting(name), 1.0) for name in tuned.race.strategies}
     assert {name: (race.shared.sim, race.lab) for name, race in tries.items()} == {
         name: (True if said.startswith("in simulation") and name == "allreduce" else None, lab) for name in tries
     }
