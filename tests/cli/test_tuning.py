@@ -209,7 +209,7 @@ def test_the_last_rung_goes_on_after_the_target(largest: float, tmp_path: Path) 
     """The largest rate is the first at the target, and has lost it some epochs later."""
     tuned, asked = made(best_at(0.1), ("allreduce",), tmp_path), list[tuple[float, str | None]]()
 
-    def one(setting: Setting, epochs: float, seed: int, *, whole: bool) -> TuningResult:
+    def one(setting: Setting, epochs: float, seed: int, *, whole: bool = False) -> TuningResult:
         asked.append((epochs, tuned._race_of(setting, epochs, whole=whole).shared.target))
         return TuningResult(1 / setting.rate, ((1.0, 0.9),), collapsed=whole and setting.rate > largest)
 
