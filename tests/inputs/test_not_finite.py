@@ -31,7 +31,7 @@ STEADY = [s for s in CERTAIN if not s.layout.promotes]  # each worker keeps its 
 
 
 def virtual(strategy: Strategy[Any]) -> Simulated:
-    return Simulated(workers=workers_for(strategy), delay="lognormal:0.05,0.3", numerics="real")
+    return Simulated(workers=workers_for(strategy), compute_time="lognormal:0.05,0.3", numerics="real")
 
 
 def processes(strategy: Strategy[Any]) -> Local:

@@ -43,7 +43,7 @@ sgd: Factory = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
 adam: Factory = partial(torch.optim.Adam, lr=0.01, weight_decay=0.1)
 adamw: Factory = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 OPTIMIZERS = {"sgd": sgd, "adam": adam, "adamw": adamw}
-FIXED = Simulated(workers=WORKERS, network="1000gbit,0s", delay="constant:1", numerics="real")
+FIXED = Simulated(workers=WORKERS, network="1000gbit,0s", compute_time="constant:1", numerics="real")
 
 
 def start_of(model: Callable[[], nn.Module] = choosy) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def local(optimizer: Factory, tau: int, size: int = WORKERS, steps: int = 8, *, 
 
 @each_with("optimizer", {"sgd": "sgd", "adamw": "adamw"}, EXAMPLES)
 def test_what_is_never_used_stays_as_it_was(strategy: Strategy[Any], optimizer: str, tmp_path: Path) -> None:
-    cluster = Simulated(workers=workers_for(strategy), delay="lognormal:0.05,0.3")
+    cluster = Simulated(workers=workers_for(strategy), compute_time="lognormal:0.05,0.3")
     made = run(strategy, tmp_path / "run", optimizer=OPTIMIZERS[optimizer], cluster=cluster, budget=Steps(9))
     state, start = made.state_dict(), start_of()
     for name, value in state.items():

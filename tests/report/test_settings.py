@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.report.folders import make_race, make_run
 
 from orchestra.report import model, settings
@@ -50,6 +52,17 @@ def test_how_long_a_slow_run_was_waited_for_is_no_condition(tmp_path: Path) -> N
     assert settings.conditions([settings_of(2.5, patience=2.5), settings_of(3.5, patience=3.5)]) == ["", ""]
     asked = settings.conditions([settings_of(4.5, patience=None), settings_of(5.5, patience=None)])
     assert asked == ["budget seconds=4.5", "budget seconds=5.5"]
+
+
+@pytest.mark.parametrize("name", ["compute_time", "delay"])
+def test_the_compute_time_is_read_from_older_run_folders_as_well(name: str, tmp_path: Path) -> None:
+    places: tuple[dict[str, Any], ...] = (
+        {"cluster": {"kind": "local", name: "constant:2"}},
+        {"note": {"options": {name: "constant:2"}}},
+    )
+    for place in places:
+        run = make_run(tmp_path / next(iter(place)), **place)
+        assert settings.settings_of(reading.load(run))["compute time"] == "constant:2"
 
 
 def test_a_network_is_the_one_that_was_read_however_it_was_typed(tmp_path: Path) -> None:

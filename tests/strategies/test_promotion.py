@@ -72,7 +72,7 @@ def promoting(consistency: Consistency, servers: int = 1, share: float = 0.4) ->
 
 
 def worlds() -> list[Any]:
-    return [Local(workers=WORKERS, patience=20), Simulated(workers=WORKERS, delay="lognormal:0.05,0.5")]
+    return [Local(workers=WORKERS, patience=20), Simulated(workers=WORKERS, compute_time="lognormal:0.05,0.5")]
 
 
 every_world = pytest.mark.parametrize("cluster", worlds(), ids=["local", "simulated"])

@@ -38,7 +38,7 @@ class Resources:
     device: str  # "cpu" or "cuda"
     threads: int
     uses_torch_collectives: bool = False  # torch.distributed takes the averages; between GPUs that is NCCL
-    delay: Delay | None = None  # how long a worker takes for a mini-batch; None: as long as it takes
+    compute_time: Delay | None = None  # how long a worker takes for a mini-batch; None: as long as it takes
 
 
 class Cluster(ABC):

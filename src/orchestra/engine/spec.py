@@ -94,7 +94,7 @@ class RunSpec(TrainArguments):
     layerwise: bool  # the optimizer must see whole layers
     checkpoint: Path | None = None  # a verified checkpoint to go on from
     threads: int
-    delay: Delay | None = None  # how long workers take for a mini-batch; None: as long as it takes
+    compute_time: Delay | None = None  # how long workers take for a mini-batch; None: as long as it takes
 
     def for_nodes(self) -> RunSpec:
         """Return the settings without those that only the caller's process uses; some of them cannot be pickled."""

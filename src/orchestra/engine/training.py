@@ -198,7 +198,7 @@ class Training:
             "one_memory": cluster.abilities.one_memory,
             "uses_torch_collectives": resources.uses_torch_collectives,
             "threads": resources.threads,
-            "delay": None if resources.delay is None else resources.delay.at(given.batch),
+            "compute_time": None if resources.compute_time is None else resources.compute_time.at(given.batch),
             "run": self.folder.absolute(),
             "launch": uuid.uuid4().hex[:8],
             "last_step": budgets.last_step(given.budget, per_epoch, given.batch * cluster.workers),

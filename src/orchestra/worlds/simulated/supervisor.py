@@ -60,8 +60,8 @@ class Simulation:
             kernel, network, self.nodes, spec.workers, machines=spec.machines, closed_forms=closed_forms
         )
         self.transports = connect(self.world, self.nodes)
-        assert spec.delay is not None
-        self.delay = spec.delay
+        assert spec.compute_time is not None
+        self.compute_time = spec.compute_time
         self.rows = [NodeStatus(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings = (
             ["the workers share one x in the memory of one machine: no network was used."]
@@ -205,7 +205,7 @@ class Simulation:
 
     def _connect(self, rank: int, log: _BufferedLog) -> tuple[Metered, Comm]:
         spec, transport = self.spec, self.transports[rank]
-        transport.lasts = compute_times.sampler(self.delay, spec.seed, rank)
+        transport.lasts = compute_times.sampler(self.compute_time, spec.seed, rank)
         if not self.timing_only:
             transport.computing = partial(self._compute, rank)
         traced: Transport = transport
