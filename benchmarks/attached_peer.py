@@ -55,7 +55,7 @@ class Host(Cluster):
     device: Device = "cpu"
 
     def resources(self, nodes: int) -> Resources:
-        return replace(super().resources(nodes), torch_means=self.kind == "torch")
+        return replace(super().resources(nodes), uses_torch_collectives=self.kind == "torch")
 
 
 @dataclass(frozen=True)

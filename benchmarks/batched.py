@@ -36,7 +36,7 @@ WORKLOADS: dict[str, tuple[Any, tuple[int, ...]]] = {
 def seconds(model: Any, shape: tuple[int, ...], numerics: Any, *, workers: int, steps: int, device: Any) -> float:
     """Of real time, for one asynchronous simulation."""
     cluster = orchestra.Simulated(
-        workers=workers, device=device, numerics=numerics, network="10gbit,50us", delay="lognormal:0.05,0.3"
+        workers=workers, device=device, numerics=numerics, network="10gbit,50us", compute_time="lognormal:0.05,0.3"
     )
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()

@@ -121,7 +121,7 @@ def _obey(orders: Path) -> None:
     """As one host: take part in all runs."""
     for i, order in enumerate(json.loads(orders.read_text(encoding="utf-8"))):
         cell, run = Cell(**order), orders.with_name(str(i))
-        cluster = orchestra.Attached(order="given", threads=1, delay=cell.delay, patience=60)
+        cluster = orchestra.Attached(order="given", threads=1, compute_time=cell.delay, patience=60)
         began, busy = time.monotonic(), busy_seconds()
         train(cell.parameters, cell.strategy, cluster, run, cell.steps, trace=cell.hosts == CALIBRATED)
         share = (busy_seconds() - busy) / (time.monotonic() - began) / (os.cpu_count() or 1)
@@ -180,7 +180,7 @@ def simulate(cell: Cell, model: Model | None) -> Seen:
     free = Network(hosts=(Host(up=1e18, down=1e18),))
     network, late = (free, 0.0) if model is None else (model.network(cell.megabits), model.late)
     delay = Oversleeping(compute_times.parse(cell.delay), late)
-    cluster = orchestra.Simulated(workers=cell.workers, network=network, delay=delay, numerics="off")
+    cluster = orchestra.Simulated(workers=cell.workers, network=network, compute_time=delay, numerics="off")
     with scratch() as folder:
         return look(train(cell.parameters, cell.strategy, cluster, folder / "run", cell.steps).run)
 

@@ -171,7 +171,7 @@ def obey(orders: Path) -> None:
     """As one host: take part in all runs."""
     for i, order in enumerate(json.loads(orders.read_text(encoding="utf-8"))):
         job = Job(**order)
-        cluster = orchestra.Attached(order="given", threads=1, delay=DELAYS[job.kind], patience=60)
+        cluster = orchestra.Attached(order="given", threads=1, compute_time=DELAYS[job.kind], patience=60)
         carry_out(job, cluster, orders.with_name(str(i)))
 
 
@@ -232,7 +232,7 @@ def links(outcome: Outcome, seen: Mapping[Job, list[Event]]) -> None:
 
 def simulated(network: Network, delay: compute_times.Delay, workers: int, **given: Any) -> orchestra.Simulated:
     """Virtual hosts."""
-    return orchestra.Simulated(workers=workers, network=network, delay=delay, **{"numerics": "off", **given})
+    return orchestra.Simulated(workers=workers, network=network, compute_time=delay, **{"numerics": "off", **given})
 
 
 # Delays.

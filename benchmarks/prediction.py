@@ -145,7 +145,7 @@ def simulate_all(cells: Sequence[Cell], network: Network, late: float) -> dict[C
 def simulate(cell: Cell, network: Network, late: float) -> float:
     """The seconds of a step, in virtual time."""
     cluster = orchestra.Simulated(
-        workers=cell.workers, network=network, delay=Late(compute_times.parse(cell.delay), late), numerics="off"
+        workers=cell.workers, network=network, compute_time=Late(compute_times.parse(cell.delay), late), numerics="off"
     )
     with scratch() as folder:
         return per_step(train(cell.parameters, cell.strategy, cluster, folder / "run").run)
@@ -170,7 +170,7 @@ def _write(predicted: dict[Cell, float], network: Network, late: float) -> str:
 
 def run(cell: Cell) -> tuple[float, float]:
     """The seconds of a real step, and the share of the cores that the run used."""
-    cluster = orchestra.Local(workers=cell.workers, threads=1, delay=cell.delay)
+    cluster = orchestra.Local(workers=cell.workers, threads=1, compute_time=cell.delay)
     with scratch() as folder:
         began, before = time.monotonic(), own_seconds()
         result = train(cell.parameters, cell.strategy, cluster, folder / "run")

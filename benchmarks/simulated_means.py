@@ -102,7 +102,11 @@ def simulation(model: Any, shape: tuple[int, ...], numerics: Any, workers: int, 
                 optimizer=SGD,
                 strategy="allreduce",
                 cluster=orchestra.Simulated(
-                    workers=workers, numerics=numerics, network="10gbit,50us", delay="lognormal:0.05,0.3", device="cpu"
+                    workers=workers,
+                    numerics=numerics,
+                    network="10gbit,50us",
+                    compute_time="lognormal:0.05,0.3",
+                    device="cpu",
                 ),
                 batch=BATCH,
                 budget=orchestra.Steps(2 + 2 * rounds),

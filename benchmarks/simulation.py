@@ -91,7 +91,7 @@ def one(strategy: str, workers: int, *, numbers: bool = False) -> None:
                 workers=workers,
                 numerics="auto" if numbers else "off",
                 network="1gbit,50us",
-                delay="lognormal:0.05,0.3",
+                compute_time="lognormal:0.05,0.3",
             ),
             batch=32,
             budget=orchestra.Steps(WITH_NUMBERS if numbers else STEPS),

@@ -72,7 +72,7 @@ ROW = Row(
     strategy=Growing,
     traffic=traffic,
     formula="2 (N−1)/N · S every round",
-    tries=("growing",),
+    search_space=("growing",),
     search=("tau", (8, 32)),
     examples=("growing(tau=3)",),
 )

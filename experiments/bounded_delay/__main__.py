@@ -58,7 +58,7 @@ DELAY = Roaming(Pareto(0.05, 2.0), WORKERS, 3.0, 8)
 
 def measure(seed: int, *, consistency: Consistency) -> Figures:
     """Where the time goes, over many steps without numbers; and how soon the goal is reached, with numbers."""
-    cluster: dict[str, Any] = {"workers": WORKERS, "network": "1gbit,0.1ms", "delay": DELAY}
+    cluster: dict[str, Any] = {"workers": WORKERS, "network": "1gbit,0.1ms", "compute_time": DELAY}
     given: dict[str, Any] = {"strategy": ParameterServer(consistency=consistency), "batch": BATCH, "seed": seed}
     recipe = recipes.get("digits")
     timed, _ = train(recipe, cluster=Simulated(**cluster, numerics="off"), budget=TIMED, **given)

@@ -59,10 +59,10 @@ MOMENTS = (10, 20, 40, 80, 160, 320, 640, 1280)
 # The time of an update.
 
 
-def updates_of(seed: int, consistency: Consistency, delay: Exponential, pushes: int, count: int) -> list[float]:
+def updates_of(seed: int, consistency: Consistency, compute_time: Exponential, pushes: int, count: int) -> list[float]:
     """When the server updated x, up to about `count` times."""
-    _, most = theory.bounds(consistency, delay, P)
-    cluster = Simulated(workers=P, delay=delay, network=FREE, numerics="off")
+    _, most = theory.bounds(consistency, compute_time, P)
+    cluster = Simulated(workers=P, compute_time=compute_time, network=FREE, numerics="off")
     strategy = ParameterServer(consistency=consistency)
     with running(
         recipes.get("digits"), strategy=strategy, cluster=cluster, seed=seed, budget=Seconds(count * most)
@@ -71,21 +71,21 @@ def updates_of(seed: int, consistency: Consistency, delay: Exponential, pushes: 
     return [t for t in staleness[::pushes] if t <= count * most]  # later ones are of workers that are leaving
 
 
-def measure_time(seed: int, *, consistency: Consistency, delay: Exponential, pushes: int, count: int) -> Figures:
+def measure_time(seed: int, *, consistency: Consistency, compute_time: Exponential, pushes: int, count: int) -> Figures:
     """Return the mean time of an update, without the beginning of the run."""
-    t = updates_of(seed, consistency, delay, pushes, count)
+    t = updates_of(seed, consistency, compute_time, pushes, count)
     size = len(t) * 9 // 10 // PIECES
     pieces = [(b - a) / size for a, b in pairwise(t[len(t) - 1 - PIECES * size :: size])]
-    least, most = theory.bounds(consistency, delay, P)
+    least, most = theory.bounds(consistency, compute_time, P)
     figures = {"E[T] at least": least, "E[T] at most": most, "measured": statistics.fmean(pieces)}
     # Updates that follow each other may depend on each other; long pieces of the run hardly do.
     return figures | {"standard error": statistics.stdev(pieces) / math.sqrt(PIECES)}
 
 
-def measure_draws(seed: int, *, delay: Exponential) -> Figures:
+def measure_draws(seed: int, *, compute_time: Exponential) -> Figures:
     """How far an update of K-sync with K = N is from the N-th of the draws of its step, at worst."""
-    t = [0.0, *updates_of(seed, KSync(k=N), delay, N, 300)]
-    draws = [sampler(delay, seed, worker) for worker in range(P)]
+    t = [0.0, *updates_of(seed, KSync(k=N), compute_time, N, 300)]
+    draws = [sampler(compute_time, seed, worker) for worker in range(P)]
     apart = [abs(t[i + 1] - t[i] - sorted(draw(i) for draw in draws)[N - 1]) for i in range(len(t) - 1)]
     return {"updates": len(apart), "apart at most": max(apart)}
 
@@ -93,19 +93,23 @@ def measure_draws(seed: int, *, delay: Exponential) -> Figures:
 def timing() -> dict[str, Any]:
     """Every way to wait, with times of both kinds. Those that vary more are measured longer."""
     variants: dict[str, Any] = {}
-    for kind, delay in TIMES.items():
-        length = 1.0 if delay.shift == 0 else 0.2
+    for kind, compute_time in TIMES.items():
+        length = 1.0 if compute_time.shift == 0 else 0.2
         for make, name in ((KSync, "K-sync"), (KBatchSync, "K-batch-sync"), (KAsync, "K-async"),
                            (KBatchAsync, "K-batch-async")):  # fmt: skip
             for k in KS:
                 variants[f"{name} {k}, {kind}"] = partial(
-                    measure_time, consistency=make(k=k), delay=delay, pushes=k, count=int(length * 6000 / k + 900)
+                    measure_time,
+                    consistency=make(k=k),
+                    compute_time=compute_time,
+                    pushes=k,
+                    count=int(length * 6000 / k + 900),
                 )
         for b in (1, 2, 4):
             variants[f"{P - b} of {P}, {kind}"] = partial(
-                measure_time, consistency=BackupWorkers(b=b), delay=delay, pushes=P - b, count=1000
+                measure_time, consistency=BackupWorkers(b=b), compute_time=compute_time, pushes=P - b, count=1000
             )
-        variants[f"K-sync {N}, draw by draw, {kind}"] = partial(measure_draws, delay=delay)
+        variants[f"K-sync {N}, draw by draw, {kind}"] = partial(measure_draws, compute_time=compute_time)
     return variants
 
 
@@ -124,7 +128,7 @@ def measure_race(seed: int, *, k: int) -> Figures:
         recipes.get("digits"), model=partial(nn.Linear, 64, 10), evaluate=objective,
         evaluation_data=partial(digits, "train"), optimizer=partial(torch.optim.SGD, lr=GAMMA, weight_decay=DECAY),
         strategy=ParameterServer(consistency=KAsync(k=k)), batch=BATCH, seed=seed,
-        cluster=Simulated(workers=P, delay=TIMES["exponential"], network=FREE),
+        cluster=Simulated(workers=P, compute_time=TIMES["exponential"], network=FREE),
         budget=Seconds(MOMENTS[-1]), evaluate_every=Steps(3 if k == 1 else 1),
     )  # fmt: skip
     curve = [(score.t, score.metrics["loss"]) for score in scores]

@@ -39,7 +39,7 @@ GAMMA = 0.05  # γ, the best of those in tune.py
 ALONE = 0.005  # the asynchronous rate where nothing went before, likewise
 PLAIN = 0.05  # the same without momentum, likewise
 # Now and then a worker is 10 times as slow for two steps or so; in the long run all are equally fast.
-Cluster = partial(Simulated, workers=WORKERS, network="100mbit,0.5ms", delay="markov:0.1,10,0.05,0.5")
+Cluster = partial(Simulated, workers=WORKERS, network="100mbit,0.5ms", compute_time="markov:0.1,10,0.05,0.5")
 THETA = 0.03  # θ: rounds of 7,500 samples are too noisy for the paper's 0.01
 
 SYNC, ASYNC = AllReduce(), ParameterServer(consistency=ASP(), servers=4)

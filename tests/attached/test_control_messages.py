@@ -233,7 +233,7 @@ def test_a_part_that_is_written_after_another_failed_is_discarded(late: int, tmp
     for words in said[:: 1 if late else -1]:
         if words["kind"] == "saved":
             (tmp_path / "checkpoints" / "step-00000004.tmp").mkdir(parents=True)
-        supervisor.hear(words)
+        supervisor.handle_message(words)
     assert not any((tmp_path / "checkpoints").iterdir())
 
 

@@ -57,7 +57,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut.write_bytes(cut.read_bytes()[:777])
     (make_run(out / "bad" / "seed0") / "config.json").write_text("{", encoding="utf-8")
     path = out / "report.html"
-    path.write_text(page.write(model.tell([out], title=HOSTILE)), encoding="utf-8")
+    path.write_text(page.write(model.build([out], title=HOSTILE)), encoding="utf-8")
     return path
 
 
@@ -107,7 +107,7 @@ def test_all_that_may_have_been_first_are_boxed(browser: Browser, tmp_path: Path
     for batch, seconds in ((8, (0.1, 0.11, 0.2)), (9, (0.1, 0.3, 0.2))):
         for name, second in zip(("allreduce", "localsgd", "slowmo"), seconds, strict=True):
             make_run(tmp_path / name / str(batch), name, second=second, batch=batch)
-    opened = show(browser, model.tell([tmp_path], target=Target("accuracy", 0.5)), tmp_path, "#conditions")
+    opened = show(browser, model.build([tmp_path], target=Target("accuracy", 0.5)), tmp_path, "#conditions")
     texts = "[...document.querySelectorAll('#conditions svg text')].map((e) => e.textContent)"
     found = [text for text in opened.ask(texts) if text in ("first", "tie") or text.endswith("×")]
     assert sorted(found) == ["2.00×", "2.00×", "3.00×", "first", "tie", "tie"]
@@ -196,7 +196,7 @@ def test_a_model_that_was_lost_is_not_drawn_as_zero(browser: Browser, tmp_path: 
         lines = path.read_text(encoding="utf-8").splitlines()
         lines[5:] = [re.sub(r'"(accuracy|loss)":[^,}]*', r'"\1":null', line) for line in lines[5:]]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    told = model.tell([out], target=Target("loss", 0.5))
+    told = model.build([out], target=Target("loss", 0.5))
     assert [run["final"] for run in told["runs"]] == [1.0, "not finite", "not finite"]
     opened = show(browser, told, tmp_path, "#compare")
     opened.ask("document.querySelector('#compare details').open = true")
@@ -232,7 +232,7 @@ def test_the_same_as_a_table(opened: Page) -> None:
 
 @pytest.mark.parametrize("runs", [5, 6, 12, 40])
 def test_the_line_beside_a_median_is_that_of_the_tables(browser: Browser, tmp_path: Path, runs: int) -> None:
-    told = model.tell([make_race(tmp_path / "race", {"allreduce": [0.1 * k for k in range(1, runs + 1)]})])
+    told = model.build([make_race(tmp_path / "race", {"allreduce": [0.1 * k for k in range(1, runs + 1)]})])
     opened = show(browser, told, tmp_path, "#compare")
     opened.ask("document.querySelectorAll('#compare details')[2].open = true")
     opened.until("document.querySelectorAll('#compare details')[2].querySelectorAll('tbody tr').length === 1")
@@ -251,7 +251,7 @@ def test_who_did_not_trace_is_told_what_would_show_how_far_apart_replicas_were(
     opened.go("consistency")
     assert "consensus distance" in opened.ask(words)
     assert "--trace" not in opened.ask(words)
-    without = show(browser, model.tell([make_run(tmp_path / "run", "localsgd")]), tmp_path, "#consistency")
+    without = show(browser, model.build([make_run(tmp_path / "run", "localsgd")]), tmp_path, "#consistency")
     without.settle()
     assert "consensus distance" in without.ask(words)
     assert "--trace" in without.ask(words)
@@ -285,7 +285,7 @@ def test_the_timeline_moves_by_keys_and_buttons(opened: Page) -> None:
 
 
 def test_where_no_op_is_recorded_the_timeline_shows_steps(browser: Browser, report: Path, tmp_path: Path) -> None:
-    told = model.tell([report.parent / "allreduce" / "seed0"])
+    told = model.build([report.parent / "allreduce" / "seed0"])
     trace = told["runs"][0]["trace"]
     kept = 8  # until 0.7 of 2 seconds
     trace |= {name: column[:kept] for name, column in trace.items() if name not in ("kinds", "left_out")}
@@ -317,7 +317,7 @@ def test_steps_count_alike_whoever_took_them(browser: Browser, tmp_path: Path) -
     run = make_run(tmp_path / "run", workers=2, steps=990, second=0.01)
     lines = [Stepped(1.0 * k, 1, k, 1.0, 8 * k, 1.0, 0.1, 1.0 * k, 0.0, 0.0, 0, 0) for k in range(1, 11)]
     (run / "events-1.jsonl").write_text("".join(map(encode, lines)), encoding="utf-8")
-    opened = show(browser, model.tell([run]), tmp_path, "#workers")
+    opened = show(browser, model.build([run]), tmp_path, "#workers")
     card = "[...document.querySelectorAll('#workers figure')].find((f) => f.textContent.startsWith('How long steps'))"
     opened.ask(f"{card}.querySelector('details').open = true")
     opened.until(f"{card}.querySelectorAll('tbody td').length === 4")
@@ -396,7 +396,7 @@ def test_every_figure_has_words_for_who_cannot_see_it(opened: Page) -> None:
 
 def test_a_million_events_open_within_three_seconds(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", workers=4, steps=10)
-    told = model.tell([run])
+    told = model.build([run])
     lanes: list[dict[str, Any]] = [
         {"node": node, "together": 4, "t": [40_000] * 75_000, "compute": [20_000] * 75_000,
          "wait": [10_000] * 75_000, "communicate": [10_000] * 75_000}
@@ -427,7 +427,7 @@ def test_a_run_with_nothing_in_it_is_a_page_as_well(browser: Browser, tmp_path: 
     for path in run.glob("*.jsonl"):
         path.write_text("", encoding="utf-8")
     browser.complaints.clear()
-    opened = show(browser, model.tell([run]), tmp_path)
+    opened = show(browser, model.build([run]), tmp_path)
     for name in opened.ask("[...document.querySelectorAll('nav a')].map((a) => a.hash.slice(1))"):
         opened.go(name)
     assert browser.complaints == []
@@ -438,7 +438,7 @@ def test_a_run_with_nothing_in_it_is_a_page_as_well(browser: Browser, tmp_path: 
 def test_a_run_that_died_is_not_said_to_go_on(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", over=False)
     (run / run_lock.NAME).touch()  # what a process that was killed leaves
-    opened = show(browser, model.tell([run]), tmp_path)
+    opened = show(browser, model.build([run]), tmp_path)
     assert opened.ask("document.querySelector('.doubts').textContent").endswith("run died: figures until then.")
     assert not opened.ask("document.getElementById('verdict').textContent").startswith("So far")
     opened.close()
@@ -455,7 +455,7 @@ def test_damaged_data_is_said_not_hidden(browser: Browser, report: Path, tmp_pat
 
 
 def test_figures_for_a_slide_are_sharp(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = figures.draw(model.tell([report.parent]))
+    drawn = figures.draw(model.build([report.parent]))
     monkeypatch.setattr(figures, "draw", lambda told: {"bytes": next(iter(drawn.values()))})
     data = figures.pictures({})["bytes"]
     assert data.startswith(b"\x89PNG")

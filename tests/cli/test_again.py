@@ -44,14 +44,14 @@ def read(command: str) -> dict[str, Any]:
 def test_the_command_of_many_runs(orchestra: Orchestra, typed: tuple[str, ...], out: tuple[str, ...]) -> None:
     said = orchestra(*typed, *QUICK, "--quiet", *out)
     assert said.code == 0, said.err
-    assert model.tell([Path("here")])["commands"] == [shlex.join(["orchestra", *typed, *QUICK, "--quiet"])]
-    read(model.tell([Path("here")])["commands"][0])
+    assert model.build([Path("here")])["commands"] == [shlex.join(["orchestra", *typed, *QUICK, "--quiet"])]
+    read(model.build([Path("here")])["commands"][0])
 
 
 def test_the_command_of_a_run(orchestra: Orchestra) -> None:
     typed = ("sim", "digits", "--trace", "--lr", "0.012345678", "-n", "2", "--steps", "3", "--out", "here", "-q")
     assert orchestra(*typed).code == 0
-    (command,) = model.tell([Path("here")])["commands"]
+    (command,) = model.build([Path("here")])["commands"]
     again = read(command)
     assert again["trace"] is True
     assert again["lr"] == 0.012345678

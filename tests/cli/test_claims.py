@@ -161,7 +161,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         assert point in fair
     assert not list(out.glob("tuning/*"))
     assert "localsgd" in (out / "report.html").read_text()
-    told = model.tell([out])
+    told = model.build([out])
     assert told["fairness"] == record["fairness"]
     assert [told["verdict"]["sentence"], *told["why"]] == [
         text for text in record["learned"] if text not in told["verdict"]["doubts"]

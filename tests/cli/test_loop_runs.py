@@ -155,7 +155,8 @@ def test_a_loop_is_tuned_by_whole_runs(seeds: int, factors: list[float], tmp_pat
     race = prepare(source, ["allreduce"], Options(workers=2), seeds, "accuracy=0.5", tmp_path / "c")
     tuned, tried = Tuning(race, seeds, quiet=True), list[float]()
 
-    def one(setting: Setting, epochs: float, seed: int) -> TuningResult:
+    def one(setting: Setting, epochs: float, seed: int, *, whole: bool = False) -> TuningResult:
+        assert not whole
         assert seed == seeds  # one that is not raced with
         assert (tuned._race_of(setting, epochs).options_of("allreduce", seed).lr_factor or 1) == setting.factor
         tried.append(setting.factor)
@@ -210,7 +211,7 @@ def test_how_long_it_takes_is_said_before_where_a_first_run_tells(
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     race = goals.settle(race, quiet=True)
     tuned = Tuning(race, 3)
-    tuned._one = lambda setting, epochs, seed: TuningResult(curve=((1.0, setting.factor),))  # type: ignore[method-assign]
+    tuned._one = lambda setting, *_, **of: TuningResult(curve=((1.0, setting.factor),))  # type: ignore
     assert {setting.factor for setting in tuned.run().settings.values()} == {3.0}
     said = capfd.readouterr().err
     assert "6 whole runs of the script, and 6 in the race; tuning takes about 2 min, the race about 2 min." in said

@@ -63,11 +63,11 @@ def test_a_straggler_slows_what_compute_times_the_cluster_has() -> None:
     def changed(old: Any = None, **given: Any) -> Any:
         return Options(straggler="1x5", **given).changes()["cluster"](old)
 
-    assert changed() == Local(delay="constant:0.05 slow:1x5")
-    assert changed(compute_time="constant:2") == Local(delay="constant:2 slow:1x5")
-    assert changed(sim=True).delay == "constant:0.05 slow:1x5"
-    assert changed(Simulated(delay=ConstantTime(2)), sim=True).delay == Slow(ConstantTime(2), 1, 5.0)
-    assert parse(str(changed(Local(delay="exponential:1,1")).delay)) == parse("exponential:1,1 slow:1x5")
+    assert changed() == Local(compute_time="constant:0.05 slow:1x5")
+    assert changed(compute_time="constant:2") == Local(compute_time="constant:2 slow:1x5")
+    assert changed(sim=True).compute_time == "constant:0.05 slow:1x5"
+    assert changed(Simulated(compute_time=ConstantTime(2)), sim=True).compute_time == Slow(ConstantTime(2), 1, 5.0)
+    assert parse(str(changed(Local(compute_time="exponential:1,1")).compute_time)) == parse("exponential:1,1 slow:1x5")
 
 
 @pytest.mark.parametrize(("straggler", "message"), [("5", "such as 1x5"), ("3x5", "there are 2 workers")])

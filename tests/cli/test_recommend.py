@@ -30,7 +30,7 @@ from orchestra.strategies.catalogue import ROWS, Hogwild
 
 def test_every_strategy_but_those_of_one_memory_is_tried() -> None:
     for entry in ROWS:
-        tried = [expression.parse(text) for text in entry.tries]
+        tried = [expression.parse(text) for text in entry.search_space]
         assert all(type(strategy) is entry.strategy for strategy in tried)
         assert tried or entry.strategy is Hogwild, entry.name
 
@@ -65,7 +65,7 @@ def test_an_option_that_is_not_given_is_tuned(
 @pytest.mark.parametrize(("candidates", "seeds"), [(1, 4), (3, 4), (4, 1), (7, 2), (30, 4)])
 def test_as_many_runs_as_are_foretold(candidates: int, seeds: int, tmp_path: Path) -> None:
     """What tuning may cost goes by them."""
-    names = sorted({text for entry in ROWS for text in entry.tries})[:candidates]
+    names = sorted({text for entry in ROWS for text in entry.search_space})[:candidates]
     race = compare.prepare(sources.find("digits"), names, Options(workers=4, sim=True), seeds, None, tmp_path)
     ladder, runs = SuccessiveHalving(race, seeds, quiet=True), Counter[tuple[str, int]]()
 
@@ -131,7 +131,7 @@ def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra
     assert "it is tied with localsgd(tau=16), and it sends the fewest bytes" in " ".join(said.out.split())
     assert "virtual s (one seed)." in " ".join(said.out.split())
     # How long others were waited for is no condition, and what was run on another network is not there.
-    told = model.tell([Path("out")])
+    told = model.build([Path("out")])
     assert told["conditions"] == [""]
     assert {run["strategy"] for run in told["runs"]} == {"localsgd(tau=64)", "localsgd(tau=16)", "allreduce"}
     assert "next: open out/report.html" in said.err
@@ -211,7 +211,7 @@ def test_who_left_with_one_good_seed_is_not_ranked_before_those_who_stayed(
         ((2.6, 1.8, None, 2.1), "slowmo did not reach the target in 1 of 4 runs, accuracy 0.8."),
     ],
 )
-def test_how_sure_it_is(
+def test_the_advice_says_how_sure_it_is(
     second: tuple[float | None, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = (row("localsgd", 2.0, 2.1, 2.0, 2.02, sent=5e5), row("slowmo", *second))

@@ -256,7 +256,7 @@ def test_the_loss_of_all_samples_or_of_the_first_of_a_stream() -> None:
 
 
 def test_workers_and_network_are_the_scripts_unless_said() -> None:
-    mine = recipe(cluster=Simulated(workers=5, network="10mbit,2ms", delay="constant:0.5"))
+    mine = recipe(cluster=Simulated(workers=5, network="10mbit,2ms", compute_time="constant:0.5"))
     found = scripts.placed(mine, Options())
     assert (found.sim, found.workers, found.network, found.compute_time) == (True, 5, "10mbit,2ms", "constant:0.5")
     assert scripts.placed(mine, Options(workers=2, network="1gbit,1ms")).given() == {

@@ -87,7 +87,7 @@ def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
     assert times["1gbit", "1x3"]["allreduce"] > 2 * times["1gbit", "1x1"]["allreduce"]
     assert (tmp_path / "swept" / "sweep.md").read_text().count("|") > 20
     words = " ".join(said.out.split())
-    assert model.tell([tmp_path / "swept"], target=Target("accuracy", 0.9))["verdict"]["sentence"] in words
+    assert model.build([tmp_path / "swept"], target=Target("accuracy", 0.9))["verdict"]["sentence"] in words
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_real_workers_are_as_slow_as_virtual_ones(tmp_path: Path) -> None:
     """Who is late, and by how much, is the same in both worlds."""
     delay = "exponential:0.4,0.24 slow:1x2"  # long beside what a busy machine adds
     worlds = {
-        "real": Local(workers=2, delay=delay),
-        "virtual": Simulated(workers=2, delay=delay, network="1000gbit,0s"),
+        "real": Local(workers=2, compute_time=delay),
+        "virtual": Simulated(workers=2, compute_time=delay, network="1000gbit,0s"),
     }
     steps: dict[str, list[float]] = {}
     for name, cluster in worlds.items():
@@ -141,7 +141,7 @@ def test_real_workers_are_as_slow_as_virtual_ones(tmp_path: Path) -> None:
 
 def test_delays_go_on_where_they_were(tmp_path: Path) -> None:
     """A resumed run meets the delays of its own steps, not those of the first ones again."""
-    cluster = Local(workers=2, delay="exponential:0.01,0.1")
+    cluster = Local(workers=2, compute_time="exponential:0.01,0.1")
     given: dict[str, Any] = {"cluster": cluster, "checkpoint_every": Steps(4)}
     die = Trap.at(0, 6, partial(os._exit, 1), size=2)
     with pytest.raises(WorkerLost):
@@ -200,13 +200,13 @@ orchestra.train(
 
 
 def test_a_script_keeps_its_own_virtual_cluster(orchestra: Orchestra, tmp_path: Path) -> None:
-    cluster = "orchestra.Simulated(workers=3, network='1mbit,100ms', delay='constant:3', ties=4)"
+    cluster = "orchestra.Simulated(workers=3, network='1mbit,100ms', compute_time='constant:3', ties=4)"
     (tmp_path / "script.py").write_text(SCRIPT.format(more=f"out='out', cluster={cluster}"))
     assert orchestra("sim", "script.py", "--workers", "2").code == 0
     about = json.loads((tmp_path / "out" / "config.json").read_text())
     assert about["workers"] == 2
     assert about["cluster"]["ties"] == 4
-    assert about["cluster"]["delay"] == "ConstantTime(time=3.0)"
+    assert about["cluster"]["compute_time"] == "ConstantTime(time=3.0)"
 
 
 def test_time_that_stands_still_is_noticed(orchestra: Orchestra) -> None:
@@ -262,4 +262,4 @@ def test_a_script_may_end_as_scripts_do(orchestra: Orchestra, tmp_path: Path) ->
 
 def test_defaults_are_those_of_the_cluster() -> None:
     assert Simulated().get_network() == parse_network(NETWORK)
-    assert Simulated().delay == COMPUTE_TIME
+    assert Simulated().compute_time == COMPUTE_TIME

@@ -31,7 +31,7 @@ from orchestra.model.adjusted_optimizer import Adjusted
 from orchestra.report import model
 from orchestra.strategies.catalogue import ROWS
 
-EVERY = sorted({text for row in ROWS for text in (*row.tries, row.short or row.name)})
+EVERY = sorted({text for row in ROWS for text in (*row.search_space, row.short or row.name)})
 
 
 # What is tried.
@@ -209,7 +209,7 @@ def test_the_last_rung_goes_on_after_the_target(largest: float, tmp_path: Path) 
     """The largest rate is the first at the target, and has lost it some epochs later."""
     tuned, asked = made(best_at(0.1), ("allreduce",), tmp_path), list[tuple[float, str | None]]()
 
-    def one(setting: Setting, epochs: float, seed: int, *, whole: bool) -> TuningResult:
+    def one(setting: Setting, epochs: float, seed: int, *, whole: bool = False) -> TuningResult:
         asked.append((epochs, tuned._race_of(setting, epochs, whole=whole).shared.target))
         return TuningResult(1 / setting.rate, ((1.0, 0.9),), collapsed=whole and setting.rate > largest)
 
@@ -296,7 +296,7 @@ def test_where_it_takes_place_is_said(shared: Options, lab: str | None, real: bo
     assert f"12 tries each, {said}, seeds" in tuned._estimate()
     race = tuned.run()
     assert fairness.rates(race).startswith(f"tuned {said}, each the best of 12 tries")
-    tries = {name: tuned._race_of(Setting(name), 1.0, whole=False) for name in tuned.race.strategies}
+    tries = {name: tuned._race_of(Setting(name), 1.0) for name in tuned.race.strategies}
     assert {name: (race.shared.sim, race.lab) for name, race in tries.items()} == {
         name: (True if said.startswith("in simulation") and name == "allreduce" else None, lab) for name in tries
     }
@@ -379,7 +379,7 @@ def test_untuned_is_said(how: tuple[str, ...], orchestra: Orchestra) -> None:
     assert said.code == 0, said.err
     assert "tuning" not in said.err
     assert "· untuned ·" in said.out
-    assert f"untuned ({how[0]}): the learning rate is" in " ".join(model.tell([Path("out")])["fairness"])
+    assert f"untuned ({how[0]}): the learning rate is" in " ".join(model.build([Path("out")])["fairness"])
 
 
 def test_tries_are_kept_where_tuning_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

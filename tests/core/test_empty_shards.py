@@ -114,7 +114,7 @@ def test_workers_without_samples_leave_the_model_of_the_one_that_has_them(
     assert f"warning: {warning}" in said
 
 
-def test_nor_do_they_over_sockets(tmp_path: Path) -> None:
+def test_workers_without_samples_leave_the_model_alone_over_sockets(tmp_path: Path) -> None:
     def call() -> Any:
         cluster = Attached(patience=20)
         run = train("allreduce", tmp_path / "run", cluster=cluster, budget=Epochs(2), partition=Uneven(), **GIVEN)
@@ -127,7 +127,7 @@ def test_nor_do_they_over_sockets(tmp_path: Path) -> None:
     assert warning.startswith("worker 1 of 2 has no samples (partition Uneven(few=0))")
 
 
-def test_nor_do_they_in_a_loop_of_ones_own() -> None:
+def test_workers_without_samples_leave_the_model_alone_under_prepare() -> None:
     """Of a mask, the mean is the mask, also where it is not finite."""
 
     def call(idle: int | None) -> Any:

@@ -114,7 +114,7 @@ def test_the_same_call_can_be_made_again_where_nobody_came(tmp_path: Path, monke
         assert (tmp_path / "run" / "config.json").exists()
 
 
-def test_a_loop_may_have_it_too(folder: Path) -> None:
+def test_a_loop_may_use_the_folder_of_a_failed_start(folder: Path) -> None:
     def loop() -> bool:
         model = torch.nn.Linear(2, 1)
         _, optimizer = orchestra.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), out=folder)

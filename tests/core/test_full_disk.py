@@ -148,7 +148,7 @@ def test_a_full_disk_is_tried_again_and_nothing_else(monkeypatch: pytest.MonkeyP
     assert len(tries) == 1
 
 
-def test_virtual_runs_write_it_elsewhere_too(disk: Path) -> None:
+def test_simulated_runs_write_the_model_elsewhere(disk: Path) -> None:
     cluster, model = Simulated(workers=2), lambda: Jittery(hurried)
     with pytest.raises(EnvironmentProblem, match="kept no checkpoint") as error:
         train(AllReduce(), disk / "run", cluster=cluster, model=model, budget=Steps(60), optimizer=tiny,
@@ -165,7 +165,7 @@ def test_virtual_runs_write_it_elsewhere_too(disk: Path) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("allreduce", 2), ("ps", 3)])
-def test_machines_of_their_own_write_it_elsewhere_too(strategy: str, size: int, disk: Path, tmp_path: Path) -> None:
+def test_attached_runs_write_the_model_elsewhere(strategy: str, size: int, disk: Path, tmp_path: Path) -> None:
     """Where a server does not see the folder, what it sends has no room there."""
 
     def call() -> Any:
@@ -178,7 +178,7 @@ def test_machines_of_their_own_write_it_elsewhere_too(strategy: str, size: int, 
     assert same(rescued(outcomes[0].error), whole.model.state_dict())
 
 
-def test_a_loop_writes_it_elsewhere_too(disk: Path) -> None:
+def test_a_loop_under_prepare_writes_the_model_elsewhere(disk: Path) -> None:
     def call() -> Any:
         def step(optimizer: Any) -> None:
             if optimizer.orchestra.steps == 5:

@@ -253,7 +253,7 @@ def test_a_server_of_a_loop_that_waits_is_not_waited_for(tmp_path: Path) -> None
 
 
 def test_delays_that_were_asked_for_are_no_hang(tmp_path: Path) -> None:
-    cluster = Local(workers=2, patience=1.5, delay="constant:0.02 slow:1x150")
+    cluster = Local(workers=2, patience=1.5, compute_time="constant:0.02 slow:1x150")
     train("allreduce", tmp_path, cluster=cluster, budget=Steps(1))
     assert ended(tmp_path, 1).step == 1
 

@@ -74,7 +74,7 @@ def test_the_remedy_is_what_a_switch_would_do() -> None:
 
 
 @pytest.mark.parametrize("cluster", [Local(workers=2), Simulated(workers=2)], ids=["local", "simulated"])
-def test_it_is_printed_at_once_and_kept(cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_warning_is_printed_once_and_kept(cluster: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(ASYNC, tmp_path, cluster=cluster, budget=Steps(2))
     assert capfd.readouterr().err.count(WARNED) == 1
     assert WARNED in json.loads((tmp_path / "ending.json").read_text())["warnings"][0]

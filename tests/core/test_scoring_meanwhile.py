@@ -197,7 +197,7 @@ def test_in_virtual_time_every_snapshot_is_scored_at_once(strategy: Strategy[Any
 # What goes wrong.
 
 
-def test_nor_does_it_in_virtual_time(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_evaluate_does_not_end_a_simulated_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Once: the scores after it are taken in the end."""
     failed: list[int] = []
 

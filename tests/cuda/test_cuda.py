@@ -94,7 +94,7 @@ def rehearse(strategy: str, out: Path, **cluster: Any) -> orchestra.Result:
         loss=F.cross_entropy,
         optimizer=partial(torch.optim.SGD, lr=0.02, momentum=0.9),
         strategy=strategy,
-        cluster=orchestra.Simulated(workers=6, delay="lognormal:0.05,0.4", network="100mbit,1ms", **cluster),
+        cluster=orchestra.Simulated(workers=6, compute_time="lognormal:0.05,0.4", network="100mbit,1ms", **cluster),
         batch=16,
         budget=orchestra.Steps(20),
         out=out,

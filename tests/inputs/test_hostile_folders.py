@@ -114,7 +114,7 @@ def replace(path: Path, how: str) -> None:
 READERS: dict[str, Callable[[Path], Any]] = {
     "load": reading.load,
     "facts": facts_of,
-    "report": lambda run: tables.markdown(told := model.tell([run])) + tables.runs_csv(told) + tables.curves_csv(told),
+    "report": lambda run: tables.markdown(told := model.build([run])) + tables.runs_csv(told) + tables.curves_csv(told),
     "figures": lambda run: exporters.rows(reading.load(run)),
     "trace": lambda run: traces.read(run, 2),
     "top": lambda run: (follower := Follower(run)).look() and moment(follower, 0.0),
@@ -146,7 +146,7 @@ def test_every_reader_comes_back_whatever_lies_there(how: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nor_does_any_mixture_hold_them_up(seed: int, tmp_path: Path) -> None:
+def test_every_reader_comes_back_from_any_mixture(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     run = make_run(tmp_path / "run", strategy=draw.choice(["=cmd|'/C calc'!A0", "a|b\n# c", "`x`", "ps"]))
     for name in draw.sample(NAMES, 4):

@@ -31,7 +31,7 @@ STEADY = [s for s in CERTAIN if not s.layout.promotes]  # each worker keeps its 
 
 
 def virtual(strategy: Strategy[Any]) -> Simulated:
-    return Simulated(workers=workers_for(strategy), delay="lognormal:0.05,0.3", numerics="real")
+    return Simulated(workers=workers_for(strategy), compute_time="lognormal:0.05,0.3", numerics="real")
 
 
 def processes(strategy: Strategy[Any]) -> Local:
@@ -49,7 +49,7 @@ def test_one_bad_step_is_skipped_and_counted(strategy: Strategy[Any], tmp_path: 
 
 
 @in_processes(STEADY, of=first_phase)
-def test_so_it_is_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_one_bad_step_is_skipped_and_counted_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
     check_that_it_is_skipped(strategy, processes(strategy), tmp_path)
 
 
@@ -68,12 +68,12 @@ def check_that_it_is_skipped(strategy: Strategy[Any], cluster: Local | Simulated
 
 
 @each_of(STEADY)
-def test_too_many_in_a_row_end_the_run(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_too_many_bad_steps_in_a_row_end_the_run(strategy: Strategy[Any], tmp_path: Path) -> None:
     check_that_it_is_given_up(strategy, virtual(strategy), tmp_path)
 
 
 @in_processes(STEADY, of=first_phase)
-def test_so_they_do_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_too_many_bad_steps_in_a_row_end_the_run_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
     check_that_it_is_given_up(strategy, processes(strategy), tmp_path)
 
 
@@ -83,7 +83,7 @@ def check_that_it_is_given_up(strategy: Strategy[Any], cluster: Local | Simulate
     assert caught.value.exit_code == 5
 
 
-def test_enough_in_between_is_tolerated(tmp_path: Path) -> None:
+def test_bad_steps_with_good_ones_in_between_do_not_end_the_run(tmp_path: Path) -> None:
     traps = [sickness(0, step, size=2) for step in (0, 1, 3, 4)]
     result = train(
         AllReduce(), tmp_path, workers=2, model=lambda: Sick(float("nan"), *traps), tolerate=3, budget=Steps(7)
@@ -134,7 +134,7 @@ def test_a_worker_without_samples_takes_part(strategy: Strategy[Any], tmp_path: 
 
 
 @in_processes(CERTAIN, of=first_phase)
-def test_so_it_does_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_a_worker_without_samples_takes_part_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
     check_empty_shard(strategy, processes(strategy), tmp_path)
 
 

@@ -74,7 +74,7 @@ def test_a_skipped_gradient_leaves_no_trace_in_buffers(world: str, strategy: str
     assert_same(poisoned, spared)
 
 
-def test_nor_do_its_micro_batches(tmp_path: Path) -> None:
+def test_a_skipped_gradient_leaves_no_trace_in_buffers_with_micro_batches(tmp_path: Path) -> None:
     poisoned, spared = both(
         WORLDS["simulated"], tmp_path, "allreduce", accumulate=3, batch=12, data=partial(make_data, 96)
     )
@@ -82,7 +82,7 @@ def test_nor_do_its_micro_batches(tmp_path: Path) -> None:
     assert_same(poisoned, spared)
 
 
-def test_nor_over_sockets(tmp_path: Path) -> None:
+def test_a_skipped_gradient_leaves_no_trace_in_buffers_over_sockets(tmp_path: Path) -> None:
     def call() -> bool:
         poisoned, spared = both(Attached(patience=20), tmp_path, "allreduce")
         assert_same(poisoned, spared)
@@ -100,7 +100,7 @@ def own(strategy: str, *, poisons: bool = True) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "localsgd(tau=3)"])
-def test_nor_in_a_loop_of_ones_own(strategy: str) -> None:
+def test_a_skipped_gradient_leaves_no_trace_in_buffers_under_prepare(strategy: str) -> None:
     poisoned = values(together(2, partial(own, strategy)))
     spared = values(together(2, partial(own, strategy, poisons=False)))
     for a, b in zip(poisoned, spared, strict=True):
@@ -124,7 +124,7 @@ def scaled(*, poisons: bool) -> tuple[float, dict[str, Tensor]]:
     return scaler.get_scale(), {name: t.clone() for name, t in module.state_dict().items()}
 
 
-def test_nor_one_that_a_scaler_passes_over() -> None:
+def test_a_step_skipped_by_a_grad_scaler_leaves_no_trace_in_buffers() -> None:
     (scale, poisoned), (_, spared) = scaled(poisons=True), scaled(poisons=False)
     assert scale == 2.0  # it was passed over
     assert all(torch.equal(t, spared[name]) for name, t in poisoned.items())

@@ -31,7 +31,7 @@ STEPS = 40
 
 def live(strategy: str, folder: str, grace: float) -> None:
     """As a host of the lab."""
-    cluster = Attached(order="given", threads=1, patience=30, grace=grace, delay="constant:0.2")
+    cluster = Attached(order="given", threads=1, patience=30, grace=grace, compute_time="constant:0.2")
     result = train(strategy, Path(folder), cluster=cluster, budget=Steps(STEPS), progress=False)
     if cluster.is_coordinator:
         torch.save(flat(result.model), Path(folder) / "compared.pt")

@@ -55,7 +55,7 @@ def script(text: str, **more: Any) -> dict[str, Any]:
     return {"argv": [sys.executable, "-c", text], "mark": f"test-{time.monotonic_ns()}.", **more}
 
 
-def test_it_ends_as_the_process_did() -> None:
+def test_the_agent_ends_with_the_exit_status_of_its_process() -> None:
     far = FarEnd(script("import os, sys; print(os.environ['A']); sys.exit(7)"))
     assert far.end() == (7, b"b\n", b"")
     assert FarEnd(script("import os; os.kill(os.getpid(), 9)")).end()[0] == 137

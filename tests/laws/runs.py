@@ -27,7 +27,8 @@ from orchestra.runs.facts import Facts
 
 # Worlds in which nothing takes as long as anything else: as they come, and with ties broken by chance.
 BUSY: dict[str, Any] = {
-    "delay": "lognormal:0.05,0.5", "network": "10mbit,1ms,10us", "ties": 5, "numerics": "real", "fibers": "greenlet",
+    "compute_time": "lognormal:0.05,0.5", "network": "10mbit,1ms,10us", "ties": 5, "numerics": "real",
+    "fibers": "greenlet",
 }  # fmt: skip
 
 

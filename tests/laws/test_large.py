@@ -89,7 +89,7 @@ def large(strategy: S, out: Path, **given: Any) -> Any:
     return train(strategy, out, **{"model": make_large, "workers": 2, **given})
 
 
-def test_it_is_large() -> None:
+def test_the_model_of_these_tests_is_large() -> None:
     assert not is_small(PARAMETERS, 1)
     assert PARAMETERS >= 4 * LARGE
     assert all(PARAMETERS % n for n in (2, 3, 64))

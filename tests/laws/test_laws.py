@@ -113,8 +113,8 @@ def test_greenlets_and_threads_agree(strategy: S) -> None:
 WORLDS: list[dict[str, Any]] = [
     {"network": "1mbit,50ms"},
     {"network": "10gbit,1us racks:2x4", "fidelity": "flows"},
-    {"delay": "pareto:0.01,1.5", "network": "100mbit,1ms"},
-    {"delay": "markov:0.01,10,0.3,0.3 pause:0.2,1 slow:1x5"},
+    {"compute_time": "pareto:0.01,1.5", "network": "100mbit,1ms"},
+    {"compute_time": "markov:0.01,10,0.3,0.3 pause:0.2,1 slow:1x5"},
 ]
 
 
@@ -142,7 +142,9 @@ def test_nobody_gets_stuck_in_any_order(strategy: S, orders: int, tmp_path: Path
     for ties in range(orders):
         out = tmp_path / str(ties)
         # On a crowded network what two servers are sent at once reaches them in different orders.
-        world = {"delay": "constant:1"} if ties % 2 else {"delay": "constant:0.001", "network": "10mbit,1ms"}
+        world = (
+            {"compute_time": "constant:1"} if ties % 2 else {"compute_time": "constant:0.001", "network": "10mbit,1ms"}
+        )
         cluster = Simulated(workers=workers_for(strategy), ties=ties, numerics="off", **world)  # type: ignore[arg-type]
         train(strategy, out, cluster=cluster, budget=Steps(5))
         shutil.rmtree(out)

@@ -134,8 +134,8 @@ def test_asynchronous_runs_end_in_the_same_band(strategy: S, tmp_path: Path) -> 
             for seed in seeds
         ]
         for name, cluster in (
-            ("real", Local(workers=workers_for(strategy), delay=delay)),
-            ("virtual", Simulated(workers=workers_for(strategy), delay=delay, network=network)),
+            ("real", Local(workers=workers_for(strategy), compute_time=delay)),
+            ("virtual", Simulated(workers=workers_for(strategy), compute_time=delay, network=network)),
         )
     )
     if cancels(strategy):  # chance then also decides which samples count: no two runs of a seed are alike

@@ -43,7 +43,7 @@ sgd: Factory = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
 adam: Factory = partial(torch.optim.Adam, lr=0.01, weight_decay=0.1)
 adamw: Factory = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 OPTIMIZERS = {"sgd": sgd, "adam": adam, "adamw": adamw}
-FIXED = Simulated(workers=WORKERS, network="1000gbit,0s", delay="constant:1", numerics="real")
+FIXED = Simulated(workers=WORKERS, network="1000gbit,0s", compute_time="constant:1", numerics="real")
 
 
 def start_of(model: Callable[[], nn.Module] = choosy) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def local(optimizer: Factory, tau: int, size: int = WORKERS, steps: int = 8, *, 
 
 @each_with("optimizer", {"sgd": "sgd", "adamw": "adamw"}, EXAMPLES)
 def test_what_is_never_used_stays_as_it_was(strategy: Strategy[Any], optimizer: str, tmp_path: Path) -> None:
-    cluster = Simulated(workers=workers_for(strategy), delay="lognormal:0.05,0.3")
+    cluster = Simulated(workers=workers_for(strategy), compute_time="lognormal:0.05,0.3")
     made = run(strategy, tmp_path / "run", optimizer=OPTIMIZERS[optimizer], cluster=cluster, budget=Steps(9))
     state, start = made.state_dict(), start_of()
     for name, value in state.items():
@@ -140,7 +140,7 @@ def test_what_is_never_used_stays_as_it_was(strategy: Strategy[Any], optimizer: 
 
 
 @in_processes(EXAMPLES, of=first_phase)
-def test_nor_does_it_move_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_what_is_never_used_stays_as_it_was_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
     made = run(strategy, tmp_path / "run", optimizer=sgd, workers=workers_for(strategy))
     assert_never_moved(made.state_dict(), start_of())
 
@@ -152,7 +152,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps", "localsgd(tau=2)"])
-def test_nor_over_sockets(strategy: str, tmp_path: Path) -> None:
+def test_what_is_never_used_stays_as_it_was_over_sockets(strategy: str, tmp_path: Path) -> None:
     """Where the synchronous strategies give the same bits as in the shared memory of one machine."""
     here = run(strategy, tmp_path / "here", optimizer=sgd, workers=2)
 
@@ -165,7 +165,7 @@ def test_nor_over_sockets(strategy: str, tmp_path: Path) -> None:
         assert all(torch.equal(value, here.state_dict()[name]) for name, value in state.items())
 
 
-def test_nor_where_torch_takes_the_means(tmp_path: Path) -> None:
+def test_what_is_never_used_stays_as_it_was_with_torch_collectives(tmp_path: Path) -> None:
     """Gloo adds up, with unequal weights: 101 samples, so that some have none in the last step of an epoch."""
 
     def call() -> Any:

@@ -137,7 +137,7 @@ def test_two_workers_are_as_by_hand(
     strategy: str, share: float, optimizer: Any, make: Callable[[], Any], tmp_path: Path
 ) -> None:
     delay = "constant:" + ",".join(map(str, SECONDS))
-    cluster = Simulated(workers=2, network="1000gbit,0s", delay=delay, numerics="real")
+    cluster = Simulated(workers=2, network="1000gbit,0s", compute_time=delay, numerics="real")
     model = train(
         strategy, tmp_path, cluster=cluster, model=Picky, data=doubles, optimizer=optimizer, budget=Steps(STEPS)
     ).model  # fmt: skip

@@ -300,20 +300,20 @@ def test_a_story_told_in_pieces_is_that_of_the_report(tmp_path: Path) -> None:
                 file.write(data[first:last])
         assert writer.look(time.time() + i)
         writer.update()
-        assert writer.report == model.tell([tmp_path / "runs"])
+        assert writer.report == model.build([tmp_path / "runs"])
         assert 0 < writer.report["runs"][0]["samples"] <= 640
     (run / "ending.json").write_bytes((source / "ending.json").read_bytes())
     assert writer.look(time.time() + 10)
     for _ in range(2):  # the second time from memory
         writer.update()
-        assert writer.report == model.tell([tmp_path / "runs"])
+        assert writer.report == model.build([tmp_path / "runs"])
     assert not writer.report["verdict"]["sentence"].startswith("So far")
     for node in (0, 1):  # one that was over is resumed
         append(before, node, [*steps(node, 41, 51), ended(node, 50)])
     (before / "ending.json").write_bytes((source / "ending.json").read_bytes())
     writer.look(time.time() + 20)
     writer.update()
-    assert writer.report == model.tell([tmp_path / "runs"])
+    assert writer.report == model.build([tmp_path / "runs"])
     assert writer.report["runs"][1]["steps"] == 50
 
 

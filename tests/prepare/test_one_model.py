@@ -64,7 +64,7 @@ def test_a_loop_without_a_step_is_refused(strategy: str) -> None:
         assert "Call optimizer.step()" in outcome.error
 
 
-def test_alone_as_well() -> None:
+def test_a_loop_without_a_step_is_refused_with_one_worker() -> None:
     with pytest.raises(OrchestraError, match="after 0 steps"):
         by_hand("allreduce")
 

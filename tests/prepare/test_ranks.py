@@ -28,7 +28,7 @@ from orchestra.engine import overrides
 from orchestra.worlds.sockets import rank_order
 
 
-def test_alone_it_is_the_only_one() -> None:
+def test_rank_is_0_and_world_size_1_in_a_single_process() -> None:
     assert (orchestra.rank(), orchestra.world_size(), orchestra.world_size("allreduce")) == (0, 1, 1)
     with pytest.raises(orchestra.ConfigError, match="start more than 1 process"):
         orchestra.world_size("ps")

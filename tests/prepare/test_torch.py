@@ -259,7 +259,7 @@ def test_a_run_goes_on_bit_for_bit() -> None:
             assert equal(whole, resumed)
 
 
-def test_alone_a_run_goes_on_as_well() -> None:
+def test_a_run_of_one_worker_can_be_continued() -> None:
     def unshuffled() -> Any:
         return make_loader(shuffle=False)
 

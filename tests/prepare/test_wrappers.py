@@ -77,7 +77,7 @@ def test_a_wrapper_after_prepare_is_refused(wrap: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrap", [around, around_data], ids=lambda wrap: wrap.__name__)
-def test_alone_as_well(wrap: Any, tmp_path: Path) -> None:
+def test_a_wrapper_after_prepare_is_refused_with_one_worker(wrap: Any, tmp_path: Path) -> None:
     (outcome,) = together(1, partial(wrapped_later, wrap, tmp_path / "group"))
     assert (outcome.kind, outcome.code) == ("ConfigError", 2)
     assert "leave the wrapper out" in outcome.error
@@ -140,12 +140,12 @@ def test_synchronised_batch_norm_is_refused_among_several() -> None:
 
 
 @pytest.mark.parametrize("cluster", [orchestra.Local(workers=2), orchestra.Simulated(workers=2)])
-def test_train_refuses_it_as_well(cluster: Any, tmp_path: Path) -> None:
+def test_train_refuses_synchronised_batch_norm(cluster: Any, tmp_path: Path) -> None:
     with pytest.raises(orchestra.ConfigError, match="use BatchNorm"):
         train(orchestra.AllReduce(), tmp_path / "run", model=normed, cluster=cluster)
 
 
-def test_alone_it_is_batch_norm() -> None:
+def test_synchronised_batch_norm_is_batch_norm_with_one_worker() -> None:
     found = []
     for kind in (nn.SyncBatchNorm, nn.BatchNorm1d):
         torch.manual_seed(0)

@@ -30,7 +30,7 @@ def lines(told: dict[str, Any]) -> dict[str, list[str]]:
 
 def test_the_baseline_is_that_of_the_comparison(tmp_path: Path) -> None:
     """And not the first folder by name."""
-    told = model.tell([make_race(tmp_path / "race", RACE, baseline="slowmo")])
+    told = model.build([make_race(tmp_path / "race", RACE, baseline="slowmo")])
     assert "localsgd reached accuracy ≥ 0.5" in told["verdict"]["sentence"]
     assert "times as fast as slowmo" in told["verdict"]["sentence"]
     assert lines(told)["slowmo"][2] == "1"
@@ -40,7 +40,7 @@ def test_the_baseline_is_that_of_the_comparison(tmp_path: Path) -> None:
 def test_a_run_that_left_nothing_counts_as_failed(tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE, rows=[failed("slowmo", 2), failed("ps", 1)])
     shutil.rmtree(race / "slowmo" / "seed2")
-    told = model.tell([race])
+    told = model.build([race])
     assert told["verdict"]["sentence"].endswith("; no other did in every run.")
     assert told["verdict"]["doubts"] == ["Not reached in every run, if in any: ps, slowmo."]
     assert [lines(told)[name][4] for name in ("localsgd", "slowmo", "ps")] == ["3/3", "2/3", "0/1"]
@@ -51,7 +51,7 @@ def test_a_run_that_left_nothing_counts_as_failed(tmp_path: Path) -> None:
         str(race / "ps" / "seed1"): "it failed: it burst",
     }
     assert {s["name"] for s in told["strategies"]} == {"localsgd", "slowmo", "ps"}
-    part = model.tell([race / "localsgd"])
+    part = model.build([race / "localsgd"])
     assert part["refused"] == []
     assert "nothing to compare" in part["verdict"]["sentence"]
 
@@ -60,14 +60,14 @@ def test_what_failed_after_the_target_failed_and_is_no_longer_going_on(tmp_path:
     race = make_race(tmp_path / "race", RACE, rows=[failed("slowmo", 2)])
     ending = race / "slowmo" / "seed2" / "ending.json"
     ending.unlink()
-    told = model.tell([race])
+    told = model.build([race])
     assert not told["verdict"]["sentence"].startswith("So far")
     assert told["verdict"]["doubts"] == [MISSED]
     (run,) = [run for run in told["runs"] if run["failed"]]
     assert (run["failed"], run["reached"]) == ("it burst", None)
     # Whoever resumes it to its end has a run like any other.
     ending.write_text(json.dumps({"stopped_by": "budget"}), encoding="utf-8")
-    assert model.tell([race])["verdict"]["doubts"] == []
+    assert model.build([race])["verdict"]["doubts"] == []
 
 
 def test_the_page_ranks_as_the_terminal_does(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_page_ranks_as_the_terminal_does(tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", RACE | {"allreduce": [0.1, 0.1, 0.1]})
     for folder in ("allreduce/seed0", "allreduce/seed1", "allreduce/seed2", "localsgd/seed1"):
         (race / folder / "scores.jsonl").write_text("", encoding="utf-8")
-    told = lines(model.tell([race]))
+    told = lines(model.build([race]))
     assert list(told) == ["slowmo", "localsgd", "allreduce"]
     assert told["allreduce"][2] == "-", "who never came is no measure for the others"
 
@@ -84,16 +84,16 @@ def test_why_and_what_was_fair_are_told_once(tmp_path: Path) -> None:
     words = {"learned": ["localsgd won.", "It sent less.", MISSED], "fairness": ["same samples: all"]}
     race = make_race(tmp_path / "race", RACE, **words)
     (race / "slowmo" / "seed2" / "scores.jsonl").write_text("", encoding="utf-8")
-    told = model.tell([race])
+    told = model.build([race])
     assert told["verdict"]["doubts"] == [MISSED]
     assert (told["why"], told["fairness"]) == (["It sent less."], ["same samples: all"])
     assert "## Why\n\n- It sent less.\n\n## Fairness\n\n- same samples: all" in tables.markdown(told)
     for other in (
-        model.tell([race], target=Target("accuracy", 0.4)),
-        model.tell([race / "localsgd"]),
+        model.build([race], target=Target("accuracy", 0.4)),
+        model.build([race / "localsgd"]),
     ):
         assert (other["why"], other["fairness"]) == ([], []), "of other runs, or of another target"
-    both = model.tell([race, make_race(tmp_path / "more", {"ps": [0.1]}, **words)])
+    both = model.build([race, make_race(tmp_path / "more", {"ps": [0.1]}, **words)])
     assert (both["why"], both["fairness"]) == ([], ["same samples: all"]), "what holds for both comparisons"
 
 
@@ -112,4 +112,4 @@ def test_a_table_may_hold_anything(record: dict[str, Any], tmp_path: Path) -> No
     assert found is not None
     assert (found.learned, found.fairness, found.failures) == ((), (), ())
     assert races.baseline is None
-    assert model.tell([race])["refused"] == []
+    assert model.build([race])["refused"] == []

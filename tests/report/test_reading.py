@@ -34,7 +34,7 @@ def test_a_run_cut_short_tells_what_it_has(tmp_path: Path) -> None:
     assert not loaded.over
     steps = [e for e in loaded.events if isinstance(e, Stepped) and e.node == 1]
     assert 2 <= len(steps) < 20
-    told = model.tell([run])["runs"][0]
+    told = model.build([run])["runs"][0]
     assert [node["steps"] for node in told["nodes"]] == [20, len(steps)]
     assert told["formula"] is None, "how many steps it would have been nobody knows"
 
@@ -70,7 +70,7 @@ def test_what_is_no_run_is_named_with_the_reason(config: str | None, why: str, t
     (run / "config.json").unlink()
     if config is not None:
         (run / "config.json").write_text(config, encoding="utf-8")
-    told = model.tell([tmp_path])
+    told = model.build([tmp_path])
     assert [r["name"] for r in told["runs"]] == [str(good)]
     (refused,) = told["refused"]
     assert refused["name"] == str(run)
@@ -83,7 +83,7 @@ def test_a_run_whose_figures_make_no_sense_takes_no_other_with_it(tmp_path: Path
     def describe(run: RunRecord, target: Target | None, blocks: int | None) -> dict[str, Any]:
         return model.describe_run(run, target, blocks) if run.path == good else {"half": 1 // 0}
 
-    told = model.tell([tmp_path], describe=describe)
+    told = model.build([tmp_path], describe=describe)
     assert [run["name"] for run in told["runs"]] == [str(good)]
     assert [(r["name"], r["why"][:27]) for r in told["refused"]] == [(str(bad), "its figures make no sense: ")]
 
@@ -91,10 +91,10 @@ def test_a_run_whose_figures_make_no_sense_takes_no_other_with_it(tmp_path: Path
 def test_nothing_to_read_is_an_error_that_says_so(tmp_path: Path) -> None:
     for where in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError):
-            model.tell([where])
+            model.build([where])
     (make_run(tmp_path / "bad") / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"config\.json is damaged"):
-        model.tell([tmp_path])
+        model.build([tmp_path])
 
 
 GARBAGE = [
@@ -124,7 +124,7 @@ GARBAGE = [
 
 def test_garbage_among_events_changes_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    before = model.tell([run])
+    before = model.build([run])
     for node in (0, 1):
         path = run / f"events-{node}.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -135,15 +135,15 @@ def test_garbage_among_events_changes_nothing(tmp_path: Path) -> None:
     bad = '{"event": "scored", "t": 0.1, "step": 1, "samples": 1, "number": "x", "metrics": {}}\n'
     worse = '{"event": "scored", "t": 0.1, "step": 1, "samples": 1, "number": 1, "metrics": [1]}\n'
     early = '{"event": "scored", "t": -0.1, "step": 1, "samples": 1, "number": 0, "metrics": {"accuracy": 1}}\n'
-    assert model.tell([run]) == before
+    assert model.build([run]) == before
     goal = Target("accuracy", 0.5)
-    assert (when := model.tell([run], target=goal)["runs"][0]["reached"]) > 0
+    assert (when := model.build([run], target=goal)["runs"][0]["reached"]) > 0
     scores.write_text(scores.read_text(encoding="utf-8") + worse, encoding="utf-8")
-    assert model.tell([run])["runs"][0]["metrics"] == before["runs"][0]["metrics"]
+    assert model.build([run])["runs"][0]["metrics"] == before["runs"][0]["metrics"]
     text = scores.read_text(encoding="utf-8")
     for line in (bad, early):
         scores.write_text(line + text, encoding="utf-8")
-        assert model.tell([run], target=goal)["runs"][0]["reached"] == when
+        assert model.build([run], target=goal)["runs"][0]["reached"] == when
 
 
 HOSTILE = [0, -1, 1.5, 1e304, -1e304, 1e-320, 10**400, float("nan"), float("inf"), "x", "", None, True, [], [1], {}]
@@ -167,7 +167,7 @@ def test_values_of_any_kind_anywhere_do_no_harm(seed: int, tmp_path: Path) -> No
             lines[i] = json.dumps(twisted(json.loads(lines[i]), dice))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with contextlib.suppress(ConfigError):  # if it hit what nothing can be told without
-        page.write(model.tell([race]))
+        page.write(model.build([race]))
     for run in reading.find([race]):
         with contextlib.suppress(reading.Unreadable):
             perfetto.write(run, tmp_path / "trace.json")
@@ -182,12 +182,12 @@ def test_bytes_turned_over_at_random_do_no_harm(seed: int, tmp_path: Path) -> No
             data[dice.randrange(len(data))] = dice.randrange(256)
         path.write_bytes(data)
     with contextlib.suppress(ConfigError):  # if it hit what nothing can be told without
-        json.dumps(model.tell([run]), allow_nan=False)
+        json.dumps(model.build([run]), allow_nan=False)
 
 
 def test_names_cannot_deceive(tmp_path: Path) -> None:
     name = "x\u202egnp.<script>alert(1)</script>\x07"
-    told = model.tell([make_run(tmp_path / name.replace("/", "|"), strategy="mine\u2066\ud800(a=1)")], title=name)
+    told = model.build([make_run(tmp_path / name.replace("/", "|"), strategy="mine\u2066\ud800(a=1)")], title=name)
     text = json.dumps(told, ensure_ascii=False)
     assert "\u202e" not in text
     assert "\u2066" not in text

@@ -83,12 +83,12 @@ def packed_in(text: str) -> dict[str, Any]:
 
 
 def test_a_page_holds_its_story(race: Path) -> None:
-    told = model.tell([race])
+    told = model.build([race])
     assert packed_in(page.write(told)) == told | {"legend": tables.legend(told)}
 
 
 def test_only_the_scripts_in_the_page_may_run_and_nothing_may_be_fetched(race: Path) -> None:
-    scripts = Scripts(page.write(model.tell([race])))
+    scripts = Scripts(page.write(model.build([race])))
     code = [body for attributes, body in scripts.found if attributes.get("type") != "application/octet-stream"]
     assert len(code) == 3
     hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" for body in code}
@@ -124,7 +124,7 @@ def test_hostile_names_stay_data(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run", strategy=HOSTILE[:30] + "(x)", note={"recipe": HOSTILE, "options": {"delay": HOSTILE}}
     )
-    told = model.tell([run], title=HOSTILE)
+    told = model.build([run], title=HOSTILE)
     text = page.write(told)
     assert HOSTILE not in text
     assert len(Scripts(text).found) == 4
@@ -132,8 +132,8 @@ def test_hostile_names_stay_data(tmp_path: Path) -> None:
 
 
 def test_the_same_runs_give_the_same_page_to_the_byte(race: Path) -> None:
-    text = page.write(model.tell([race]))
-    assert text == page.write(model.tell([race]))
+    text = page.write(model.build([race]))
+    assert text == page.write(model.build([race]))
     (data,) = [body for attributes, body in Scripts(text).found if attributes.get("id") == "report"]
     assert base64.b64decode(data)[4:8] == b"\0\0\0\0", "no time of day"
 
@@ -141,21 +141,21 @@ def test_the_same_runs_give_the_same_page_to_the_byte(race: Path) -> None:
 def test_a_report_of_twenty_runs_is_small(tmp_path: Path) -> None:
     for i in range(20):
         make_run(tmp_path / f"run{i}", ("allreduce", "ps")[i % 2], workers=4, servers=i % 2, seed=i // 2, steps=600)
-    assert len(page.write(model.tell([tmp_path]))) < 1.5e6
+    assert len(page.write(model.build([tmp_path]))) < 1.5e6
 
 
 def test_a_long_run_makes_no_larger_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "BLOCKS", 8000)
     sizes = []
     for steps in (2000, 20_000):
-        told = model.tell([make_run(tmp_path / f"run{steps}", workers=4, steps=steps)])
+        told = model.build([make_run(tmp_path / f"run{steps}", workers=4, steps=steps)])
         assert sum(len(lane["t"]) for lane in told["runs"][0]["lanes"]) <= model.BLOCKS
         sizes.append(len(json.dumps(told)))
     assert sizes[1] < 1.2 * sizes[0]
 
 
 def test_a_comparison_in_numbers(race: Path) -> None:
-    told = model.tell([race])
+    told = model.build([race])
     by = {run["name"].removeprefix(f"{race}/"): run for run in told["runs"]}
     run = by["localsgd/seed1"]
     # 0.9 · i/10 is at least 0.5 from the sixth snapshot on, which is at 6/10 of 20 steps of 0.06 s.
@@ -193,15 +193,15 @@ def test_no_two_look_alike() -> None:
 
 def test_markdown_cannot_be_broken_out_of(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", strategy="a|b<i>*x*`(y)")
-    text = tables.markdown(model.tell([run], title="<b>|"))
+    text = tables.markdown(model.build([run], title="<b>|"))
     prose = "\n".join(line for line in text.splitlines() if not line.startswith("    "))  # code is taken as it is
     assert "<" not in prose.replace("\\<", "")
     (line,) = [line for line in text.splitlines() if line.startswith("| a")]
-    assert len(re.findall(r"(?<!\\)\|", line)) == len(model.tell([run])["table"]["head"]) + 1
+    assert len(re.findall(r"(?<!\\)\|", line)) == len(model.build([run])["table"]["head"]) + 1
 
 
 def test_spreadsheets_are_given_no_formulas(tmp_path: Path) -> None:
-    told = model.tell([make_run(tmp_path / "run", strategy="=HYPERLINK(1)")])
+    told = model.build([make_run(tmp_path / "run", strategy="=HYPERLINK(1)")])
     (row,) = csv.DictReader(io.StringIO(tables.runs_csv(told)))
     assert row["strategy"] == "'=HYPERLINK(1)"
     assert float(row["final accuracy"]) == 0.9
@@ -213,7 +213,7 @@ def test_spreadsheets_are_given_no_formulas(tmp_path: Path) -> None:
 )
 def test_no_cell_begins_a_formula_whatever_a_run_is_called(name: str, tmp_path: Path) -> None:
     """In either table, in the names of figures as well; what was asked for is still there."""
-    told = model.tell([make_run(tmp_path / "run", strategy=name)])
+    told = model.build([make_run(tmp_path / "run", strategy=name)])
     for run in told["runs"]:
         run["metrics"], run["strategy"] = {name: 1.0}, name
         run["scores"]["metrics"] = {name: run["scores"]["metrics"]["accuracy"]}
@@ -237,7 +237,7 @@ def test_a_name_is_shown_as_it_is_by_markdown(name: str, tmp_path: Path) -> None
     """Judged by a parser of Markdown: plain text, in a paragraph, in a list, in a table and below it."""
     visible = re.sub("\n", " ", name)
     assert inline(escaping.markdown(name)) == {visible}
-    told = model.tell(
+    told = model.build(
         [make_run(tmp_path / "a", strategy=name), make_run(tmp_path / "b")], target=Target("accuracy", 0.5)
     )
     told["verdict"] |= {"baseline": name, "sentence": name, "doubts": [name]}
@@ -271,7 +271,7 @@ def rows_of(tokens: list[Token]) -> Iterator[list[Token]]:
 
 
 def test_curves_for_a_spreadsheet(race: Path) -> None:
-    rows = [*csv.DictReader(io.StringIO(tables.curves_csv(model.tell([race]))))]
+    rows = [*csv.DictReader(io.StringIO(tables.curves_csv(model.build([race]))))]
     scores = [row for row in rows if row["figure"] == "test accuracy" and row["run"].endswith("allreduce/seed0")]
     assert [float(row["value"]) for row in scores] == pytest.approx([0.09 * i for i in range(11)])
     assert float(scores[-1]["bytes"]) == 2 * 20 * 400
@@ -285,7 +285,7 @@ def test_every_figure_is_sound_svg(race: Path, tmp_path: Path) -> None:
         for k in range(10):
             file.write(encode(Logged(0.1 * k, 0, k, "consensus", 1.0 / (k + 1))))
             file.write(encode(Logged(0.1 * k, 0, k, "gap", k % 4)))
-    drawn = figures.draw(model.tell([race]))
+    drawn = figures.draw(model.build([race]))
     assert {name.split("-workers")[0].split("-batch")[0] for name in drawn} == {*FIGURES, "scaling", "conditions"}
     for text in drawn.values():
         root = ElementTree.fromstring(text)
@@ -304,12 +304,12 @@ def test_all_that_may_have_been_first_are_boxed(tmp_path: Path) -> None:
     for batch, seconds in ((8, (0.1, 0.11, 0.2)), (9, (0.1, 0.3, 0.2))):
         for name, second in zip(("allreduce", "localsgd", "slowmo"), seconds, strict=True):
             make_run(tmp_path / name / str(batch), name, second=second, batch=batch)
-    told = model.tell([tmp_path], target=Target("accuracy", 0.5))
+    told = model.build([tmp_path], target=Target("accuracy", 0.5))
     assert told["firsts"] == {"batch 8": ["allreduce", "localsgd"], "batch 9": ["allreduce"]}
     assert "several at once under 1" in told["verdict"]["sentence"]
     assert words_under(told, "batch 8") == ["tie", "tie", "2.00×"]
     assert words_under(told, "batch 9") == ["first", "3.00×", "2.00×"]
-    to_the_end = model.tell([tmp_path])
+    to_the_end = model.build([tmp_path])
     assert to_the_end["firsts"] == {"batch 8": ["allreduce"], "batch 9": ["allreduce"]}, "ends are known exactly"
 
 
@@ -322,7 +322,7 @@ def lines_in(text: str, width: str) -> list[list[tuple[float, ...]]]:
 def test_the_thick_line_is_the_median_over_seeds(tmp_path: Path) -> None:
     for seed, accuracy in enumerate((0.1, 0.8, 0.9)):
         make_run(tmp_path / f"seed{seed}", seed=seed, accuracy=accuracy)
-    text = figures.draw(model.tell([tmp_path]))["score"]
+    text = figures.draw(model.build([tmp_path]))["score"]
     (thick,), thin = lines_in(text, "2"), lines_in(text, "0.8")
     assert len(thin) == 3
     assert thick[-1] == thin[1][-1], "neither the first nor the last"
@@ -332,7 +332,7 @@ def test_marks_are_where_something_was_measured(tmp_path: Path) -> None:
     """At all of 11 scores, also of the median of seeds that were scored at the same times; at some of 120 losses."""
     for seed in range(3):
         make_run(tmp_path / f"seed{seed}", seed=seed, accuracy=0.5 + seed / 10, steps=120)
-    drawn = figures.draw(model.tell([tmp_path]))
+    drawn = figures.draw(model.build([tmp_path]))
     for name, count in (("score", 11), ("training-loss", 6)):
         (thick,) = lines_in(drawn[name], "2")
         marks = re.findall(r'<circle r="4" transform="translate\(([\d.]+),([\d.]+)\)', drawn[name])
@@ -348,7 +348,7 @@ def test_between_two_steps_there_is_none(tmp_path: Path) -> None:
     times = (0.1, 0.2, 0.3, 0.8)
     events = [Stepped(t, 0, k, 1.0, 8 * k, 1.0, 0.1, t, 0.0, 0.0, 0, 0) for k, t in enumerate(times, 1)]
     (run / "events-0.jsonl").write_text("".join(map(encode, events)), encoding="utf-8")
-    told = model.tell([run])
+    told = model.build([run])
     assert set(told["runs"][0]["step_times"][0]["seconds"]) == {0.1, 0.5}, "nothing took 0.3 s"
     (line,) = lines_in(figures.draw(told)["step-times"], "2")
     assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(line)), "up only where a step ended"
@@ -356,8 +356,8 @@ def test_between_two_steps_there_is_none(tmp_path: Path) -> None:
 
 def test_a_median_has_its_interval_from_six_runs_on(tmp_path: Path) -> None:
     times = [0.1 * k for k in range(1, 13)]
-    few = model.tell([make_race(tmp_path / "few", {"allreduce": times[:5]})])
-    many = model.tell([make_race(tmp_path / "many", {"allreduce": times})])
+    few = model.build([make_race(tmp_path / "few", {"allreduce": times[:5]})])
+    many = model.build([make_race(tmp_path / "many", {"allreduce": times})])
     drawn = {
         "least to most": figures.draw(few)["time-to-target"],
         "95 % interval": figures.draw(many)["time-to-target"],
@@ -377,7 +377,7 @@ def test_long_conditions_have_figures_of_their_own_and_too_many_are_named(
     for k in range(14):
         note = {"recipe": "digits", "options": {"network": f"{'x' * 80}{k:02}"}}
         make_run(tmp_path / f"run{k}", note=note)
-    told = model.tell([tmp_path])
+    told = model.build([tmp_path])
     assert len([name for name in figures.draw(told) if name.startswith("waiting")]) == 12
     assert invoke(["report", str(tmp_path), "--format", "svg", "-o", str(tmp_path / "out")]) == 0
     err = " ".join(capsys.readouterr().err.split())
@@ -388,7 +388,7 @@ def test_long_conditions_have_figures_of_their_own_and_too_many_are_named(
 def test_png_without_a_browser_says_what_to_do(race: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"apt-get install chromium.*--format svg"):
-        figures.pictures(model.tell([race]))
+        figures.pictures(model.build([race]))
 
 
 # The command.
@@ -452,7 +452,7 @@ def test_a_real_rehearsal_by_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert max(value for value, _ in ssp["counts"]["gap"]) <= 3
     assert told["commands"] == [shlex.join(["orchestra", *typed])]
     (out / "table.json").unlink()  # as it is for who looks at it while it goes on
-    assert model.tell([out])["target"]["value"] == 0.2
+    assert model.build([out])["target"]["value"] == 0.2
 
 
 def test_steps_count_alike_whoever_took_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +462,7 @@ def test_steps_count_alike_whoever_took_them(tmp_path: Path, monkeypatch: pytest
     (run / "events-1.jsonl").write_text("".join(map(encode, slow)), encoding="utf-8")
     drawn: list[dict[str, list[tuple[float, float]]]] = []
     monkeypatch.setattr(plots, "lines", lambda *given, **_: drawn.append(given[-1]))
-    told = model.tell([run])
+    told = model.build([run])
     FIGURES["step-times"](told, told["runs"])
     ((curve,),) = (found.values() for found in drawn)
     assert max(share for seconds, share in curve if seconds < 0.5) == pytest.approx(99, abs=0.3)
@@ -477,7 +477,7 @@ def test_who_waits_is_told_what_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         heard.set()
 
     monkeypatch.setattr(summary, "say", say)
-    monkeypatch.setattr(model, "tell", lambda *_, tell=model.tell, **more: heard.wait(60) and tell(*_, **more))
+    monkeypatch.setattr(model, "build", lambda *_, build=model.build, **more: heard.wait(60) and build(*_, **more))
     monkeypatch.setattr(cli_report, "patiently", partial(patiently, after=0.0))
     run = make_run(tmp_path / "run")
     assert invoke(["report", str(run)]) == 0

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.report.folders import make_race, make_run
 
 from orchestra.report import model, settings
@@ -26,7 +28,7 @@ def test_a_run_alone_has_the_condition_of_its_comparison(tmp_path: Path) -> None
 
 
 def test_equal_settings_are_told_once(tmp_path: Path) -> None:
-    told = model.tell([make_race(tmp_path / "race", {"allreduce": [0.1, 0.1], "ps": [0.2, 0.2]})])
+    told = model.build([make_race(tmp_path / "race", {"allreduce": [0.1, 0.1], "ps": [0.2, 0.2]})])
     assert told["settings"]["equal"]["batch"] == "8"
     assert told["settings"]["different"] == ["strategy", "servers", "seed"]
     assert told["settings"]["of"][0] == {"strategy": "allreduce", "servers": "0", "seed": "0"}
@@ -50,6 +52,17 @@ def test_how_long_a_slow_run_was_waited_for_is_no_condition(tmp_path: Path) -> N
     assert settings.conditions([settings_of(2.5, patience=2.5), settings_of(3.5, patience=3.5)]) == ["", ""]
     asked = settings.conditions([settings_of(4.5, patience=None), settings_of(5.5, patience=None)])
     assert asked == ["budget seconds=4.5", "budget seconds=5.5"]
+
+
+@pytest.mark.parametrize("name", ["compute_time", "delay"])
+def test_the_compute_time_is_read_from_older_run_folders_as_well(name: str, tmp_path: Path) -> None:
+    places: tuple[dict[str, Any], ...] = (
+        {"cluster": {"kind": "local", name: "constant:2"}},
+        {"note": {"options": {name: "constant:2"}}},
+    )
+    for place in places:
+        run = make_run(tmp_path / next(iter(place)), **place)
+        assert settings.settings_of(reading.load(run))["compute time"] == "constant:2"
 
 
 def test_a_network_is_the_one_that_was_read_however_it_was_typed(tmp_path: Path) -> None:
@@ -85,13 +98,13 @@ def test_texts_are_told_by_the_words_in_which_they_differ() -> None:
 
 def test_the_command_of_a_comparison_is_what_its_folder_says(tmp_path: Path) -> None:
     race = make_race(tmp_path / "sweep" / "workers-2", {"allreduce": [0.1, 0.1], "ps(servers=1)": [0.2, 0.2]})
-    assert len(model.tell([race])["commands"]) == 4, "run by run"
+    assert len(model.build([race])["commands"]) == 4, "run by run"
     typed = ["orchestra", "sweep", "digits", "--grid", "workers=2,4", "-s", "allreduce, ps(servers=1)"]
     (tmp_path / "sweep" / "command.json").write_text(json.dumps({"command": typed}), encoding="utf-8")
-    (command,) = model.tell([race])["commands"]
+    (command,) = model.build([race])["commands"]
     assert shlex.split(command) == typed
     (race / "command.json").write_text("half of it", encoding="utf-8")
-    assert model.tell([race])["commands"] == [command]
+    assert model.build([race])["commands"] == [command]
 
 
 def test_the_command_of_a_run_is_safe_to_paste(tmp_path: Path) -> None:
@@ -112,12 +125,17 @@ def test_a_run_of_a_script_has_no_command(tmp_path: Path) -> None:
 
 def test_a_target_is_found_in_the_comparison_or_in_the_budget(tmp_path: Path) -> None:
     race = make_race(tmp_path / "race", {"allreduce": [0.1]})
-    assert model.tell([race])["target"]["value"] == 0.5
-    assert model.tell([race], target=Target("loss", 1.5))["target"]["text"] == "loss ≤ 1.5"
+    assert model.build([race])["target"]["value"] == 0.5
+    assert model.build([race], target=Target("loss", 1.5))["target"]["text"] == "loss ≤ 1.5"
     run = make_run(tmp_path / "run", budget=["epochs=3", "target=accuracy:0.7"])
-    assert model.tell([run])["target"] == {"metric": "accuracy", "value": 0.7, "lower": False, "text": "accuracy ≥ 0.7"}
+    assert model.build([run])["target"] == {
+        "metric": "accuracy",
+        "value": 0.7,
+        "lower": False,
+        "text": "accuracy ≥ 0.7",
+    }
     (race / "table.json").write_text(json.dumps({"target": 3}), encoding="utf-8")
-    assert model.tell([race])["target"] is None
+    assert model.build([race])["target"] is None
 
 
 def test_before_there_is_a_table_runs_know_what_they_race_to(tmp_path: Path) -> None:
@@ -125,6 +143,6 @@ def test_before_there_is_a_table_runs_know_what_they_race_to(tmp_path: Path) -> 
     note = {"recipe": "digits", "race": {"target": {"metric": "accuracy", "value": 0.4}, "baseline": "ps"}}
     for strategy in ("localsgd", "ps"):
         make_run(tmp_path / strategy / "seed0", strategy, servers=int(strategy == "ps"), note=note)
-    told = model.tell([tmp_path])
+    told = model.build([tmp_path])
     assert told["target"]["value"] == 0.4
     assert told["verdict"]["baseline"] == "ps"

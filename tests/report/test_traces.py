@@ -34,7 +34,7 @@ def test_a_trace_is_read_and_its_garbage_passed_over(tmp_path: Path) -> None:
     assert trace.flow == {(0, 1): 150.0}
     assert trace.spent[0] == {"compute": 1.0, "send": 1.5, "receive": 0.0, "mean": 0.0}
     assert [op.began for op in trace.ops] == sorted(op.began for op in trace.ops)
-    told = model.tell([run])["runs"][0]
+    told = model.build([run])["runs"][0]
     assert told["traffic"] == {"flow": [[0, 1, 150]], "source": "measured"}
     assert told["nodes"][0]["spent"].keys() == {"compute", "send", "receive", "wait"}
     assert told["trace"]["peer"][1] in (0, 1)
@@ -62,7 +62,7 @@ def test_of_what_cannot_be_read_whole_every_node_has_its_share(tmp_path: Path, m
     assert [sum(op.node == node for op in trace.ops) for node in (0, 1)] == [20, 40]
     assert trace.left_out == 200 - 60
     assert (trace.spent, trace.flow) == ({}, {}), "of a part of the run, which totals tell the whole of"
-    assert model.tell([run])["runs"][0]["nodes"][0]["spent"].keys() == {"compute", "communicate", "wait"}
+    assert model.build([run])["runs"][0]["nodes"][0]["spent"].keys() == {"compute", "communicate", "wait"}
 
 
 def test_no_trace_is_none(tmp_path: Path) -> None:

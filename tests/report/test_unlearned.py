@@ -89,7 +89,7 @@ def unlearned_run(path: Path, strategy: str = "ps(consistency=asp)", **more: Any
 def test_the_page_says_it_in_the_table_the_doubts_and_the_exports(target: Target | None, tmp_path: Path) -> None:
     unlearned_run(tmp_path / "a")
     make_run(tmp_path / "b", steps=60, labels=LABELS)
-    told = model.tell([tmp_path], target=target)
+    told = model.build([tmp_path], target=target)
     words = "did not learn (rate too small, or too few steps?)"  # its made-up loss never rose
     assert {run["strategy"]: run["learned"] for run in told["runs"]} == {
         "ps(consistency=asp)": False,
@@ -112,7 +112,7 @@ def test_the_score_of_the_initial_model_is_no_result(tmp_path: Path) -> None:
     initial = encode(Scored(0.0, 0, 0, 0, {"accuracy": 0.07, "loss": 2.3}))
     (tmp_path / "run" / "scores.jsonl").write_text(initial, encoding="utf-8")
     for target in (None, Target("accuracy", 0.9)):
-        told = model.tell([tmp_path], target=target)
+        told = model.build([tmp_path], target=target)
         assert told["runs"][0]["metrics"] == {}
         assert told["runs"][0]["best"] is None
         assert told["runs"][0]["final"] is None
@@ -126,7 +126,7 @@ def test_the_score_of_the_initial_model_is_no_result(tmp_path: Path) -> None:
 
 def test_reports_do_not_call_two_figures_staleness(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "ps(consistency=ssp(staleness=2))", servers=1)
-    told = model.tell([tmp_path])
+    told = model.build([tmp_path])
     assert "gradient age (updates)" in told["table"]["head"]
     page = tables.markdown(told)
     assert "taleness" not in page.replace("staleness=2", "").replace("ssp\\(staleness", "")
@@ -155,9 +155,9 @@ def test_the_age_of_gradients_is_not_mixed_with_steps_ahead(tmp_path: Path) -> N
 def test_a_title_holds_no_path(tmp_path: Path) -> None:
     script = str(tmp_path / "train.py")
     make_run(tmp_path / "mine", note={"recipe": script, "args": [], "options": {}})
-    assert model.tell([tmp_path / "mine"])["title"] == "train.py: allreduce, 2 workers"
+    assert model.build([tmp_path / "mine"])["title"] == "train.py: allreduce, 2 workers"
     make_run(tmp_path / "own", note={})
-    assert model.tell([tmp_path / "own"])["title"] == "own: allreduce, 2 workers"
+    assert model.build([tmp_path / "own"])["title"] == "own: allreduce, 2 workers"
     race = make_race(tmp_path / "race", {"allreduce": [0.1], "slowmo": [0.2]})
-    assert model.tell([race])["title"] == "digits: 2 strategies, 2 workers"
-    assert json.dumps(str(tmp_path))[1:-1] not in model.tell([tmp_path / "mine"])["title"]
+    assert model.build([race])["title"] == "digits: 2 strategies, 2 workers"
+    assert json.dumps(str(tmp_path))[1:-1] not in model.build([tmp_path / "mine"])["title"]

@@ -116,7 +116,7 @@ def test_who_missed_the_target_is_not_ranked() -> None:
     assert any("ps" in doubt for doubt in found.doubts)
 
 
-def test_nobody_reached_it() -> None:
+def test_a_target_that_no_run_reached_is_said() -> None:
     found = judge([mark("ps", 0, None), mark("allreduce", 0, None)], TARGET, "accuracy")
     assert found.sentence.startswith("No strategy reached accuracy ≥ 0.9 in every run")
 

@@ -27,7 +27,7 @@ from orchestra import (
 )
 from orchestra.engine.expression import parse_schedule, show
 from orchestra.errors import ConfigError
-from orchestra.model.schedules import CURVES, Constant, settle
+from orchestra.model.schedules import CURVES, Constant, for_global_batch
 from orchestra.runs.events import Stepped
 
 
@@ -55,15 +55,15 @@ def test_values(schedule: Any, values: dict[float, float]) -> None:
 
 def test_linear_scaling_is_by_the_samples_of_a_step() -> None:
     scaled = Warmup(reference=256, epochs=5)
-    assert scaled.settled(8192)(5) == 32
-    assert scaled.settled(256) == Warmup(factor=1.0)
-    assert Warmup(reference=256, factor=0.5).settled(512).factor == 1.0
-    assert Warmup(then=Warmup(reference=4, epochs=0)).settled(8)(9) == 2  # also within another
-    with pytest.raises(ValueError, match="settled"):
+    assert scaled.for_global_batch(8192)(5) == 32
+    assert scaled.for_global_batch(256) == Warmup(factor=1.0)
+    assert Warmup(reference=256, factor=0.5).for_global_batch(512).factor == 1.0
+    assert Warmup(then=Warmup(reference=4, epochs=0)).for_global_batch(8)(9) == 2  # also within another
+    with pytest.raises(ValueError, match="for_global_batch"):
         scaled(0.0)
     other = lambda epochs: 1.0  # noqa: E731
-    assert settle(other, 8) is other
-    assert settle(None, 8) is None
+    assert for_global_batch(other, 8) is other
+    assert for_global_batch(None, 8) is None
 
 
 @pytest.mark.parametrize("cls", CURVES)

@@ -95,7 +95,7 @@ def test_a_skipped_gradient_leaves_servers_and_all_reduce_equal(strategy: Strate
     assert_same(virtual.model, expected.model)
 
 
-def test_also_over_sockets(tmp_path: Path) -> None:
+def test_a_skipped_gradient_leaves_servers_and_all_reduce_equal_over_sockets(tmp_path: Path) -> None:
     given: dict[str, Any] = {"schedule": FALLING, "budget": Epochs(2), "data": with_a_bad_sample, "loss": loss}
     expected = train(AllReduce(), tmp_path / "allreduce", workers=2, **given)
 
@@ -111,7 +111,7 @@ def test_also_over_sockets(tmp_path: Path) -> None:
 def rates_of(strategy: Strategy[Any], out: Path, **given: Any) -> tuple[list[float], list[float]]:
     """Factors on the rate of the servers' steps, and those in the log of worker 0."""
     rates: list[float] = []
-    cluster = Simulated(workers=4, delay="lognormal:0.05,0.2")
+    cluster = Simulated(workers=4, compute_time="lognormal:0.05,0.2")
     asked: dict[str, Any] = {"schedule": FALLING, "budget": Epochs(2), "cluster": cluster} | given
     train(strategy, out, optimizer=recording(rates), **asked)
     return rates, [e.lr / RATE for e in events(out, 0) if isinstance(e, Stepped)]
@@ -131,7 +131,7 @@ def test_the_rate_on_servers_ends_where_the_log_ends(consistency: Consistency, t
 
 def test_a_worker_that_has_finished_counts_with_its_last_progress(tmp_path: Path) -> None:
     """Three workers are done when the fourth has made a tenth of its steps."""
-    slow = Simulated(workers=4, delay="constant:0.01 slow:1x10")
+    slow = Simulated(workers=4, compute_time="constant:0.01 slow:1x10")
     served, _ = rates_of(ParameterServer(consistency=ASP()), tmp_path, cluster=slow)
     last = (2 * COUNT - COUNT % (4 * BATCH)) / COUNT  # epochs dealt before the last mini-batches
     assert served[-1] == pytest.approx(FALLING(last))

@@ -58,7 +58,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
 def test_samples_are_drawn_with_the_numbers_of_their_worker(tmp_path: Path) -> None:
     results = [
         train("ps(consistency=asp())", tmp_path / numerics, data=Noisy, budget=Steps(7),
-              cluster=Simulated(workers=3, delay="lognormal:0.05,0.5", numerics=numerics))
+              cluster=Simulated(workers=3, compute_time="lognormal:0.05,0.5", numerics=numerics))
         for numerics in ("real", "batched")
     ]  # fmt: skip
     assert_close(results[0].model, results[1].model, tolerance=2e-5)
@@ -141,7 +141,7 @@ class Lending(Strategy[None]):
 
 
 def test_what_is_lent_is_not_free_before_it_was_read(tmp_path: Path) -> None:
-    train(Lending(), tmp_path, cluster=Simulated(workers=2, delay="constant:1"), budget=Steps(1))
+    train(Lending(), tmp_path, cluster=Simulated(workers=2, compute_time="constant:1"), budget=Steps(1))
     found = [{e.name: e.value for e in events(tmp_path, node) if isinstance(e, Logged)} for node in (0, 1)]
     assert found[1]["read"] == 1.0
     assert found[0]["free"] == found[1]["free"] >= 1.0
@@ -149,7 +149,7 @@ def test_what_is_lent_is_not_free_before_it_was_read(tmp_path: Path) -> None:
 
 def test_like_a_run_that_took_place(tmp_path: Path) -> None:
     delay = "exponential:0.02,0.02"
-    train("ps", tmp_path / "real", cluster=Local(workers=2, delay=delay), budget=Steps(8))
+    train("ps", tmp_path / "real", cluster=Local(workers=2, compute_time=delay), budget=Steps(8))
     cluster = Simulated.like(tmp_path / "real", network="1000gbit,0s")
     assert cluster.workers == 2
     train("ps", tmp_path / "again", cluster=cluster, budget=Steps(8))
@@ -164,7 +164,7 @@ def test_like_a_run_that_took_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", [momentum, partial(torch.optim.AdamW, lr=0.002)], ids=["momentum", "adamw"])
 @pytest.mark.parametrize("workers", [3, 4])
-def test_large_models_too(workers: int, optimizer: Any, tmp_path: Path) -> None:
+def test_large_models_are_equal_in_all_worlds(workers: int, optimizer: Any, tmp_path: Path) -> None:
     """Where every worker updates a range of one x: in shared memory, over sockets and in virtual time."""
     given: dict[str, Any] = {"model": make_large, "optimizer": optimizer, "budget": Steps(4)}
     real = train(AllReduce(), tmp_path / "real", workers=workers, **given)
@@ -250,7 +250,7 @@ class Interrupting(Pushing):
 
 
 def test_other_traffic_slows_a_mean_down(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"network": "10kbit,1ms", "delay": "constant:0.001", "numerics": "off", "steps": 2}
+    given: dict[str, Any] = {"network": "10kbit,1ms", "compute_time": "constant:0.001", "numerics": "off", "steps": 2}
     times = [
         rehearse(Interrupting(), tmp_path / how, fidelity=how, **given).summary.seconds for how in ("auto", "flows")
     ]
@@ -266,7 +266,7 @@ def test_the_budget_that_was_spent_is_named(tmp_path: Path) -> None:
 
 
 def test_seconds_are_virtual(tmp_path: Path) -> None:
-    cluster = Simulated(workers=3, delay="constant:10")
+    cluster = Simulated(workers=3, compute_time="constant:10")
     result = train(AllReduce(), tmp_path, cluster=cluster, budget=Seconds(95))
     assert result.summary.stopped_by == "seconds"
     assert result.summary.steps == 10
@@ -348,13 +348,13 @@ def test_what_a_node_raises_comes_first(tmp_path: Path) -> None:
         ({"workers": 0}, "cluster.workers = 0"),
         ({"network": "fast"}, "'fast' is not a rate"),
         ({"network": "1gbit,5"}, "'5' is not a time"),
-        ({"delay": "lognormal:1"}, "needs 2 numbers: average, sigma"),
-        ({"delay": "lognormall:1,2"}, "did you mean 'lognormal'"),
-        ({"delay": "constant:-1"}, "must be a finite number of at least 0"),
-        ({"delay": "constant:1 slow:infx2"}, "needs 2 numbers"),
-        ({"delay": "constant:1 slow:1.7x2"}, "must be a whole one"),
-        ({"delay": "pareto:0.05,0.001"}, "must be at least 0.1"),
-        ({"delay": RecordedTimes(((0.5, -1.0),))}, "must be finite numbers of at least 0"),
+        ({"compute_time": "lognormal:1"}, "needs 2 numbers: average, sigma"),
+        ({"compute_time": "lognormall:1,2"}, "did you mean 'lognormal'"),
+        ({"compute_time": "constant:-1"}, "must be a finite number of at least 0"),
+        ({"compute_time": "constant:1 slow:infx2"}, "needs 2 numbers"),
+        ({"compute_time": "constant:1 slow:1.7x2"}, "must be a whole one"),
+        ({"compute_time": "pareto:0.05,0.001"}, "must be at least 0.1"),
+        ({"compute_time": RecordedTimes(((0.5, -1.0),))}, "must be finite numbers of at least 0"),
         ({"network": 5}, "must be a network such as"),
         ({"network": Network(hosts=(Host(up=1, down=1),), rack=1.5)}, "must be a whole number of at least 1 host"),  # type: ignore[arg-type]
         ({"network": Network(hosts=(Host(up=1, down=1),), oversubscription=None)}, "oversubscription"),  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ for strategy in ("slowmo(tau=2)", "ps(consistency=asp(), servers=2)"):
         loss=torch.nn.functional.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         strategy=strategy,
-        cluster=orchestra.Simulated(workers=8, network="1gbit,1ms", delay="lognormal:0.05,0.3"),
+        cluster=orchestra.Simulated(workers=8, network="1gbit,1ms", compute_time="lognormal:0.05,0.3"),
         batch=4,
         budget=orchestra.Steps(5),
         out=strategy[:2],

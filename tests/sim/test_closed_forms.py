@@ -34,7 +34,7 @@ def seconds(
     strategy: Strategy[Any], workers: int, tmp_path: Path, *, fidelity: Literal["auto", "flows"] = "auto", **given: Any
 ) -> float:
     """Virtual seconds of a step."""
-    asked: dict[str, Any] = {"workers": workers, "network": NETWORK, "delay": ConstantTime(COMPUTE), **given}
+    asked: dict[str, Any] = {"workers": workers, "network": NETWORK, "compute_time": ConstantTime(COMPUTE), **given}
     more = {"model": asked.pop("model")} if "model" in asked else {}
     cluster = Simulated(**asked, fidelity=fidelity, numerics="off")
     result = train(strategy, tmp_path / f"{workers}-{fidelity}", cluster=cluster, budget=Steps(STEPS), **more)
@@ -70,7 +70,9 @@ def test_a_server_whose_kernel_keeps_little_answers_one_after_the_other(
     for steps in (6, 10):
         monkeypatch.setattr(f"{__name__}.STEPS", steps)
         strategy = ParameterServer(consistency=ASP())
-        took.append(steps * seconds(strategy, n, tmp_path / str(steps), network=network, delay=ConstantTime(S / RATE)))
+        took.append(
+            steps * seconds(strategy, n, tmp_path / str(steps), network=network, compute_time=ConstantTime(S / RATE))
+        )
     assert (took[1] - took[0]) / 4 == pytest.approx(vectors * S / RATE, rel=1e-6)
 
 
@@ -198,7 +200,7 @@ def test_a_server_that_is_never_free_sets_the_pace(tmp_path: Path) -> None:
     """Asynchronous, hardly any computing: the server's link passes N gradients a round, there and back at once."""
     network = Network(hosts=(Host(up=BITS, down=BITS),))
     n, tiny = 8, 1e-9
-    paced = seconds(ParameterServer(consistency=ASP()), n, tmp_path, network=network, delay=ConstantTime(tiny))
+    paced = seconds(ParameterServer(consistency=ASP()), n, tmp_path, network=network, compute_time=ConstantTime(tiny))
     assert n * S / RATE <= paced <= 2 * n * S / RATE * (1 + 1e-6)
 
 
@@ -206,7 +208,7 @@ def test_the_slowest_of_n(tmp_path: Path) -> None:
     """Δ + H_N · scale, within three standard errors."""
     n, steps = 8, 400
     network = Network(hosts=(Host(up=1e18, down=1e18),))
-    cluster = Simulated(workers=n, network=network, delay=Exponential(0.05, 0.02), numerics="off")
+    cluster = Simulated(workers=n, network=network, compute_time=Exponential(0.05, 0.02), numerics="off")
     result = train(AllReduce(), tmp_path, cluster=cluster, budget=Steps(steps), data=partial(make_data, 4800))
     mean = 0.05 + 0.02 * sum(1 / k for k in range(1, n + 1))
     deviation = 0.02 * math.sqrt(sum(1 / k**2 for k in range(1, n + 1)))
@@ -260,7 +262,7 @@ def test_the_k_th_of_n(tmp_path: Path) -> None:
     """Δ + (H_N - H_{N-K}) · scale for every K, within three standard errors."""
     n, steps, shift, scale = 6, 400, 0.05, 0.02
     network = Network(hosts=(Host(up=1e18, down=1e18),))
-    cluster = Simulated(workers=n, network=network, delay=Exponential(shift, scale), numerics="off")
+    cluster = Simulated(workers=n, network=network, compute_time=Exponential(shift, scale), numerics="off")
     data = partial(make_data, 3600)  # a full batch for everyone in every step
     train(ParameterServer(consistency=Recorded()), tmp_path, cluster=cluster, budget=Steps(steps), data=data)
     logged = [e for e in events(tmp_path, n) if isinstance(e, Logged)]

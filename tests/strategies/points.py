@@ -43,7 +43,7 @@ def walk(
 ) -> Result:
     """Let workers walk; rehearsed, with equal steps, unless a cluster is given."""
     asked: dict[str, Any] = {
-        "cluster": Simulated(workers=more.pop("workers", 3), network="1000gbit,0s", delay="constant:1"),
+        "cluster": Simulated(workers=more.pop("workers", 3), network="1000gbit,0s", compute_time="constant:1"),
         "model": Point,
         "data": partial(make_data, 144),  # so many that nobody has to go without for want of samples
         "batch": 4,

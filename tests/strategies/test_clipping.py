@@ -133,7 +133,7 @@ def test_what_is_clipped(strategy: Strategy[Any], what: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(), ps(SSP(staleness=0)), Downpour()], ids=show)
-def test_also_among_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
+def test_what_is_clipped_in_processes(strategy: Strategy[Any], tmp_path: Path) -> None:
     (what,) = [what for other, what in CASES if other == strategy]
     assert moved(strategy, tmp_path, Local(workers=2, patience=20)) == pytest.approx(EACH[what], abs=1e-4)
 

@@ -49,8 +49,8 @@ JITTER = "lognormal:0.05,0.5"
 
 def served(consistency: Consistency, out: Path, *, workers: int = WORKERS, servers: int = 1, **more: Any) -> Any:
     """A rehearsal with one consistency."""
-    world: dict[str, Any] = {k: more.pop(k) for k in ("network", "delay", "numerics", "ties") if k in more}
-    cluster = Simulated(workers=workers, **dict[str, Any]({"network": "100mbit,1ms", "delay": JITTER} | world))
+    world: dict[str, Any] = {k: more.pop(k) for k in ("network", "compute_time", "numerics", "ties") if k in more}
+    cluster = Simulated(workers=workers, **dict[str, Any]({"network": "100mbit,1ms", "compute_time": JITTER} | world))
     corrected: dict[str, Any] = {k: more.pop(k) for k in ("correction",) if k in more}
     strategy = ParameterServer(consistency=consistency, servers=servers, **corrected)
     return train(strategy, out, cluster=cluster, **dict[str, Any]({"budget": Steps(10), "data": EVEN} | more))
@@ -118,7 +118,15 @@ def test_clocks_are_never_further_apart_than_allowed(s: int, schedules: int, tmp
     widest = 0.0
     for seed in range(schedules):
         out = tmp_path / str(seed)
-        served(SSP(staleness=s), out, workers=4, delay="pareto:0.01,1.2 slow:1x4", ties=seed, numerics="off", seed=seed)
+        served(
+            SSP(staleness=s),
+            out,
+            workers=4,
+            compute_time="pareto:0.01,1.2 slow:1x4",
+            ties=seed,
+            numerics="off",
+            seed=seed,
+        )
         widest = max(widest, *logged(out, 4, "gap"))
         shutil.rmtree(out)
     assert widest == s  # reached, and never passed
@@ -126,7 +134,7 @@ def test_clocks_are_never_further_apart_than_allowed(s: int, schedules: int, tmp
 
 @pytest.mark.parametrize("tau", [0, 1, 3])
 def test_no_iteration_is_further_behind_than_the_bound(tau: int, tmp_path: Path) -> None:
-    served(BoundedDelay(tau=tau), tmp_path, workers=4, delay="pareto:0.01,1.2 slow:1x4", budget=Steps(40))
+    served(BoundedDelay(tau=tau), tmp_path, workers=4, compute_time="pareto:0.01,1.2 slow:1x4", budget=Steps(40))
     stale = logged(tmp_path, 4, "staleness")
     assert max(stale) == tau
     assert len(stale) == 4 * 40  # every gradient was used
@@ -154,7 +162,7 @@ def harmonic(n: int) -> float:
 
 def time_of_an_update(consistency: Consistency, pushes: int, tmp_path: Path) -> float:
     """Seconds, over the first updates, before anybody is done."""
-    world: dict[str, Any] = {"delay": Exponential(0.0, SCALE), "network": FREE, "numerics": "off", "workers": P}
+    world: dict[str, Any] = {"compute_time": Exponential(0.0, SCALE), "network": FREE, "numerics": "off", "workers": P}
     served(consistency, tmp_path, budget=Steps(ROUNDS), data=partial(make_data, 360), **world)
     t = [e.t for e in events(tmp_path, P) if isinstance(e, Logged) and e.name == "staleness"][::pushes]
     t = t[: max(ROUNDS // 2, len(t) // 2)]
@@ -193,7 +201,7 @@ def test_the_time_of_a_step_with_backup_workers(b: int, tmp_path: Path) -> None:
 
 def test_who_is_always_slow_is_not_heard_but_counted(tmp_path: Path) -> None:
     """A step of worker 0 takes longer than all steps of the others; when they have left, it cannot make a group."""
-    result = served(BackupWorkers(b=1), tmp_path, delay="constant:0.1 slow:1x100", budget=Steps(5), network=FREE)
+    result = served(BackupWorkers(b=1), tmp_path, compute_time="constant:0.1 slow:1x100", budget=Steps(5), network=FREE)
     assert logged(tmp_path, WORKERS, "late") == [5]  # versions behind
     assert len(logged(tmp_path, WORKERS, "staleness")) == 2 * 5
     assert result.summary.dropped == 4
@@ -201,7 +209,7 @@ def test_who_is_always_slow_is_not_heard_but_counted(tmp_path: Path) -> None:
 
 
 def test_who_is_always_slow_is_cancelled(tmp_path: Path) -> None:
-    served(KSync(k=2), tmp_path, delay="constant:0.1 slow:1x100", budget=Steps(5), network=FREE)
+    served(KSync(k=2), tmp_path, compute_time="constant:0.1 slow:1x100", budget=Steps(5), network=FREE)
     assert len(logged(tmp_path, 0, "abandoned")) == 5
     assert len(logged(tmp_path, WORKERS, "staleness")) == 2 * 5
 
@@ -230,8 +238,8 @@ def test_a_straggler_alone_makes_no_update(consistency: Consistency, world: str,
     """Each worker has one class. After the others have left, a class alone would undo what was learned of theirs."""
     steps = 40
     cluster: Any = (
-        Simulated(workers=4, delay=SLOW, network=FREE) if world == "simulated"
-        else Local(workers=4, delay=SLOW, patience=20)
+        Simulated(workers=4, compute_time=SLOW, network=FREE) if world == "simulated"
+        else Local(workers=4, compute_time=SLOW, patience=20)
     )  # fmt: skip
     strategy = ParameterServer(consistency=consistency)
     result = train(
@@ -253,7 +261,7 @@ def test_a_straggler_alone_makes_no_update(consistency: Consistency, world: str,
 @pytest.mark.parametrize("make", [KBatchAsync, KBatchSync])
 def test_a_group_that_is_not_complete_at_the_end_is_dropped(make: Any, k: int, tmp_path: Path) -> None:
     """Three workers of ten steps have thirty gradients, which K does not divide."""
-    result = served(make(k=k), tmp_path, delay="constant:0.01", network=FREE)
+    result = served(make(k=k), tmp_path, compute_time="constant:0.01", network=FREE)
     late = len(logged(tmp_path, WORKERS, "late"))
     late += sum(len(logged(tmp_path, worker, "abandoned")) for worker in range(WORKERS))
     assert result.summary.dropped == (30 - late) % k
@@ -266,7 +274,7 @@ def test_a_ragged_end_is_still_bulk_synchronous(consistency: Consistency, tmp_pa
     """101 samples for three workers: the last mini-batches are smaller, or empty, and none is dropped."""
     given: dict[str, Any] = {"workers": WORKERS, "budget": Epochs(2), "data": partial(make_data, 101)}
     bulk = simulate(ParameterServer(), tmp_path / "bulk", **given)
-    found = served(consistency, tmp_path / "found", delay="lognormal:0.05,0.5 slow:1x10", **given)
+    found = served(consistency, tmp_path / "found", compute_time="lognormal:0.05,0.5 slow:1x10", **given)
     assert_same(found.model, bulk.model)
     assert found.summary.dropped == 0
 
@@ -279,13 +287,13 @@ def test_alone_nothing_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_worker_stops_in_the_middle(tmp_path: Path) -> None:
-    result = served(KSync(k=1), tmp_path, delay="constant:0.1 slow:1x50", budget=Steps(8), network=FREE)
+    result = served(KSync(k=1), tmp_path, compute_time="constant:0.1 slow:1x50", budget=Steps(8), network=FREE)
     assert result.summary.seconds == pytest.approx(0.8, rel=1e-6)
 
 
 def test_a_cancelled_worker_stops_sleeping(tmp_path: Path) -> None:
     """For real: without that the run would last forty seconds."""
-    cluster = Local(workers=2, delay="constant:0.05 slow:1x100", patience=20)
+    cluster = Local(workers=2, compute_time="constant:0.05 slow:1x100", patience=20)
     result = train(ParameterServer(consistency=KSync(k=1)), tmp_path, cluster=cluster, budget=Steps(8))
     assert result.summary.seconds < 5
     assert len(logged(tmp_path, 0, "abandoned")) == 8
@@ -319,7 +327,7 @@ def test_delay_compensation_step_by_step(adaptive: bool, tmp_path: Path) -> None
     lam, lr, rho = (2.0, 0.1, 0.95) if adaptive else (0.5, 0.1, 0.95)
     result = served(
         ASP(), tmp_path, workers=2, correction=DelayCompensated(lam=lam, adaptive=adaptive, rho=rho),
-        delay="constant:1 slow:1x2.5", network=FREE, model=Bowl, loss=half_square, data=zeros, batch=1,
+        compute_time="constant:1 slow:1x2.5", network=FREE, model=Bowl, loss=half_square, data=zeros, batch=1,
         optimizer=partial(torch.optim.SGD, lr=lr), budget=Steps(4),
     )  # fmt: skip
     w, ms, read = 1.0, 0.0, [1.0, 1.0]
@@ -334,7 +342,7 @@ def test_delay_compensation_step_by_step(adaptive: bool, tmp_path: Path) -> None
 
 def test_the_learning_rate_is_divided_by_staleness(tmp_path: Path) -> None:
     result = served(
-        ASP(), tmp_path, workers=2, correction=StalenessAware(), delay="constant:1 slow:1x2.5", network=FREE,
+        ASP(), tmp_path, workers=2, correction=StalenessAware(), compute_time="constant:1 slow:1x2.5", network=FREE,
         model=Bowl, loss=half_square, data=zeros, batch=1, optimizer=partial(torch.optim.SGD, lr=0.1), budget=Steps(4),
     )  # fmt: skip
     w, read = 1.0, [(1.0, 0), (1.0, 0)]
@@ -370,7 +378,7 @@ def test_what_makes_no_sense_is_refused(strategy: str, complaint: str, tmp_path:
 def test_a_correction_comes_before_a_push_is_divided(tmp_path: Path) -> None:
     """SSP that never waits is ASP with N times the rate, whatever corrects its gradients."""
     given: dict[str, Any] = {
-        "cluster": Simulated(workers=2, delay="constant:1 slow:1x2.5", network=FREE),
+        "cluster": Simulated(workers=2, compute_time="constant:1 slow:1x2.5", network=FREE),
         "model": Bowl, "loss": half_square, "data": zeros, "batch": 1, "budget": Steps(4),
     }  # fmt: skip
     found = [

@@ -59,7 +59,7 @@ BEHIND = {"ps(consistency=boundeddelay())": 0.05, "ps(consistency=kbatchsync(k=4
 
 def accuracy(strategy: Strategy[Any], workers: int, rate: float, seed: int, falling: bool = False) -> float:
     """Percent, after `EPOCHS` epochs."""
-    world = Simulated(workers=workers, delay="lognormal:0.05,0.3", network="1gbit,50us")
+    world = Simulated(workers=workers, compute_time="lognormal:0.05,0.3", network="1gbit,50us")
     optimizer = partial(torch.optim.SGD, lr=rate / strategy.layout.updates.per_round_of(workers), momentum=0.9)
     with tempfile.TemporaryDirectory() as folder:
         asked = arguments(recipes.get("digits")) | {

@@ -23,7 +23,7 @@ adagrad: Factory = partial(torch.optim.Adagrad, lr=0.02)
 def test_with_intervals_of_one_it_is_the_asynchronous_server(servers: int, optimizer: Factory, tmp_path: Path) -> None:
     """Bit for bit, second for second and version for version, in every order of events."""
     for ties in (None, 1, 2):
-        world = Simulated(workers=3, network="10mbit,1ms,10us", delay="lognormal:0.05,0.5", ties=ties)
+        world = Simulated(workers=3, network="10mbit,1ms,10us", compute_time="lognormal:0.05,0.5", ties=ties)
         one, other = (
             train(strategy, tmp_path / f"{type(strategy).__name__}-{ties}", cluster=world, optimizer=optimizer,
                   budget=Steps(12))
@@ -52,7 +52,9 @@ def test_one_worker_with_plain_sgd_is_sgd(n_push: int, n_fetch: int, tmp_path: P
 @pytest.mark.parametrize("world", ["real", "rehearsed"])
 def test_every_gradient_reaches_the_servers_once(n_push: int, n_fetch: int, world: str, tmp_path: Path) -> None:
     workers, steps = 3, 7
-    cluster = Local(workers=workers) if world == "real" else Simulated(workers=workers, delay="lognormal:0.05,0.5")
+    cluster = (
+        Local(workers=workers) if world == "real" else Simulated(workers=workers, compute_time="lognormal:0.05,0.5")
+    )
     strategy = Downpour(n_push=n_push, n_fetch=n_fetch)
     result = walk(strategy, tmp_path, slope, lr=0.5, steps=steps, cluster=cluster)
     assert end_of(result) == START - 0.5 * workers * steps

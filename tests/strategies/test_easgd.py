@@ -21,7 +21,7 @@ from orchestra.runs.facts import scores_of
 
 
 def test_the_moving_rate_is_beta_over_p_unless_given(tmp_path: Path) -> None:
-    world = Simulated(workers=4, delay="lognormal:0.05,0.5")
+    world = Simulated(workers=4, compute_time="lognormal:0.05,0.5")
     divided, given = (
         train(strategy, tmp_path / f"{i}", cluster=world, budget=Steps(9))
         for i, strategy in enumerate((EASGD(tau=2, beta=0.8), EASGD(tau=2, beta=7.0, alpha=0.2)))
@@ -44,7 +44,7 @@ def test_an_exchange_conserves_the_sum(
 
     monkeypatch.setattr(EASGD, "finish", watched)
     workers, steps = 3, 11
-    world = Simulated(workers=workers, delay="lognormal:0.05,0.5", network="10mbit,1ms")
+    world = Simulated(workers=workers, compute_time="lognormal:0.05,0.5", network="10mbit,1ms")
     strategy = EASGD(tau=2, alpha=alpha, servers=servers)
     centre = end_of(walk(strategy, tmp_path, slope, lr=0.25, steps=steps, cluster=world))
     assert len(ends) == workers
@@ -90,7 +90,7 @@ def test_a_turn_of_every_worker_is_the_map_of_the_paper(tmp_path: Path) -> None:
 
 def test_the_exchange_is_over_before_the_gradient_is(tmp_path: Path) -> None:
     """It takes 0.2 s there and 0.2 s back, a gradient 1 s: only the last exchange of all takes any time of its own."""
-    world = Simulated(workers=1, network="1000gbit,0.2s", delay="constant:1")
+    world = Simulated(workers=1, network="1000gbit,0.2s", compute_time="constant:1")
     result = walk(EASGD(tau=1), tmp_path, slope, lr=0.1, steps=5, cluster=world)
     assert result.summary.seconds == pytest.approx(5.4, abs=0.05)
 

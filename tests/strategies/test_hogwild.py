@@ -31,7 +31,7 @@ def test_one_worker_is_plain_training_bit_for_bit_in_either_world(optimizer: Fac
 def test_every_gradient_misses_an_update_of_each_other_worker(numerics: Any, tmp_path: Path) -> None:
     """Of equal workers each takes its next gradient right after its own update."""
     p, eta, steps = 3, 0.1, 8
-    world = Simulated(workers=p, delay="constant:1", numerics=numerics)
+    world = Simulated(workers=p, compute_time="constant:1", numerics=numerics)
     end = end_of(walk(Hogwild(), tmp_path, quadratic, lr=eta, steps=steps, cluster=world))
     x = [START] * p  # all begin at the same one
     for _ in range(p * steps):
@@ -43,7 +43,9 @@ def test_every_gradient_misses_an_update_of_each_other_worker(numerics: Any, tmp
 def test_a_gradient_is_as_old_as_the_others_make_it(numerics: Any, tmp_path: Path) -> None:
     """One worker takes three steps while the other takes one, whose gradient then misses all three."""
     eta = 0.3
-    world = Simulated(workers=2, delay=RecordedTimes(((1.0, 1.0, 1.0, 9.0), (3.5, 9.5, 9.0, 9.0))), numerics=numerics)
+    world = Simulated(
+        workers=2, compute_time=RecordedTimes(((1.0, 1.0, 1.0, 9.0), (3.5, 9.5, 9.0, 9.0))), numerics=numerics
+    )
     end = end_of(walk(Hogwild(), tmp_path, quadratic, lr=eta, steps=2, cluster=world))
     fast = START * (1 - eta) ** 2  # at 2 s
     after = fast - eta * START  # at 3.5 s
@@ -54,7 +56,9 @@ def test_a_gradient_is_as_old_as_the_others_make_it(numerics: Any, tmp_path: Pat
 def test_nobodys_last_updates_are_missing(slow: int, tmp_path: Path) -> None:
     """Also of those who are done long after the others."""
     p, steps = 3, 5
-    world = Simulated(workers=p, delay=RecordedTimes(tuple((9.0 if i == slow else 1.0,) * steps for i in range(p))))
+    world = Simulated(
+        workers=p, compute_time=RecordedTimes(tuple((9.0 if i == slow else 1.0,) * steps for i in range(p)))
+    )
     result = walk(Hogwild(), tmp_path, slope, lr=0.5, steps=steps, cluster=world)
     assert end_of(result) == START - 0.5 * p * steps
     assert result.summary.sent_total == 0

@@ -82,7 +82,9 @@ def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_both_can_be_chosen(given: dict[str, Any], expected: tuple[float, float], tmp_path: Path) -> None:
+def test_momentum_and_rate_after_the_switch_can_be_chosen(
+    given: dict[str, Any], expected: tuple[float, float], tmp_path: Path
+) -> None:
     strategy = StrategySwitch(when=HALF, **given)
     found = train(strategy, tmp_path, cluster=Simulated(workers=WORKERS), budget=Steps(4)).summary.afterwards
     assert (found["momentum"], found["rate"]) == pytest.approx(expected)
@@ -162,7 +164,7 @@ def test_what_a_schedule_elsewhere_says_of_momentum_is_too_late() -> None:
     assert inner.lr == pytest.approx(2.0)
 
 
-def test_it_is_saved_and_restored() -> None:
+def test_pace_is_saved_and_restored() -> None:
     make = partial(FlatOptimizer, partial(torch.optim.SGD, lr=1.0, momentum=0.75), schedule=lambda epochs: 1.0 + epochs)
     inner, again = make(torch.zeros(2)), make(torch.zeros(2))
     inner.set_momentum(0.0, keep=True)

@@ -27,7 +27,7 @@ GIVEN: dict[str, Any] = {"budget": Steps(STEPS), "optimizer": adam}
 in_worlds = partial(
     in_both_worlds,
     local=Local(workers=WORKERS),
-    simulated=Simulated(workers=WORKERS, network="1mbit,1ms", delay="lognormal:0.05,0.5", ties=3),
+    simulated=Simulated(workers=WORKERS, network="1mbit,1ms", compute_time="lognormal:0.05,0.5", ties=3),
     real=lambda consistency, *more: consistency == BSP(),
 )
 

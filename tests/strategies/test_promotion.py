@@ -72,7 +72,7 @@ def promoting(consistency: Consistency, servers: int = 1, share: float = 0.4) ->
 
 
 def worlds() -> list[Any]:
-    return [Local(workers=WORKERS, patience=20), Simulated(workers=WORKERS, delay="lognormal:0.05,0.5")]
+    return [Local(workers=WORKERS, patience=20), Simulated(workers=WORKERS, compute_time="lognormal:0.05,0.5")]
 
 
 every_world = pytest.mark.parametrize("cluster", worlds(), ids=["local", "simulated"])
@@ -229,7 +229,7 @@ def test_what_is_shown_on_the_way_ends_where_it_should(tmp_path: Path) -> None:
     assert steps[-1] == seen[-1].last_step == 10
 
 
-def test_those_who_left_say_so(tmp_path: Path) -> None:
+def test_workers_that_left_are_marked(tmp_path: Path) -> None:
     result = simulate(promoting(ASP(), servers=2), tmp_path, workers=WORKERS, budget=Steps(10))
     left = [
         node

@@ -67,7 +67,7 @@ def logged(run: Path, node: int, name: str) -> list[Logged]:
 
 
 LOCAL = Local(workers=WORKERS)
-SIMULATED = Simulated(workers=WORKERS, delay="lognormal:0.05,0.5", network="100mbit,1ms")
+SIMULATED = Simulated(workers=WORKERS, compute_time="lognormal:0.05,0.5", network="100mbit,1ms")
 in_worlds = partial(in_both_worlds, local=LOCAL, simulated=SIMULATED)
 
 

@@ -191,7 +191,7 @@ def test_the_formulas_where_they_are_known_by_other_means(k: int) -> None:
 
 
 def test_an_update_of_k_sync_draw_by_draw() -> None:
-    figures = slow_and_stale.measure_draws(3, delay=Exponential(0.1, 1.0))
+    figures = slow_and_stale.measure_draws(3, compute_time=Exponential(0.1, 1.0))
     assert figures["updates"] > 200
     assert figures["apart at most"] < 1e-6
 

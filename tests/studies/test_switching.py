@@ -75,7 +75,7 @@ def test_the_choice_was_made_on_other_seeds() -> None:
 # What the papers compare.
 
 
-def test_it_is_as_saved() -> None:
+def test_papers_study_gives_the_saved_claims() -> None:
     record = saved()
     study = Study(record["title"], FOLDER, rows=record["rows"])
     assert {row["variant"] for row in study.rows} == {*papers.VARIANTS, *papers.NEVER}
@@ -116,7 +116,7 @@ def test_every_claim_can_hold() -> None:
     assert all(claim.holds for claim in study.claims), [str(claim) for claim in study.claims if not claim.holds]
 
 
-def test_it_is_as_told() -> None:
+def test_papers_readme_quotes_the_saved_tables() -> None:
     study = Study("as saved", FOLDER, rows=saved()["rows"])
     text = (FOLDER / "README.md").read_text()
     assert all(line in text for line in [*study.table(SHOWN).splitlines(), *papers.sweep(study).splitlines()])
@@ -133,7 +133,7 @@ def test_the_rates_are_the_best_of_those_tried() -> None:
         assert max(rates, key=lambda r: tuned[f"{name}, {r:g}", "accuracy"].mean) == pytest.approx(lr), name
 
 
-def test_who_is_sooner() -> None:
+def test_race_counts_the_first_to_reach_the_accuracy_by_the_mean() -> None:
     """By the mean of the seeds: b is there on average only, c with one seed of two, d was lost once."""
     ar = [[0, 0, 10], [8, 1, 79.5], [10, 2, 80]]
     curves = {"rule": ([[4, 1, 79.0]], [[4, 1, 80.0]]), "5 %": ([[9, 1, 79.6]], [[9, 1, 79.3]]), "10 %": ([], ar)}

@@ -86,10 +86,10 @@ class Hosts:
         """The same, with errors as answers; None of those that died."""
         for pipe in self._pipes:
             pipe.send((what, given))
-        return [_hear(pipe) for pipe in self._pipes]
+        return [_receive(pipe) for pipe in self._pipes]
 
 
-def _hear(pipe: Connection) -> Any:
+def _receive(pipe: Connection) -> Any:
     try:
         return pipe.recv()
     except EOFError:
@@ -151,7 +151,7 @@ class Host(Cluster):
     device: Device = "cpu"
 
     def resources(self, nodes: int) -> Resources:
-        return replace(super().resources(nodes), torch_means=self.by_torch)
+        return replace(super().resources(nodes), uses_torch_collectives=self.by_torch)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Alone:
     def interrupted(self) -> bool:
         return False
 
-    def break_off(self) -> None: ...
+    def save_on_interrupt(self) -> None: ...
     def stay(self) -> bool:
         return True
 

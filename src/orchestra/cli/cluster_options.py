@@ -22,7 +22,7 @@ def read_cluster(o: Options) -> dict[str, Change]:
     """Return what the options change in the cluster."""
     if o.network is not None and not o.sim:
         raise ConfigError([Problem("network", o.network, "needs --sim: the network of this machine cannot be changed")])
-    given: dict[str, Any] = {"workers": o.workers, "device": o.device, "delay": o.compute_time}
+    given: dict[str, Any] = {"workers": o.workers, "device": o.device, "compute_time": o.compute_time}
     if o.sim:
         given |= {"network": o.network, "numerics": o.numerics}
     given = {name: value for name, value in given.items() if value is not None}
@@ -86,9 +86,9 @@ def _with_straggler(cluster: Any, straggler: str) -> Any:
     if count > cluster.workers and not isinstance(cluster, Attached):  # its number of workers is not known yet
         message = f"there are {plural(cluster.workers, 'worker')}: at most so many can be slow"
         raise ConfigError([Problem("straggler", straggler, message)])
-    base = cluster.delay or COMPUTE_TIME
+    base = cluster.compute_time or COMPUTE_TIME
     slow = f"{base} slow:{straggler}" if isinstance(base, str) else Slow(base, count, factor)
-    return dataclasses.replace(cluster, delay=slow)
+    return dataclasses.replace(cluster, compute_time=slow)
 
 
 def refuse_under_launcher(verb: str) -> None:

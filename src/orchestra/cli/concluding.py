@@ -54,7 +54,7 @@ def write_page(out: Path, target: Target) -> None:
     from orchestra.engine import checkpoint
     from orchestra.report import model, page
 
-    checkpoint.write_text(out / PAGE, page.write(model.tell([out], target=target)))
+    checkpoint.write_text(out / PAGE, page.write(model.build([out], target=target)))
 
 
 def save(table: Table, out: Path, fair: Sequence[str] = ()) -> dict[str, Any]:

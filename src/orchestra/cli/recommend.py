@@ -118,7 +118,7 @@ def _catalogue() -> list[str]:
     """Return the candidates of the catalogue."""
     from orchestra.strategies.catalogue import rows
 
-    return [text for row in rows() for text in row.tries]
+    return [text for row in rows() for text in row.search_space]
 
 
 def _fit(texts: list[str], shared: Options, *, loop: bool = False) -> tuple[list[str], dict[str, str]]:
@@ -262,7 +262,7 @@ class Advice:
         folders = [row.outcomes[0].run.parent for row in self.table.ranked if row.done]
         if not folders:
             return
-        found = model.tell(folders, target=self.table.target)
+        found = model.build(folders, target=self.table.target)
         first, *why = self.words()
         if self.others:
             why.append(f"Left out earlier: {'; '.join(self.left_out())}.")

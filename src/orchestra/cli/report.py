@@ -63,7 +63,7 @@ def report(
     goal = _target(target)
     where = ", ".join(map(str, runs))
     with contextlib.nullcontext() if quiet else patiently(f"looking through {where} for runs ..."):
-        told = model.tell(runs, target=goal, title=title)
+        told = model.build(runs, target=goal, title=title)
     files = _contents(told, wanted)
     written = _write(files, runs, out)
     if json_:

@@ -111,7 +111,7 @@ def placed(recipe: Recipe, shared: Options) -> Options:
     if not isinstance(cluster, Simulated):
         return replace(shared, workers=workers)
     network = shared.network or str(cluster.get_network())
-    time = shared.compute_time or (cluster.delay if isinstance(cluster.delay, str) else None)
+    time = shared.compute_time or (cluster.compute_time if isinstance(cluster.compute_time, str) else None)
     return replace(shared, workers=workers, sim=True, network=network, compute_time=time)
 
 

@@ -274,7 +274,7 @@ class Tuning:
         for setting in settings:
             found[setting] = self._one(setting, epochs, seed, whole=whole)
 
-    def _one(self, setting: Setting, epochs: float, seed: int, *, whole: bool) -> TuningResult:
+    def _one(self, setting: Setting, epochs: float, seed: int, *, whole: bool = False) -> TuningResult:
         race = self._race_of(setting, epochs, whole=whole)
         key = tuning_cache.key(race, setting.strategy, seed)
         if key not in self._kept:
@@ -293,7 +293,7 @@ class Tuning:
             sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
             sys.stderr.flush()
 
-    def _race_of(self, setting: Setting, epochs: float, *, whole: bool) -> Race:
+    def _race_of(self, setting: Setting, epochs: float, *, whole: bool = False) -> Race:
         """Return a race of one try, until the target or of all these epochs."""
         race = self.race
         if isinstance(race.recipe, Loop):

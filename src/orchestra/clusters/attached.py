@@ -101,7 +101,7 @@ class Attached(Cluster):
     grace: float = 10.0  # seconds to reconnect to a machine that does not answer; 0: a broken connection ends the run
     collectives: str = "auto"  # "messages", "torch" (Gloo, NCCL: on a trusted network), or torch wherever possible
     order: str | tuple[int, ...] = "measured"  # which process is which node: by rates and latencies, "given", or a list
-    delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.engine.compute_times
+    compute_time: Delay | str | None = None  # workers sleep until that is over: see orchestra.engine.compute_times
 
     @property
     def abilities(self) -> Abilities:
@@ -137,8 +137,8 @@ class Attached(Cluster):
         yield from super().problems() if self.workers >= 1 else ()
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to divide the cores")
-        if self.delay is not None:
-            yield from compute_times.look(self.delay)
+        if self.compute_time is not None:
+            yield from compute_times.look(self.compute_time)
         if self.collectives not in ("auto", "messages", "torch"):
             yield Problem("cluster.collectives", self.collectives, 'must be "auto", "messages" or "torch"')
         elif self.collectives == "torch" and not self.trusted:
@@ -161,10 +161,10 @@ class Attached(Cluster):
 
     def about(self) -> dict[str, Any]:
         """Return what a run folder records of the cluster."""
-        delay = None if self.delay is None else str(compute_times.read(self.delay))
+        compute_time = None if self.compute_time is None else str(compute_times.read(self.compute_time))
         order = self.order if isinstance(self.order, str) else list(self.order)
         how = {"encrypted": not self.trusted, "collectives": self.collectives, "order": order}
-        return {"kind": "attached", "delay": delay, **how}
+        return {"kind": "attached", "compute_time": compute_time, **how}
 
     def resources(self, nodes: int) -> Resources:
         """Return what this process has.
@@ -177,13 +177,13 @@ class Attached(Cluster):
         local = self.place.local_size
         threads = self.threads or (int(said) if said.isdigit() else 0) or share_of_cores(local)
         device = resolve_device(self.device)
-        torch_means = (
+        uses_torch_collectives = (
             self.trusted
             and self.collectives != "messages"
             and self.workers >= 2
             and (device == "cpu" or torch.cuda.device_count() >= local)
         )
-        return Resources(device, threads, torch_means, compute_times.read(self.delay))
+        return Resources(device, threads, uses_torch_collectives, compute_times.read(self.compute_time))
 
     def token(self) -> Token:
         """Return the run's token. If none was given, only processes of this machine can take part."""

@@ -29,17 +29,20 @@ class Local(Cluster):
     device: Device = "cpu"
     threads: int | None = None  # of each process; None divides the cores evenly
     patience: float = 300.0  # seconds for all nodes to be ready; a tenth of it without a sign of life is a hang
-    delay: Delay | str | None = None  # makes workers as slow as this, by sleeping: see orchestra.engine.compute_times
+    compute_time: Delay | str | None = None  # workers sleep until that is over: see orchestra.engine.compute_times
 
     def about(self) -> dict[str, Any]:
         """Return what a run folder records of the cluster."""
-        return {"kind": "local", "delay": None if self.delay is None else str(compute_times.read(self.delay))}
+        time = None if self.compute_time is None else str(compute_times.read(self.compute_time))
+        return {"kind": "local", "compute_time": time}
 
     def resources(self, nodes: int) -> Resources:
         """Return what each process has: GPUs are used by torch.distributed where each worker has one of its own."""
         device = resolve_device(self.device)
         one_gpu_each = device == "cuda" and torch.cuda.device_count() >= self.workers > 1
-        return Resources(device, self.threads or share_of_cores(nodes), one_gpu_each, compute_times.read(self.delay))
+        return Resources(
+            device, self.threads or share_of_cores(nodes), one_gpu_each, compute_times.read(self.compute_time)
+        )
 
     def problems(self) -> Iterator[Problem]:
         """Yield what is wrong with this description."""
@@ -54,7 +57,7 @@ class Local(Cluster):
             yield Problem("cluster.workers", self.workers, "is too many for one machine: at most 512")
         if self.threads is not None and not (isinstance(self.threads, int) and self.threads >= 1):
             yield Problem("cluster.threads", self.threads, "must be at least 1, or None to divide the cores")
-        if self.delay is not None:
-            yield from compute_times.look(self.delay)
+        if self.compute_time is not None:
+            yield from compute_times.look(self.compute_time)
         if not isinstance(self.patience, int | float) or not self.patience > 0:
             yield Problem("cluster.patience", self.patience, "must be a number of seconds above zero")

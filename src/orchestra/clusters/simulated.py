@@ -44,7 +44,7 @@ class Simulated(Cluster):
 
     workers: int = 8
     network: Network | str = field(default_factory=lambda: Ethernet(gbit=10))
-    delay: Delay | str = "constant:0.05"  # how long a worker computes on a mini-batch
+    compute_time: Delay | str = "constant:0.05"  # how long a worker computes on a mini-batch
     device: Device = "cpu"
     numerics: Numerics = "auto"
     fidelity: Literal["auto", "flows"] = "auto"  # flows: the time of collectives is never computed by a formula
@@ -55,7 +55,7 @@ class Simulated(Cluster):
     def like(cls, run: str | Path, **more: Any) -> Simulated:
         """Return a cluster with the computing times of a real run, step by step, and by default its workers."""
         times = recorded(Path(run))
-        return cls(**{"workers": len(times.times), "delay": times, **more})
+        return cls(**{"workers": len(times.times), "compute_time": times, **more})
 
     def problems(self) -> Iterator[Problem]:
         """Yield what is wrong with this description."""
@@ -74,7 +74,7 @@ class Simulated(Cluster):
             yield Problem(
                 "cluster.ties", self.ties, "must be a whole number, or None for the order in which they arose"
             )
-        yield from compute_times.look(self.delay)
+        yield from compute_times.look(self.compute_time)
         choices = {
             "numerics": get_args(Numerics),
             "fidelity": ("auto", "flows"),
@@ -120,14 +120,16 @@ class Simulated(Cluster):
 
     def resources(self, nodes: int) -> Resources:
         """Return what each virtual worker has: all run in this process, on the threads that one process would have."""
-        return Resources(resolve_device(self.device), share_of_cores(nodes), delay=compute_times.read(self.delay))
+        return Resources(
+            resolve_device(self.device), share_of_cores(nodes), compute_time=compute_times.read(self.compute_time)
+        )
 
     def about(self) -> dict[str, Any]:
         """Return what a run folder records of the cluster."""
         return {
             "kind": "simulated",
             "network": str(self.get_network()),
-            "delay": str(compute_times.read(self.delay)),
+            "compute_time": str(compute_times.read(self.compute_time)),
             "numerics": self.numerics,
             "fidelity": self.fidelity,
             "ties": self.ties,

@@ -57,10 +57,10 @@ class CoordinatedTransport(Transport, Protocol):
     def await_saved(self, node: int, label: int, *, lockstep: bool) -> None:
         """Block until a node has saved a checkpoint, which it does when every worker has."""
 
-    def await_bell(self, ready: Callable[[], bool]) -> None:
+    def wait_for_wakeup(self, ready: Callable[[], bool]) -> None:
         """Block until `ready`, which is checked whenever this node is woken; there is no time-out."""
 
-    def ring_all(self) -> None:
+    def wake_all(self) -> None:
         """Wake every node."""
 
 
@@ -96,7 +96,7 @@ class NodeCheckpointer:
         first = all(map(control.is_done, range(runtime.rank)))
         if due and first and control.save_wanted == self._saved_as:
             control.write("save_wanted", max(runtime.node.steps, self._saved_as + 1))
-            self._transport.ring_all()
+            self._transport.wake_all()
         if control.save_wanted > self._saved_as:
             self._save_with_servers(control.save_wanted)
 
@@ -105,13 +105,13 @@ class NodeCheckpointer:
         runtime, steps = self._runtime, self._runtime.node.steps
         if runtime.spec.checkpoint_steps is None or not runtime.lockstep or steps <= self._saved_as:
             return
-        # If the run is stopped after this very step, `break_off` saves instead. All workers decide alike.
+        # If the run is stopped after this very step, `save_on_interrupt` saves instead. All workers decide alike.
         if self._transport.proceed(steps, lockstep=True) or not self.interrupted():
             self._save_together()
 
     def _save_together(self) -> None:
         self._control.write("save_wanted", self._runtime.node.steps)  # for those that have retired
-        self._transport.ring_all()
+        self._transport.wake_all()
         self._save_with_servers(self._runtime.node.steps)
 
     def _while_at_rest(self) -> None:
@@ -125,12 +125,12 @@ class NodeCheckpointer:
         """Return whether the run is interrupted and may be resumed later."""
         return self._control.stop_asked == INTERRUPTED
 
-    def break_off(self) -> None:
+    def save_on_interrupt(self) -> None:
         """Save this worker's part before it leaves."""
         label = self._control.stop_at
         if self._saved_as != label:
             self._save(label)
-        self._transport.ring_all()
+        self._transport.wake_all()
 
     def stay(self) -> bool:
         """Wait after the last step until all workers are done, so that a checkpoint is still possible.
@@ -140,25 +140,27 @@ class NodeCheckpointer:
         """
         control, workers = self._control, range(self._runtime.spec.workers)
         control.write("begun", NO_MORE_STEPS, self._runtime.rank)
-        self._transport.ring_all()
+        self._transport.wake_all()
 
         def all_done() -> bool:
             return all(map(control.is_done, workers))
 
-        def broken_off() -> bool:
+        def interrupted_now() -> bool:
             return control.stop_at != 0 and self.interrupted()
 
         while not all_done():
-            self._transport.await_bell(lambda: all_done() or broken_off() or control.save_wanted > self._saved_as)
-            if broken_off():
-                self._transport.await_bell(self._settled)
+            self._transport.wait_for_wakeup(
+                lambda: all_done() or interrupted_now() or control.save_wanted > self._saved_as
+            )
+            if interrupted_now():
+                self._transport.wait_for_wakeup(self._all_done_or_saved)
                 if all_done():
                     return True
-                self.break_off()
+                self.save_on_interrupt()
                 return False
             if control.save_wanted > self._saved_as:
                 self._save(control.save_wanted)
-                self._transport.ring_all()
+                self._transport.wake_all()
         return True
 
     # A server's side.
@@ -189,10 +191,12 @@ class NodeCheckpointer:
 
     def _await_lingerers(self) -> None:
         """Wait until workers that are done have saved as well, unless all were done before the run was stopped."""
-        self._transport.await_bell(self._settled)
+        self._transport.wait_for_wakeup(self._all_done_or_saved)
         workers = range(self._runtime.spec.workers)
         if any(not self._control.is_done(w) for w in workers):
-            self._transport.await_bell(lambda: all(self._control.saved(w) == self._control.stop_at for w in workers))
+            self._transport.wait_for_wakeup(
+                lambda: all(self._control.saved(w) == self._control.stop_at for w in workers)
+            )
 
     # Both.
 
@@ -225,12 +229,12 @@ class NodeCheckpointer:
     def _await_writers(self, label: int) -> None:
         """Wait until no other worker writes to x: then x holds the same updates as the others' saved states."""
         waited, others = self._transport.traffic.waited, range(1, self._runtime.spec.workers)
-        self._transport.await_bell(
+        self._transport.wait_for_wakeup(
             lambda: all(self._control.is_done(w) or self._control.saved(w) >= label for w in others)
         )
         self._transport.traffic.waited = waited
 
-    def _settled(self) -> bool:
+    def _all_done_or_saved(self) -> bool:
         """Return whether every worker has either done all its steps or saved because it must stop."""
         at = self._control.stop_at
         return at != 0 and all(

@@ -37,8 +37,8 @@ class Resources:
 
     device: str  # "cpu" or "cuda"
     threads: int
-    torch_means: bool = False  # torch.distributed takes the averages; between GPUs that is NCCL
-    delay: Delay | None = None  # how long a worker takes for a mini-batch; None: as long as it takes
+    uses_torch_collectives: bool = False  # torch.distributed takes the averages; between GPUs that is NCCL
+    compute_time: Delay | None = None  # how long a worker takes for a mini-batch; None: as long as it takes
 
 
 class Cluster(ABC):

@@ -327,7 +327,7 @@ def _number(text: str) -> float:
     return math.nan
 
 
-def problems(delay: Delay, where: str = "cluster.delay") -> Iterator[Problem]:
+def problems(delay: Delay, where: str = "cluster.compute_time") -> Iterator[Problem]:
     """Yield a problem for every value from which no duration can be drawn."""
     for name, value in vars(delay).items():
         if isinstance(value, Delay):
@@ -359,13 +359,13 @@ def look(given: Delay | str) -> Iterator[Problem]:
     try:
         delay = parse(given) if isinstance(given, str) else given
     except ValueError as error:
-        yield Problem("cluster.delay", given, str(error))
+        yield Problem("cluster.compute_time", given, str(error))
         return
     if isinstance(delay, Delay):
         yield from problems(delay)
     else:
         yield Problem(
-            "cluster.delay", delay, 'must be a distribution such as LogNormal(0.05, 0.3) or "lognormal:0.05,0.3"'
+            "cluster.compute_time", delay, 'must be a distribution such as LogNormal(0.05, 0.3) or "lognormal:0.05,0.3"'
         )
 
 

@@ -41,12 +41,12 @@ def keeps_order() -> bool:
     return _here() in _kept
 
 
-def tell_workers(count: int) -> None:
+def record_worker_count(count: int) -> None:
     """Remember a number of workers that the user's program was told."""
     _told.setdefault(_here(), set()).add(count)
 
 
-def told_workers() -> set[int]:
+def recorded_worker_counts() -> set[int]:
     """Return the numbers of workers that the user's program was told."""
     return _told.get(_here(), set())
 

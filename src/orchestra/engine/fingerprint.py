@@ -76,11 +76,11 @@ def about(spec: RunSpec, module: nn.Module) -> dict[str, Any]:
         "accumulate": spec.accumulate,
         "partition": repr(spec.partition) if spec.partition is not None else "IID()",
         # The division of x among the nodes depends on the device.
-        "device": f"{spec.device}, one each" if spec.torch_means and spec.one_memory else spec.device,
+        "device": f"{spec.device}, one each" if spec.uses_torch_collectives and spec.one_memory else spec.device,
     }
     if spec.one_memory:
         return found
-    return found | {"x": "on every machine", "means": "by torch" if spec.torch_means else "by messages"}
+    return found | {"x": "on every machine", "means": "by torch" if spec.uses_torch_collectives else "by messages"}
 
 
 def fingerprint(version: str, spec: RunSpec, module: nn.Module, data: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Checkpointer(Protocol):
         """Return whether the run is interrupted and may be resumed later."""
         ...
 
-    def break_off(self) -> None:
+    def save_on_interrupt(self) -> None:
         """Save this worker's part before it leaves."""
 
     def stay(self) -> bool:
@@ -197,7 +197,7 @@ def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
             take_snapshot(runtime, int(distance(runtime) // spec.snapshot_steps))
         checkpointer.after_step(before)
     if runtime.interrupted:
-        checkpointer.break_off()
+        checkpointer.save_on_interrupt()
         node.comm.leave()
         end(runtime)
         return
@@ -207,7 +207,7 @@ def work(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
         node.comm.leave()
     end(runtime)
     if checkpointer.stay():
-        set_aside_the_end(runtime)
+        write_final_model_part(runtime)
 
 
 def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
@@ -240,7 +240,7 @@ def serve(runtime: NodeRuntime, checkpointer: Checkpointer) -> None:
     spec.strategy.serve(node, runtime.state)
     end(runtime)
     if checkpointer.after_service():
-        set_aside_the_end(runtime)
+        write_final_model_part(runtime)
 
 
 def spent(runtime: NodeRuntime) -> bool:
@@ -307,14 +307,14 @@ def take_snapshot(runtime: NodeRuntime, number: int) -> None:
     runtime.snapshots = number
     node = runtime.node
     try:
-        if set_aside(runtime, runtime.spec.run / "snapshots" / f"{number:05d}"):
+        if write_model_part(runtime, runtime.spec.run / "snapshots" / f"{number:05d}"):
             runtime.log.write(SnapshotTaken(node.now(), runtime.rank, node.steps, node.samples, number))
             runtime.tell({"kind": "snapped", "node": runtime.rank, "number": number})
     except OSError as error:
         runtime.tell({"kind": "snapshot-failed", "node": runtime.rank, "step": node.steps, "error": str(error)})
 
 
-def set_aside(runtime: NodeRuntime, folder: Path) -> bool:
+def write_model_part(runtime: NodeRuntime, folder: Path) -> bool:
     """Write this node's part of the model; return False if it has none."""
     spec, node, where = runtime.spec, runtime.node, runtime.layout.model_location
     equal = where in ("everywhere", "copies", "shared")
@@ -332,11 +332,11 @@ def set_aside(runtime: NodeRuntime, folder: Path) -> bool:
     return True
 
 
-def set_aside_the_end(runtime: NodeRuntime) -> None:
+def write_final_model_part(runtime: NodeRuntime) -> None:
     """Write this node's part of the final model; if the disk is full, to a temporary folder that `conclusion` reads."""
     spec, folder = runtime.spec, runtime.spec.run / snapshot.FINAL
     try:
-        snapshot.trying_again(lambda: set_aside(runtime, folder))
+        snapshot.trying_again(lambda: write_model_part(runtime, folder))
     except OSError as error:
         if not snapshot.is_full(error):
             raise
@@ -345,7 +345,7 @@ def set_aside_the_end(runtime: NodeRuntime) -> None:
                 f"node {runtime.rank} could not write its part of the final model to {folder}: {error}. "
                 "Make room, and resume."
             ) from None
-        set_aside(runtime, snapshot.make_elsewhere(spec.launch) / snapshot.FINAL)
+        write_model_part(runtime, snapshot.make_elsewhere(spec.launch) / snapshot.FINAL)
 
 
 # The state of a node.

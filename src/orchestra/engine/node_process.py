@@ -51,8 +51,8 @@ def run_node(
         limit = None if spec.trace else event_thinning.limit(spec.workers + spec.servers)
         log = files.enter_context(EventLog(spec.run / f"events-{rank}.jsonl", complain, limit=limit))
         paced: Transport = transport
-        if spec.delay is not None:
-            paced = Delayed(transport, compute_times.sampler(spec.delay, spec.seed, rank))
+        if spec.compute_time is not None:
+            paced = Delayed(transport, compute_times.sampler(spec.compute_time, spec.seed, rank))
         meter = Metered(paced if not spec.trace else _traced(paced, spec, log, files, complain))
         node = make_node(Comm(meter, *spec.groups), log)
         runtime = node_loop.NodeRuntime(spec, node, meter, log, tell, show)

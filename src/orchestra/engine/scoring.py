@@ -62,7 +62,7 @@ def figures(evaluate: Evaluate, module: nn.Module, data: Any) -> dict[str, float
     return _numbers({name if name.isidentifier() else "score": ("evaluate(...)", value)})
 
 
-class _Interrupted(SystemExit):
+class _ScoringStopped(SystemExit):
     """Ends the thread of a scorer, silently wherever it arrives."""
 
 
@@ -244,7 +244,7 @@ class Scorer:
         A thread that still computes with torch when the interpreter ends would abort the whole process.
         """
         with self._recording:  # a score that is being written is written whole
-            number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_Interrupted)
+            number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_ScoringStopped)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
 
     def target_reached(self) -> bool:
@@ -264,7 +264,7 @@ class Scorer:
             while not self._halt.wait(_PROMPT if self.targets else _PATIENT):
                 while not self._halt.is_set() and (chosen := self._next()) is not None:
                     self.score(*chosen)
-        except _Interrupted:
+        except _ScoringStopped:
             pass
         except Exception as error:  # of the user's own function
             if not self._halt.is_set():

@@ -77,7 +77,9 @@ class RunSpec(TrainArguments):
     workers: int
     device: str  # "cpu" or "cuda"
     one_memory: bool = False  # workers can share one x
-    torch_means: bool = False  # torch.distributed does the all-reduces, and every worker updates the whole of x
+    uses_torch_collectives: bool = (
+        False  # torch.distributed does the all-reduces, and every worker updates the whole of x
+    )
     run: Path = Path()  # the run folder
     launch: str = ""  # different whenever the run is started or resumed
     last_step: int | None = None  # of each worker; None if a clock, a score or the end of a stream decides
@@ -92,7 +94,7 @@ class RunSpec(TrainArguments):
     layerwise: bool  # the optimizer must see whole layers
     checkpoint: Path | None = None  # a verified checkpoint to go on from
     threads: int
-    delay: Delay | None = None  # how long workers take for a mini-batch; None: as long as it takes
+    compute_time: Delay | None = None  # how long workers take for a mini-batch; None: as long as it takes
 
     def for_nodes(self) -> RunSpec:
         """Return the settings without those that only the caller's process uses; some of them cannot be pickled."""
@@ -147,13 +149,15 @@ class RunSpec(TrainArguments):
         location = self.strategy.layout.model_location
         if location == "shared":
             return "shared"
-        possible = location == "everywhere" and not self.layerwise and self.clip is None and not self.torch_means
+        possible = (
+            location == "everywhere" and not self.layerwise and self.clip is None and not self.uses_torch_collectives
+        )
         return "own range" if possible and not is_small(self.parameters, self.workers) else "whole"
 
     @property
     def fused(self) -> bool:
         """Whether the world averages gradients and updates x in one operation."""
-        return self.updated == "own range" or self.torch_means
+        return self.updated == "own range" or self.uses_torch_collectives
 
     @property
     def shares_x(self) -> bool:

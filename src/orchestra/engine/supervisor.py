@@ -75,7 +75,7 @@ class RunSupervisor(ABC):
             self.seconds() if self.begun else 0.0, self.rows(),
         )  # fmt: skip
 
-    def hear(self, said: dict[str, Any]) -> None:
+    def handle_message(self, said: dict[str, Any]) -> None:
         """Handle a message from a node."""
         node = said["node"]
         match said["kind"]:

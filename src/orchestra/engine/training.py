@@ -78,7 +78,7 @@ class Training:
         assert strategy is not None
         self.strategy = strategy
         together = given.batch * given.cluster.workers
-        given = replace(given, schedule=schedules.settle(given.schedule, together))
+        given = replace(given, schedule=schedules.for_global_batch(given.schedule, together))
         seed_everything(given.seed)
         self.module = given.model()
         self.data = samples.read(given.data())
@@ -196,9 +196,9 @@ class Training:
             "workers": cluster.workers,
             "device": resources.device,
             "one_memory": cluster.abilities.one_memory,
-            "torch_means": resources.torch_means,
+            "uses_torch_collectives": resources.uses_torch_collectives,
             "threads": resources.threads,
-            "delay": None if resources.delay is None else resources.delay.at(given.batch),
+            "compute_time": None if resources.compute_time is None else resources.compute_time.at(given.batch),
             "run": self.folder.absolute(),
             "launch": uuid.uuid4().hex[:8],
             "last_step": budgets.last_step(given.budget, per_epoch, given.batch * cluster.workers),

@@ -45,7 +45,7 @@ class NodeNow:
     wait: float
     rate: float | None  # samples a second
     traffic: float | None  # bytes a second, sent and received
-    heard: float | None  # real seconds since it last wrote an event
+    seconds_since_event: float | None  # real seconds since it last wrote an event
     times: tuple[float, ...]  # seconds of its last steps
     losses: tuple[float, ...]  # of its last steps
 
@@ -195,7 +195,7 @@ def _node(number: int, node: NodeState, workers: int, virtual: bool, run: str, n
         **parts,
         rate=(last[-1].samples - last[0].samples) / seconds if seconds > 0 else None,
         traffic=moved / seconds if seconds > 0 else None,
-        heard=None if run in OVER else silence,
+        seconds_since_event=None if run in OVER else silence,
         times=tuple(max(0.0, b.t - a.t) for a, b in pairwise(node.steps)),
         losses=tuple(e.loss for e in node.steps if e.loss is not None),
     )

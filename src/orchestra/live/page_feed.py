@@ -59,7 +59,7 @@ class PageWriter:
 
     def update(self) -> None:
         """Remake the report."""
-        self.report = model.tell(self._paths, target=self._target, load=self._load, describe=self._describe)
+        self.report = model.build(self._paths, target=self._target, load=self._load, describe=self._describe)
         self.version += 1
 
     def moments(self, now: float) -> list[dict[str, Any]]:

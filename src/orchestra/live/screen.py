@@ -31,7 +31,7 @@ p        pause the screen; the run goes on
 q        quit; the run goes on
 
 comp.  comm.  wait: shares of the time of the last 32 steps. age: how many updates a gradient had missed, a mean
-over the last 32, known to servers. heard: when the node last wrote an event, in real seconds."""
+over the last 32, known to servers. last event: when the node last wrote an event, in real seconds."""
 
 
 def _colour(state: str) -> str:

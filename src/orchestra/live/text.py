@@ -87,7 +87,7 @@ def cells(node: NodeNow) -> dict[str, str]:
         "wait": f"{node.wait:.0%}" if known else _NONE,
         "samples/s": _NONE if node.rate is None else f"{node.rate:,.0f}",
         "traffic/s": _NONE if node.traffic is None else size(node.traffic),
-        "heard": _NONE if node.heard is None else f"{duration(node.heard)} ago",
+        "last event": _NONE if node.seconds_since_event is None else f"{duration(node.seconds_since_event)} ago",
         "state": node.state,
     }
 

@@ -48,7 +48,7 @@ class Curve(ABC):
     def __call__(self, epochs: float) -> float:
         """Return the factor on the learning rate after that many epochs."""
 
-    def settled(self, samples: int) -> Curve:
+    def for_global_batch(self, samples: int) -> Curve:
         """Return the schedule for a run whose workers together use `samples` samples in a step."""
         return self
 
@@ -102,21 +102,21 @@ class Warmup(Curve):
     def __call__(self, epochs: float) -> float:
         """Return the factor of the warm-up times that of the other schedule."""
         if self.reference is not None:
-            raise ValueError("the factor of a reference batch depends on the run: call settled(samples) first")
+            raise ValueError("the factor of a reference batch depends on the run: call for_global_batch(samples) first")
         k, past = self.factor, epochs / self.epochs if self.epochs else 1.0
         if past < 1:
             k = self.start if self.how == "constant" else self.start + (k - self.start) * past
         return k * self.then(epochs)
 
-    def settled(self, samples: int) -> Warmup:
+    def for_global_batch(self, samples: int) -> Warmup:
         """Return the schedule with the factor for steps of `samples` samples, relative to the reference batch."""
         k = self.factor if self.reference is None else self.factor * samples / self.reference
-        return replace(self, factor=k, reference=None, then=settle(self.then, samples))
+        return replace(self, factor=k, reference=None, then=for_global_batch(self.then, samples))
 
 
 CURVES = (Constant, Polynomial, StepDecay, Warmup)
 
 
-def settle(schedule: Callable[[float], float] | None, samples: int) -> Any:
+def for_global_batch(schedule: Callable[[float], float] | None, samples: int) -> Any:
     """Return any schedule as it is for a run with `samples` samples in a step of all workers."""
-    return schedule.settled(samples) if isinstance(schedule, Curve) else schedule
+    return schedule.for_global_batch(samples) if isinstance(schedule, Curve) else schedule

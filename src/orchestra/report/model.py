@@ -34,7 +34,7 @@ Load = Callable[[Path], RunRecord]
 Describe = Callable[[RunRecord, Target | None, int | None], dict[str, Any]]
 
 
-def tell(
+def build(
     paths: Sequence[Path], *, target: Target | None = None, title: str | None = None, load: Load = reading.load,
     describe: Describe | None = None,
 ) -> dict[str, Any]:  # fmt: skip

@@ -35,7 +35,7 @@ def settings_of(run: RunRecord) -> dict[str, str]:
         "budget": _budget(run),
         "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
         "network": cluster.get("network") or options.get("network"),
-        "compute time": options.get("compute_time") or options.get("delay") or (None if slow else cluster.get("delay")),
+        "compute time": _compute_time(options) or (None if slow else _compute_time(cluster)),
         "straggler": slow,
         "numerics": cluster.get("numerics"),
         **{name: config.get(name) for name in ("optimizer", "schedule", "clip", "precision", "accumulate")},
@@ -43,6 +43,11 @@ def settings_of(run: RunRecord) -> dict[str, str]:
         **{f"version of {name}": version for name, version in sorted(versions.items())},
     }
     return {name: _text(value) for name, value in chosen.items() if value is not None}
+
+
+def _compute_time(named: Mapping[str, Any]) -> Any:
+    """Return the compute time of options or of a cluster. Older run folders call it `delay`."""
+    return named.get("compute_time") or named.get("delay")
 
 
 def _budget(run: RunRecord) -> Any:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was measured of a machine and a workload on it, in a file: `orchestra probe` writes it, simulations read it.
 
-delay="probe.json"               computing times drawn from those measured, at the run's own batch
-network="probe.json"             hosts that exchange tensors as processes of this machine do
-network="probe.json loopback"    the same, through the sockets of this machine
+compute_time="probe.json"               computing times drawn from those measured, at the run's own batch
+network="probe.json"                    hosts that exchange tensors as processes of this machine do
+network="probe.json loopback"           the same, through the sockets of this machine
 """
 
 from __future__ import annotations

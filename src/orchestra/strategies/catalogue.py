@@ -50,7 +50,7 @@ class Row:
     other_names: Mapping[str, str] = field(
         default_factory=dict
     )  # names from elsewhere: how what they mean there differs
-    tries: tuple[str, ...] = ()  # variants that `orchestra recommend` tries
+    search_space: tuple[str, ...] = ()  # variants that `orchestra recommend` tries
     search: tuple[str, tuple[Any, ...]] | None = None  # the main option, and values to try, the usual one first
     must_log: str | None = None  # a run that never logs this figure never used the strategy's feature
     examples: tuple[str, ...] = ()  # more instances for the tests of the laws, besides one for each value of an option
@@ -79,14 +79,14 @@ ROWS = (
             "means are weighted by samples where batches are of unequal size, and the buffers of BatchNorm are "
             "averaged over the workers when a model is scored or saved, not copied from worker 0 in every step."
         },
-        tries=("allreduce",),
+        search_space=("allreduce",),
         examples=("allreduce(algorithm='hierarchical', group=2)",),
     ),
     Row(
         strategy=Downpour,
         traffic=downpour.traffic,
         formula="S every n_push steps",
-        tries=("downpour",),
+        search_space=("downpour",),
         examples=("downpour(n_push=3, n_fetch=2)", "downpour(n_push=2, n_fetch=4, servers=2)"),
         alone={"n_push": 1, "n_fetch": 1},
     ),
@@ -94,7 +94,7 @@ ROWS = (
         strategy=EASGD,
         traffic=easgd.traffic,
         formula="S every τ steps, once more at the end",
-        tries=("easgd",),
+        search_space=("easgd",),
         search=("tau", (10, 40)),
         alone={"tau": 1000, "alpha": 1.0},  # the centre moves only at the end, all the way to the worker
     ),
@@ -110,7 +110,7 @@ ROWS = (
             "them, and the workers average by an all-reduce, without a server. For clients with different data add "
             "--partition dirichlet:0.5."
         },
-        tries=("localsgd(tau=4)", "localsgd(tau=16)", "localsgd(tau=64)"),
+        search_space=("localsgd(tau=4)", "localsgd(tau=16)", "localsgd(tau=64)"),
         search=("tau", (16, 4, 64)),
     ),
     Row(
@@ -118,7 +118,7 @@ ROWS = (
         traffic=server.traffic,
         formula="S a step",
         short="ps",
-        tries=(
+        search_space=(
             "ps", "ps(servers=4)", "ps(consistency=backupworkers(b=1))", "ps(consistency=ssp(staleness=3))",
             "ps(consistency=asp)", "ps(consistency=asp, servers=4)",
         ),
@@ -141,17 +141,17 @@ ROWS = (
         strategy=SlowMo,
         traffic=slowmo.traffic,
         formula=f"{_AVERAGE} every τ steps, and what the base sends",
-        tries=("slowmo(tau=4)", "slowmo(tau=16)", "slowmo(tau=64)"),
+        search_space=("slowmo(tau=4)", "slowmo(tau=16)", "slowmo(tau=64)"),
         search=("tau", (16, 4, 64)),
         examples=("slowmo(tau=2, base=allreduce)", "slowmo(tau=4, base=localsgd(tau=2))"),
         alone={"alpha": 1.0, "beta": 0.0, "buffers": "maintain"},
     ),
-    Row(strategy=Solo, traffic=solo.traffic, formula="0", tries=("solo",)),
+    Row(strategy=Solo, traffic=solo.traffic, formula="0", search_space=("solo",)),
     Row(
         strategy=StrategySwitch,
         traffic=transfer.traffic,
         short="switch",
-        tries=("switch(when=atshare(share=0.25))",),
+        search_space=("switch(when=atshare(share=0.25))",),
         must_log="switched",
         examples=(
             "switch(when=atshare(share=0.5), then=ps(servers=2))",
@@ -168,7 +168,7 @@ ROWS = (
         strategy=SyncEASGD,
         traffic=sync_easgd.traffic,
         formula=f"{_AVERAGE} every τ steps, once more at the end",
-        tries=("synceasgd",),
+        search_space=("synceasgd",),
         search=("tau", (10, 4, 40)),
         examples=("synceasgd(tau=1, alpha=0.4)",),
         alone={"alpha": 0.0, "beta": 1.0},

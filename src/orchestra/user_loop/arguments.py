@@ -100,11 +100,11 @@ class LoopArguments:
         return [p for p in self.model.parameters() if not p.requires_grad and p.numel()]
 
     @property
-    def torch_means(self) -> bool:
+    def uses_torch_collectives(self) -> bool:
         """Whether torch.distributed does the all-reduces: on a trusted network, for models that are not on GPUs."""
         if not self.together or self.device != "cpu":
             return False
-        return self.cluster.for_strategy(self.strategy).resources(self.size).torch_means
+        return self.cluster.for_strategy(self.strategy).resources(self.size).uses_torch_collectives
 
     # Checks.
 
@@ -202,7 +202,7 @@ class LoopArguments:
             seed=self.seed,
             device=self.device,
             cluster=self.cluster,
-            torch_means=self.torch_means,
+            uses_torch_collectives=self.uses_torch_collectives,
             run=self.out or Path(),
             last_step=self.steps,
             tolerate=self.tolerate,
@@ -229,7 +229,7 @@ class LoopArguments:
             "optimizer": settings_of(self.optimizer),
             "steps": spec.last_step,
             "tolerate": spec.tolerate,
-            "means": "by torch" if spec.torch_means else "by messages",
+            "means": "by torch" if spec.uses_torch_collectives else "by messages",
             **({} if self.lr_factor == 1 else {"lr_factor": self.lr_factor}),
         }
 

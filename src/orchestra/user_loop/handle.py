@@ -55,7 +55,7 @@ class LoopHandle:
         self._report = WorkerReport(peers.send_to_coordinator) if self.workers > 1 else None
         self._scores = LoopScores(peers, folder.path, self.rank)
         self._ended: float | None = None  # when this worker's training did
-        self._exit = Exit(peers, self.finish, self._how_far, self._broken_off)
+        self._exit = Exit(peers, self.finish, self._how_far, self._loop_failed)
 
     @property
     def peers(self) -> Peers:
@@ -160,7 +160,7 @@ class LoopHandle:
             f"optimizer.state_dict(): nothing else was saved.{kept}"
         )
 
-    def _broken_off(self, error: BaseException) -> None:
+    def _loop_failed(self, error: BaseException) -> None:
         """Write the events and the error to the run folder."""
         with contextlib.suppress(OSError):
             if isinstance(self._runtime.log, EventLog):
@@ -246,7 +246,7 @@ class LoopHandle:
         """Raise an error that every worker finds by itself, after ending the run."""
         self._driver.over = True
         self._peers.give_up(str(error), error.exit_code)
-        self._broken_off(error)
+        self._loop_failed(error)
         self._part_from_script()
         raise error
 

@@ -87,7 +87,7 @@ def _take_part(
     comm = Comm(meter, *spec.groups)
     if asked.rank >= asked.workers:
         serve(spec, comm, meter, log, peers, folder, x0.cpu())
-    if spec.torch_means:
+    if spec.uses_torch_collectives:
         from orchestra.user_loop.loop_collectives import LoopCollectives  # not needed otherwise
 
         patience = asked.cluster.patience

@@ -48,7 +48,7 @@ def world_size(strategy: Strategy[Any] | str | None = None) -> int:
         if workers < 1:
             message = f"the strategy has {plural(servers, 'server')}: start more than {plural(servers, 'process')}"
             raise ConfigError([Problem("WORLD_SIZE", size, message)])
-    environment.tell_workers(workers)
+    environment.record_worker_count(workers)
     return workers
 
 
@@ -64,7 +64,7 @@ def _place() -> tuple[int, int]:
 
 def other_answer(strategy: Strategy[Any], workers: int) -> Problem | None:
     """Return a problem if the loop divided its data for another number of workers."""
-    found = environment.told_workers()
+    found = environment.recorded_worker_counts()
     if not found or workers in found:
         return None
     name, servers = type(strategy).__name__, strategy.layout.servers

@@ -54,7 +54,7 @@ class LoopScores:
         self.last: dict[str, float] = {}  # of this worker
         self._by_number: dict[int, dict[int, Scored]] = {}  # and by worker
         self._warned = False
-        peers.scored = self._hear
+        peers.scored = self._handle_message
 
     def give(self, t: float, step: int, samples: int, metrics: dict[str, float]) -> None:
         """Add a score of this worker."""
@@ -75,7 +75,7 @@ class LoopScores:
                 print(f"warning: a score could not be written: {error}. It is tried again at the end.", file=sys.stderr)
             self._warned = True
 
-    def _hear(self, source: int, said: Mapping[str, Any]) -> None:
+    def _handle_message(self, source: int, said: Mapping[str, Any]) -> None:
         figures = {name: float(value) for name, value in said["figures"].items()}
         self._keep(source, Scored(float(said["t"]), said["step"], said["samples"], said["number"], figures))
 

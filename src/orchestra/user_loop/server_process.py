@@ -40,7 +40,7 @@ class ServerFinisher:
         """Return False: a loop has no checkpoints."""
         return False
 
-    def break_off(self) -> None:
+    def save_on_interrupt(self) -> None:
         """Do nothing: a loop has no checkpoints."""
 
     def stay(self) -> bool:

@@ -75,7 +75,7 @@ function line(node) {
     ...KINDS.map((kind) => (known ? percent(node[kind]) : "–")),
     number(node.rate),
     known ? `${bytes(node.traffic)}/s` : "–",
-    node.heard == null ? "–" : seconds(Math.round(node.heard)),
+    node.seconds_since_event == null ? "–" : seconds(Math.round(node.seconds_since_event)),
     node.state,
   ];
 }

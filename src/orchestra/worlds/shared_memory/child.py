@@ -80,7 +80,7 @@ def _run_node(spec: RunSpec, arena: Arena, rank: int, tell: Tell, setup: ChildSe
 
     def make_node(comm: Comm, log: EventLog) -> Node:
         node = _node(spec, arena, rank, comm, log, setup.origin)
-        if spec.torch_means and node.feed is not None:
+        if spec.uses_torch_collectives and node.feed is not None:
             from orchestra.worlds.torch_collectives import TorchCollectives, file_store  # not needed otherwise
 
             store = file_store(spec.run / f"nccl-{spec.launch}", spec.workers)

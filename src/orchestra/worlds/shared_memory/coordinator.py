@@ -105,7 +105,7 @@ class LocalCoordinator(RunSupervisor):
         while len(self.gone) < self.nodes:
             readable, _, _ = select.select([messages, exits], [], [], _GLANCE)
             if messages in readable:
-                self.hear(json.loads(messages.recv(1 << 17)))
+                self.handle_message(json.loads(messages.recv(1 << 17)))
             elif exits in readable:
                 # Only when there are no messages: read a node's error before its exit status.
                 self._note_exit(exits)

@@ -120,11 +120,11 @@ class SharedMemoryTransport:
             awaited,
         )
 
-    def await_bell(self, ready: Callable[[], bool]) -> None:
+    def wait_for_wakeup(self, ready: Callable[[], bool]) -> None:
         """Block until `ready`, which is checked whenever this node is woken; there is no time-out."""
         self._waiter.wait(self._arena.plan.word("bell", self.rank), ready, lambda: "the others", forever=True)
 
-    def ring_all(self) -> None:
+    def wake_all(self) -> None:
         """Wake every node."""
         for node in range(self.size):
             self.mailbox.ring(node)

@@ -60,8 +60,8 @@ class Simulation:
             kernel, network, self.nodes, spec.workers, machines=spec.machines, closed_forms=closed_forms
         )
         self.transports = connect(self.world, self.nodes)
-        assert spec.delay is not None
-        self.delay = spec.delay
+        assert spec.compute_time is not None
+        self.compute_time = spec.compute_time
         self.rows = [NodeStatus(0, 0, float("nan"), 0, 0, 0, 0, 0, 0, 0) for _ in range(self.nodes)]
         self.warnings = (
             ["the workers share one x in the memory of one machine: no network was used."]
@@ -205,7 +205,7 @@ class Simulation:
 
     def _connect(self, rank: int, log: _BufferedLog) -> tuple[Metered, Comm]:
         spec, transport = self.spec, self.transports[rank]
-        transport.lasts = compute_times.sampler(self.delay, spec.seed, rank)
+        transport.lasts = compute_times.sampler(self.compute_time, spec.seed, rank)
         if not self.timing_only:
             transport.computing = partial(self._compute, rank)
         traced: Transport = transport
@@ -226,7 +226,7 @@ class Simulation:
             log.write(NodeStarted(0.0, node.rank, "worker" if node.rank < self.spec.workers else "server", 0.0))
             try:
                 self._use_rng(node.rank)
-                runtime = _SimulatedRuntime(self.spec, node, meter, log, self._hear, show)
+                runtime = _SimulatedRuntime(self.spec, node, meter, log, self._handle_message, show)
                 checkpointer = _ScoreWatch(self, runtime)
                 node_loop.serve(runtime, checkpointer) if runtime.is_server else node_loop.work(runtime, checkpointer)
             except (OrchestraError, KeyboardInterrupt):
@@ -252,7 +252,7 @@ class Simulation:
 
     # Progress.
 
-    def _hear(self, said: dict[str, Any]) -> None:
+    def _handle_message(self, said: dict[str, Any]) -> None:
         name = name_of(said["node"], self.spec.workers)
         if said["kind"] == "snapshot-failed":
             what = "could not write its part of a snapshot"
@@ -358,7 +358,7 @@ class _ScoreWatch:
         """Return False: Ctrl-C ends a simulation at once."""
         return False
 
-    def break_off(self) -> None:
+    def save_on_interrupt(self) -> None:
         """Do nothing: a simulation has no checkpoints."""
 
     def stay(self) -> bool:

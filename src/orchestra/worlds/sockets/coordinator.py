@@ -66,8 +66,8 @@ class Coordinator(RunSupervisor):
             self.transport.control.learn("save_wanted", self.prepared.resumed_from)
             try:
                 self._send_assignment()
-                broken_off = session.run_node(spec, tell=self.hear, show=self._show, asked=asked)
-                self.hear({"kind": "done", "node": COORDINATOR, "interrupted": broken_off})
+                interrupted = session.run_node(spec, tell=self.handle_message, show=self._show, asked=asked)
+                self.handle_message({"kind": "done", "node": COORDINATOR, "interrupted": interrupted})
                 self.messenger.wait_until(lambda: len(self.done) == self.nodes, lambda: "the others", forever=True)
                 self.settle()
             except BaseException as error:
@@ -118,9 +118,11 @@ class Coordinator(RunSupervisor):
             case "failed" | "refused":
                 raise self._failure_of(message | {"node": source})
             case "saved" if (error := self.files.failed.pop(self._part(source, message["step"]), None)) is not None:
-                self.hear({"kind": "save-failed", "node": source, "step": message["step"], "error": str(error)})
+                self.handle_message(
+                    {"kind": "save-failed", "node": source, "step": message["step"], "error": str(error)}
+                )
             case _ if not self.transport.handle_control(message):
-                self.hear(message | {"node": source})
+                self.handle_message(message | {"node": source})
 
     def on_file_piece(self, source: int, piece: bytes) -> None:
         """Take the next piece of a file that another node has announced."""
@@ -133,7 +135,7 @@ class Coordinator(RunSupervisor):
     def _failure_of(self, message: dict[str, Any]) -> OrchestraError:
         """Return the error that another process raised, with the exit code of one that ended as a consequence."""
         try:
-            self.hear(message)
+            self.handle_message(message)
         except OrchestraError as error:
             error.exit_code = Stopped.exit_code  # type: ignore[misc]
             return error

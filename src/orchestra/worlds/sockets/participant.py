@@ -59,8 +59,8 @@ class Participant:
                 self._await(lambda: self.assignment is not None or self.outcome is not None, waiting_for)
                 if self.assignment is not None:  # otherwise the run was complete already
                     spec, tell = self._apply_assignment(self.assignment, Path(scratch))
-                    broken_off = session.run_node(spec, tell=tell, show=self._show, asked=asked)
-                    tell({"kind": "done", "node": self.rank, "interrupted": broken_off})
+                    interrupted = session.run_node(spec, tell=tell, show=self._show, asked=asked)
+                    tell({"kind": "done", "node": self.rank, "interrupted": interrupted})
                 self._await(lambda: self.outcome is not None and len(self.model) == self.outcome["bytes"], "worker 0")
             except BaseException as error:
                 raise self._end_for_all(error) from None

@@ -73,11 +73,11 @@ class RunTransport(SocketTransport):
             lambda: control.saved(node) >= label or (not lockstep and control.stop_at != 0), waiting_for
         )
 
-    def await_bell(self, ready: Callable[[], bool]) -> None:
+    def wait_for_wakeup(self, ready: Callable[[], bool]) -> None:
         """Block, for as long as it takes, until something happens that concerns this node."""
         self.messenger.wait_until(ready, lambda: "the others", forever=True)
 
-    def ring_all(self) -> None:
+    def wake_all(self) -> None:
         """Do nothing: control messages wake nodes that wait."""
 
     def proceed(self, step: int, *, lockstep: bool) -> bool:

@@ -107,7 +107,7 @@ class Session:
         if spec.device == "cuda":
             device = torch.device("cuda", self.cluster.place.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        if spec.torch_means:
+        if spec.uses_torch_collectives:
             self._connect_torch(spec.workers, device)
         x = self.x0.to(device, copy=True)
         return node_loop.worker(spec, self.rank, comm, log, x, torch.zeros_like(x))
@@ -168,7 +168,7 @@ class Session:
 
 def _trust_notice(spec: RunSpec) -> str:
     """Say what it means that the network is trusted."""
-    means = " Averages by torch.distributed do not even check the token." if spec.torch_means else ""
+    means = " Averages by torch.distributed do not even check the token." if spec.uses_torch_collectives else ""
     return (
         "the network is trusted: connections are authenticated, but not encrypted. Any machine on the network can read "
         f"the run's messages and change them on their way.{means}"

@@ -207,7 +207,7 @@ def test_servers_are_processes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ps(servers=2)", "ps(servers=2, colocated=True)"])
-def test_with_as_many_more_it_works(strategy: str) -> None:
+def test_servers_in_extra_processes_give_the_same_model(strategy: str) -> None:
     def call() -> Any:
         with contextlib.suppress(SystemExit):
             return loop(strategy)
