@@ -48,8 +48,9 @@ def describe(outcome: LoopOutcome) -> str:
     whole = outcome.seconds or 1.0
     shares = percents([part / whole for part in (outcome.compute, outcome.communicate, outcome.wait)])
     compute, communicate, wait, other = shares
+    workers, parameters = plural(outcome.workers, "worker"), plural(outcome.parameters, "parameter")
     lines = [
-        f"{outcome.strategy} · {plural(outcome.workers, 'worker')}{servers} · {plural(outcome.parameters, 'parameter')}",
+        f"{outcome.strategy} · {workers}{servers} · {parameters}",
         f"  worker 0 made {plural(outcome.steps, 'step')} in {outcome.seconds:.2f} s ({rate:,.0f} samples/s)",
         f"  training loss of the last step {loss}{scores}",
         f"  worker 0 sent {size(outcome.sent)} and received {size(outcome.received)}",
