@@ -15,7 +15,7 @@ from orchestra.report import comparison_file, model, tables
 from orchestra.runs.budget import Target
 
 RACE = {"localsgd": [0.05, 0.06, 0.05], "slowmo": [0.08, 0.09, 0.07]}
-MISSED = "Not reached in every run, if in any: slowmo."
+MISSED = "The target was reached in only 2 of 3 runs of slowmo."
 
 
 def failed(strategy: str, seed: int) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_a_run_that_left_nothing_counts_as_failed(tmp_path: Path) -> None:
     shutil.rmtree(race / "slowmo" / "seed2")
     told = model.build([race])
     assert told["verdict"]["sentence"].endswith("; no other did in every run.")
-    assert told["verdict"]["doubts"] == ["Not reached in every run, if in any: ps, slowmo."]
+    assert told["verdict"]["doubts"] == ["The target was reached in only 0 of 1 run of ps and 2 of 3 runs of slowmo."]
     assert [lines(told)[name][4] for name in ("localsgd", "slowmo", "ps")] == ["3/3", "2/3", "0/1"]
     assert lines(told)["ps"][1] == "failed"
     assert len({len(line) for line in [told["table"]["head"], *told["table"]["lines"]]}) == 1

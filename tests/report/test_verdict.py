@@ -138,7 +138,7 @@ def test_conditions_are_no_seeds() -> None:
         "ps reached accuracy ≥ 0.9 first under 10 of 10 conditions; under all of them it was 2.00 to 4.35 times as "
         "fast as allreduce."
     )
-    assert [doubt[:12] for doubt in found.doubts] == ["Not reached ", "One seed onl"]
+    assert [doubt[:12] for doubt in found.doubts] == ["The target w", "One seed onl"]
     assert "slowmo" in found.doubts[0]
 
 

@@ -38,6 +38,9 @@ from orchestra.errors import Interrupted
 _NoSuchOption = sys.modules[typer.BadParameter.__module__].NoSuchOption
 
 
+_LOOKING = ("watch", "top")  # commands that Ctrl-C ends in any case, and that save nothing
+
+
 class _Verbs(TyperGroup):
     """A group that handles Ctrl-C itself, and keeps what was typed."""
 
@@ -57,7 +60,8 @@ class _Verbs(TyperGroup):
             _say(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            _say("stopped before anything was saved.")
+            if ctx.invoked_subcommand not in _LOOKING:
+                _say("stopped before anything was saved.")
             raise typer.Exit(Interrupted.exit_code) from None
 
 

@@ -84,10 +84,15 @@ def settle(race: Race, *, quiet: bool) -> Race:
         why = outcome.failed or f"its {metric or 'score'} did not improve"
         message = f"none was given, and a first run of {first} found none: {why}. Give one: --target accuracy=0.9"
         raise ConfigError([Problem("target", None, message)])
+    took, best = time.monotonic() - began, (min if lower_is_better(metric) else max)(values)
+    if len(values) == 1:
+        how = f"within 10 % of the only score, {best:.4g}"
+    else:
+        how = f"{_WAY:.0%} of the way from the first score, {values[0]:.4g}, to the best, {best:.4g}"
+    found = f"target {goal(target)}, as none was given: {how}, of a first run of {first} with seed {seed}"
     if not quiet:
-        best = (min if lower_is_better(metric) else max)(values)
-        summary.say(f"{mark}: {metric} {values[0]:.4g} at first, {best:.4g} at best; the target is {goal(target)}")
-    return dataclasses.replace(race, target=target, took=time.monotonic() - began)
+        summary.say(f"{mark}: {took:.2g} s\n{found}.")
+    return dataclasses.replace(race, target=target, took=took, chosen_target=found)
 
 
 def _reachable(values: list[float], *, lower: bool) -> float:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 from orchestra.cli import reasons, ties
 from orchestra.cli.table import StrategyRow, Table
 from orchestra.formatting import listed, plural, size
@@ -16,9 +18,10 @@ def verdict(table: Table, cores: int | None) -> list[str]:
     judged = judge(table.marks, table.target, table.target.metric, table.unit, table.baseline)
     said, winners = [judged.sentence], [row for row in table.ranked if row.always]
     if not winners and all(row.unlearned for row in table.rows if row.done):
-        said.append("Give another --lr.")
+        said.append(f"{_rates(table, 'other')}.")
     elif not winners:
-        said.append("Give more --epochs or a nearer --target.")
+        longer = "Train longer in the script, or give" if math.isnan(table.epochs) else "Give more --epochs or"
+        said.append(f"{longer} a nearer --target.")
     elif winners[0].workers + winners[0].servers == 1 and table.workers > 1:
         said.append(f"{winners[0].strategy} is one process: this model is too small to gain from more workers here.")
     tied = [row for row in winners if row.strategy in judged.tied]
@@ -35,6 +38,15 @@ def verdict(table: Table, cores: int | None) -> list[str]:
             "on machines of their own the order may differ."
         )
     return said
+
+
+def _rates(table: Table, which: str) -> str:
+    """Return how to try other rates: --lr would switch tuning off, and the rate of a loop is its own."""
+    if math.isnan(table.epochs):
+        return f"Set {'another' if which == 'other' else f'a {which}'} learning rate in the script"
+    if table.tuned:
+        return f"Give {which} rates to tune with: --lrs"
+    return f"Give {'another' if which == 'other' else f'a {which}'} --lr"
 
 
 def _cut_short(table: Table, first: StrategyRow) -> list[str]:
@@ -95,7 +107,8 @@ def _stale(table: Table) -> list[str]:
         if row.done and not row.always and row.unlearned is None  # which is reported already
     ]
     return [
-        f"With {row.strategy} gradients were {stale:.1f} updates old on average: a smaller --lr may help it."
+        f"With {row.strategy} gradients were {stale:.1f} updates old on average, for which a smaller learning rate may "
+        f"be needed. {_rates(table, 'smaller')}."
         for row, stale in missed
         if stale
     ]

@@ -48,6 +48,7 @@ class Race:
     tuning: str = ""  # how they were tuned, or why they were not
     edges: frozenset[str] = frozenset()  # strategies whose best rate is the smallest or largest that was tried
     took: float | None = None  # seconds of a first run
+    chosen_target: str = ""  # how the target was found, if none was given
     snapshots: int = _SNAPSHOTS  # of a run
     patience: float | None = None  # seconds after which a run is given up
     stream: float | None = None  # samples in a pass over the data, if that has no index
@@ -179,7 +180,8 @@ class Race:
 
     def fairness(self, table: Table) -> list[str]:
         """Return what all runs had in common, read from their folders."""
-        return [*fairness.examine(table), fairness.rates(self, [row.strategy for row in table.rows])]
+        target = [self.chosen_target] if self.chosen_target else []
+        return [*fairness.examine(table), *target, fairness.rates(self, [row.strategy for row in table.rows])]
 
     def _world(self) -> str:
         """Return the cluster in words, if it is not local processes."""

@@ -60,8 +60,12 @@ def _beside(table: Table, first: StrategyRow, rival: StrategyRow, *, tie: bool) 
     need = _mean(mine, "samples") / _mean(theirs, "samples")
     reason = _reason(rate, need)
     if not rival.times:
-        part = f", and needed {need:.0%} of those with which {name} did not reach the target" if need < 1 else ""
-        said = f"In these runs {first.strategy} went through {_as_many(rate)} samples a second as {name}{part}."
+        said = f"In these runs {first.strategy} went through {_as_many(rate)} samples a second as {name}."
+        if need < 1:
+            said += (
+                f" It reached the target with {need:.0%} of the samples that {name} used in a whole run without "
+                "reaching it."
+            )
     elif tie:  # what is equally fast need not be alike
         passed = f"until the target {first.strategy} went through {_as_many(rate)} samples a second as {name}"
         said = f"In these runs, {passed}, and needed {_as_many(need)} samples."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -178,7 +179,11 @@ class Advice:
                 how = f"did in {len(near.times)} of {len(near.outcomes)}"
             return [
                 f"Nothing reached {table.goal} in every run; {near.strategy} {how}. "
-                "Give more --epochs, a nearer --target or another --lr."
+                + (
+                    "Train longer in the script, or give a nearer --target."
+                    if math.isnan(table.epochs)
+                    else "Give more --epochs or a nearer --target."
+                )
             ]
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None

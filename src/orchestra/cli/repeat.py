@@ -11,7 +11,7 @@ from pathlib import Path
 from orchestra.runs.reading import object_in
 
 NAME = "command.json"
-_BEFORE = (NAME, "tuning.json", "tuning")  # files that exist before the first run of a race
+_BEFORE = (NAME, "tuning.json")  # files that exist before the first run of a race
 
 
 def keep(typed: Sequence[str], out: Path) -> None:
@@ -27,7 +27,13 @@ def is_taken(out: Path) -> bool:
     """Return whether a folder holds more than a command leaves that was refused or stopped before the race."""
     if not out.is_dir():
         return out.exists()
-    return any({*_BEFORE}.isdisjoint(path.relative_to(out).parts) for path in out.rglob("*") if not path.is_dir())
+    files = (path.relative_to(out).parts for path in out.rglob("*") if not path.is_dir())
+    return not all(parts[-1] in _BEFORE or _is_of_a_try(parts) for parts in files)
+
+
+def _is_of_a_try(parts: Sequence[str]) -> bool:
+    """Return whether a file belongs to a run of tuning, tuning/STRATEGY/seedN, which is deleted after its result."""
+    return any(name == "tuning" and parts[i + 2].startswith("seed") for i, name in enumerate(parts[:-3]))
 
 
 def going_on(out: Path, **more: str) -> str | None:

@@ -120,12 +120,14 @@ def conclude(source: Source, chosen: Options, runs: list[Path], *, as_json: bool
     """Print the outcome and what to try next."""
     if environment.is_member() or not runs:
         return  # process 0 prints it, or the script itself
+    from orchestra.engine import warnings
     from orchestra.runs.facts import facts_of
 
     found = [(path, facts_of(path)) for path in runs]
     if not quiet:
         for warning in [warning for path in runs for warning in summary.warnings_of(path)]:
-            summary.say(f"warning: {warning}")
+            if not warnings.was_said(warning):
+                summary.say(f"warning: {warning}")
     if as_json:
         records = [summary.as_record(path, facts) for path, facts in found]
         summary.print_json(records[0] if len(records) == 1 else {"runs": records})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from orchestra.runs.facts import Facts
 
-_MOST_NODES = 16  # lines of the table of nodes
+_MOST_ROWS = 16  # of the table of nodes; nodes with equal shares are one row
 
 
 def print_json(value: Any) -> None:
@@ -53,7 +53,7 @@ def describe(run: Path, facts: Facts) -> str:
     lines = [
         f"{facts.strategy} · {plural(facts.workers, 'worker')}{servers} · {plural(facts.parameters, 'parameter')}",
         f"  {_steps(facts)} of each worker in {facts.seconds:.2f} {'virtual ' if facts.virtual else ''}s"
-        f" ({facts.samples_per_second:,.0f} samples/s"
+        f" ({facts.samples_per_second:,.0f} samples/s on average"
         + ("" if facts.virtual else f"; set up in {facts.setup:.1f} s")
         + f"){ended.get(facts.stopped_by, '')}",
         f"  training loss {loss}{metrics}{_unlearned(facts)}"
@@ -105,13 +105,21 @@ def _steps(facts: Facts) -> str:
 
 
 def _nodes(facts: Facts) -> list[str]:
-    lines = ["  time of     compute  communicate  wait  other"]
-    for share in facts.shares[:_MOST_NODES]:
-        name = f"worker {share.node}" if share.role == "worker" else f"server {share.node - facts.workers}"
-        compute, communicate, wait, other = percents([share.compute, share.communicate, share.wait])
-        lines.append(f"  {name:<10} {compute:7}% {communicate:11}% {wait:4}% {other:5}%")
-    if len(facts.shares) > _MOST_NODES:
-        lines.append(f"  … and {len(facts.shares) - _MOST_NODES} more nodes")
+    rows: list[tuple[str, int, int, list[int]]] = []  # role, first and last number, shares of time
+    for share in facts.shares:
+        number = share.node if share.role == "worker" else share.node - facts.workers
+        times = percents([share.compute, share.communicate, share.wait])
+        if rows and (rows[-1][0], rows[-1][2], rows[-1][3]) == (share.role, number - 1, times):
+            rows[-1] = (share.role, rows[-1][1], number, times)
+        else:
+            rows.append((share.role, number, number, times))
+    names = [f"{role} {first}" if first == last else f"{role}s {first}-{last}" for role, first, last, _ in rows]
+    width = max(10, *map(len, names)) if names else 10
+    lines = [f"  {'time of':<{width}}  compute  communicate  wait  other"]
+    for name, (_, _, _, (compute, communicate, wait, other)) in list(zip(names, rows, strict=True))[:_MOST_ROWS]:
+        lines.append(f"  {name:<{width}} {compute:7}% {communicate:11}% {wait:4}% {other:5}%")
+    if left := sum(last - first + 1 for _, first, last, _ in rows[_MOST_ROWS:]):
+        lines.append(f"  … and {plural(left, 'more node')}")
     return lines
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from orchestra.cli.race import Race
     from orchestra.cli.table import Outcome
 
+_MINUTE = 60.0  # seconds between lines of progress where there is no terminal
 _ENDLESS = (
     "the data is a stream that did not end within a minute, so its length in steps is unknown: give its Dataset a "
     "__len__, the samples of a pass"
@@ -97,6 +98,7 @@ class Tuning:
     quiet: bool = False
     part: float = 1.0  # of its epochs that a run of the race takes
     _kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of earlier tries
+    _told: float = field(default_factory=time.monotonic)  # when a line on the progress was printed
 
     @cached_property
     def own(self) -> tuple[float, float]:
@@ -180,7 +182,8 @@ class Tuning:
         race = self.race
         count = (0, 0, 2, 3, 3, 5)[min(5, int(self.worth))]
         if not count:
-            return self._untuned("a try is a whole run of the script: --seeds 2 or more allow for it")
+            cost = "" if race.took is None else f"; the race takes {self._race_of_loop(race.took)}"
+            return self._untuned(f"a try is a whole run of the script: --seeds 2 or more allow for it{cost}")
         if not self.quiet:
             summary.say(self._estimate_of_loop(count))
         factors = [3.0**exponent for exponent in range(-(count // 2), (count + 1) // 2)]
@@ -206,7 +209,10 @@ class Tuning:
     def _both(self, count: int, took: float) -> str:
         """Return how long tuning and the race take, if every run takes as long as one did."""
         strategies = len(self.race.strategies)
-        return f"tuning takes {_about(strategies * count * took)}, the race {_about(strategies * self.worth * took)}"
+        return f"tuning takes {_about(strategies * count * took)}, the race {self._race_of_loop(took)}"
+
+    def _race_of_loop(self, took: float) -> str:
+        return _about(len(self.race.strategies) * self.worth * took)
 
     def _untuned(self, why: str) -> Race:
         if not self.quiet:
@@ -278,7 +284,8 @@ class Tuning:
         race = self._race_of(setting, epochs, whole=whole)
         key = tuning_cache.key(race, setting.strategy, seed)
         if key not in self._kept:
-            self._show(f"tuning {setting.strategy}: {setting}, {epochs:.3g} epochs")
+            length = "" if math.isnan(epochs) else f", {epochs:.3g} epochs"
+            self._show(f"tuning {setting.strategy}: {setting}{length}")
             outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
             self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric, self._sign))
             shutil.rmtree(outcome.run, ignore_errors=True)
@@ -288,8 +295,15 @@ class Tuning:
         return TuningResult(record["seconds"], curve, record["failed"], record["collapsed"])
 
     def _show(self, text: str) -> None:
-        """Print what is tried now, in a line of the terminal that the next one replaces."""
-        if not self.quiet and sys.stderr.isatty():
+        """Print what is tried now: in a line of the terminal that the next one replaces; elsewhere once a minute."""
+        if self.quiet:
+            return
+        if not sys.stderr.isatty():
+            now = time.monotonic()
+            if text and now - self._told >= _MINUTE:
+                self._told = now
+                summary.say(f"{text} ({len(self._kept)} tries done)")
+        else:
             sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
             sys.stderr.flush()
 

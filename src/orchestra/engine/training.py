@@ -218,7 +218,9 @@ class Training:
     def _cautions(self, spec: RunSpec) -> Iterator[str | None]:
         yield warnings.about_shards(spec.shards, spec.partition)
         optimizer = spec.optimizer(list(trainable(self.module).values()))
-        yield warnings.about_momentum(spec.strategy, optimizer, spec.workers)
+        note = self.given.note  # a comparison has no option --momentum
+        typed = "recipe" in note and "race" not in note
+        yield warnings.about_momentum(spec.strategy, optimizer, spec.workers, options=typed)
 
     def _how_to_resume(self) -> str:
         """Return the command or the call that resumes the run: the command line knows only runs that it started."""

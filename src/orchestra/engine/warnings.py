@@ -18,6 +18,7 @@ from orchestra.core.strategy import Strategy
 from orchestra.data.batches import Pieces, each, loss_of, pieces
 from orchestra.data.partitions import Dirichlet, Partition
 from orchestra.data.random_state import left_alone
+from orchestra.engine.expression import show
 from orchestra.formatting import plural
 from orchestra.strategies.catalogue import StrategySwitch
 
@@ -25,15 +26,23 @@ _EXACT = 1e-3  # relative error up to which a loss counts as the sum of the loss
 _CLEAR = 1e-2  # relative error above which it is not their mean, and relative size above which a part matters
 _NAMED = 8  # workers without samples that are named
 _LARGE = 0.9  # momentum
+_said: set[str] = set()  # by this process
 _silent: ContextVar[bool] = ContextVar("orchestra-silent", default=False)
 
 
 def say(*warnings: str | None) -> list[str]:
     """Print the warnings that are not None to standard error, and return them."""
     found = [warning for warning in warnings if warning is not None]
+    if not _silent.get():
+        _said.update(found)
     for warning in () if _silent.get() else found:
         print(f"warning: {warning}", file=sys.stderr)
     return found
+
+
+def was_said(warning: str) -> bool:
+    """Return whether this process has printed a warning already."""
+    return warning in _said
 
 
 @contextmanager
@@ -67,8 +76,10 @@ BatchNorm statistics have weight zero. Use a larger alpha, fewer workers, or ano
     )
 
 
-def about_momentum(strategy: Strategy[Any], optimizer: optim.Optimizer, workers: int) -> str | None:
-    """Warn about momentum of 0.9 or more where a server applies stale gradients.
+def about_momentum(
+    strategy: Strategy[Any], optimizer: optim.Optimizer, workers: int, *, options: bool = False
+) -> str | None:
+    """Warn about momentum of 0.9 or more where a server applies stale gradients; `options`: of a command line.
 
     The two together swing with hardly any damping, until noise throws the model out: see `StrategySwitch`. Without
     momentum and with γ/(1 − μ), divided by N where each gradient is an update, x moves as far and the swing is damped.
@@ -77,9 +88,11 @@ def about_momentum(strategy: Strategy[Any], optimizer: optim.Optimizer, workers:
         for part, momentum, given in _phases(strategy, group.get("momentum") or 0.0, workers):
             if part.layout.updates.stale and momentum >= _LARGE:
                 rate = group["lr"] / (1 - momentum) / part.layout.updates.per_round_of(workers)
-                remedy = "momentum=0 in the strategy" if given else f"momentum=0 and lr={rate:.2g} in the optimizer"
+                typed = f"--momentum 0 --lr {rate:.2g}" if options else f"momentum=0 and lr={rate:.2g} in the optimizer"
+                remedy = "momentum=0 in the strategy" if given else typed
+                name = show(part) if options else type(part).__name__
                 return (
-                    f"{type(part).__name__} applies gradients that are several updates old, and momentum "
+                    f"{name} applies gradients that are several updates old, and momentum "
                     f"{momentum:g} amplifies them: training may collapse, with some seeds and not with others. "
                     f"Use {remedy}, or a learning rate far below that of allreduce."
                 )

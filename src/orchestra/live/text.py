@@ -56,7 +56,7 @@ def situation(run: RunNow) -> str:
         best = "" if run.best in (None, run.latest) else f", best {run.best:.4g}"
         found.append(f"test {run.metric} {run.latest:.4g}{best}")
     if run.rate and not run.over:
-        found.append(f"{run.rate:,.0f} samples/{'virtual ' if run.virtual else ''}s")
+        found.append(f"{run.rate:,.0f} samples/{'virtual ' if run.virtual else ''}s in the last steps")
     if run.left is not None:
         found.append(f"{duration(run.left)} left")
     return " · ".join(found)
