@@ -146,7 +146,7 @@ def test_where_tries_take_longer_than_the_race_there_are_none(
     assert fairness.rates(race).startswith("untuned (the shortest tries would take")
 
 
-def test_the_estimate_is_of_both(tmp_path: Path) -> None:
+def test_the_estimate_covers_tuning_and_race(tmp_path: Path) -> None:
     tuned = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(run=0.0, score=0.0, epoch=30.0, real=30.0))
     tuning, race = tuned._estimate().splitlines()
     assert tuning.startswith("tuning 2 strategies, 12 tries each, in simulation, seeds 3 and 4: about 60 min at most, ")

@@ -134,7 +134,7 @@ def test_all_reduce_is_large_batch_training(workers: int, optimizer: Factory, tm
 
 
 @pytest.mark.parametrize("optimizer", [momentum, OPTIMIZERS["adam"]], ids=["momentum", "adam"])
-def test_alone_it_is_all_reduce_bit_for_bit(optimizer: Factory, tmp_path: Path) -> None:
+def test_all_reduce_with_one_worker_equals_solo_bit_for_bit(optimizer: Factory, tmp_path: Path) -> None:
     given: dict[str, Any] = {"workers": 1, "optimizer": optimizer, "budget": Steps(4)}
     one = large(Solo(), tmp_path / "solo", **given)
     assert_same(one.model, large(AllReduce(), tmp_path / "allreduce", **given).model)

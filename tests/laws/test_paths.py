@@ -73,7 +73,7 @@ PARAMETERS = sum(p.numel() for p in make_model().parameters())
 
 
 @in_processes(SYNCHRONOUS)
-def test_simulated_is_real(strategy: S) -> None:
+def test_simulated_and_real_runs_give_the_same_model(strategy: S) -> None:
     """With BatchNorm, dropout and every other generator: each virtual node has its own random numbers."""
     assert_same(real(strategy, model=Dicey).model, simulated(strategy, model=Dicey).model)
 

@@ -140,7 +140,7 @@ def test_a_worker_that_has_finished_counts_with_its_last_progress(tmp_path: Path
     assert after_the_others[0] < FALLING(1.5)  # three of four are at the end
 
 
-def test_alone_it_is_plain_training(tmp_path: Path) -> None:
+def test_schedules_with_one_worker_equal_plain_training(tmp_path: Path) -> None:
     for strategy in (ParameterServer(consistency=ASP()), ParameterServer(consistency=KSync(k=1)), Downpour()):
         found = train(
             strategy, tmp_path / type(strategy).__name__ / show(strategy), cluster=Simulated(workers=1),
