@@ -82,7 +82,11 @@ LOCKSTEP = [
 ]
 
 
-@pytest.mark.parametrize("strategy", LOCKSTEP, ids=show)
+OFTEN = [LOCKSTEP[0], LOCKSTEP[1], LOCKSTEP[7]]  # the others in `make nightly`
+MARKED = [s if s in OFTEN else pytest.param(s, marks=pytest.mark.nightly) for s in LOCKSTEP]
+
+
+@pytest.mark.parametrize("strategy", MARKED, ids=show)
 def test_a_skipped_gradient_leaves_servers_and_all_reduce_equal(strategy: Strategy[Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "schedule": FALLING, "budget": Epochs(2), "data": with_a_bad_sample, "loss": loss, "workers": WORKERS,
