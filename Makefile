@@ -8,6 +8,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 3 --dist worksteal  # on two cores: some of them wait
+PAIRED := -n 2 --dist worksteal  # those that measure time: one for each core
 PART ?= laws paths docs launch libraries lab browser soak
 
 unexport PYTHONDONTWRITEBYTECODE  # else every process of every test would compile the package again
@@ -34,8 +35,8 @@ check: setup
 # Both lanes run, also when the first fails: one run names all that is wrong.
 test: check
 	failed=0; \
-	$(PYTEST) src tests --ignore tests/architecture -m "not alone and not nightly" $(ABREAST) || failed=1; \
-	$(PYTEST) tests -m "alone and not nightly" || failed=1; \
+	$(PYTEST) src tests --ignore tests/architecture -m "not timed and not nightly" $(ABREAST) || failed=1; \
+	$(PYTEST) tests -m "timed and not nightly" $(PAIRED) || failed=1; \
 	exit $$failed
 
 # All parts run, also when one fails.
@@ -45,11 +46,11 @@ nightly: setup
 
 nightly-laws: setup
 	@echo "nightly laws: every example of every strategy in processes; a thousand orders of events in virtual time"
-	$(PYTEST) tests -m "nightly and not alone" --ignore tests/docs --ignore tests/launch $(ABREAST) --timeout 1200
+	$(PYTEST) tests -m "nightly and not timed" --ignore tests/docs --ignore tests/launch $(ABREAST) --timeout 1200
 
 nightly-paths: setup
 	@echo "nightly paths: every example of every strategy in processes that die or hear Ctrl-C"
-	$(PYTEST) tests -m "nightly and alone" --ignore tests/browser --ignore tests/lab \
+	$(PYTEST) tests -m "nightly and timed" --ignore tests/browser --ignore tests/lab \
 	  --ignore tests/prepare/test_libraries.py --timeout 600
 
 nightly-docs: setup

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: one thread for the reference computations, as in the workers; Ctrl-C is heard.
 
-Tests run in two lanes. What measures time, or ends what is late, is marked `alone`: it runs while nothing else
-does. All other tests run three at a time. `nightly` are those that take too long for every change, or need what few
-machines have.
+Tests run in two lanes. What measures time, or ends what is late, is marked `timed`: of these two run at a time, one
+for each core. All other tests run three at a time. `nightly` are those that take too long for every change, or need
+what few machines have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from orchestra.worlds.shared_memory import fork_server
 
 # Folders and files of which every test is marked; single tests are marked where they stand.
 LANES = {
-    "alone": (
+    "timed": (
         "browser", "core/test_orphans.py", "core/test_scoring_meanwhile.py", "core/test_stopping.py", "lab",
         "prepare/test_libraries.py", "transports/test_processes.py", "transports/test_reconnect.py",
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measures time runs in the lane in which nothing else runs."""
+"""What measures time runs in the lane in which every test has a core."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def measures_time(function: ast.AST) -> bool:
     return any(re.match(r"time\.(monotonic|perf_counter|time)\(\) - ", ast.unparse(left)) for left in passed)
 
 
-def test_what_measures_time_runs_alone() -> None:
+def test_what_measures_time_has_a_core() -> None:
     assert measures_time(ast.parse("def test() -> None:\n    assert time.time() - began < 5"))
     strange = [
-        f"{shown(path)}: {node.name} lacks @pytest.mark.alone"
+        f"{shown(path)}: {node.name} lacks @pytest.mark.timed"
         for path in TEXTS
-        if path.name.startswith("test_") and "alone" not in lanes_of(path)
+        if path.name.startswith("test_") and "timed" not in lanes_of(path)
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef)
         and measures_time(node)
-        and not any("alone" in ast.unparse(mark) for mark in node.decorator_list)
+        and not any("timed" in ast.unparse(mark) for mark in node.decorator_list)
     ]
     assert not strange, "\n".join(strange)
 

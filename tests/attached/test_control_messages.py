@@ -286,7 +286,7 @@ def test_a_faulty_process_is_named_and_process_0_ends_cleanly(tmp_path: Path) ->
     assert not list(tmp_path.rglob("evil"))
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_closing_has_one_deadline_for_all_connections() -> None:
     """However many peers do not read; and no file is accepted once it has begun."""
     ours, theirs = zip(*[_tcp() for _ in range(4)], strict=True)

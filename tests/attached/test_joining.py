@@ -287,7 +287,7 @@ def test_more_servers_than_processes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         train("hogwild", tmp_path / "run", cluster=Attached())
 
 
-def test_it_is_the_default_where_a_launcher_started_this(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attached_is_the_default_where_a_launcher_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not environment.launched()
     for name, value in environ_of(1, 2, free_port()).items():
         monkeypatch.setenv(name, value)

@@ -143,7 +143,7 @@ def test_every_process_gets_the_outcome_of_a_complete_run(tmp_path: Path) -> Non
     assert (tmp_path / "run" / "events-0.jsonl").read_text().count('"stepped"') == 3
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_budgets_that_only_process_0_can_measure(tmp_path: Path) -> None:
     def call(out: str, **given: Any) -> Any:
         return train("allreduce", tmp_path / out, cluster=Attached(patience=20), **given).summary
@@ -173,7 +173,7 @@ def test_a_worker_that_fails_is_named_with_its_traceback(tmp_path: Path) -> None
     assert (other.kind, other.error, other.code) == ("Stopped", "worker 1 failed", 10)
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_process_that_dies_is_noticed_at_once(rank: int, tmp_path: Path) -> None:
     def call() -> Any:
@@ -237,7 +237,7 @@ def test_a_process_that_dies_during_a_mean_of_torch_is_named(tmp_path: Path) -> 
         assert "worker 2 died" in outcome.error
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.parametrize("how", ["fails", "dies"])
 def test_a_process_that_ends_before_torch_is_connected_is_noticed(how: str, tmp_path: Path) -> None:
     def call() -> Any:

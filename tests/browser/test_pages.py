@@ -223,7 +223,7 @@ def test_filters_take_strategies_out_of_every_figure(opened: Page) -> None:
     assert complaints(opened) == []
 
 
-def test_the_same_as_a_table(opened: Page) -> None:
+def test_a_figure_is_also_shown_as_a_table(opened: Page) -> None:
     opened.go("compare")
     opened.ask("document.querySelectorAll('#compare details')[2].open = true")
     opened.until("document.querySelectorAll('#compare details')[2].querySelectorAll('tbody tr').length === 4")

@@ -40,7 +40,7 @@ def read(command: str) -> dict[str, Any]:
     ],
     ids=lambda typed: typed[0],
 )
-@pytest.mark.parametrize("out", [("--out", "here"), ("--out=here",)])
+@pytest.mark.parametrize("out", [("--out", "here"), pytest.param(("--out=here",), marks=pytest.mark.nightly)])
 def test_the_command_of_many_runs(orchestra: Orchestra, typed: tuple[str, ...], out: tuple[str, ...]) -> None:
     said = orchestra(*typed, *QUICK, "--quiet", *out)
     assert said.code == 0, said.err

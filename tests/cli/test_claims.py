@@ -73,7 +73,7 @@ def test_what_is_no_claim_is_refused_before_anything_runs(text: str, complaint: 
 
 
 @pytest.mark.parametrize("text", ["", "0.1", "0.1,0.1", "0.1,zero", "0.1,-1", "0.1,inf"])
-def test_rates_that_are_none(text: str) -> None:
+def test_invalid_learning_rates_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="lrs"):
         tuning.read(text)
 

@@ -29,7 +29,7 @@ def test_the_rates_were_tuned_for_the_cluster_of_the_demo() -> None:
     ]
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @pytest.mark.nightly
 def test_the_demo_gives_the_ranking_that_is_on_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "orchestra", "demo", "--out", str(tmp_path / "demo")]

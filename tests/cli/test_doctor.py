@@ -83,6 +83,7 @@ def test_every_quick_check_answers_and_nothing_stays(orchestra: Orchestra, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_torch_trains_and_takes_means(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestra.doctor.trial._ALTOGETHER", 50.0)
     found = {check.name: finding for check, finding in examine(patient("torch", "local", "gloo"))}

@@ -63,6 +63,7 @@ def write(folder: Path, *, score: str = SCORE, loss: str = "") -> str:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.nightly
 def test_compare(orchestra: Orchestra, tmp_path: Path) -> None:
     """Every strategy takes the place of the script's own, in processes of its own; the scores are the loop's."""
     said = orchestra("compare", write(tmp_path), "-s", "allreduce,ps", *ONCE, "--out", "c")

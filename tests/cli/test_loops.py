@@ -78,6 +78,7 @@ def test_strategy_and_workers_reach_prepare(path: Path) -> None:
     assert {f"events-{node}.jsonl" for node in range(3)} < {path.name for path in Path("kept").iterdir()}
 
 
+@pytest.mark.nightly
 def test_what_is_not_said_stays_as_the_script_has_it(path: Path) -> None:
     said = orchestra_here("run", str(path))
     assert said.code == 0, said.err

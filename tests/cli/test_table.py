@@ -131,7 +131,7 @@ def test_the_time_of_the_whole_run_is_told_also_where_the_target_was_missed() ->
     assert [r["seconds"] for r in made.as_record()["rows"]] == [9.0, 9.0]
 
 
-def test_one_epoch_is_no_epochs() -> None:
+def test_the_heading_says_epoch_or_epochs() -> None:
     assert table(row("allreduce", 4.0)).heading.endswith("· 3 epochs · untuned")
     assert replace(table(row("allreduce", 4.0)), epochs=1.0).heading.endswith("· 1 epoch · untuned")
 

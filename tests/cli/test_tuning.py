@@ -146,7 +146,7 @@ def test_where_tries_take_longer_than_the_race_there_are_none(
     assert fairness.rates(race).startswith("untuned (the shortest tries would take")
 
 
-def test_the_estimate_is_of_both(tmp_path: Path) -> None:
+def test_the_estimate_covers_tuning_and_race(tmp_path: Path) -> None:
     tuned = made(best_at(0.06), ("allreduce", "ps"), tmp_path, costs=Costs(run=0.0, score=0.0, epoch=30.0, real=30.0))
     tuning, race = tuned._estimate().splitlines()
     assert tuning.startswith("tuning 2 strategies, 12 tries each, in simulation, seeds 3 and 4: about 60 min at most, ")
@@ -444,7 +444,7 @@ AS_RECIPE = 'RECIPE = orchestra.Recipe(name="a", about="", epochs=2.0, target="a
 AS_SCRIPT = "orchestra.train(budget=orchestra.Epochs(2), cluster=orchestra.Local(workers=2), **what)"
 
 
-@pytest.mark.parametrize("ending", [AS_RECIPE, AS_SCRIPT])
+@pytest.mark.parametrize("ending", [pytest.param(AS_RECIPE, marks=pytest.mark.nightly), AS_SCRIPT])
 def test_strategies_are_tuned_on_a_stream(ending: str, orchestra: Orchestra) -> None:
     """Its parts of an epoch are steps: only whole passes over a stream end a run."""
     Path("mine.py").write_text(f"{STREAM}\n{ending}\n")
@@ -515,7 +515,10 @@ def test_a_try_of_another_script_or_with_other_arguments_is_another(tmp_path: Pa
     assert all(len({*each}) == 4 for each in zip(*seen, strict=True))
 
 
-@pytest.mark.parametrize("verb", [("compare",), ("sweep", "--grid", "bandwidth=10mbit,1gbit", "--tune-each")])
+SWEEP = ("sweep", "--grid", "bandwidth=10mbit,1gbit", "--tune-each")
+
+
+@pytest.mark.parametrize("verb", [("compare",), pytest.param(SWEEP, marks=pytest.mark.nightly)])
 def test_tuning_that_is_stopped_says_how_to_go_on(
     verb: tuple[str, ...], orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,7 +160,7 @@ def test_nothing_to_average(algorithm: str, group: int | None) -> None:
         ("one_device", lambda p, lg, n: (2, 2 * (p - 1) * n, (p - 1) * n)),
     ],
 )
-def test_it_takes_as_long_as_its_page_says(
+def test_all_reduce_takes_as_long_as_its_formula(
     algorithm: str, formula: Callable[[int, float, int], tuple[float, float, float]], p: int, gamma: float
 ) -> None:
     """α, β and γ of the table; 2048 numbers, which travel in one chunk."""

@@ -60,9 +60,7 @@ def test_a_stopped_process_is_found(tmp_path: Path, strategy: str) -> None:
     assert caught.value.exit_code == 6
 
 
-@pytest.mark.parametrize(
-    "strategy", few(STRATEGIES, ["allreduce", "ps(consistency=asp)", "hogwild", "localsgd(tau=2)"])
-)
+@pytest.mark.parametrize("strategy", few(STRATEGIES, ["allreduce", "ps(consistency=asp)"]))
 def test_a_process_that_does_nothing_is_found(tmp_path: Path, strategy: str) -> None:
     trap = Trap.at(1, 2, block, size=2)
     with pytest.raises(WorkerLost, match=r"worker 1 hangs: process \d+ \(state S\) has made no step and used no proc"):
@@ -110,7 +108,7 @@ ATTACHED = [
     ("kind", "strategy", "size", "action"),
     few(
         [(*case, action) for case in ATTACHED for action in (stop, block)],
-        [(*ATTACHED[0], stop), (*ATTACHED[4], stop), *((*ATTACHED[i], block) for i in (1, 2, 3, 5))],
+        [(*ATTACHED[4], stop), (*ATTACHED[1], block), (*ATTACHED[3], block)],
     ),
 )
 def test_attached_processes_of_one_machine(
@@ -209,7 +207,7 @@ WORK = [by_itself, through_another]
     ("way", "action"),
     few(
         [(way, action) for way in ("local", "messages", "torch", "server") for action in WORK],
-        [("local", WORK[1]), ("messages", WORK[0]), ("torch", WORK[1]), ("server", WORK[0])],
+        [("local", WORK[1]), ("torch", WORK[1])],
     ),
 )
 def test_a_process_that_works_is_left_alone(tmp_path: Path, way: str, action: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ class EverySo(Strategy[None]):
         node.comm.mean_(node.x)
 
 
-def test_it_has_a_name_and_trains_like_the_one_it_copies(tmp_path: Path) -> None:
+def test_an_own_strategy_has_a_name_and_trains_like_the_one_it_copies(tmp_path: Path) -> None:
     with script_names.scope():
         script_names.add(globals())
         assert expression.parse("everyso(often=3)") == EverySo(often=3)

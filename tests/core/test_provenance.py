@@ -61,7 +61,7 @@ def test_a_run_in_a_repository_names_its_commit(tmp_path: Path) -> None:
     assert settings.conditions([clean, changed]) == ["", ""], "who commits between two seeds has not varied anything"
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_without_git_or_with_a_slow_one_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "the working directory" not in fingerprint.versions("1")

@@ -273,7 +273,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("later", [[], ["PYTHONHASHSEED=8"]], ids=["as started", "changed since"])
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param([], id="as started", marks=pytest.mark.nightly),
+        pytest.param(["PYTHONHASHSEED=8"], id="changed since"),
+    ],
+)
 def test_the_callers_hash_seed_reaches_the_processes(tmp_path: Path, later: list[str]) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     environ = os.environ | {"PYTHONHASHSEED": "7"}

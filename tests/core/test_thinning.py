@@ -346,7 +346,11 @@ class Mortal(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(), ParameterServer(), ParameterServer(consistency=ASP())], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [AllReduce(), pytest.param(ParameterServer(), marks=pytest.mark.nightly), ParameterServer(consistency=ASP())],
+    ids=str,
+)
 def test_a_resumed_run_counts_everything_once(strategy: Strategy[Any], tmp_path: Path) -> None:
     """It is thinned out before the checkpoint, between that and the death of a worker, and afterwards."""
     given: dict[str, Any] = {"workers": 2, "budget": Steps(600), "checkpoint_every": Steps(200), "optimizer": slowly}

@@ -121,7 +121,7 @@ def doubles() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("when", ["made", "step"])
+@pytest.mark.parametrize("when", [pytest.param("made", marks=pytest.mark.nightly), "step"])
 def test_the_callers_settings_reach_every_process(tmp_path: Path, when: str) -> None:
     before = in_force()
     for name, change in CHANGES.items():

@@ -145,7 +145,7 @@ class Late:
         return self.backend.allreduce(tensors)
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_who_waits_for_others_by_nccl_hears_them_and_is_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

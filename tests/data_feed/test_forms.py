@@ -174,7 +174,7 @@ def test_gradients_taken_together_are_those_taken_alone(form: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_time_alone_needs_no_more(form: str, tmp_path: Path) -> None:
+def test_every_form_of_data_works_with_numerics_off(form: str, tmp_path: Path) -> None:
     cluster = Simulated(workers=2, numerics="off")
     assert train("allreduce", tmp_path / "run", data=FORMS[form], cluster=cluster, **GIVEN).summary.steps == 20
 

@@ -133,7 +133,7 @@ def told(folder: Path, text: str) -> list[str]:
     ]
 
 
-def test_places(folder: Path) -> None:
+def test_a_place_in_a_file_gives_its_value(folder: Path) -> None:
     saved, text = figures.read(folder / "results.json"), figures.read(folder / "RESULTS.md")
     for document, place, value in (
         (saved, "claims / it is sooner / times", 1.83),
@@ -160,7 +160,7 @@ def test_rounding() -> None:
     assert figures.agrees("-0.01", -0.012)
 
 
-def test_what_is_wrong_is_told(folder: Path) -> None:
+def test_figures_without_a_source_are_reported(folder: Path) -> None:
     comment = "<!-- figures: results.json\n1.8 = claims / it is sooner / times; settings = 3\n-->\n"
     assert told(folder, f"{comment}Of 3 runs, 1.8 times sooner.\n") == []
     assert told(folder, f"{comment}\n| a | b |\n|---|---|\n| 3 | 1.8 `k=4` [5](https://a.b/6) |\n") == []

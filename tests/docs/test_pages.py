@@ -54,7 +54,7 @@ def test_all_that_is_generated_is_on_a_page() -> None:
     assert sorted(asked) == sorted(pages.GENERATED)
 
 
-def test_marks_are_whole() -> None:
+def test_generated_parts_have_begin_and_end_marks() -> None:
     for page in DOCS.glob("*.md"):
         text = pages.MADE.sub("", page.read_text("utf-8"))
         assert "made by scripts.pages:" not in text, page

@@ -64,6 +64,6 @@ def test_another_course_is_refused_by_name(what: str, run: Path) -> None:
     assert re.search(word, str(caught.value))
 
 
-def test_the_same_course_is_not(run: Path, tmp_path: Path) -> None:
+def test_resuming_with_the_same_settings_equals_an_uninterrupted_run(run: Path, tmp_path: Path) -> None:
     resumed = train(AllReduce(), run, budget=Steps(6), resume=True, **GIVEN)
     assert_same(resumed.model, train(AllReduce(), tmp_path / "never", budget=Steps(6), **GIVEN).model)

@@ -225,7 +225,7 @@ def test_hosts_share_the_cores_and_have_a_token(name: str) -> None:
 # Where there can be none.
 
 
-def test_without_root_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_without_root_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for refused in (lambda: build.up(make_plan(hosts=2)), lambda: build.down("orchestra"), lambda: look("orchestra")):
         with pytest.raises(EnvironmentProblem, match=r"needs root.*sudo.*lab compose"):

@@ -86,7 +86,7 @@ def test_who_does_not_stop_is_killed_after_the_grace() -> None:
     assert far.end()[0] == 137
 
 
-def test_it_can_be_interrupted_whoever_started_it() -> None:
+def test_the_agent_can_be_interrupted_whoever_started_it() -> None:
     """Ray blocks SIGINT in all that it starts, and a shell's background jobs ignore it."""
 
     def deaf() -> None:
@@ -132,7 +132,7 @@ def test_a_far_end_that_is_killed_takes_the_process_with_it() -> None:
     assert far.end()[0] == -9
 
 
-def test_without_orders_it_says_what_it_is() -> None:
+def test_the_agent_without_orders_says_what_it_is() -> None:
     far = subprocess.run(
         [sys.executable, "-m", "orchestra.launchers.agent"],
         input="",

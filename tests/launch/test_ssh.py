@@ -75,7 +75,7 @@ def test_the_token_is_in_no_command_line(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_asked_to_stop_it_saves(ground: Ground, number: signal.Signals, code: int) -> None:
+def test_processes_save_when_the_launcher_gets_a_signal(ground: Ground, number: signal.Signals, code: int) -> None:
     launcher = ground.start(what="play")
     ground.await_players(2)
     os.killpg(launcher.pid, number)  # as a terminal does: ssh, if it were in the same group, would die of it

@@ -33,6 +33,7 @@ def launching(ground: Ground) -> str:
     return f"orchestra launch --hosts hosts.txt --master 127.0.0.1 --ssh {shlex.quote(ground.ssh)} --"
 
 
+@pytest.mark.nightly
 def test_a_run_over_a_real_ssh(far: Ground) -> None:
     """From one end to the other: two hosts, one model, and nobody left."""
     launcher = start(far, f"{launching(far)} run digits --strategy allreduce --steps 5 --out run --quiet")

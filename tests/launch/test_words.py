@@ -165,7 +165,9 @@ def test_a_cluster_goes_on_in_as_many_processes(
     assert "did you mean 'ray'" in orchestra("resume", str(tmp_path), "--on", "rai").err
 
 
-def test_what_is_typed_again(orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_to_repeat_holds_no_secrets(
+    orchestra: Orchestra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As it was given; secrets are not printed."""
     (tmp_path / "my hosts").write_text("one\n")
     found: list[str] = []

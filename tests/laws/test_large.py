@@ -134,7 +134,7 @@ def test_all_reduce_is_large_batch_training(workers: int, optimizer: Factory, tm
 
 
 @pytest.mark.parametrize("optimizer", [momentum, OPTIMIZERS["adam"]], ids=["momentum", "adam"])
-def test_alone_it_is_all_reduce_bit_for_bit(optimizer: Factory, tmp_path: Path) -> None:
+def test_all_reduce_with_one_worker_equals_solo_bit_for_bit(optimizer: Factory, tmp_path: Path) -> None:
     given: dict[str, Any] = {"workers": 1, "optimizer": optimizer, "budget": Steps(4)}
     one = large(Solo(), tmp_path / "solo", **given)
     assert_same(one.model, large(AllReduce(), tmp_path / "allreduce", **given).model)
@@ -227,7 +227,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
         assert resumed.summary.sent_per_worker == never.summary.sent_per_worker
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @every_path
 def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -269,7 +269,7 @@ def test_bytes_on_the_wire_are_those_of_the_docstring(strategy: S, tmp_path: Pat
     assert [ended(tmp_path, node).received for node in nodes] == by_worker + by_server
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @every_path
 def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: Path) -> None:
     victim = EXAMPLES.index(strategy) % 2

@@ -73,7 +73,7 @@ PARAMETERS = sum(p.numel() for p in make_model().parameters())
 
 
 @in_processes(SYNCHRONOUS)
-def test_simulated_is_real(strategy: S) -> None:
+def test_simulated_and_real_runs_give_the_same_model(strategy: S) -> None:
     """With BatchNorm, dropout and every other generator: each virtual node has its own random numbers."""
     assert_same(real(strategy, model=Dicey).model, simulated(strategy, model=Dicey).model)
 
@@ -178,7 +178,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
         assert resumed.summary.samples == never.summary.samples
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @in_processes(CERTAIN, of=path)
 def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: Path) -> None:
     workers, out = workers_for(strategy), tmp_path / "run"
@@ -201,7 +201,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
         assert_same(resumed.model, train(strategy, tmp_path / "never", model=trapped(model=Dicey), **given).model)
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @in_processes(CERTAIN, of=first_phase)
 def test_ctrl_c_in_the_last_step_loses_nothing(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
@@ -221,7 +221,7 @@ def processes() -> list[psutil.Process]:
     return [grandchild for child in psutil.Process().children() for grandchild in child.children(recursive=True)]
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @in_processes(CERTAIN, of=path)
 def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: Path) -> None:
     # After a promotion the deadly sample would be another's.
@@ -237,7 +237,7 @@ def test_a_killed_worker_ends_the_run_within_two_seconds(strategy: S, tmp_path: 
     assert {n for n in set(os.listdir("/dev/shm")) - shared if "orchestra" in n or "psm" in n} == set()
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @in_processes(CERTAIN, of=first_phase)
 def test_a_worker_that_raises_ends_the_run_with_its_traceback_first(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)
@@ -255,7 +255,7 @@ def test_a_worker_that_raises_ends_the_run_with_its_traceback_first(strategy: S,
     assert processes() == []
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @in_processes([s for s in EXAMPLES if s.layout.servers], of=first_phase)
 def test_a_killed_server_ends_the_run(strategy: S, tmp_path: Path) -> None:
     workers = workers_for(strategy)

@@ -260,7 +260,7 @@ def test_a_run_goes_on_from_its_checkpoint(strategy: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=2)", "allreduce(algorithm=ring)", "localsgd(tau=2)"])
-def test_no_bytes_are_spent_on_it(strategy: str, tmp_path: Path) -> None:
+def test_unused_parameters_cost_no_extra_bytes(strategy: str, tmp_path: Path) -> None:
     """As many as for a model of the same size in which every layer is used."""
 
     models = (partial(nn.Linear, INPUTS, 1, bias=False), Lacking)
@@ -269,7 +269,7 @@ def test_no_bytes_are_spent_on_it(strategy: str, tmp_path: Path) -> None:
     assert sent[0] == sent[1] > 0
 
 
-def test_one_micro_batch_is_enough(tmp_path: Path) -> None:
+def test_a_layer_used_in_one_micro_batch_has_a_gradient(tmp_path: Path) -> None:
     """A layer that one part of a mini-batch uses has a gradient in that mini-batch."""
     found = run("allreduce", tmp_path / "run", workers=1, accumulate=2, batch=2, budget=Steps(12))
     seed_everything(SEED)

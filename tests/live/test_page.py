@@ -84,7 +84,7 @@ def told(page: Page) -> str:
     return str(page.ask("document.getElementById('live').textContent"))
 
 
-def test_it_follows_the_run_and_keeps_what_was_chosen(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_follows_the_run_and_keeps_what_was_chosen(browser: Browser, tmp_path: Path) -> None:
     run = begun(tmp_path / HOSTILE.replace("/", "."), strategy=HOSTILE)
     with run_lock.holding(run), serving(run) as url:
         page = browser.open(url)
@@ -164,7 +164,7 @@ def test_a_reader_without_the_token_sees_nothing(browser: Browser, tmp_path: Pat
         page.until("document.body?.textContent.includes('Access refused')")
 
 
-def test_it_may_be_reached_by_way_of_a_file_and_loaded_again(browser: Browser, tmp_path: Path) -> None:
+def test_the_page_may_be_opened_from_a_file_and_loaded_again(browser: Browser, tmp_path: Path) -> None:
     door = tmp_path / "door.html"
     with serving(begun(tmp_path / "run")) as url:
         door.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={url}">')

@@ -107,7 +107,7 @@ def test_another_name_does_not_lead_here(host: str, server: Server) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "CONNECT", "HACK"])
-def test_there_is_only_get(method: str, server: Server) -> None:
+def test_methods_other_than_get_are_refused(method: str, server: Server) -> None:
     assert Answer(server, "/since", method=method, Cookie=enter(server)).status == 403
 
 
@@ -224,11 +224,11 @@ def test_hostile_names_are_text_on_the_page(server: Server) -> None:
     assert "&lt;script&gt;alert" in page
 
 
-def test_it_listens_on_loopback_alone(server: Server) -> None:
+def test_the_server_listens_on_loopback_alone(server: Server) -> None:
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_nonsense_does_not_stop_it(server: Server) -> None:
+def test_malformed_requests_do_not_stop_the_server(server: Server) -> None:
     for nonsense in (
         b"\x16\x03\x01\x02\x00",
         b"GET\r\n\r\n",

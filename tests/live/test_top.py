@@ -93,7 +93,9 @@ def test_without_textual_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pyte
         ("solo", 1, 0, ["", " 0", ""]),
     ],
 )
-def test_who_is_connected_to_whom(strategy: str, workers: int, servers: int, drawn: list[str], tmp_path: Path) -> None:
+def test_the_drawing_shows_which_nodes_are_connected(
+    strategy: str, workers: int, servers: int, drawn: list[str], tmp_path: Path
+) -> None:
     run = Follower(make(tmp_path, strategy=strategy, workers=workers, servers=servers))
     run.look()
     now = moment(run, 0.0)
@@ -163,7 +165,7 @@ def test_the_screen_shows_the_run_and_follows_it(size: tuple[int, int], tmp_path
 
 
 @needs_textual
-def test_keys(tmp_path: Path) -> None:
+def test_keys_of_the_top_screen(tmp_path: Path) -> None:
     run = under_way(tmp_path / "run")
 
     async def use(app: Any, pilot: Any) -> None:

@@ -97,7 +97,7 @@ def test_several_servers_cannot_clip_the_mean() -> None:
         assert not outcome.kind, outcome.error
 
 
-def test_alone_it_is_that_of_torch() -> None:
+def test_clipping_with_one_worker_equals_that_of_torch() -> None:
     def script(ours: bool) -> Any:
         torch.manual_seed(0)
         model = make_model()

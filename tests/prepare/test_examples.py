@@ -69,6 +69,7 @@ def test_accelerate_style() -> None:
     assert float(losses[2]) < 0.7 * float(losses[0])
 
 
+@pytest.mark.nightly
 def test_under_torchrun() -> None:
     """The command at the top of the example."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

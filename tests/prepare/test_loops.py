@@ -34,7 +34,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
 @pytest.mark.parametrize("strategy", ["allreduce", "localsgd(tau=3)", "solo"])
-def test_alone_it_is_the_script_without_it(strategy: str, optimizer: Factory) -> None:
+def test_prepare_with_one_worker_equals_the_script_without_it(strategy: str, optimizer: Factory) -> None:
     """Bit for bit, dropout, BatchNorm, uneven batches and reshuffling included."""
     uneven = partial(make_loader, 101)
     expected = loop(None, model=Dicey, optimizer=optimizer, loader=uneven)
@@ -63,7 +63,7 @@ def rehearsed(strategy: str, out: Path, *, workers: int, **given: Any) -> orches
 
 
 @pytest.mark.parametrize("size", STRATEGIES)
-def test_among_others_it_is_train(size: int, tmp_path: Path) -> None:
+def test_prepare_with_several_workers_equals_train(size: int, tmp_path: Path) -> None:
     """Bit for bit: the same batches, the same strategy. On a server's process the script ends."""
 
     def call() -> list[Any]:

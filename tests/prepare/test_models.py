@@ -124,7 +124,7 @@ HALF: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES | HALF)
-def test_alone_it_is_the_script_without_it(case: str) -> None:
+def test_prepare_with_one_worker_equals_the_script_without_it(case: str) -> None:
     given = (CASES | HALF)[case]
     expected, found = script(None, **given), script("allreduce", **given)
     assert expected is not None

@@ -193,7 +193,7 @@ def test_buffers_of_a_moving_average_are_weighted_as_those_of_the_model() -> Non
             assert torch.equal(mine[name], copied[name]), name
 
 
-def test_alone_nothing_is_changed() -> None:
+def test_averaging_with_one_worker_changes_nothing() -> None:
     before, after, loss = averaging("localsgd(tau=3)")
     assert equal(before, after)
     assert float(loss) == 1.0

@@ -209,7 +209,7 @@ def test_tied_weights_stand_once() -> None:
     assert len(flatten(Tied())) == 25 + 5 + 5 + 5 + 1
 
 
-def test_frozen_ones_are_not_in_x() -> None:
+def test_frozen_parameters_are_not_in_x() -> None:
     module = Frozen()
     replica = replica_of(module)
     kept = module.kept.weight.clone()

@@ -31,14 +31,14 @@ def test_bytes_are_those_of_the_laws(strategy: Strategy[Any], wanted: int) -> No
     assert formula.bytes == pytest.approx(sum(expected.workers) / workers)
 
 
-def test_most_strategies_have_one() -> None:
+def test_most_strategies_have_a_formula() -> None:
     without = {type(s).__name__ for s in EXAMPLES if formulas.sent(s, 4, 7, 54) is None}
     assert without <= {"AllReduce", "ParameterServer", "SlowMo", "StrategySwitch"}
     plain = [cls() for cls in STRATEGIES if cls.__name__ != "StrategySwitch"]
     assert all(formulas.sent(strategy, 4, 7, 54) is not None for strategy in plain)
 
 
-def test_what_is_nobodys_has_none() -> None:
+def test_unknown_strategies_have_no_formula() -> None:
     assert formulas.parsed("my own(strategy") is None
     assert formulas.sent(None, 2, 2, 2) is None
     assert formulas.bound(None) is None

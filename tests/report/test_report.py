@@ -413,7 +413,7 @@ def test_every_format_but_pixels(race: Path, tmp_path: Path, capsys: pytest.Capt
     assert {"report.html", "report.md", "runs.csv", "curves.csv", "score.svg"} <= {path.name for path in out.iterdir()}
 
 
-def test_one_file_by_name(race: Path, tmp_path: Path) -> None:
+def test_report_writes_one_file_of_a_given_name(race: Path, tmp_path: Path) -> None:
     assert invoke(["report", str(race), "-o", str(tmp_path / "x.html"), "--target", "acc=0.8", "-q"]) == 0
     assert packed_in((tmp_path / "x.html").read_text(encoding="utf-8"))["target"]["value"] == 0.8
 

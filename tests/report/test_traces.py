@@ -65,7 +65,7 @@ def test_of_what_cannot_be_read_whole_every_node_has_its_share(tmp_path: Path, m
     assert model.build([run])["runs"][0]["nodes"][0]["spent"].keys() == {"compute", "communicate", "wait"}
 
 
-def test_no_trace_is_none(tmp_path: Path) -> None:
+def test_a_run_without_a_trace_is_read_as_none(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert traces.read(run, 2) is None
     (run / "trace-0.jsonl").write_text("", encoding="utf-8")

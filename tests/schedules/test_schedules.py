@@ -49,7 +49,7 @@ from orchestra.runs.events import Stepped
     ],
     ids=lambda value: str(value).partition(" at 0x")[0],  # functions lie elsewhere in every process
 )
-def test_values(schedule: Any, values: dict[float, float]) -> None:
+def test_schedules_have_the_factors_of_their_formulas(schedule: Any, values: dict[float, float]) -> None:
     assert {epochs: schedule(epochs) for epochs in values} == pytest.approx(values)
 
 

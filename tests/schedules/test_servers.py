@@ -82,7 +82,11 @@ LOCKSTEP = [
 ]
 
 
-@pytest.mark.parametrize("strategy", LOCKSTEP, ids=show)
+OFTEN = [LOCKSTEP[0], LOCKSTEP[1], LOCKSTEP[7]]  # the others in `make nightly`
+MARKED = [s if s in OFTEN else pytest.param(s, marks=pytest.mark.nightly) for s in LOCKSTEP]
+
+
+@pytest.mark.parametrize("strategy", MARKED, ids=show)
 def test_a_skipped_gradient_leaves_servers_and_all_reduce_equal(strategy: Strategy[Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "schedule": FALLING, "budget": Epochs(2), "data": with_a_bad_sample, "loss": loss, "workers": WORKERS,
@@ -140,7 +144,7 @@ def test_a_worker_that_has_finished_counts_with_its_last_progress(tmp_path: Path
     assert after_the_others[0] < FALLING(1.5)  # three of four are at the end
 
 
-def test_alone_it_is_plain_training(tmp_path: Path) -> None:
+def test_schedules_with_one_worker_equal_plain_training(tmp_path: Path) -> None:
     for strategy in (ParameterServer(consistency=ASP()), ParameterServer(consistency=KSync(k=1)), Downpour()):
         found = train(
             strategy, tmp_path / type(strategy).__name__ / show(strategy), cluster=Simulated(workers=1),

@@ -84,7 +84,7 @@ def test_a_server_whose_kernel_keeps_little_answers_one_after_the_other(
         (5000.0, [0.0, 0.0, 0.0, 0.0]),
     ],
 )
-def test_when_a_sender_goes_on(keeps: float, free: list[float]) -> None:
+def test_the_receive_buffer_decides_when_a_sender_goes_on(keeps: float, free: list[float]) -> None:
     """Four messages of 700 and 300 bytes in turn at 1,000 bytes a second."""
     kernel = Kernel()
     world = VirtualNetwork(kernel, Network(hosts=(Host(up=8e3, down=8e3, keeps=keeps),)), 2, 2)

@@ -30,7 +30,7 @@ DELAYS = ["constant:0.05", "exponential:0.05,0.02", "pareto:0.05,3", "lognormal:
 
 
 @pytest.mark.parametrize("text", [*DELAYS, "lognormal:0.05,0.3 pause:0.01,2"])
-def test_the_mean_is_what_it_says(text: str) -> None:
+def test_the_mean_of_draws_is_that_of_the_distribution(text: str) -> None:
     delay = parse(text)
     draw = sampler(delay, 0, 3)
     times = [draw(step) for step in range(COUNT)]
@@ -50,7 +50,7 @@ def test_a_duration_belongs_to_seed_worker_and_step(text: str) -> None:
         assert long != [delay.seconds(1, 3, step) for step in range(500)]
 
 
-def test_tails() -> None:
+def test_tails_of_pareto_and_lognormal() -> None:
     pareto, lognormal = Pareto(1.0, 2.0), LogNormal(1.0, 0.5)
     above = [pareto.seconds(0, 0, step) > 10 for step in range(COUNT)]
     assert sum(above) / COUNT == pytest.approx(0.01, abs=0.003)  # P(T > t) = t^-α
@@ -77,7 +77,7 @@ def test_read(text: str, delay: Delay) -> None:
     assert parse(text) == delay
 
 
-def test_slow_ones_and_traces() -> None:
+def test_slow_workers_and_recorded_times() -> None:
     slow = Slow(ConstantTime(0.1), 2, 4.0)
     assert [slow.seconds(0, w, 0) for w in range(3)] == pytest.approx([0.4, 0.4, 0.1])
     trace = RecordedTimes(((1.0, 2.0), (3.0,)))

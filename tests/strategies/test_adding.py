@@ -101,6 +101,7 @@ def installed(folder: Path, values: dict[str, str]) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_strategy_of_another_package_is_like_those_of_this_one(tmp_path: Path) -> None:
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     path = [installed(tmp_path / "site", project["entry-points"]["orchestra.strategies"]), EXAMPLE, ROOT / "src"]

@@ -18,7 +18,7 @@ from orchestra.model.flat_optimizer import Factory
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])
-def test_is_large_batch_training(workers: int, optimizer: Factory, tmp_path: Path) -> None:
+def test_all_reduce_equals_large_batch_training(workers: int, optimizer: Factory, tmp_path: Path) -> None:
     result = simulate(AllReduce(), tmp_path, workers=workers, optimizer=optimizer, budget=Epochs(3))
     per_epoch = -(-101 // (6 * workers))  # the last step of an epoch has fewer samples, not the same on all workers
     expected = plain(optimizer=optimizer, size=workers, steps=3 * per_epoch)

@@ -279,7 +279,7 @@ def test_a_ragged_end_is_still_bulk_synchronous(consistency: Consistency, tmp_pa
     assert found.summary.dropped == 0
 
 
-def test_alone_nothing_is_dropped(tmp_path: Path) -> None:
+def test_no_gradients_of_a_single_worker_are_dropped(tmp_path: Path) -> None:
     for consistency in (BackupWorkers(b=0), KSync(k=1), KAsync(k=1), KBatchSync(k=1), KBatchAsync(k=1), SoftSync(n=1)):
         found = served(consistency, tmp_path / repr(consistency), workers=1)
         assert found.summary.dropped == 0

@@ -76,7 +76,7 @@ def alone() -> float:
 
 
 @pytest.mark.parametrize("text", [*RATES, *BEHIND])
-def test_it_learns_the_digits(text: str, alone: float) -> None:
+def test_every_strategy_learns_the_digits(text: str, alone: float) -> None:
     found = fmean(accuracy(parse(text), WORKERS, (RATES | BEHIND)[text], seed, text in FALLING) for seed in SEEDS)
     print(f"{text}: {found:.2f}, alone {alone:.2f}")
     assert found >= alone - (1 if text in RATES else 2)

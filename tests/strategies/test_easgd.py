@@ -65,7 +65,7 @@ def radius(alpha: float, eta: float, p: int) -> float:
 
 @pytest.mark.parametrize("eta", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize("p", [1, 3])
-def test_it_is_stable_up_to_the_bound_of_the_paper(eta: float, p: int, tmp_path: Path) -> None:
+def test_easgd_is_stable_up_to_the_bound_of_the_paper(eta: float, p: int, tmp_path: Path) -> None:
     """Equal workers take turns: the round-robin scheme."""
     bound = (4 - 2 * eta) / (4 - eta)
     steps = 300
@@ -132,7 +132,7 @@ def test_without_a_force_it_is_the_mean_of_workers_apart(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("strategy", [EASGD(tau=1), SyncEASGD(tau=1)], ids=repr)
-def test_it_is_the_centre_that_is_scored(strategy: EASGD | SyncEASGD, tmp_path: Path) -> None:
+def test_the_centre_of_easgd_is_scored(strategy: EASGD | SyncEASGD, tmp_path: Path) -> None:
     """Of one worker, with α = 0.9: by hand."""
 
     def place(model: torch.nn.Module, data: Any) -> float:

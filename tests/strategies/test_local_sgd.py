@@ -55,7 +55,7 @@ def by_hand(tau: int, workers: int, steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize("tau", [2, 3, 100])
-def test_against_a_loop_by_hand(tau: int, tmp_path: Path) -> None:
+def test_local_sgd_equals_a_loop_by_hand(tau: int, tmp_path: Path) -> None:
     result = train(LocalSGD(tau=tau), tmp_path, workers=3, budget=Steps(14))
     got = nn.utils.parameters_to_vector(result.model.parameters())
     torch.testing.assert_close(got, by_hand(tau, 3, 14), rtol=1e-5, atol=1e-6)

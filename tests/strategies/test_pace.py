@@ -49,7 +49,7 @@ def test_among_processes_that_were_started_by_others(tmp_path: Path) -> None:
         assert outcome.value == {"momentum": 0.0, "rate": pytest.approx(LR / WORKERS * GAIN)}, outcome.error
 
 
-def test_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_a_loop_keeps_its_own_momentum_after_the_switch(tmp_path: Path) -> None:
     """The loop's optimizer stays as it is: the server's goes on without momentum."""
     strategy = "switch(then=ps(consistency=asp()), when=atshare(share=0.5), momenta=reset)"
     own: list[tuple[float, float]] = []

@@ -86,7 +86,7 @@ def trap_after_switch(rank: int, step: int, action: Callable[[], object]) -> Tra
     return Trap(feed.indices(0, step)[0], action)
 
 
-def test_it_is_training_on_all_samples_with_fewer_and_fewer_at_once(tmp_path: Path) -> None:
+def test_promotion_trains_on_all_samples_with_fewer_and_fewer_at_once(tmp_path: Path) -> None:
     """As one process would do it: batches of four workers, then of three; the rate falls with the mini-batch."""
     steps, switch = 12, 5
     result = simulate(promoting(BSP()), tmp_path / "run", workers=WORKERS, budget=Steps(steps))

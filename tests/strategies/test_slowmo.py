@@ -242,7 +242,7 @@ class Restless(LocalSGD):
 
 
 @pytest.mark.parametrize("steps", [5, 6, 8])
-def test_the_base_is_finished_too(steps: int, tmp_path: Path) -> None:
+def test_slowmo_finishes_its_base_strategy(steps: int, tmp_path: Path) -> None:
     """In the middle of a round of the base, at the end of one, and at the end of a slow one."""
     simulate(SlowMo(tau=4, base=Restless(tau=2)), tmp_path, workers=2, budget=Steps(steps))
     for rank in range(2):
@@ -250,7 +250,7 @@ def test_the_base_is_finished_too(steps: int, tmp_path: Path) -> None:
         assert told == [steps]
 
 
-def test_it_is_as_synchronous_as_its_base() -> None:
+def test_slowmo_is_as_synchronous_as_its_base() -> None:
     assert SlowMo().layout.updates.synchronous
     assert SlowMo(base=LocalSGD(tau=2)).layout.updates.synchronous
     assert not SlowMo(base=Restless()).layout.updates.synchronous

@@ -112,7 +112,7 @@ def test_s_is_the_mean_relative_change_of_a_full_window() -> None:
     assert said == [pytest.approx((0.5 + 0.5 + 0.1) / 3)]
 
 
-def test_it_fires_when_five_changes_in_a_row_are_small_on_average() -> None:
+def test_plateau_fires_when_five_changes_in_a_row_are_small_on_average() -> None:
     falling, settled = [2.0, 1.5, 1.2, 1.1], [1.0] * 6
     assert rounds_until(Plateau(), falling + settled) == len(falling) + 6  # the step down to 1.0 is still in the window
     assert rounds_until(Plateau(window=2), falling + settled) == len(falling) + 2
@@ -230,7 +230,7 @@ def falling(epochs: float) -> float:
     return 1 / (1 + epochs)
 
 
-def test_large_models_likewise(tmp_path: Path) -> None:
+def test_large_models_switch_to_servers_as_in_all_reduce(tmp_path: Path) -> None:
     given: dict[str, Any] = {"workers": 2, "budget": Steps(6), "optimizer": momentum, "model": make_large}
     switching = StrategySwitch(then=ParameterServer(servers=2), when=HALF)
     assert_same(
@@ -384,7 +384,7 @@ def test_a_share_of_a_budget_that_has_none_is_refused(when: str, tmp_path: Path)
     assert result.summary.happened[0] == 4
 
 
-def test_alone_it_is_plain_training(tmp_path: Path) -> None:
+def test_switching_with_one_worker_equals_plain_training(tmp_path: Path) -> None:
     strategy = StrategySwitch(first=Solo(), then=ParameterServer(), when=HALF)
     given: dict[str, Any] = {"workers": 1, "budget": Steps(10), "optimizer": momentum}
     assert_same(simulate(strategy, tmp_path / "a", **given).model, simulate(Solo(), tmp_path / "b", **given).model)

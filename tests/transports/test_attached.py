@@ -119,7 +119,7 @@ def test_every_strategy_is_as_on_one_machine(strategy: Strategy[Any], tmp_path: 
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps(servers=2)", "localsgd(tau=2)"])
-def test_large_models_likewise(strategy: str, tmp_path: Path) -> None:
+def test_large_models_are_equal_on_local_and_attached_workers(strategy: str, tmp_path: Path) -> None:
     found = [
         train(strategy, tmp_path / type(cluster).__name__, cluster=cluster, model=make_large, budget=Steps(4)).model
         for cluster in (Local(workers=3), Threads(workers=3))

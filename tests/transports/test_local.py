@@ -370,7 +370,7 @@ def test_a_wait_past_its_deadline_names_who_is_missing() -> None:
     assert "server 0 waited 0.3 s for a message from worker 3" in said[4]
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_giving_up_wakes_everybody() -> None:
     world = World(3, patience=60)
 
@@ -387,7 +387,7 @@ def test_giving_up_wakes_everybody() -> None:
     assert max(world.run(life)) < 2
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_waiting_is_asleep() -> None:
     """A second of waiting costs next to no processor time."""
     world = World(2)
@@ -402,7 +402,7 @@ def test_waiting_is_asleep() -> None:
     assert max(world.run(life)) < 0.2
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_waiting_and_moving_are_told_apart() -> None:
     world = World(2)
 

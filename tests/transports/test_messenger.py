@@ -179,7 +179,7 @@ def test_a_sender_far_ahead_waits() -> None:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB; 240 MB were sent
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_message_ends_a_sleep() -> None:
     with nodes(2) as (a, b):
         assert b.sleep(Sleep(0.02, Group((0,))))
@@ -197,7 +197,7 @@ def test_a_stalled_receive_names_the_nodes_it_waited_for() -> None:
         made[2].recv(Recv(None, Group((0, 1))))
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_connection_that_breaks_is_noticed_at_once_and_named() -> None:
     with nodes(2) as (a, b):
         began = time.perf_counter()

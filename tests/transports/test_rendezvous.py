@@ -76,7 +76,7 @@ def names(monkeypatch: pytest.MonkeyPatch, known: Callable[[], dict[str, str]]) 
 # Many connections.
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @both_ways
 def test_silent_connections_do_not_block_nodes(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are more of them than the node keeps, and all connect before its peers."""
@@ -127,7 +127,7 @@ def test_a_node_that_missed_its_admission_tries_again(monkeypatch: pytest.Monkey
     close_all(*found)
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 @both_ways
 def test_a_slow_handshake_has_one_deadline(trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE", 0.6)
@@ -143,7 +143,7 @@ def test_a_slow_handshake_has_one_deadline(trusted: bool, monkeypatch: pytest.Mo
         assert isinstance(waiting.exception(), ClusterError)
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_slow_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program listens where node 0 should, and answers slowly."""
     monkeypatch.setattr(rendezvous, "_HANDSHAKE", 0.5)
@@ -169,7 +169,7 @@ def test_a_slow_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 # Names.
 
 
-@pytest.mark.alone
+@pytest.mark.timed
 def test_a_name_may_become_resolvable_later(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     with names(monkeypatch, lambda: {"pod.test": "127.0.0.1"} if time.monotonic() - began > 0.5 else {}):

@@ -221,12 +221,12 @@ def test_training_is_as_by_messages(machines: Hosts, given: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "localsgd(tau=2)"])
-def test_small_models_likewise(machines: Hosts, strategy: str, tmp_path: Path) -> None:
+def test_small_models_are_equal_with_torch_collectives(machines: Hosts, strategy: str, tmp_path: Path) -> None:
     by_torch, _ = both(machines, tmp_path, make_model, strategy)
     assert all(one.began == 0 for one in by_torch)
 
 
-def test_parameters_of_all_kinds_likewise(machines: Hosts, tmp_path: Path) -> None:
+def test_parameters_of_all_kinds_are_equal_with_torch_collectives(machines: Hosts, tmp_path: Path) -> None:
     both(machines, tmp_path, Parts, accumulate=2)
 
 
