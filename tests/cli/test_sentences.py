@@ -20,6 +20,7 @@ from orchestra.cli import demo, repeat, watch
 from orchestra.cli.lessons import verdict
 from orchestra.cli.tuning import Tuning
 from orchestra.engine import expression, warnings
+from orchestra.report import model
 
 
 def test_a_strategy_with_stale_gradients_is_advised_what_its_comparison_can_do() -> None:
@@ -100,3 +101,29 @@ def test_tuning_tells_its_progress_once_a_minute_where_there_is_no_terminal(
         tuned._show("tuning ps: lr 0.1")
         now[0] += 30
     assert capsys.readouterr().err == 2 * "tuning ps: lr 0.1 (0 tries done)\n"
+
+
+def test_how_a_target_was_found_and_how_long_the_race_takes_is_told(tmp_path: Path, orchestra: Orchestra) -> None:
+    script = """
+import torch, orchestra
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = orchestra.prepare(model, optimizer)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.orchestra.score(accuracy=0.1 + 0.1 * step)
+optimizer.finish()
+"""
+    (tmp_path / "scored.py").write_text(script)
+    said = orchestra("compare", str(tmp_path / "scored.py"), "-s", "allreduce", "--seeds", "1", "--out", "found")
+    assert said.code == 0, said.err
+    how = (
+        "target accuracy ≥ 0.55, as none was given: 90 % of the way from the first score, 0.1, to the best, 0.6, of a "
+        "first run of allreduce with seed 1"
+    )
+    assert how in said.err
+    assert how in json.loads(Path("found/table.json").read_text())["fairness"]
+    assert how in model.tell([Path("found")])["fairness"]  # of the page
+    assert "--seeds 2 or more allow for it. The race takes about " in said.err

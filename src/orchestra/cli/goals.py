@@ -88,7 +88,7 @@ def settle(race: Race, *, quiet: bool) -> Race:
     if len(values) == 1:
         how = f"within 10 % of the only score, {best:.4g}"
     else:
-        how = f"{_WAY:.0%} of the way from the first score, {values[0]:.4g}, to the best, {best:.4g}"
+        how = f"{100 * _WAY:g} % of the way from the first score, {values[0]:.4g}, to the best, {best:.4g}"
     found = f"target {goal(target)}, as none was given: {how}, of a first run of {first} with seed {seed}"
     if not quiet:
         summary.say(f"{mark}: {took:.2g} s\n{found}.")

@@ -182,8 +182,8 @@ class Tuning:
         race = self.race
         count = (0, 0, 2, 3, 3, 5)[min(5, int(self.worth))]
         if not count:
-            cost = "" if race.took is None else f"; the race takes {self._race_of_loop(race.took)}"
-            return self._untuned(f"a try is a whole run of the script: --seeds 2 or more allow for it{cost}")
+            cost = "" if race.took is None else f" The race takes {self._race_of_loop(race.took)}."
+            return self._untuned("a try is a whole run of the script: --seeds 2 or more allow for it", cost)
         if not self.quiet:
             summary.say(self._estimate_of_loop(count))
         factors = [3.0**exponent for exponent in range(-(count // 2), (count + 1) // 2)]
@@ -214,9 +214,9 @@ class Tuning:
     def _race_of_loop(self, took: float) -> str:
         return _about(len(self.race.strategies) * self.worth * took)
 
-    def _untuned(self, why: str) -> Race:
+    def _untuned(self, why: str, cost: str = "") -> Race:
         if not self.quiet:
-            summary.say(f"untuned: {why}.")
+            summary.say(f"untuned: {why}.{cost}")
         return dataclasses.replace(self.race, tuning=why)
 
     def _conclude(self, tried: Mapping[str, dict[Setting, TuningResult]], final: Mapping[str, list[Setting]]) -> Race:
@@ -296,14 +296,11 @@ class Tuning:
 
     def _show(self, text: str) -> None:
         """Print what is tried now: in a line of the terminal that the next one replaces; elsewhere once a minute."""
-        if self.quiet:
-            return
-        if not sys.stderr.isatty():
-            now = time.monotonic()
-            if text and now - self._told >= _MINUTE:
-                self._told = now
-                summary.say(f"{text} ({len(self._kept)} tries done)")
-        else:
+        terminal, now = sys.stderr.isatty(), time.monotonic()
+        if not self.quiet and not terminal and text and now - self._told >= _MINUTE:
+            self._told = now
+            summary.say(f"{text} ({len(self._kept)} tries done)")
+        elif not self.quiet and terminal:
             sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
             sys.stderr.flush()
 
