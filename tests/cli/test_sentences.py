@@ -125,5 +125,5 @@ optimizer.finish()
     )
     assert how in said.err
     assert how in json.loads(Path("found/table.json").read_text())["fairness"]
-    assert how in model.tell([Path("found")])["fairness"]  # of the page
+    assert how in model.build([Path("found")])["fairness"]  # of the page
     assert "--seeds 2 or more allow for it. The race takes about " in said.err
