@@ -69,7 +69,8 @@ def test_compare(orchestra: Orchestra, tmp_path: Path) -> None:
     said = orchestra("compare", write(tmp_path), "-s", "allreduce,ps", *ONCE, "--out", "c")
     assert said.code == 0, said.err
     assert "a line that is of no use" not in said.out + said.err
-    assert "[first run] allreduce · seed 1: accuracy " in said.err
+    assert "[first run] allreduce · seed 1: " in said.err
+    assert "as none was given" in said.err
     assert "loop · target test accuracy ≥ " in said.out
     assert "same initial parameters" in " ".join(said.out.split())
     record = json.loads((tmp_path / "c" / "table.json").read_text())
