@@ -68,7 +68,7 @@ class TuningResult:
     seconds: float | None = None  # to the target
     curve: tuple[tuple[float, float], ...] = ()  # time and score, as long as that is a number
     failed: str | None = None
-    collapsed: bool = False  # it ended untrained, or lost more than half of what it had gained
+    collapsed: bool = False  # it reached the target, and then lost more than half of what it had gained
 
     def best_until(self, time: float, sign: int) -> float:
         """Return the best score up to some time, with a sign so that smaller is better; infinite without any."""
@@ -382,8 +382,9 @@ def _found(outcome: Outcome, metric: str, sign: int) -> TuningResult:
     if outcome.failed is not None:
         return TuningResult(failed=outcome.failed)
     curve = _curve(outcome, metric)
-    unlearned = outcome.facts is not None and outcome.facts.unlearned is not None
-    return TuningResult(outcome.seconds, curve, collapsed=unlearned or _is_lost([sign * score for _, score in curve]))
+    unlearned = outcome.facts is not None and outcome.facts.unlearned is not None  # the last score is no number, say
+    lost = unlearned or _is_lost([sign * score for _, score in curve])
+    return TuningResult(outcome.seconds, curve, collapsed=outcome.seconds is not None and lost)
 
 
 def _is_lost(scores: Sequence[float]) -> bool:
