@@ -95,7 +95,7 @@ class Race:
                     chosen = dataclasses.replace(chosen, epochs=self.epochs)
                 in_lab.run(str(self.source.path or self.source.name), chosen, nodes, self.lab, self.source.args)
                 return judge(folder, seed, self.target)
-            known = warnings.silent() if strategy in self.settings else nullcontext()
+            known = warnings.silent() if seed or strategy in self.settings else nullcontext()  # said once
             with progress.choose(quiet=quiet, title=mark) as display, known:
                 sources.train_recipe(
                     self.recipe,
