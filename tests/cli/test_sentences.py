@@ -89,7 +89,7 @@ def test_a_run_says_each_warning_once(orchestra: Orchestra) -> None:
     assert said.code == 0, said.err
     assert said.err.count("amplifies them") == 1
     assert json.loads(Path("warned/ending.json").read_text())["warnings"]
-    raced = ("compare", "digits", "--sim", "-n", "2", *asp[:4], "--epochs", "1", "--seeds", "2", "--no-tune")
+    raced = ("compare", "digits", "--sim", "-n", "2", *asp[:2], "--epochs", "1", "--seeds", "2", "--no-tune")
     said = orchestra(*raced, "--out", "raced")
     assert said.code == 0, said.err
     assert said.err.count("amplifies them") == 1
