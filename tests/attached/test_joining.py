@@ -95,6 +95,7 @@ def test_a_token_folder_of_another_user_is_reported(by: str, tmp_path: Path, mon
     assert (tmp_path / "mine" / "token").exists()
 
 
+@pytest.mark.nightly
 def test_without_encryption_the_token_still_counts(tmp_path: Path) -> None:
     trusted = partial(call, cluster=Attached(patience=3, trusted=True))
     with Processes([partial(trusted, tmp_path / "run")] * 2, {"ORCHESTRA_TOKEN": TOKEN}) as processes:

@@ -137,6 +137,7 @@ def test_a_loop_is_not_simulated(orchestra: Orchestra, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.nightly
 def test_a_factor_reaches_the_steps_of_a_contestant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = sources.find(write(tmp_path))
@@ -230,6 +231,7 @@ def test_a_contestant_that_fails_is_told(orchestra: Orchestra, tmp_path: Path) -
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.nightly
 def test_a_signal_ends_the_whole_comparison(tmp_path: Path) -> None:
     path = Path(write(tmp_path))
     path.write_text(path.read_text().replace("range(3)", "range(10**6)"))

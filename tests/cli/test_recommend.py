@@ -144,6 +144,7 @@ def test_all_have_the_same_ends_and_who_is_slow_is_given_up(orchestra: Orchestra
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.nightly
 def test_the_page_has_the_last_rung_with_the_rates_that_were_tuned(orchestra: Orchestra) -> None:
     said = orchestra(
         "recommend", "digits", "--network", "2mbit", "-n", "2", "-s", "localsgd(tau=64),localsgd(tau=16),ps,allreduce",

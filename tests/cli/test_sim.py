@@ -71,6 +71,7 @@ def test_compare_in_virtual_time(orchestra: Orchestra) -> None:
     assert "shared" not in said.out  # no cores were
 
 
+@pytest.mark.nightly
 def test_sweep_over_conditions(orchestra: Orchestra, tmp_path: Path) -> None:
     said = orchestra(
         "sweep", "digits", "--sim", "-n", "4", "--epochs", "4", "--target", "accuracy=0.9", "--out", "swept",
@@ -124,6 +125,7 @@ def test_checkpoints_are_not_for_rehearsals(tmp_path: Path) -> None:
         train(AllReduce(), tmp_path / "run", cluster=Simulated(workers=2), checkpoint_every=Steps(2))
 
 
+@pytest.mark.nightly
 def test_real_workers_are_as_slow_as_virtual_ones(tmp_path: Path) -> None:
     """Who is late, and by how much, is the same in both worlds."""
     delay = "exponential:0.4,0.24 slow:1x2"  # long beside what a busy machine adds

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from tests.attached.test_runs import far_off
 from tests.prepare.loops import loop
 from tests.processes import Outcome, together
-from tests.zoo import INPUTS, Jittery, make_model, paced, train
+from tests.zoo import INPUTS, Jittery, Trap, make_model, paced, train, trapped
 from torch import nn
 
 from orchestra import AllReduce, Attached, LocalSGD, ParameterServer, Simulated, Steps, Strategy
@@ -31,6 +32,11 @@ from orchestra.runs import files
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=2), ParameterServer(servers=2)]
 each = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
+often = pytest.mark.parametrize(
+    "strategy",
+    [s if s == STRATEGIES[-1] else pytest.param(s, marks=pytest.mark.nightly) for s in STRATEGIES],
+    ids=lambda s: type(s).__name__,
+)
 tiny = partial(torch.optim.SGD, lr=1e-6, momentum=0.5)
 BUDGET: dict[str, Any] = {"budget": Steps(20), "checkpoint_every": Steps(4), "optimizer": tiny}
 
@@ -81,6 +87,14 @@ def filling(disk: Path, *, saved: bool = True) -> Callable[[Any], None]:
     return watch
 
 
+def fill_once_saved(disk: Path) -> None:
+    """In a worker, between two checkpoints: none of them is then half written, to be removed and make room."""
+    deadline = time.monotonic() + 30
+    while not any((disk / "run" / "checkpoints").glob("step-*[0-9]")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    fill(disk)
+
+
 def rescued(message: str) -> dict[str, torch.Tensor]:
     """The model in the file that an error names."""
     found = re.search(r"was written to (\S+model\.safetensors) instead", message)
@@ -94,7 +108,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@each
+@often
 def test_the_model_is_written_elsewhere_and_the_run_can_be_concluded(
     strategy: Strategy[Any], disk: Path, tmp_path: Path
 ) -> None:
@@ -170,13 +184,14 @@ def test_simulated_runs_write_the_model_elsewhere(disk: Path) -> None:
 def test_attached_runs_write_the_model_elsewhere(strategy: str, size: int, disk: Path, tmp_path: Path) -> None:
     """Where a server does not see the folder, what it sends has no room there."""
 
+    trap = Trap.at(0, 6, partial(fill_once_saved, disk), size=2)
+
     def call() -> Any:
-        given: dict[str, Any] = {"model": paced(0.05, 0.05, model=hurried), **BUDGET}
-        return far_off(strategy, disk / "run", progress=filling(disk), **given)
+        return far_off(strategy, disk / "run", model=trapped(trap, model=paced(0.05, 0.05, model=hurried)), **BUDGET)
 
     outcomes = together(size, call)
     assert outcomes[0].kind == "EnvironmentProblem", outcomes
-    whole = train(strategy, tmp_path / "whole", workers=2, model=paced(model=large), **BUDGET)
+    whole = train(strategy, tmp_path / "whole", workers=2, model=trapped(model=paced(model=large)), **BUDGET)
     assert same(rescued(outcomes[0].error), whole.model.state_dict())
 
 

@@ -164,6 +164,7 @@ def test_hogwild_ends_though_a_worker_hangs(tmp_path: Path, way: str) -> None:
         train("hogwild", tmp_path, cluster=Local(workers=2, patience=3), model=model, budget=budget)
 
 
+@pytest.mark.nightly
 def test_hogwild_ends_though_a_worker_is_busy_with_one_step(tmp_path: Path) -> None:
     def spin() -> None:
         while True:
@@ -216,6 +217,7 @@ def test_a_process_that_works_is_left_alone(tmp_path: Path, way: str, action: Ca
 
 
 @pytest.mark.parametrize("way", few(["messages", "torch"], ["messages"]))
+@pytest.mark.nightly
 def test_local_steps_that_nobody_waits_for_are_no_hang(tmp_path: Path, way: str) -> None:
     """Nor if they use no processor time."""
     everywhere(way, tmp_path, strategy=LOCAL_STEPS, model=paced(1.0, 1.0), budget=Steps(6))
@@ -243,6 +245,7 @@ def pausing_loop(resumed: Path) -> int:
     return steps
 
 
+@pytest.mark.nightly
 def test_a_server_of_a_loop_that_waits_is_not_waited_for(tmp_path: Path) -> None:
     outcomes = together(3, partial(pausing_loop, tmp_path / "resumed"))
     assert not any(outcome.kind for outcome in outcomes[:2]), outcomes
@@ -250,6 +253,7 @@ def test_a_server_of_a_loop_that_waits_is_not_waited_for(tmp_path: Path) -> None
     assert outcomes[1].value == 10
 
 
+@pytest.mark.nightly
 def test_delays_that_were_asked_for_are_no_hang(tmp_path: Path) -> None:
     cluster = Local(workers=2, patience=1.5, compute_time="constant:0.02 slow:1x150")
     train("allreduce", tmp_path, cluster=cluster, budget=Steps(1))

@@ -133,7 +133,7 @@ def test_a_hundred_orders_change_nothing(strategy: S) -> None:
         assert_same(simulate(strategy, world={"ties": ties}).model, simulated(strategy).model)
 
 
-ORDERS = [pytest.param(8, id="8 orders"), pytest.param(1000, id="1000 orders", marks=pytest.mark.nightly)]
+ORDERS = [pytest.param(5, id="5 orders"), pytest.param(1000, id="1000 orders", marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize("orders", ORDERS)

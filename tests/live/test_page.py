@@ -182,6 +182,7 @@ def start(*arguments: str, cwd: Path, out: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=cwd, text=True, env=ENVIRON, stdout=out, stderr=out)
 
 
+@pytest.mark.nightly
 def test_a_real_run_seen_from_the_command_line_until_it_is_killed(browser: Browser, tmp_path: Path) -> None:
     slow = ("-s", "localsgd(tau=2)", "-n", "2", "--compute-time", "constant:0.1", "--steps", "5000")
     run = start("run", "digits", *slow, "--quiet", "--out", "run", cwd=tmp_path, out=subprocess.DEVNULL)

@@ -252,6 +252,7 @@ def as_process(text: str, folder: Path, environ: dict[str, str] | None = None) -
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, cwd=folder, env=environ)
 
 
+@pytest.mark.nightly
 def test_a_whole_interpreter_exits_with_the_code_of_the_error(tmp_path: Path) -> None:
     nan = "model.zero_grad(); (model(torch.ones(2, 3)) / 0).sum().backward(); optimizer.step()"
     done = as_process(script(at_a_step=f"for _ in range(10): {nan}"), tmp_path)

@@ -132,6 +132,7 @@ def test_prepare_with_one_worker_equals_the_script_without_it(case: str) -> None
     assert equal(found, expected)
 
 
+@pytest.mark.nightly
 def test_one_worker_and_one_server_are_the_script_as_well() -> None:
     among = ("tied", "frozen", "named", "whole layers", "begins with zero", "plateau", "compiled before")
     cases = {name: CASES[name] for name in among}

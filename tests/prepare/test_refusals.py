@@ -175,7 +175,9 @@ print(model(torch.ones(2, 7)).sum().item())
 """
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "synceasgd", "localsgd"])
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("synceasgd", "localsgd"))]
+)
 def test_a_whole_model_is_read_without_orchestra(strategy: str, tmp_path: Path) -> None:
     wide = LARGE // 7 + 1  # gradients of large layers are taken by hooks
     model = nn.Sequential(nn.Linear(7, wide), nn.Linear(wide, 1))

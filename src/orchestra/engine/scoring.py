@@ -47,7 +47,7 @@ Show = Callable[[int, int], None]  # how many are scored, of how many
 ROOM, FEWEST = 256 << 20, 4  # bytes of snapshots that may wait, and how many may in any case
 _TIDY = 2.0  # seconds between two checks of how many wait
 _PROMPT, _PATIENT = 0.05, 0.5  # seconds between two checks for a new snapshot, with and without a target
-_UNWIND = 10.0  # seconds in which the thread ends after an interruption, unless one operation takes longer
+_UNWIND = 2.0  # seconds in which the thread ends after an interruption, unless one operation takes longer
 _GRACE = 10.0  # seconds that a score may still take when the run is over, and three times the longest so far
 
 
