@@ -202,6 +202,9 @@ def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
     assert "NOT THE SAME samples" in points(samples="c3")
     assert "NOT THE SAME samples" in points(samples=None, batch=9), "one difference is enough"
     assert "budget not checked" in points(budget=None)
+    assert "NOT THE SAME budget" in points(budget=["epochs=1", "seconds=4.5"])
+    limited = {"budget": ["epochs=1", "seconds=4.5"], "note": {"patience": 4.5}}
+    assert "same budget: epochs=1;" in points(**limited), "when a run is given up follows from the others"
     assert "NOT THE SAME optimizer: Adam, SGD" in points(optimizer="Adam [{}]")
     failed = replace(row("one", 1.0).outcomes[0], facts=None, failed="it broke")
     assert "initial parameters not checked" in "; ".join(fairness.examine(table(StrategyRow("one", 2, 0, (failed,)))))

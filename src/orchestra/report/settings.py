@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from orchestra.runs import reading
-from orchestra.runs.reading import RunRecord
+from orchestra.runs.reading import RunRecord, budget_of
 
 # Not a condition: what is compared, chance, and the folder in which the command was typed.
 _IDENTITY = ("strategy", "servers", "seed", "version of the working directory")
@@ -32,7 +32,7 @@ def settings_of(run: RunRecord) -> dict[str, str]:
         "strategy": config["strategy"],
         "recipe": run.note.get("recipe"),
         **{name: config.get(name) for name in ("workers", "servers", "seed", "batch")},
-        "budget": _budget(run),
+        "budget": budget_of(run.config),
         "world": "virtual time" if run.facts.virtual else cluster.get("kind"),
         "network": cluster.get("network") or options.get("network"),
         "compute time": _compute_time(options) or (None if slow else _compute_time(cluster)),
@@ -48,14 +48,6 @@ def settings_of(run: RunRecord) -> dict[str, str]:
 def _compute_time(named: Mapping[str, Any]) -> Any:
     """Return the compute time of options or of a cluster. Older run folders call it `delay`."""
     return named.get("compute_time") or named.get("delay")
-
-
-def _budget(run: RunRecord) -> Any:
-    """Return the budget without the time limit of a comparison, which follows from the speed of the other runs."""
-    budget = run.config.get("budget")
-    if run.note.get("patience") is None or not isinstance(budget, list):
-        return budget
-    return [part for part in budget if not str(part).startswith("seconds=")]
 
 
 def _text(value: Any) -> str:
