@@ -70,7 +70,7 @@ def test_a_host_that_is_cut_off_comes_back(
         cutting.start()
         assert lab.run([*command, strategy, str(out), "20"]) == 0
         cutting.join()
-    assert b"is connected again" in b"".join(capfdbinary.readouterr())
+    assert b"reconnected to" in b"".join(capfdbinary.readouterr())
     parted = [e for e in events_of(out) if isinstance(e, Reconnected)]
     assert parted
     assert all(1 in (e.node, e.peer) and 0 < e.seconds < 25 for e in parted), "one end is at the second host"
