@@ -302,6 +302,14 @@ def test_where_it_takes_place_is_said(shared: Options, lab: str | None, real: bo
     }
 
 
+def test_tries_of_few_steps_are_called_that(tmp_path: Path) -> None:
+    tuned = made(best_at(0.06), ("allreduce",), tmp_path / "a", costs=replace(COSTS, steps=100.0))
+    steps = 100 * tuned.plan.first
+    assert "hardly differ" not in tuned._estimate()
+    short = made(best_at(0.06), ("allreduce",), tmp_path / "b", costs=replace(COSTS, steps=800 / steps))
+    assert "the first tries have only 8 steps of a worker, in which rates hardly differ" in short._estimate()
+
+
 # What it changes.
 
 
@@ -352,6 +360,7 @@ def test_the_estimate_is_measured_until_it_can_be_told_from_noise(
     assert costs.run == pytest.approx(0.302)
     assert costs.epoch == costs.real == pytest.approx(0.002 * 1437 / 16 / 2)
     assert costs.busy == pytest.approx(3)
+    assert costs.steps == pytest.approx(1437 / 16 / 2)
     real = tuning_plan.measure(made(best_at(0.1), ("hogwild",), tmp_path, sim=False).race)
     assert real.real == pytest.approx(real.epoch / 2)  # two at once
 

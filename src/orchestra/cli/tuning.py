@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from orchestra.cli.table import Outcome
 
 _MINUTE = 60.0  # seconds between lines of progress where there is no terminal
+_FEW_STEPS = 20
 _ENDLESS = (
     "the data is a stream that did not end within a minute, so its length in steps is unknown: give its Dataset a "
     "__len__, the samples of a pass"
@@ -341,11 +342,17 @@ class Tuning:
         plan, race = self.plan, self.race
         tuning, raced = (_about(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
         network = ", and the time of its network" if race.lab is not None else ""
+        steps, short = plan.first * plan.costs.steps, ""
+        if steps < _FEW_STEPS:
+            short = (
+                f"\nthe first tries have only {plural(max(1, round(steps)), 'step')} of a worker, in which rates "
+                "hardly differ: more --epochs or --seeds allow for longer ones."
+            )
         return (
             f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
             f"{race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
             f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}"
-            f"{' at most' if race.shared.target else ''}: {raced}{network}."
+            f"{' at most' if race.shared.target else ''}: {raced}{network}.{short}"
         )
 
     def _record(self) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Costs:
     epoch: float  # in simulation
     real: float  # an epoch of real processes
     busy: float = 1.0  # times as long as everything takes while other processes compute here
+    steps: float = math.inf  # of a worker in an epoch
 
     def of(self, epochs: float, scores: int, *, real: bool) -> float:
         """Return the seconds of a run with so many scores after the first."""
@@ -155,17 +156,17 @@ def measure(race: Race) -> Costs:
     torch.set_num_threads(threads)
     score = min(alone, _seconds(clock, lambda: scoring.figures(recipe.evaluate, model, data)))
     before = time.perf_counter(), clock()
-    run, epoch = _measured(race, few, clock)
+    run, epoch, steps = _measured(race, few, clock)
     busy = max(1.0, (time.perf_counter() - before[0]) / max(1e-9, clock() - before[1]))
     if race.shared.sim:
-        return Costs(run, score, epoch, epoch, busy)
-    _, whole = _measured(race, dataclasses.replace(few, numerics="real"), clock)
+        return Costs(run, score, epoch, epoch, busy, steps)
+    _, whole, _ = _measured(race, dataclasses.replace(few, numerics="real"), clock)
     at_once = min(race.shared.workers or 2, len(os.sched_getaffinity(0)))
-    return Costs(run, score, epoch, whole / at_once, busy)
+    return Costs(run, score, epoch, whole / at_once, busy, steps)
 
 
-def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float]:
-    """Return the seconds of a run of one step, and of an epoch, by the clock of this thread on a CPU."""
+def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float, float]:
+    """Return the seconds of a run of one step, and of an epoch, by the clock of this thread; a worker's steps in it."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         one = _seconds(clock, lambda: _run(race, few, 1, out))
@@ -178,7 +179,8 @@ def _measured(race: Race, few: Options, clock: Clock) -> tuple[float, float]:
         config = object_in(next(out.glob("*/config.json")))
     samples = race.stream or int(str(config.get("data")).partition(" ")[0])
     batches = samples / int(config["batch"])
-    return one, max(1e-9, took) * batches / (steps * int(config["workers"]))
+    own = batches / int(config["workers"])
+    return one, max(1e-9, took) * own / steps, batches / (race.shared.workers or 2)
 
 
 def _seconds(clock: Clock, done: Callable[[], object]) -> float:
