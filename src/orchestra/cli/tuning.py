@@ -195,14 +195,14 @@ class Tuning:
                 self._try([setting], tried[name], race.epochs, race.seeds)
                 if len(self._kept) == 1 > known and race.took is None and not self.quiet:
                     took = time.monotonic() - began
-                    summary.say(f"a run took {_about(took)}: {self._both(count, took)}.")
+                    summary.say(f"a run took {tuning_plan.about(took)}: {self._both(count, took)}.")
         return self._conclude(tried, {name: rank(found, self._sign) for name, found in tried.items()})
 
     def _estimate_of_loop(self, count: int) -> str:
         race = self.race
         strategies, about = len(race.strategies), "" if race.took is None else f"; {self._both(count, race.took)}"
         return (
-            f"tuning {_strategies(strategies)}, {count} tries each, {self.where}, seed {race.seeds}: "
+            f"tuning {tuning_plan.strategies(strategies)}, {count} tries each, {self.where}, seed {race.seeds}: "
             f"{count * strategies} whole runs of the script, and {round(strategies * self.worth)} in the race{about}. "
             "--no-tune skips it."
         )
@@ -210,10 +210,10 @@ class Tuning:
     def _both(self, count: int, took: float) -> str:
         """Return how long tuning and the race take, if every run takes as long as one did."""
         strategies = len(self.race.strategies)
-        return f"tuning takes {_about(strategies * count * took)}, the race {self._race_of_loop(took)}"
+        return f"tuning takes {tuning_plan.about(strategies * count * took)}, the race {self._race_of_loop(took)}"
 
     def _race_of_loop(self, took: float) -> str:
-        return _about(len(self.race.strategies) * self.worth * took)
+        return tuning_plan.about(len(self.race.strategies) * self.worth * took)
 
     def _untuned(self, why: str, cost: str = "") -> Race:
         if not self.quiet:
@@ -340,7 +340,7 @@ class Tuning:
     def _estimate(self) -> str:
         """Return in words how much is tried, how long it takes at most, and how long the race takes."""
         plan, race = self.plan, self.race
-        tuning, raced = (_about(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
+        tuning, raced = (tuning_plan.about(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
         network = ", and the time of its network" if race.lab is not None else ""
         steps, short = plan.first * plan.costs.steps, ""
         if steps < _FEW_STEPS:
@@ -349,8 +349,8 @@ class Tuning:
                 "hardly differ: more --epochs or --seeds allow for longer ones."
             )
         return (
-            f"tuning {_strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds {race.seeds} and "
-            f"{race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
+            f"tuning {tuning_plan.strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds "
+            f"{race.seeds} and {race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
             f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}"
             f"{' at most' if race.shared.target else ''}: {raced}{network}.{short}"
         )
@@ -372,17 +372,6 @@ def _side(setting: Setting, tried: Iterable[Setting]) -> int:
     """Return -1 or 1 if its rate is the smallest or largest tried with its other settings; else 0."""
     alike = [s.size for s in tried if (s.strategy, s.momentum) == (setting.strategy, setting.momentum)]
     return 0 if setting.size not in alike else -1 if setting.size == min(alike) else int(setting.size == max(alike))
-
-
-def _about(seconds: float) -> str:
-    """Return a time in words, to one or two digits."""
-    if seconds < 90:
-        return f"about {max(1, float(f'{seconds:.2g}')):.0f} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.2g} h"
-
-
-def _strategies(count: int) -> str:
-    return "1 strategy" if count == 1 else f"{count} strategies"
 
 
 def _found(outcome: Outcome, metric: str, sign: int) -> TuningResult:
