@@ -182,6 +182,7 @@ def test_sooner_at_the_target_is_better_and_then_the_score_at_one_time() -> None
         fast: TuningResult(seconds=2.0, curve=((1.0, 0.1), (2.0, 0.95))),
     }
     assert rank(found, -1) == [fast, slow, near, far]
+    assert rank(found, -1, whole=True) == [fast, slow, far, near]
 
 
 def test_what_collapses_after_the_target_is_worse_than_what_never_reaches_it() -> None:

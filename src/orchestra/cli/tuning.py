@@ -6,8 +6,9 @@
     second rung     the best few of each, three times as long, on a second seed; the comparison uses the best one
 
 Tries that reach the target are ranked by time. The others are ranked by their best score up to the time at which the
-first of them ends. In the first rung a try ends at the target. In the second it goes on, and one that collapses ranks
-below all that do not. Tries are simulated unless --tune-real is given, and kept in tuning.json.
+first of them ends; whole runs of a loop, by their best score. In the first rung a try ends at the target. In the second
+it goes on, and one that collapses ranks below all that do not. Tries are simulated unless --tune-real is given, and
+kept in tuning.json.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ class TuningResult:
         return min((sign * score for t, score in self.curve if t <= time), default=math.inf)
 
 
-def rank(found: Mapping[Setting, TuningResult], sign: int) -> list[Setting]:
-    """Return the settings with a score, the best first."""
+def rank(found: Mapping[Setting, TuningResult], sign: int, *, whole: bool = False) -> list[Setting]:
+    """Return the settings with a score, the best first; of `whole` runs, which end alike, all scores count."""
     scored = {setting: one for setting, one in found.items() if one.curve and one.failed is None}
-    first = min((one.curve[-1][0] for one in scored.values()), default=0.0)
+    first = math.inf if whole else min((one.curve[-1][0] for one in scored.values()), default=0.0)
 
     def key(setting: Setting) -> tuple[bool, float, float]:
         one = scored[setting]
@@ -170,12 +171,12 @@ class Tuning:
                     self._try(self._grid(name, side), tried[name], plan.first, race.seeds)
         final: dict[str, list[Setting]] = {}
         for name in race.strategies:
-            best = rank(tried[name], self._sign)[: plan.kept]
+            best = self._rank(tried[name])[: plan.kept]
             last: dict[Setting, TuningResult] = {}
             self._try(best, last, 3 * plan.first, race.seeds + 1, whole=True)
             untested = {setting: found for setting, found in tried[name].items() if setting not in last}
             lasting = {setting: found for setting, found in last.items() if not found.collapsed}
-            final[name] = rank(lasting or untested or last, self._sign) or best
+            final[name] = self._rank(lasting or untested or last) or best
         return self._conclude(tried, final)
 
     def _run_loop(self) -> Race:
@@ -196,7 +197,7 @@ class Tuning:
                 if len(self._kept) == 1 > known and race.took is None and not self.quiet:
                     took = time.monotonic() - began
                     summary.say(f"a run took {tuning_plan.about(took)}: {self._both(count, took)}.")
-        return self._conclude(tried, {name: rank(found, self._sign) for name, found in tried.items()})
+        return self._conclude(tried, {name: self._rank(found) for name, found in tried.items()})
 
     def _estimate_of_loop(self, count: int) -> str:
         race = self.race
@@ -243,6 +244,9 @@ class Tuning:
     def _sign(self) -> int:
         return 1 if lower_is_better(self.race.target.metric) else -1
 
+    def _rank(self, found: Mapping[Setting, TuningResult]) -> list[Setting]:
+        return rank(found, self._sign, whole=isinstance(self.race.recipe, Loop))
+
     def _settings(self, name: str) -> list[Setting]:
         own, momentum = self.own
         return candidates.settings(name, fixed=name in self.race.fixed, own=own, momentum=momentum)
@@ -254,7 +258,7 @@ class Tuning:
 
     def _edge(self, tried: Mapping[Setting, TuningResult]) -> int:
         """Return -1 or 1 if the best rate is the smallest or the largest tried with these settings, else 0."""
-        best = next(iter(rank(tried, self._sign)), None)
+        best = next(iter(self._rank(tried)), None)
         if best is None:
             return -1  # every rate failed
         return _side(best, tried)
@@ -269,7 +273,7 @@ class Tuning:
             raise ConfigError([Problem("lrs", shown, f"{name} has a score with none of them: {why}")])
         if not ranked:
             return Setting(name, own=self.own[0])  # its runs in the race fail or not
-        every = [*ranked, *rank(tried, self._sign)]
+        every = [*ranked, *self._rank(tried)]
         return next((setting for setting in every if setting.strategy not in taken), ranked[0])
 
     # Tries.
