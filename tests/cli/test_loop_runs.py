@@ -21,7 +21,8 @@ from orchestra.cli.compare import prepare
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
 from orchestra.cli.table import Outcome
-from orchestra.cli.tuning import Tuning, TuningResult
+from orchestra.cli.tuning import Tuning
+from orchestra.cli.tuning_results import TuningResult
 from orchestra.runs.events import Scored, encode
 from orchestra.runs.facts import scores_of
 

@@ -24,8 +24,9 @@ from orchestra.cli.candidates import Setting, grid, settings
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
 from orchestra.cli.table import Outcome
-from orchestra.cli.tuning import Tuning, TuningResult, rank
+from orchestra.cli.tuning import Tuning
 from orchestra.cli.tuning_plan import Costs, TuningPlan
+from orchestra.cli.tuning_results import TuningResult, is_lost, rank
 from orchestra.errors import ConfigError
 from orchestra.model.adjusted_optimizer import Adjusted
 from orchestra.report import model
@@ -202,7 +203,7 @@ def test_what_collapses_after_the_target_is_worse_than_what_never_reaches_it() -
     ],
 )
 def test_half_of_the_gain_may_be_lost(scores: tuple[float, ...], lost: bool, tmp_path: Path) -> None:
-    assert tuning._is_lost([-score for score in scores]) is lost
+    assert is_lost([-score for score in scores]) is lost
 
 
 @pytest.mark.parametrize("largest", [0.3, 0.05], ids=["some collapse", "all collapse"])
@@ -309,6 +310,13 @@ def test_tries_of_few_steps_are_called_that(tmp_path: Path) -> None:
     assert "hardly differ" not in tuned._estimate()
     short = made(best_at(0.06), ("allreduce",), tmp_path / "b", costs=replace(COSTS, steps=800 / steps))
     assert "the first tries have only 8 steps of a worker, in which rates hardly differ" in short._estimate()
+
+
+@pytest.mark.parametrize(("steps", "said"), [(8, True), (20, False)])
+def test_the_page_calls_them_that_as_well(steps: int, said: bool, tmp_path: Path) -> None:
+    found = best_at(0.06)
+    tuned = made(lambda setting: replace(found(setting), steps=steps), ("allreduce",), tmp_path).run()
+    assert ("(the first tries have only 8 steps of a worker" in fairness.rates(tuned)) is said
 
 
 # What it changes.

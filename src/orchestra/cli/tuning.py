@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,13 @@ from orchestra.cli import candidates, fairness, sources, summary, tuning_cache, 
 from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.cli.tuning_plan import SNAPSHOTS, TuningPlan
+from orchestra.cli.tuning_results import TuningResult, rank, result_of
 from orchestra.errors import ConfigError, Interrupted, Problem
 from orchestra.formatting import plural
 from orchestra.runs.budget import lower_is_better
 
 if TYPE_CHECKING:
     from orchestra.cli.race import Race
-    from orchestra.cli.table import Outcome
 
 _MINUTE = 60.0  # seconds between lines of progress where there is no terminal
 _FEW_STEPS = 20
@@ -61,32 +61,6 @@ def contradicts(option: str, value: object, fixed: str | None) -> Iterator[Probl
     """Yield a problem if an option asks for tuning and another fixes the learning rate."""
     if value is not None and fixed is not None:
         yield Problem(option, value, f"tunes learning rates, and {fixed} fixes them: leave one of them out")
-
-
-@dataclass(frozen=True)
-class TuningResult:
-    """The result of a try."""
-
-    seconds: float | None = None  # to the target
-    curve: tuple[tuple[float, float], ...] = ()  # time and score, as long as that is a number
-    failed: str | None = None
-    collapsed: bool = False  # it reached the target, and then lost more than half of what it had gained
-
-    def best_until(self, time: float, sign: int) -> float:
-        """Return the best score up to some time, with a sign so that smaller is better; infinite without any."""
-        return min((sign * score for t, score in self.curve if t <= time), default=math.inf)
-
-
-def rank(found: Mapping[Setting, TuningResult], sign: int, *, whole: bool = False) -> list[Setting]:
-    """Return the settings with a score, the best first; of `whole` runs, which end alike, all scores count."""
-    scored = {setting: one for setting, one in found.items() if one.curve and one.failed is None}
-    first = math.inf if whole else min((one.curve[-1][0] for one in scored.values()), default=0.0)
-
-    def key(setting: Setting) -> tuple[bool, float, float]:
-        one = scored[setting]
-        return (one.collapsed, math.inf if one.seconds is None else one.seconds, one.best_until(first, sign))
-
-    return sorted(scored, key=key)
 
 
 @dataclass
@@ -237,7 +211,8 @@ class Tuning:
         shutil.rmtree(race.out / "tuning", ignore_errors=True)
         self._save(chosen)
         tries = max(len(found) for found in tried.values())
-        found: dict[str, Any] = {"settings": chosen, "tries": tries, "tuning": self.where, "edges": frozenset(edges)}
+        how = self.where + ("" if isinstance(race.recipe, Loop) else _briefly(tried))
+        found: dict[str, Any] = {"settings": chosen, "tries": tries, "tuning": how, "edges": frozenset(edges)}
         return dataclasses.replace(race, strategies=tuple(chosen), **found)
 
     @property
@@ -292,12 +267,12 @@ class Tuning:
             length = "" if math.isnan(epochs) else f", {epochs:.3g} epochs"
             self._show(f"tuning {setting.strategy}: {setting}{length}")
             outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
-            self._kept[key] = dataclasses.asdict(_found(outcome, race.target.metric, self._sign))
+            self._kept[key] = dataclasses.asdict(result_of(outcome, race.target.metric, self._sign))
             shutil.rmtree(outcome.run, ignore_errors=True)
             tuning_cache.write(self.race.out, self._record())
         record = self._kept[key]
         curve = tuple((t, score) for t, score in record["curve"])
-        return TuningResult(record["seconds"], curve, record["failed"], record["collapsed"])
+        return TuningResult(**{**record, "curve": curve})
 
     def _show(self, text: str) -> None:
         """Print what is tried now: in a line of the terminal that the next one replaces; elsewhere once a minute."""
@@ -348,10 +323,7 @@ class Tuning:
         network = ", and the time of its network" if race.lab is not None else ""
         steps, short = plan.first * plan.costs.steps, ""
         if steps < _FEW_STEPS:
-            short = (
-                f"\nthe first tries have only {plural(max(1, round(steps)), 'step')} of a worker, in which rates "
-                "hardly differ: more --epochs or --seeds allow for longer ones."
-            )
+            short = f"\n{_brief(max(1, round(steps)))}: more --epochs or --seeds allow for longer ones."
         return (
             f"tuning {tuning_plan.strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds "
             f"{race.seeds} and {race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
@@ -378,22 +350,11 @@ def _side(setting: Setting, tried: Iterable[Setting]) -> int:
     return 0 if setting.size not in alike else -1 if setting.size == min(alike) else int(setting.size == max(alike))
 
 
-def _found(outcome: Outcome, metric: str, sign: int) -> TuningResult:
-    if outcome.failed is not None:
-        return TuningResult(failed=outcome.failed)
-    curve = _curve(outcome, metric)
-    unlearned = outcome.facts is not None and outcome.facts.unlearned is not None  # the last score is no number, say
-    lost = unlearned or _is_lost([sign * score for _, score in curve])
-    return TuningResult(outcome.seconds, curve, collapsed=outcome.seconds is not None and lost)
+def _briefly(tried: Mapping[str, Mapping[Setting, TuningResult]]) -> str:
+    """Return the words on tries of the first rung that had few steps; none if the longest had enough."""
+    steps = max(result.steps for found in tried.values() for result in found.values())
+    return f" ({_brief(steps)})" if 0 < steps < _FEW_STEPS else ""
 
 
-def _is_lost(scores: Sequence[float]) -> bool:
-    """Return whether more than half of the gain from the first score to the best, the smallest, is lost at the end."""
-    return len(scores) > 1 and scores[-1] - min(scores) > (scores[0] - min(scores)) / 2 > 0
-
-
-def _curve(outcome: Outcome, metric: str) -> tuple[tuple[float, float], ...]:
-    from orchestra.runs.facts import scores_of
-
-    scores = [(s.t, s.metrics.get(metric)) for s in scores_of(outcome.run)]
-    return tuple((t, value) for t, value in scores if value is not None and math.isfinite(value))
+def _brief(steps: int) -> str:
+    return f"the first tries have only {plural(steps, 'step')} of a worker, in which rates hardly differ"

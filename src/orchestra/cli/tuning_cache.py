@@ -69,8 +69,8 @@ def read(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def _is_record(value: Any) -> bool:
-    known = {"seconds", "curve", "failed", "collapsed"}
-    return isinstance(value, dict) and known <= {*value} and isinstance(value["curve"], list)
+    known = {"seconds", "curve", "failed", "steps", "collapsed"}
+    return isinstance(value, dict) and known == {*value} and isinstance(value["curve"], list)
 
 
 def read_plan(race: Race, *known_by: Any) -> dict[str, Any]:
