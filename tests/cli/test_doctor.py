@@ -113,10 +113,10 @@ def test_a_torch_that_hangs_is_ended_with_all_it_started(
     folder = poison("torch", text)
     pid, patience, communicate = folder / "torch" / "pid", 1.4, subprocess.Popen.communicate
 
-    def when_it_hangs(child: subprocess.Popen[Any], *given: Any, timeout: float | None = None) -> tuple[Any, Any]:
+    def when_it_hangs(child: subprocess.Popen[Any], said: Any = None, timeout: float | None = None) -> tuple[Any, Any]:
         if timeout == patience:
             wait_until(pid.exists)
-        return communicate(child, *given, timeout=timeout)
+        return communicate(child, said, timeout)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", when_it_hangs)
     impatient = tuple(replace(check, seconds=patience) if check.name == "torch" else check for check in CHECKS)

@@ -138,7 +138,7 @@ def test_room_that_is_made_in_time_is_enough(disk: Path, tmp_path: Path) -> None
 
             return trying_again(attempt)
 
-        snapshot.trying_again = noted  # type: ignore[assignment]
+        snapshot.trying_again = noted
         return hurried()
 
     model = trapped(Trap.at(0, 6, partial(fill_once_saved, disk), size=2), model=noting)

@@ -148,10 +148,10 @@ def test_the_callers_settings_hold_where_snapshots_are_scored(tmp_path: Path, na
         return 0.0
 
     CHANGES[name]()
-    given = {"evaluate": evaluate, "evaluation_data": doubles, "evaluate_every": Steps(2), "data": doubles}
+    given: dict[str, Any] = {"evaluate": evaluate, "evaluation_data": doubles, "evaluate_every": Steps(2)}
     wait = Trap.at(0, 6, partial(await_scores, tmp_path, 2), size=2)
     cluster = Local(workers=2, patience=300)
-    train("allreduce", tmp_path, cluster=cluster, model=trapped(wait), budget=Steps(8), **given)
+    train("allreduce", tmp_path, cluster=cluster, model=trapped(wait), data=doubles, budget=Steps(8), **given)
     assert found["scorer"] == found[threading.current_thread().name] == in_force()
 
 

@@ -147,7 +147,7 @@ def test_asynchronous_runs_end_in_the_same_band(strategy: S, tmp_path: Path) -> 
         return
     # The seeds differ by a third; the two worlds, seed by seed, by a fiftieth.
     assert losses[1] == pytest.approx(losses[0], rel=0.15)
-    staleness = [mean(run.summary.staleness_mean for run in runs) for runs in (processes, virtual)]
+    staleness = [mean(run.summary.staleness_mean or 0.0 for run in runs) for runs in (processes, virtual)]
     assert staleness[1] == pytest.approx(staleness[0], abs=0.5)
 
 
