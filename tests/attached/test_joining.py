@@ -320,23 +320,23 @@ def begin_prepare(out: Path, **given: Any) -> None:
 def begin_run(out: Path, *, trusted: bool = False, collectives: str = "") -> None:
     words = ["run", "digits", "--out", str(out), "--quiet", *(["--trusted-network"] if trusted else [])]
     if invoke(words) == ClusterError.exit_code:
-        raise ClusterError("nobody came")
+        raise ClusterError("no process joined")
 
 
 @pytest.mark.parametrize("begin", [begin_train, begin_prepare, begin_run])
 def test_a_notice_says_that_the_network_is_trusted(
     begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def nobody(*_: Any) -> Any:
-        raise ClusterError("nobody came")
+    def fail_to_connect(*_: Any) -> Any:
+        raise ClusterError("no process joined")
 
     def told(rank: int, **given: Any) -> str:
         monkeypatch.setenv("RANK", str(rank))
-        with pytest.raises(ClusterError, match="nobody came"):
+        with pytest.raises(ClusterError, match="no process joined"):
             begin(tmp_path / f"run-{rank}-{len(given)}", **given)
         return capsys.readouterr().err
 
-    monkeypatch.setattr(session, "_connect", nobody)
+    monkeypatch.setattr(session, "_connect", fail_to_connect)
     for name, value in {**environ_of(0, 2, free_port()), "ORCHESTRA_TOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
     said = told(0, trusted=True)

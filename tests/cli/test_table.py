@@ -179,7 +179,7 @@ def test_the_plain_line() -> None:
     assert line.startswith("[   12.0 s]")
 
 
-def test_a_rehearsal_has_two_clocks() -> None:
+def test_a_simulation_has_two_clocks() -> None:
     shown = picture(2, real=3.5)
     assert plain_line(shown).startswith("[12.0 virtual s in 3.5 s]")
     assert "12.0 virtual s in 3.5 s" in drawing(shown, 80, 24).plain

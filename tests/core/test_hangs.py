@@ -218,7 +218,7 @@ def test_a_process_that_works_is_left_alone(tmp_path: Path, way: str, action: Ca
 
 @pytest.mark.parametrize("way", few(["messages", "torch"], ["messages"]))
 @pytest.mark.nightly
-def test_local_steps_that_nobody_waits_for_are_no_hang(tmp_path: Path, way: str) -> None:
+def test_local_steps_of_a_worker_that_waits_for_no_other_are_no_hang(tmp_path: Path, way: str) -> None:
     """Nor if they use no processor time."""
     everywhere(way, tmp_path, strategy=LOCAL_STEPS, model=paced(1.0, 1.0), budget=Steps(6))
     assert ended(tmp_path, 1).step == 6

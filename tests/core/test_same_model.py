@@ -179,7 +179,7 @@ def test_validation_data_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that nobody can compare: a generator that no seed reaches."""
+    """Samples that cannot be compared: a generator that no seed reaches."""
 
     def __init__(self) -> None:
         self.x, self.y = make_data()

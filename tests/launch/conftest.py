@@ -50,7 +50,7 @@ if what == "show":
     sys.exit(0)
 if what == "fail" and rank == 1:
     time.sleep(0.3)
-    print("something to mend", file=sys.stderr)
+    print("something to fix", file=sys.stderr)
     sys.exit(9)
 if what == "late" and rank == 0:
     time.sleep(0.1)
@@ -206,7 +206,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 pytest.skip("sshd does not start here")
             time.sleep(0.05)
         else:
-            pytest.skip("sshd lets nobody in here")
+            pytest.skip("sshd accepts no login here")
         yield command
     finally:
         server.kill()

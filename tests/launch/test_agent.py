@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The far end alone: what it does when nobody speaks to it any more, and whom it starts."""
+"""The agent on a far host alone: what it does when its launcher is gone, and which processes it starts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_who_does_not_stop_is_killed_after_the_grace() -> None:
     assert far.end()[0] == 137
 
 
-def test_the_agent_can_be_interrupted_whoever_started_it() -> None:
+def test_an_agent_started_with_blocked_signals_can_be_interrupted() -> None:
     """Ray blocks SIGINT in all that it starts, and a shell's background jobs ignore it."""
 
     def deaf() -> None:
@@ -99,7 +99,7 @@ def test_the_agent_can_be_interrupted_whoever_started_it() -> None:
     assert far.end()[0] == 130
 
 
-def test_a_process_goes_on_saving_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+def test_a_process_goes_on_saving_when_its_output_is_not_read(tmp_path: Path) -> None:
     text = (
         "import os, signal, sys, time\n"
         "def save(*_):\n"
@@ -146,7 +146,7 @@ def test_the_agent_without_orders_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "no.such.host.invalid"])
-def test_a_name_that_nobody_knows_is_told(master: str) -> None:
+def test_an_unknown_name_of_the_master_is_reported(master: str) -> None:
     answer = check_machine({"cwd": "/", "master": master, "port": 1, "any_port": False, "first": False})
     assert bool(answer["problems"]) == (master != "127.0.0.1")
     assert all("--master" in problem for problem in answer["problems"])

@@ -89,7 +89,7 @@ def test_every_node_finds_its_place(tmp_path: Path) -> None:
 @real
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_however_it_ends_it_saves_and_leaves_nobody(number: signal.Signals, tmp_path: Path) -> None:
+def test_however_a_driver_ends_its_processes_save_and_end(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "node.py").write_text(NODE)
     driver = subprocess.Popen(
         [sys.executable, "-c", START.replace(TOKEN, "x" * 32), str(tmp_path / "node.py"), "family"],

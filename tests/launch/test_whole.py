@@ -35,7 +35,7 @@ def launching(ground: Ground) -> str:
 
 @pytest.mark.nightly
 def test_a_run_over_a_real_ssh(far: Ground) -> None:
-    """From one end to the other: two hosts, one model, and nobody left."""
+    """From start to end: two hosts, one model, and no process left."""
     launcher = start(far, f"{launching(far)} run digits --strategy allreduce --steps 5 --out run --quiet")
     out, err = launcher.communicate(timeout=90)
     assert launcher.returncode == 0, err

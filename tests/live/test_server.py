@@ -130,8 +130,8 @@ def test_no_path_is_a_file(path: str, server: Server) -> None:
 
 
 @pytest.mark.parametrize("others", ["a b=1", "a,b=[1]", 'theme={"dark":true}', "=", "a=b=c", "name", "é=ü"])
-def test_cookies_of_others_keep_nobody_out(others: str, server: Server) -> None:
-    """Whatever else is served on this machine shares them: browsers do not tell ports apart."""
+def test_foreign_cookies_do_not_block_access(others: str, server: Server) -> None:
+    """Other servers on this machine share the cookies: browsers do not tell ports apart."""
     cookie = enter(server)
     for all_of_them in (f"{others}; {cookie}", f"{cookie}; {others}", f"{others};{cookie};{others}"):
         assert Answer(server, "/since", Cookie=all_of_them).status == 200
@@ -150,7 +150,7 @@ time.sleep(60)
 """
 
 
-def test_a_browser_that_stays_keeps_nobody_waiting_and_is_told_no_secret_aloud(tmp_path: Path) -> None:
+def test_a_browser_that_stays_open_does_not_block_watch_and_gets_no_token_as_an_argument(tmp_path: Path) -> None:
     """One of the terminal's ends when it is closed; and what a process was told to do, all users of a machine see."""
     whole(tmp_path / "run")
     (tmp_path / "browser.py").write_text(BROWSER)

@@ -208,7 +208,7 @@ def test_pieces_of_layers_go_as_the_layers_do(kind: Callable[..., torch.optim.Op
 
 
 class Peculiar:
-    """Looks like an optimizer of torch, and nobody else can make one."""
+    """Looks like an optimizer of torch, and cannot be made without its secret."""
 
     def __init__(self, params: Any, secret: float) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": [p], "lr": secret} for p in params]
@@ -224,7 +224,7 @@ class Peculiar:
             group["params"][0].sub_(group["params"][0].grad, alpha=group["lr"])
 
 
-def test_without_servers_nobody_makes_another_optimizer() -> None:
+def test_without_servers_no_second_optimizer_is_made() -> None:
     peculiar: Any = lambda model: Peculiar(model.parameters(), secret=0.02)  # noqa: E731
     found = script("localsgd", optimizer=peculiar)
     expected = script(None, optimizer=peculiar)

@@ -125,7 +125,7 @@ WAYS: dict[str, Callable[[nn.Module, Any, Any], None]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_prepare_with_one_worker_equals_the_script_without_it(way: str) -> None:
+def test_prepare_with_one_worker_equals_plain_torch_for_every_way_of_stepping(way: str) -> None:
     assert equal(script("allreduce", WAYS[way]), script(None, WAYS[way]))
 
 

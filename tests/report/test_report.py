@@ -170,7 +170,7 @@ def test_a_comparison_in_numbers(race: Path) -> None:
 # Looks.
 
 
-def test_a_strategy_looks_the_same_whoever_else_is_there() -> None:
+def test_a_strategy_looks_the_same_beside_any_others() -> None:
     catalogue = formulas.catalogue()
     for name in catalogue[:8]:
         alone = looks([name], catalogue)[name]
@@ -437,7 +437,7 @@ def test_mistakes_end_with_2(
     assert message in capsys.readouterr().err
 
 
-def test_a_real_rehearsal_by_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_simulated_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "race"
     words = ["--sim", "-n", "3", "--epochs", "2", "--seeds", "2", "--target", "accuracy=0.2", "--quiet"]
     typed = ["compare", "digits", "--no-tune", "-s", "allreduce, ps(consistency=ssp)", *words]
@@ -451,11 +451,11 @@ def test_a_real_rehearsal_by_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert ssp["bound"] == ["gap", 3]
     assert max(value for value, _ in ssp["counts"]["gap"]) <= 3
     assert told["commands"] == [shlex.join(["orchestra", *typed])]
-    (out / "table.json").unlink()  # as it is for who looks at it while it goes on
+    (out / "table.json").unlink()  # as it is while the comparison still runs
     assert model.build([out])["target"]["value"] == 0.2
 
 
-def test_steps_count_alike_whoever_took_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_counts_the_same_on_every_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in the figure of a paper: 10 of 1,000 steps took a second, and are one in a hundred, not one in two."""
     run = make_run(tmp_path / "run", workers=2, steps=990, second=0.01)
     slow = [Stepped(1.0 * k, 1, k, 1.0, 8 * k, 1.0, 0.1, 1.0 * k, 0.0, 0.0, 0, 0) for k in range(1, 11)]
