@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import Processes, environ_of, free_port
+from tests.processes import Processes, environ_of, free_port, own_address
 from tests.zoo import BATCH, make_data, make_large, make_model, train
 
 import orchestra
@@ -217,15 +217,6 @@ def know(set_: Any, names: dict[str, list[str]]) -> None:
         return [found for address in names.get(host, [host]) for found in really(address, *args, **given)]
 
     set_(socket, "getaddrinfo", look_up)
-
-
-def own_address() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("198.51.100.1", 9))
-        except OSError:
-            pytest.skip("this machine has no network")
-        return str(probe.getsockname()[0])
 
 
 @pytest.mark.parametrize("trusted", [False, True])

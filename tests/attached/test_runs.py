@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.processes import Outcome, Processes, together
+from tests.processes import Outcome, Processes, together, values
 from tests.zoo import Trap, classifier, ended, flat, make_classes, make_large, my_rank, paced, train, trapped
 
 from orchestra import Attached, Epochs, Seconds, Steps, Target
@@ -26,12 +26,6 @@ NODES = {
     "localsgd(tau=2)": 2,
     'switch(first=allreduce, then=ps, when=atshare(share=0.5))': 3,
 }  # fmt: skip
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.parametrize("strategy", NODES)

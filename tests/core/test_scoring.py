@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -178,15 +177,9 @@ def test_a_run_resumed_near_its_end_reports_its_last_score(tmp_path: Path) -> No
     given: dict[str, Any] = {
         "workers": 2, "budget": Target("error", 0.0) | Steps(6), "evaluate_every": Steps(2), **SCORED,
     }  # fmt: skip
-    scored = threading.Event()
-
-    def watch(_: Any) -> None:
-        if len(scores_of(out)) == 3:
-            scored.set()
-
     press = Trap.at(0, 4, partial(_press_when_scored, out), size=2)
     with pytest.raises(Interrupted):
-        train(AllReduce(), out, model=trapped(press), progress=watch, **given)
+        train(AllReduce(), out, model=trapped(press), **given)
     resumed = train(AllReduce(), out, model=trapped(), resume=True, **given)
     scores = scores_of(out)
     assert [s.step for s in scores] == [0, 2, 4, 6, 6]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import COUNT, equal, loop, make_loader
-from tests.processes import Outcome, together
+from tests.processes import together, values
 from tests.zoo import SEED, Dicey, adam, make_data, make_model, momentum, plain, sgd, train
 from torch import nn
 
@@ -24,12 +24,6 @@ from orchestra.data.random_state import seed_everything
 from orchestra.engine import expression
 from orchestra.model.flat_optimizer import Factory
 from orchestra.user_loop.loader import WorkerShare
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import equal
-from tests.prepare.test_torch import values
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import INPUTS, SEED, make_data, make_model, momentum, sgd
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR

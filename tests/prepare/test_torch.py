@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import equal, loop, make_loader
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import SEED, adam, make_data, make_model, momentum, sgd
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
@@ -27,12 +27,6 @@ import orchestra
 from orchestra import ConfigError
 from orchestra.data.random_state import get_states, seed_everything, set_states
 from orchestra.errors import CheckpointError, Diverged, OrchestraError
-
-
-def values(outcomes: list[Any]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 def one_step(model: nn.Module, optimizer: Any) -> None:

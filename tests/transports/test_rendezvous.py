@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
+from tests.processes import own_address
 
 from orchestra.errors import ClusterError
 from orchestra.worlds.sockets import addresses, link_probe, rendezvous
@@ -23,16 +24,6 @@ from orchestra.worlds.sockets.rendezvous import Rendezvous
 SECRET = "0123456789abcdef0123456789abcdef"
 ABOUT = {"seed": 3}
 both_ways = pytest.mark.parametrize("trusted", [False, True], ids=["encrypted", "trusted network"])
-
-
-def own_address() -> str:
-    """Return this machine's address in its network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("198.51.100.1", 9))
-        except OSError:
-            pytest.skip("this machine has no network")
-        return str(probe.getsockname()[0])
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
