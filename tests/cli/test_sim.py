@@ -265,3 +265,25 @@ def test_a_script_may_end_as_scripts_do(orchestra: Orchestra, tmp_path: Path) ->
 def test_defaults_are_those_of_the_cluster() -> None:
     assert Simulated().get_network() == parse_network(NETWORK)
     assert Simulated().compute_time == COMPUTE_TIME
+
+
+def test_workers_with_equal_shares_of_the_time_are_one_row(orchestra: Orchestra) -> None:
+    cluster = ("--network", "10mbit,1ms", "--compute-time", "constant:0.01", "--steps", "2", "--numerics", "off")
+    said = orchestra("sim", "digits", "-n", "32", *cluster, "--out", "many")
+    assert said.code == 0, said.err
+    rows = [line for line in said.out.splitlines() if line.startswith("  worker")]
+    assert len(rows) == 1
+    assert rows[0].startswith("  workers 0-31 ")
+    assert "samples/s on average" in said.out
+
+
+def test_every_command_prints_a_warning_once(orchestra: Orchestra) -> None:
+    asp = ("-s", "ps(consistency=asp)", "--momentum", "0.9", "--steps", "2")
+    said = orchestra("sim", "digits", "-n", "2", *asp, "--out", "warned")
+    assert said.code == 0, said.err
+    assert said.err.count("amplifies them") == 1
+    assert json.loads(Path("warned/ending.json").read_text())["warnings"]
+    raced = ("compare", "digits", "--sim", "-n", "2", *asp[:2], "--epochs", "1", "--seeds", "2", "--no-tune")
+    said = orchestra(*raced, "--out", "raced")
+    assert said.code == 0, said.err
+    assert said.err.count("amplifies them") == 1
