@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.processes import Outcome, Processes, together, values
+from tests.waiting import wait_until
 from tests.zoo import Trap, classifier, ended, flat, make_classes, make_large, my_rank, paced, train, trapped
 
 from orchestra import Attached, Epochs, Seconds, Steps, Target
@@ -48,9 +49,7 @@ def test_every_process_gets_the_model_of_one_machine(strategy: str, tmp_path: Pa
 
 def await_training(run: Path) -> None:
     """Until it has gone on for a moment."""
-    deadline = time.monotonic() + 30
-    while not (run / "events-0.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until((run / "events-0.jsonl").exists)
     time.sleep(0.3)
 
 

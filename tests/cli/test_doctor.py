@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 from tests.cli.conftest import Orchestra
 from tests.processes import is_running
+from tests.waiting import wait_until
 
 from orchestra import doctor
 from orchestra.cli.doctor import verdict
@@ -345,8 +345,7 @@ def test_ctrl_c_leaves_nothing_behind(poison: Poison, tmp_path: Path) -> None:
         text=True,
     ) as command:
         note = folder / "torch" / "pid"
-        while not (note.exists() and note.read_text()):
-            time.sleep(0.05)
+        wait_until(lambda: note.exists() and note.read_text())
         command.send_signal(signal.SIGINT)
         _, err = command.communicate(timeout=9)  # sooner than the check would end by itself
     assert command.returncode == 130

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.cli.conftest import Orchestra, story
+from tests.waiting import wait_until
 
 from orchestra.cli import goals, loop_runs, sources
 from orchestra.cli.candidates import Setting
@@ -242,9 +243,7 @@ def test_a_signal_ends_the_whole_comparison(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     scores = tmp_path / "c" / "allreduce" / "seed0" / "scores.jsonl"
     try:
-        deadline = time.monotonic() + 120
-        while not scores.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(scores.exists, 120)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=90)
     finally:

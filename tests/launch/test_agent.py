@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.conftest import wait_for
+from tests.processes import is_running
+from tests.waiting import wait_until
 
 from orchestra.launchers.agent import check_machine
 
@@ -117,18 +118,18 @@ def test_a_process_goes_on_saving_when_its_output_is_not_read(tmp_path: Path) ->
 
 
 def test_what_a_process_leaves_is_ended_with_it() -> None:
-    child = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    child = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
     far = FarEnd(script(child))
     code, out, _ = far.end()
     assert code == 0
-    wait_for(lambda: not Path(f"/proc/{int(out)}").exists())
+    wait_until(lambda: not is_running(int(out)))
 
 
 def test_a_far_end_that_is_killed_takes_the_process_with_it() -> None:
     far = FarEnd(script("import os, time; print(os.getpid(), flush=True); time.sleep(60)"))
     pid = int(far.stdout.readline())
     far.process.kill()
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 5.0)
+    wait_until(lambda: not is_running(pid), 5.0)
     assert far.end()[0] == -9
 
 

@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.launch.conftest import Ground, command_lines, wait_for
+from tests.launch.conftest import Ground, command_lines
+from tests.waiting import wait_until
 
 TOKEN = "0123456789abcdef" * 4
 
@@ -122,7 +123,7 @@ def test_no_process_outlives_a_killed_launcher(ground: Ground, what: str) -> Non
     launcher = ground.start(what=what, per_host=2)
     ground.await_players(4)
     launcher.kill()
-    wait_for(lambda: not ground.left())
+    wait_until(lambda: not ground.left())
     assert [(ground.folder / f"saved-{rank}").read_text() for rank in range(4)] == ["SIGTERM"] * 4  # and it saves
 
 

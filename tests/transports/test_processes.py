@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.waiting import wait_until
 from tests.zoo import INPUTS, Trap, assert_close, make_data, make_model, plain, sgd, train, trapped
 
 from orchestra import AllReduce, Attached, Local, ParameterServer, SlowMo, Steps, Strategy
@@ -89,11 +90,12 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 40
-    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
+
+    def has_saved() -> bool:
         assert program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+    wait_until(has_saved)
     return program
 
 

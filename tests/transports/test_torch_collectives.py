@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import signal
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 from tests.processes import Outcome, Processes
 from tests.transports.hosts import HOST, Hosts, Machine, Trained, hosts, trained
+from tests.waiting import wait_until
 from tests.zoo import INPUTS, adam, make_large, make_model
 from torch import Tensor, nn
 
@@ -264,10 +264,7 @@ def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals
         means.mean(torch.zeros(3), 1.0)
 
     with Processes([wait_for_ever] * 2) as processes:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "waiting").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until((tmp_path / "waiting").exists)
         os.kill(processes.pid(0), number)
         assert wait([processes.ends[0]], timeout=30)
         outcome: Outcome = pickle.loads(processes.ends[0].recv_bytes())
