@@ -202,12 +202,12 @@ def test_what_collapses_after_the_target_is_worse_than_what_never_reaches_it() -
         ((0.5, 0.4, 0.3), False),  # it has never gained anything
     ],
 )
-def test_half_of_the_gain_may_be_lost(scores: tuple[float, ...], lost: bool) -> None:
+def test_half_of_the_gain_may_be_lost(scores: tuple[float, ...], lost: bool, tmp_path: Path) -> None:
     assert is_lost([-score for score in scores]) is lost
 
 
-@pytest.mark.parametrize(("largest", "rate"), [(1.5, 1.2814), (0.05, 0.5695)], ids=["some collapse", "all collapse"])
-def test_the_last_rung_goes_on_after_the_target(largest: float, rate: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("largest", [0.3, 0.05], ids=["some collapse", "all collapse"])
+def test_the_last_rung_goes_on_after_the_target(largest: float, tmp_path: Path) -> None:
     """The largest rate is the first at the target, and has lost it some epochs later."""
     tuned, asked = made(best_at(0.1), ("allreduce",), tmp_path), list[tuple[float, str | None]]()
 
@@ -218,7 +218,8 @@ def test_the_last_rung_goes_on_after_the_target(largest: float, rate: float, tmp
     tuned._one = one  # type: ignore[method-assign]
     chosen = tuned.run().settings["allreduce"]
     assert {*asked} == {(tuned.plan.first, "accuracy=0.95"), (3 * tuned.plan.first, None)}
-    assert chosen.rate == pytest.approx(rate, rel=1e-3)  # of 2.88, 1.92, 1.28, 0.85 in the last rung, or below
+    ranked = sorted({setting.rate for setting in tuned._grid("allreduce") + tuned._grid("allreduce", 1)})
+    assert chosen.rate == max(rate for rate in ranked if rate <= largest or rate < min(ranked[-4:]))
 
 
 COSTS = Costs(run=0.1, score=0.0, epoch=0.1, real=0.1)

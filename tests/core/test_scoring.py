@@ -202,7 +202,7 @@ def test_what_came_after_the_checkpoint_is_not_scored(strategy: Strategy[Any], t
     """The first attempt gets to step 5 or so; the second goes on from step 3 and ends at step 4."""
     given: dict[str, Any] = {"workers": 2, "evaluate_every": Steps(1), "checkpoint_every": Steps(3), **SCORED}
     death = Trap.at(0, 6, partial(die_after, tmp_path / "checkpoints" / "step-00000003"), size=2)
-    # Where nobody waits for anybody the others may not run ahead.
+    # Without a barrier the faster worker must not run ahead.
     slow = [Trap.at(rank, step, partial(time.sleep, 0.03), size=2) for rank in (0, 1) for step in range(7)]
     with pytest.raises(WorkerLost):
         train(strategy, tmp_path, model=trapped(*slow, death), budget=either(target, 8), **given)

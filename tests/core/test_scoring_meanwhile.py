@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.core.test_scoring import SCORED, error
-from tests.processes import environ_of, free_port, together
+from tests.processes import environ_of, free_port, is_running, together
 from tests.waiting import wait_until
 from tests.zoo import Dicey, Trap, assert_same, flat, make_data, make_model, paced, tell, train, trapped
 from torch import nn
@@ -148,14 +148,10 @@ def test_where_the_caller_trains_another_process_scores(strategy: str, tmp_path:
     assert home["pid"] == outcomes[0].value
     assert aside_["pid"] not in {outcome.value for outcome in outcomes}
     assert (aside_["nice"], aside_["threads"]) == (19, 1)
-    assert not _alive(int(aside_["pid"]))
+    assert not is_running(int(aside_["pid"]))
     train(strategy, tmp_path / "here", workers=2, model=trapped(), budget=Steps(10), evaluate_every=Steps(1),
           evaluate=about_the_process, evaluation_data=make_data, score_afterwards=True)  # fmt: skip
     assert [s.metrics["sum"] for s in scores] == [s.metrics["sum"] for s in scores_of(tmp_path / "here")]
-
-
-def _alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
 
 
 class Noting(Dicey):
@@ -276,7 +272,7 @@ def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
     assert process.ask("ab", lambda: True) == "abab"
     assert process.ask("hang", lambda: False) is None
     process.close()
-    assert not _alive(process.pid)
+    assert not is_running(process.pid)
     broken = background.BackgroundProcess(lambda asked: str(1 // 0))
     with pytest.raises(background.BackgroundFailed, match="ZeroDivisionError"):
         broken.ask("x", lambda: True)

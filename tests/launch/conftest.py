@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from tests.processes import free_port
+from tests.waiting import wait_until
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 
@@ -76,13 +77,6 @@ time.sleep(600)
 """
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
-
-
 def command_lines() -> dict[int, str]:
     """Of all processes."""
     found = {}
@@ -132,7 +126,7 @@ class Ground:
         return [parent_of(pid) for pid in nodes]
 
     def await_players(self, count: int) -> None:
-        wait_for(lambda: len([p for p in self.folder.glob("pid-*") if p.read_text()]) == count)
+        wait_until(lambda: len([p for p in self.folder.glob("pid-*") if p.read_text()]) == count)
 
 
 def parent_of(pid: int) -> int:
@@ -210,7 +204,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 pytest.skip("sshd does not start here")
             time.sleep(0.05)
         else:
-            pytest.skip("sshd lets nobody in here")
+            pytest.skip("sshd accepts no login here")
         yield command
     finally:
         server.kill()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from tests.laws.choosy import NEVER, Lacking, choosy, doubles, wide
 from tests.laws.examples import EXAMPLES, WORKERS, alone, each_with, first_phase, in_processes, workers_for
-from tests.processes import Outcome, together
+from tests.processes import together, values
 from tests.zoo import BATCH, INPUTS, SEED, assert_close, assert_same, make_data, plain, train
 from torch import Tensor, nn
 
@@ -151,12 +151,6 @@ def test_what_is_never_used_stays_as_it_was_in_processes(strategy: Strategy[Any]
         assert_never_moved(made.state_dict(), start_of())
     else:
         assert_unused_stayed(made.state_dict(), start_of())
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps", "localsgd(tau=2)"])
