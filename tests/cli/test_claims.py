@@ -154,7 +154,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
     for point in (
         "same initial parameters",
         "same samples",
-        "same budget: epochs=1",
+        "same budget: 1 epoch",
         "tuned in simulation, each the best of 2 tries, on seeds that no run of it uses",
         "allreduce lr 0.05 (at the edge of the rates tried); localsgd(tau=4) lr 0.05 (at the edge",
     ):
@@ -202,9 +202,11 @@ def test_what_no_run_says_is_not_called_the_same(tmp_path: Path) -> None:
     assert "NOT THE SAME samples" in points(samples="c3")
     assert "NOT THE SAME samples" in points(samples=None, batch=9), "one difference is enough"
     assert "budget not checked" in points(budget=None)
-    assert "NOT THE SAME budget" in points(budget=["epochs=1", "seconds=4.5"])
+    assert "NOT THE SAME budget: 1 epoch; 1 epoch or 4.5 seconds" in points(budget=["epochs=1", "seconds=4.5"])
+    assert "NOT THE SAME budget: 1 epoch; epochs=x" in points(budget=["epochs=x"])
+    assert "budget not checked" in points(budget="all of it")
     limited = {"budget": ["epochs=1", "seconds=4.5"], "note": {"patience": 4.5}}
-    assert "same budget: epochs=1;" in points(**limited), "when a run is given up follows from the others"
+    assert "same budget: 1 epoch;" in points(**limited), "when a run is given up follows from the others"
     assert "NOT THE SAME optimizer: Adam, SGD" in points(optimizer="Adam [{}]")
     failed = replace(row("one", 1.0).outcomes[0], facts=None, failed="it broke")
     assert "initial parameters not checked" in "; ".join(fairness.examine(table(StrategyRow("one", 2, 0, (failed,)))))

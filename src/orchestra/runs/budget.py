@@ -78,18 +78,23 @@ def parts(budget: object) -> tuple[_Part, ...]:
 
 
 def words(texts: Iterable[str]) -> str:
-    """Return a budget in words, from the texts that a run keeps of it.
+    """Return a budget in words, from the texts that a run keeps of it; texts of another kind stay as they are.
 
-    >>> words(["epochs=4.0", "seconds=1.5"]), words(["steps=1", "target=accuracy:0.9"])
-    ('4 epochs or 1.5 seconds', '1 step or accuracy=0.9')
+    >>> words(["epochs=4.0", "seconds=1.5"]), words(["steps=1", "target=accuracy:0.9"]), words(["epochs=x"])
+    ('4 epochs or 1.5 seconds', '1 step or accuracy=0.9', 'epochs=x')
     """
-    found = []
-    for text in texts:
-        kind, _, value = text.partition("=")
-        known = kind != "target" and kind.endswith("s")
-        count = f"{float(value):.12g}" if known else value.replace(":", "=")
-        found.append(f"{count} {kind[:-1] if count == '1' else kind}" if known else count)
-    return " or ".join(found)
+    return " or ".join(map(_words, texts))
+
+
+def _words(text: str) -> str:
+    kind, _, value = text.partition("=")
+    if kind == "target":
+        return value.replace(":", "=")
+    try:
+        count = f"{float(value):.12g}"
+    except ValueError:
+        return text
+    return f"{count} {kind.removesuffix('s') if count == '1' else kind}"
 
 
 def problems_of(budget: object) -> Iterator[Problem]:
