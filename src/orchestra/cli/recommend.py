@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -169,7 +168,7 @@ class Advice:
 
     def words(self) -> list[str]:
         """Return the recommendation, its reasons, and its uncertainty."""
-        from orchestra.cli import ties
+        from orchestra.cli import lessons, ties
 
         table = self.table
         if not self.finalists:
@@ -177,14 +176,8 @@ class Advice:
             how = f"came closest with {table.best(near):.4g}"
             if near.times:
                 how = f"did in {len(near.times)} of {len(near.outcomes)}"
-            return [
-                f"Nothing reached {table.goal} in every run; {near.strategy} {how}. "
-                + (
-                    "Train longer in the script, or give a nearer --target."
-                    if math.isnan(table.epochs)
-                    else "Give more --epochs or a nearer --target."
-                )
-            ]
+            advice = lessons.train_longer(table)
+            return [f"Nothing reached {table.goal} in every run; {near.strategy} {how}. {advice}"]
         first = self.finalists[0]
         base = self.all.row("allreduce") if first.strategy != "allreduce" else None
         said = [f"Take {first.strategy}: it reached {table.goal} after {first.time:.3g} {table.unit}{_spread(first)}."]
