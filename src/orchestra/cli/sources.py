@@ -22,6 +22,7 @@ from orchestra.errors import ConfigError, Problem, nearest
 if TYPE_CHECKING:
     from orchestra.recipes.recipe import Recipe
     from orchestra.runs.progress import Display
+    from orchestra.user_loop.handle import LoopHandle
 
 _NAMES = ("RECIPE", "recipe")
 
@@ -123,15 +124,16 @@ def problems_of(source: Source, changes: Mapping[str, Change]) -> list[Problem]:
     return _train.problems_of(**given | overrides.changed(given, changes))
 
 
-def perform(source: Source, changes: Mapping[str, Change], args: Sequence[str], display: Display) -> None:
-    """Train a recipe or run a script. The display has the run folders afterwards."""
+def perform(
+    source: Source, changes: Mapping[str, Change], args: Sequence[str], display: Display, handles: list[LoopHandle]
+) -> None:
+    """Train a recipe or run a script. Afterwards the display has the run folders, and `handles` the script's loops."""
     if source.path is None:
         if args:
             raise ConfigError([Problem("arguments", " ".join(args), "are for scripts; a recipe takes none")])
         train_recipe(load(source), changes)
         return
-    with at_home(source.path, args), overrides.using(changes) as use:
-        display.loops = use.handles
+    with at_home(source.path, args), overrides.using(changes, handles=handles) as use:
         if not source.holds_recipe:
             _run(source.path, use)
         else:
