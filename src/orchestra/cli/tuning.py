@@ -30,7 +30,7 @@ from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.cli.tuning_plan import SNAPSHOTS, TuningPlan
 from orchestra.cli.tuning_results import TuningResult, rank, result_of
 from orchestra.errors import ConfigError, Interrupted, Problem
-from orchestra.formatting import plural
+from orchestra.formatting import plural, rough_duration
 from orchestra.runs.budget import lower_is_better
 
 if TYPE_CHECKING:
@@ -170,14 +170,14 @@ class Tuning:
                 self._try([setting], tried[name], race.epochs, race.seeds)
                 if len(self._kept) == 1 > known and race.took is None and not self.quiet:
                     took = time.monotonic() - began
-                    summary.say(f"a run took {tuning_plan.about(took)}: {self._both(count, took)}.")
+                    summary.say(f"a run took {rough_duration(took)}: {self._both(count, took)}.")
         return self._conclude(tried, {name: self._rank(found) for name, found in tried.items()})
 
     def _estimate_of_loop(self, count: int) -> str:
         race = self.race
         strategies, about = len(race.strategies), "" if race.took is None else f"; {self._both(count, race.took)}"
         return (
-            f"tuning {tuning_plan.strategies(strategies)}, {count} tries each, {self.where}, seed {race.seeds}: "
+            f"tuning {plural(strategies, 'strategy')}, {count} tries each, {self.where}, seed {race.seeds}: "
             f"{count * strategies} whole runs of the script, and {round(strategies * self.worth)} in the race{about}. "
             "--no-tune skips it."
         )
@@ -185,10 +185,10 @@ class Tuning:
     def _both(self, count: int, took: float) -> str:
         """Return how long tuning and the race take, if every run takes as long as one did."""
         strategies = len(self.race.strategies)
-        return f"tuning takes {tuning_plan.about(strategies * count * took)}, the race {self._race_of_loop(took)}"
+        return f"tuning takes {rough_duration(strategies * count * took)}, the race {self._race_of_loop(took)}"
 
     def _race_of_loop(self, took: float) -> str:
-        return tuning_plan.about(len(self.race.strategies) * self.worth * took)
+        return rough_duration(len(self.race.strategies) * self.worth * took)
 
     def _untuned(self, why: str, cost: str = "") -> Race:
         if not self.quiet:
@@ -319,13 +319,13 @@ class Tuning:
     def _estimate(self) -> str:
         """Return in words how much is tried, how long it takes at most, and how long the race takes."""
         plan, race = self.plan, self.race
-        tuning, raced = (tuning_plan.about(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
+        tuning, raced = (rough_duration(plan.costs.busy * seconds) for seconds in (plan.seconds, plan.race_seconds))
         network = ", and the time of its network" if race.lab is not None else ""
         steps, short = plan.first * plan.costs.steps, ""
         if steps < _FEW_STEPS:
             short = f"\n{_brief(max(1, round(steps)))}: more --epochs or --seeds allow for longer ones."
         return (
-            f"tuning {tuning_plan.strategies(plan.strategies)}, {plan.tries} tries each, {self.where}, seeds "
+            f"tuning {plural(plan.strategies, 'strategy')}, {plan.tries} tries each, {self.where}, seeds "
             f"{race.seeds} and {race.seeds + 1}: {tuning} at most{network}, for fewer epochs than those of the race. "
             f"--no-tune skips it.\nthe race, {plural(plan.runs, 'run')} of {plural(plan.epochs, 'epoch')}"
             f"{' at most' if race.shared.target else ''}: {raced}{network}.{short}"

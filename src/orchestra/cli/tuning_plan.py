@@ -201,15 +201,3 @@ def _run(race: Race, few: Options, steps: int, out: Path) -> None:
     changes = dataclasses.replace(few, steps=steps, out=str(folder)).changes()
     with warnings.silent():
         sources.train_recipe(race.recipe, changes, evaluate=None, evaluation_data=None)
-
-
-def about(seconds: float) -> str:
-    """Return a time in words, to one or two digits."""
-    if seconds < 90:
-        return f"about {max(1, float(f'{seconds:.2g}')):.0f} s"
-    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.2g} h"
-
-
-def strategies(count: int) -> str:
-    """Return a number of strategies in words."""
-    return "1 strategy" if count == 1 else f"{count} strategies"
