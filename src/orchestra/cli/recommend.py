@@ -20,7 +20,7 @@ import typer
 from orchestra.cli import compare as racing
 from orchestra.cli import concluding, described, goals, loop_runs, repeat, sources, summary
 from orchestra.cli import options as o
-from orchestra.cli.halving import GIVEN_UP, PART, SuccessiveHalving, is_given_up, runs
+from orchestra.cli.halving import GIVEN_UP, USUAL_SHARE, SuccessiveHalving, is_given_up, runs
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race, options_for
 from orchestra.cli.tuning import Tuning
@@ -107,7 +107,7 @@ def recommend(
 
 def _tuned(race: Race, seeds: int, *, quiet: bool) -> Race:
     worth = runs(len(race.strategies), seeds, race) / len(race.strategies)
-    return Tuning(race, worth, quiet=quiet, part=PART if race.shared.sim else 1.0).run()
+    return Tuning(race, worth, quiet=quiet, share_of_epochs=USUAL_SHARE if race.shared.sim else 1.0).run()
 
 
 def _text(target: Any) -> str:

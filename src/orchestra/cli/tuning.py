@@ -72,7 +72,7 @@ class Tuning:
     rates: tuple[float, ...] = ()  # given, in place of the grid
     real: bool = False  # tries run as the race does, not in simulation
     quiet: bool = False
-    part: float = 1.0  # of its epochs that a run of the race takes
+    share_of_epochs: float = 1.0  # that a run of the race takes
     _kept: dict[str, dict[str, Any]] = field(default_factory=dict)  # results of earlier tries
     _told: float = field(default_factory=time.monotonic)  # when a line on the progress was printed
 
@@ -92,9 +92,9 @@ class Tuning:
         """The number and length of tries: no longer than the race, or as an earlier call in this folder started."""
         race, costs = self.race, self._measure()
         planned = TuningPlan(
-            len(race.strategies), race.epochs, self.worth, costs, self.part, race_is_real=not race.shared.sim,
-            real=not race.shared.sim and (self.real or race.lab is not None), given=len(self.rates),
-            snapshots=race.snapshots,
+            len(race.strategies), race.epochs, self.worth, costs, self.share_of_epochs,
+            race_is_real=not race.shared.sim, real=not race.shared.sim and (self.real or race.lab is not None),
+            given=len(self.rates), snapshots=race.snapshots,
         )  # fmt: skip
         if kept := tuning_cache.read_plan(race, *self._known_by):
             return dataclasses.replace(planned, **kept)
@@ -110,7 +110,7 @@ class Tuning:
 
     @property
     def _known_by(self) -> tuple[Any, ...]:
-        return self.worth, self.rates, self.real, self.part
+        return self.worth, self.rates, self.real, self.share_of_epochs
 
     def run(self) -> Race:
         """Tune, and return the same race, each strategy with its best setting."""
