@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: one thread for the reference computations, as in the workers; Ctrl-C is heard.
 
-Tests run in two lanes. What measures time, or ends what is late, is marked `timed`: of these two run at a time, one
+Tests run in two lanes. What measures time or has a deadline is marked `timed`: of these two run at a time, one
 for each core. All other tests run three at a time. `nightly` are those that take too long for every change, or need
 what few machines have.
 """

@@ -77,9 +77,7 @@ class RunSpec(TrainArguments):
     workers: int
     device: str  # "cpu" or "cuda"
     one_memory: bool = False  # workers can share one x
-    uses_torch_collectives: bool = (
-        False  # torch.distributed does the all-reduces, and every worker updates the whole of x
-    )
+    uses_torch_collectives: bool = False  # for all-reduces; then every worker updates the whole of x
     run: Path = Path()  # the run folder
     launch: str = ""  # different whenever the run is started or resumed
     last_step: int | None = None  # of each worker; None if a clock, a score or the end of a stream decides
