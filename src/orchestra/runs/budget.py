@@ -69,6 +69,8 @@ class FirstOf:
 
 Budget = Steps | Epochs | Samples | Seconds | Target | FirstOf
 
+_MOST = 1e15  # steps, epochs, samples or seconds, in texts that may be damaged
+
 
 def parts(budget: object) -> tuple[_Part, ...]:
     """Return the single budgets that a budget consists of."""
@@ -95,6 +97,33 @@ def _words(text: str) -> str:
     except ValueError:
         return text
     return f"{count} {kind.removesuffix('s') if count == '1' else kind}"
+
+
+def read(texts: Iterable[str]) -> Iterator[_Part]:
+    """Yield the parts of a budget from the texts that a run keeps of it; texts that make no sense are left out.
+
+    >>> [*read(["epochs=4.0", "steps=9", "target=accuracy:0.9", "epochs=x", "seconds=nan"])]
+    [Epochs(count=4.0), Steps(count=9), Target(metric='accuracy', value=0.9)]
+    """
+    for text in texts:
+        kind, _, value = text.partition("=")
+        metric, _, number = value.rpartition(":") if kind == "target" else ("", "", value)
+        try:
+            count = float(number)
+        except ValueError:
+            continue
+        if kind == "target":
+            yield Target(metric, count)
+        elif 0 < count < _MOST:
+            match kind:
+                case "steps":
+                    yield Steps(int(count))
+                case "epochs":
+                    yield Epochs(count)
+                case "samples":
+                    yield Samples(int(count))
+                case "seconds":
+                    yield Seconds(count)
 
 
 def problems_of(budget: object) -> Iterator[Problem]:
