@@ -11,7 +11,7 @@ import pytest
 from tests.cli.test_table import facts, row, table
 from typer.testing import CliRunner
 
-from orchestra.cli import claims, fairness, sources, tuning
+from orchestra.cli import claims, fairness, sources, tuning, tuning_results
 from orchestra.cli.app import app
 from orchestra.cli.options import Options
 from orchestra.cli.race import Race
@@ -82,7 +82,7 @@ def tried(out: Path, metric: str, found: dict[float, Outcome], monkeypatch: pyte
     """A race of which the outcomes are known beforehand, by rate."""
     monkeypatch.setattr(Race, "run_one", lambda race, strategy, *_, **__: found[race.settings[strategy].rate])
     monkeypatch.setattr(
-        tuning, "_curve", lambda outcome, metric: () if outcome.best is None else ((1.0, outcome.best),)
+        tuning_results, "_curve", lambda outcome, metric: () if outcome.best is None else ((1.0, outcome.best),)
     )
     source = sources.find("digits")
     return Race(source, sources.load(source), ("allreduce",), Options(workers=2), 1, Target(metric, 0.9), out)
@@ -155,7 +155,8 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         "same initial parameters",
         "same samples",
         "same budget: 1 epoch",
-        "tuned in simulation, each the best of 2 tries, on seeds that no run of it uses",
+        "tuned in simulation",
+        "each the best of 2 tries, on seeds that no run of it uses",
         "allreduce lr 0.05 (at the edge of the rates tried); localsgd(tau=4) lr 0.05 (at the edge",
     ):
         assert point in fair

@@ -50,7 +50,7 @@ class Row:
     other_names: Mapping[str, str] = field(
         default_factory=dict
     )  # names from elsewhere: how what they mean there differs
-    search_space: tuple[str, ...] = ()  # variants that orchestra recommend simulates
+    search_space: tuple[str, ...] = ()  # variants that orchestra recommend compares
     tuned_option: tuple[str, tuple[Any, ...]] | None = None  # the main option, and values to try, the usual one first
     must_log: str | None = None  # a run that never logs this figure never used the strategy's feature
     examples: tuple[str, ...] = ()  # more instances for the tests of the laws, besides one for each value of an option
