@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
 from orchestra import Local, Simulated
+
+
+def few(cases: Sequence[Any], chosen: Sequence[Any]) -> list[Any]:
+    """Mark all but the chosen cases `nightly`: for tests that take seconds with each case."""
+    assert all(case in cases for case in chosen), chosen
+    marked = [pytest.param(*(c if isinstance(c, tuple) else [c]), marks=pytest.mark.nightly) for c in cases]
+    return [case if case in chosen else later for case, later in zip(cases, marked, strict=True)]
 
 
 def in_both_worlds(

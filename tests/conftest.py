@@ -58,8 +58,8 @@ def _ctrl_c_is_heard() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_of_nobody() -> Iterator[None]:
-    """Tests are no process of a run, whatever the shell says in which they were started."""
+def _no_environment_of_a_launcher() -> Iterator[None]:
+    """A test process is no process of a run, whatever the shell's environment says."""
     with pytest.MonkeyPatch.context() as patch:
         for name in (*NEEDED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ORCHESTRA_TOKEN", "ORCHESTRA_TOKEN_FILE"):
             patch.delenv(name, raising=False)

@@ -12,9 +12,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
+import pytest
 import torch
 
 from orchestra.errors import OrchestraError
@@ -45,6 +47,31 @@ class Outcome:
     error: str = ""
     kind: str = ""
     code: int | None = None
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """What the processes returned; it fails if one of them raised or was killed."""
+    for outcome in outcomes:
+        assert not outcome.kind, outcome.error
+    return [outcome.value for outcome in outcomes]
+
+
+def own_address() -> str:
+    """Return this machine's address in its network; without a network, skip the test."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent to collect its status does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def free_port() -> int:

@@ -82,7 +82,7 @@ class Trap:
 
     sample: int
     action: Callable[[], object]
-    first: int | None = None  # what the worker it is set for meets in its first step; without it, set for everybody
+    first: int | None = None  # what the worker it is set for meets in its first step; None: set for all workers
     parent: int = field(default_factory=os.getpid)
     armed: bool | None = None  # in this process; not known before the first step
 

@@ -197,7 +197,7 @@ def test_of_a_model_with_thousands_of_layers_there_is_as_much_as_an_introduction
     found = of_prepare(model=many, optimizer=each) | parts_of_beginning(many())
     assert len(json.dumps(found)) < (1 << 16) - 2000
     assert first_difference(found, of_prepare(model=partial(many, bias=False), optimizer=each)) is not None
-    assert first_difference(parts_of_beginning(many()), parts_of_beginning(many())) is not None  # drawn anew
+    assert first_difference(parts_of_beginning(many()), parts_of_beginning(many())) is not None  # drawn again
 
 
 def test_differing_sources_are_reported_with_a_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import Processes, environ_of, free_port
+from tests.processes import Processes, environ_of, free_port, own_address
 from tests.zoo import BATCH, make_data, make_large, make_model, train
 
 import orchestra
@@ -219,15 +219,6 @@ def know(set_: Any, names: dict[str, list[str]]) -> None:
     set_(socket, "getaddrinfo", look_up)
 
 
-def own_address() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("198.51.100.1", 9))
-        except OSError:
-            pytest.skip("this machine has no network")
-        return str(probe.getsockname()[0])
-
-
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_host_whose_name_is_a_loopback_address(trusted: bool, tmp_path: Path) -> None:
     """Processes 0 and 1 are on such a host, as Debian sets it up; process 2, on another, uses its real address."""
@@ -320,23 +311,23 @@ def begin_prepare(out: Path, **given: Any) -> None:
 def begin_run(out: Path, *, trusted: bool = False, collectives: str = "") -> None:
     words = ["run", "digits", "--out", str(out), "--quiet", *(["--trusted-network"] if trusted else [])]
     if invoke(words) == ClusterError.exit_code:
-        raise ClusterError("nobody came")
+        raise ClusterError("no process joined")
 
 
 @pytest.mark.parametrize("begin", [begin_train, begin_prepare, begin_run])
 def test_a_notice_says_that_the_network_is_trusted(
     begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def nobody(*_: Any) -> Any:
-        raise ClusterError("nobody came")
+    def fail_to_connect(*_: Any) -> Any:
+        raise ClusterError("no process joined")
 
     def told(rank: int, **given: Any) -> str:
         monkeypatch.setenv("RANK", str(rank))
-        with pytest.raises(ClusterError, match="nobody came"):
+        with pytest.raises(ClusterError, match="no process joined"):
             begin(tmp_path / f"run-{rank}-{len(given)}", **given)
         return capsys.readouterr().err
 
-    monkeypatch.setattr(session, "_connect", nobody)
+    monkeypatch.setattr(session, "_connect", fail_to_connect)
     for name, value in {**environ_of(0, 2, free_port()), "ORCHESTRA_TOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
     said = told(0, trusted=True)

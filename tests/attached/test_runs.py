@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.processes import Outcome, Processes, together
+from tests.processes import Outcome, Processes, together, values
+from tests.waiting import wait_until
 from tests.zoo import Trap, classifier, ended, flat, make_classes, make_large, my_rank, paced, train, trapped
 
 from orchestra import Attached, Epochs, Seconds, Steps, Target
@@ -26,12 +27,6 @@ NODES = {
     "localsgd(tau=2)": 2,
     'switch(first=allreduce, then=ps, when=atshare(share=0.5))': 3,
 }  # fmt: skip
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.parametrize("strategy", NODES)
@@ -54,9 +49,7 @@ def test_every_process_gets_the_model_of_one_machine(strategy: str, tmp_path: Pa
 
 def await_training(run: Path) -> None:
     """Until it has gone on for a moment."""
-    deadline = time.monotonic() + 30
-    while not (run / "events-0.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until((run / "events-0.jsonl").exists)
     time.sleep(0.3)
 
 

@@ -89,7 +89,7 @@ def visible(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_page_shows_something_and_nobody_complains(opened: Page, name: str) -> None:
+def test_every_page_shows_something_and_logs_no_error(opened: Page, name: str) -> None:
     opened.go(name)
     assert opened.ask(visible(name))
     assert opened.ask("document.querySelectorAll('section:not([hidden])').length") == 1
@@ -216,7 +216,7 @@ def test_filters_take_strategies_out_of_every_figure(opened: Page) -> None:
     for box in range(opened.ask("document.querySelectorAll('.chips input').length")):
         if opened.ask(f"document.querySelectorAll('.chips input')[{box}].checked"):
             opened.ask(f"document.querySelectorAll('.chips input')[{box}].click()")
-    for name in PAGES:  # nobody is left, and that is no error
+    for name in PAGES:  # no strategy is left, which is no error
         opened.go(name)
     opened.go("compare")
     assert opened.ask("document.querySelectorAll('#compare .nothing').length") == 4
@@ -313,7 +313,7 @@ def test_where_no_op_is_recorded_the_timeline_shows_steps(browser: Browser, repo
     opened.close()
 
 
-def test_steps_count_alike_whoever_took_them(browser: Browser, tmp_path: Path) -> None:
+def test_every_step_counts_the_same_on_every_worker(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", workers=2, steps=990, second=0.01)
     lines = [Stepped(1.0 * k, 1, k, 1.0, 8 * k, 1.0, 0.1, 1.0 * k, 0.0, 0.0, 0, 0) for k in range(1, 11)]
     (run / "events-1.jsonl").write_text("".join(map(encode, lines)), encoding="utf-8")

@@ -12,6 +12,7 @@ import pytest
 import typer
 from tests.cli.conftest import Orchestra
 
+from orchestra.cli import repeat
 from orchestra.cli.app import app
 from orchestra.cli.in_lab import flags
 from orchestra.cli.options import Options
@@ -73,3 +74,12 @@ def test_a_command_that_was_refused_leaves_room_for_the_next(orchestra: Orchestr
         orchestra("compare", "digits", "--sim", "-s", "allreduce", *QUICK, "--no-tune", "--out", "here", "-q").code == 0
     )
     assert "choose a new one" in orchestra("compare", "digits", "--sim", "--out", "here").err
+
+
+def test_a_users_file_in_tuning_makes_the_folder_taken(tmp_path: Path) -> None:
+    (tmp_path / "tuning" / "ps" / "seed3").mkdir(parents=True)
+    (tmp_path / "tuning" / "ps" / "seed3" / "config.json").write_text("{}")
+    (tmp_path / "tuning.json").write_text("{}")
+    assert not repeat.is_taken(tmp_path)
+    (tmp_path / "tuning" / "notes.txt").write_text("mine")
+    assert repeat.is_taken(tmp_path)

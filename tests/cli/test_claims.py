@@ -132,7 +132,7 @@ def test_a_run_of_which_no_score_is_a_number_can_be_told(tmp_path: Path, monkeyp
 
 @pytest.mark.timeout(180)
 def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
-    """A rate far too small loses to a good one, for everybody; the table, the page and the claims are there."""
+    """For every strategy a rate far too small loses to a good one; the table, the page and the claims are there."""
     out = tmp_path / "out"
     found = CliRunner().invoke(
         app,
@@ -168,7 +168,7 @@ def test_a_comparison_tuned_alike_and_asserted(tmp_path: Path) -> None:
         text for text in record["learned"] if text not in told["verdict"]["doubts"]
     ]
     assert told["why"]
-    # Whoever tampers with a run is found out.
+    # A run that was tampered with is found.
     config = out / "localsgd-tau-4" / "seed1" / "config.json"
     noted = json.loads(config.read_text())
     assert len(noted["samples"]) == 16

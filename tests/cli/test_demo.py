@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from scripts import demo as figures
+from tests.cli.test_table import row, table
 
 from orchestra.cli import demo
 
@@ -38,6 +39,13 @@ def test_the_demo_gives_the_ranking_that_is_on_file(tmp_path: Path) -> None:
     assert "test accuracy" in done.stdout + done.stderr
     assert "On a fast network" in done.stdout + done.stderr
     found = figures.ranking(tmp_path / "demo" / "slow")
-    assert [row["strategy"] for row in found] == [row["strategy"] for row in SAVED["slow"]]
-    for row, saved in zip(found, SAVED["slow"], strict=True):
-        assert row["seconds_to_target"] == pytest.approx(saved["seconds_to_target"], rel=0.2)
+    assert [entry["strategy"] for entry in found] == [entry["strategy"] for entry in SAVED["slow"]]
+    for entry, saved in zip(found, SAVED["slow"], strict=True):
+        assert entry["seconds_to_target"] == pytest.approx(saved["seconds_to_target"], rel=0.2)
+
+
+def test_the_clock_of_a_ratio_is_named() -> None:
+    slow = table(row("allreduce", 8.0, 8.0, 2.0), row("slowmo", 2.0, 2.0, 2.0))
+    fast = table(row("allreduce", 1.0, 1.0, 4.0), row("slowmo", 2.0, 2.0, 2.0))
+    said = demo._contrast(slow, fast)
+    assert "(medians of the seeds): 0.50 times as fast, not 4.00 times" in said

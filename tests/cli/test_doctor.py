@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +21,8 @@ from typing import Any
 
 import pytest
 from tests.cli.conftest import Orchestra
+from tests.processes import is_running
+from tests.waiting import wait_until
 
 from orchestra import doctor
 from orchestra.cli.doctor import verdict
@@ -120,7 +121,7 @@ def test_a_torch_that_hangs_is_ended_with_all_it_started(
     assert torch["found"].startswith("no answer within 2 s")
     assert "pip install" in torch["remedy"]
     assert (local["state"], local["found"], local["remedy"]) == ("untried", "needs torch", "Fix torch first.")
-    assert not _alive(int((folder / "torch" / "pid").read_text()))
+    assert not is_running(int((folder / "torch" / "pid").read_text()))
 
 
 def test_a_disk_that_hangs_keeps_no_files(
@@ -344,21 +345,12 @@ def test_ctrl_c_leaves_nothing_behind(poison: Poison, tmp_path: Path) -> None:
         text=True,
     ) as command:
         note = folder / "torch" / "pid"
-        while not (note.exists() and note.read_text()):
-            time.sleep(0.05)
+        wait_until(lambda: note.exists() and note.read_text())
         command.send_signal(signal.SIGINT)
         _, err = command.communicate(timeout=9)  # sooner than the check would end by itself
     assert command.returncode == 130
     assert "Traceback" not in err
-    assert not _alive(int(note.read_text()))
-
-
-def _alive(pid: int) -> bool:
-    """Whether it still runs; one that is dead but not yet buried does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    assert not is_running(int(note.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.cli.conftest import Orchestra, story
+from tests.waiting import wait_until
 
 from orchestra.cli import goals, loop_runs, sources
 from orchestra.cli.candidates import Setting
@@ -23,6 +24,7 @@ from orchestra.cli.race import Race
 from orchestra.cli.table import Outcome
 from orchestra.cli.tuning import Tuning
 from orchestra.cli.tuning_results import TuningResult
+from orchestra.report import model
 from orchestra.runs.events import Scored, encode
 from orchestra.runs.facts import scores_of
 
@@ -241,9 +243,7 @@ def test_a_signal_ends_the_whole_comparison(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     scores = tmp_path / "c" / "allreduce" / "seed0" / "scores.jsonl"
     try:
-        deadline = time.monotonic() + 120
-        while not scores.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(scores.exists, 120)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=90)
     finally:
@@ -256,3 +256,29 @@ def test_a_signal_ends_the_whole_comparison(tmp_path: Path) -> None:
 
 def test_what_a_loop_can_never_have() -> None:
     assert [problem.where for problem in loop_runs.misfits(["hogwild", "allreduce", "nothing"])] == ["strategy"]
+
+
+def test_how_a_target_was_found_and_how_long_the_race_takes_is_told(tmp_path: Path, orchestra: Orchestra) -> None:
+    script = """
+import torch, orchestra
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = orchestra.prepare(model, optimizer)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.orchestra.score(accuracy=0.1 + 0.1 * step)
+optimizer.finish()
+"""
+    (tmp_path / "scored.py").write_text(script)
+    said = orchestra("compare", str(tmp_path / "scored.py"), "-s", "allreduce", "--seeds", "1", "--out", "found")
+    assert said.code == 0, said.err
+    how = (
+        "target accuracy ≥ 0.55, as none was given: 90 % of the way from the first score, 0.1, to the best, 0.6, of a "
+        "first run of allreduce with seed 1"
+    )
+    assert how in said.err
+    assert how in json.loads(Path("found/table.json").read_text())["fairness"]
+    assert how in model.build([Path("found")])["fairness"]  # of the page
+    assert "--seeds 2 or more allow for it. The race takes about " in said.err

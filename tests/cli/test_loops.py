@@ -87,7 +87,7 @@ def test_what_is_not_said_stays_as_the_script_has_it(path: Path) -> None:
     assert orchestra_here("run", str(path), "-n", "1").out.endswith("1 workers, 12 steps\n")
 
 
-def test_what_came_of_the_loop_is_said_at_its_end(path: Path) -> None:
+def test_a_loop_ends_with_a_summary(path: Path) -> None:
     said = orchestra_here("run", str(path))
     first, second, *rest = said.err.splitlines()
     assert first == "localsgd(tau=2) · 2 workers · 4 parameters"
@@ -96,7 +96,7 @@ def test_what_came_of_the_loop_is_said_at_its_end(path: Path) -> None:
     assert orchestra_here("run", str(path), "--quiet").err == ""
 
 
-def test_what_came_of_the_loop_is_that_of_all_nodes_where_a_folder_is_kept(path: Path) -> None:
+def test_with_a_run_folder_the_summary_covers_all_nodes(path: Path) -> None:
     path.write_text(path.read_text().replace("optimizer.finish()", ""))  # its end is called after the script's
     said = orchestra_here("run", str(path), "--out", "kept")
     summary = said.err.partition("localsgd(tau=2) · 2 workers")[2]

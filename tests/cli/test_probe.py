@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine is measured, and rehearsals read what was found."""
+"""A machine is measured, and simulations read what was found."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_this_machine_is_measured_and_rehearsed(orchestra: Orchestra) -> None:
+def test_this_machine_is_measured_and_simulated(orchestra: Orchestra) -> None:
     said = orchestra("probe", "digits", "--batches", "8,32", "--json")
     assert said.code == 0, said.err
     found = said.json

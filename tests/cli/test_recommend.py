@@ -63,8 +63,8 @@ def test_an_option_that_is_not_given_is_tuned(
 
 
 @pytest.mark.parametrize(("candidates", "seeds"), [(1, 4), (3, 4), (4, 1), (7, 2), (30, 4)])
-def test_as_many_runs_as_are_foretold(candidates: int, seeds: int, tmp_path: Path) -> None:
-    """What tuning may cost goes by them."""
+def test_successive_halving_makes_the_predicted_number_of_runs(candidates: int, seeds: int, tmp_path: Path) -> None:
+    """The time that tuning may take follows from that number."""
     names = sorted({text for entry in ROWS for text in entry.search_space})[:candidates]
     race = compare.prepare(sources.find("digits"), names, Options(workers=4, sim=True), seeds, None, tmp_path)
     ladder, runs = SuccessiveHalving(race, seeds, quiet=True), Counter[tuple[str, int]]()
@@ -83,7 +83,7 @@ def test_as_many_runs_as_are_foretold(candidates: int, seeds: int, tmp_path: Pat
 
 @pytest.mark.timeout(120)
 def test_with_a_slow_network_and_a_straggler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 2 Mbit/s a message costs more than a hundred steps: nobody who sends every step can win."""
+    """On 2 Mbit/s a message costs more than a hundred steps: no strategy that sends every step can win."""
     runs = Counter[str]()
     real = SuccessiveHalving._run
 
@@ -257,7 +257,7 @@ def test_where_nothing_is_reached_the_nearest_is_named(tmp_path: Path, monkeypat
     assert "Nothing reached accuracy ≥ 0.9 in every run; slowmo did in 1 of 2." in advice.words()[0]
 
 
-def test_the_error_of_rehearsals_is_the_one_that_was_measured() -> None:
+def test_the_stated_error_of_simulations_is_the_measured_one() -> None:
     results = (Path(__file__).parents[2] / "benchmarks" / "results" / "lab_prediction-2-cores.md").read_text()
     (line,) = [line for line in results.splitlines() if line.startswith("| besides, links of the nominal rate")]
     assert [cell.strip() for cell in line.split("|")[2:4]] == [

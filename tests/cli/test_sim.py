@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rehearsals from the command line, and real runs slowed down by the same delays."""
+"""Simulations from the command line, and real runs slowed down by the same delays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIM = (
 )  # fmt: skip
 
 
-def test_a_rehearsal_is_repeated_to_the_last_digit(orchestra: Orchestra) -> None:
+def test_a_simulation_is_repeated_to_the_last_digit(orchestra: Orchestra) -> None:
     first, again = (orchestra(*SIM, "--seed", "7", "--out", out, "--json").json for out in ("a", "b"))
     assert first["virtual"]
     assert first["steps"] == 4
@@ -120,7 +120,7 @@ def test_bad_worlds_are_refused(option: str, value: str, said: str, orchestra: O
     assert said in answer.err
 
 
-def test_checkpoints_are_not_for_rehearsals(tmp_path: Path) -> None:
+def test_a_simulation_refuses_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="repeated, not resumed"):
         train(AllReduce(), tmp_path / "run", cluster=Simulated(workers=2), checkpoint_every=Steps(2))
 
@@ -153,7 +153,7 @@ def test_delays_go_on_where_they_were(tmp_path: Path) -> None:
     delay = parse("exponential:0.01,0.1")
     expected = [sampler(delay, SEED, 0)(step) for step in range(8)]
     longer = [b - a - wanted for (a, b), wanted in zip(pairwise(totals), expected, strict=True)]
-    assert min(longer) > -0.001, "nobody sleeps less than he should"
+    assert min(longer) > -0.001, "no step is shorter than its delay"
     assert statistics.median(longer) < 0.02, "a busy machine lets some sleep longer, not most"
 
 
@@ -181,7 +181,7 @@ def test_a_grid_changes_nothing_but_its_axis() -> None:
     assert [sweep._straggler(base, value).straggler for value in ("1x1", "2x3", "3")] == ["1x1", "2x3", "1x3"]
 
 
-def test_a_network_needs_a_rehearsal(orchestra: Orchestra) -> None:
+def test_a_network_needs_a_simulation(orchestra: Orchestra) -> None:
     answer = orchestra("compare", "digits", "--network", "10mbit")
     assert answer.code == 2
     assert "needs --sim" in answer.err
@@ -265,3 +265,25 @@ def test_a_script_may_end_as_scripts_do(orchestra: Orchestra, tmp_path: Path) ->
 def test_defaults_are_those_of_the_cluster() -> None:
     assert Simulated().get_network() == parse_network(NETWORK)
     assert Simulated().compute_time == COMPUTE_TIME
+
+
+def test_workers_with_equal_shares_of_the_time_are_one_row(orchestra: Orchestra) -> None:
+    cluster = ("--network", "10mbit,1ms", "--compute-time", "constant:0.01", "--steps", "2", "--numerics", "off")
+    said = orchestra("sim", "digits", "-n", "32", *cluster, "--out", "many")
+    assert said.code == 0, said.err
+    rows = [line for line in said.out.splitlines() if line.startswith("  worker")]
+    assert len(rows) == 1
+    assert rows[0].startswith("  workers 0-31 ")
+    assert "samples/s on average" in said.out
+
+
+def test_every_command_prints_a_warning_once(orchestra: Orchestra) -> None:
+    asp = ("-s", "ps(consistency=asp)", "--momentum", "0.9", "--steps", "2")
+    said = orchestra("sim", "digits", "-n", "2", *asp, "--out", "warned")
+    assert said.code == 0, said.err
+    assert said.err.count("amplifies them") == 1
+    assert json.loads(Path("warned/ending.json").read_text())["warnings"]
+    raced = ("compare", "digits", "--sim", "-n", "2", *asp[:2], "--epochs", "1", "--seeds", "2", "--no-tune")
+    said = orchestra(*raced, "--out", "raced")
+    assert said.code == 0, said.err
+    assert said.err.count("amplifies them") == 1

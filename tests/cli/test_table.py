@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 from dataclasses import replace
@@ -179,7 +180,7 @@ def test_the_plain_line() -> None:
     assert line.startswith("[   12.0 s]")
 
 
-def test_a_rehearsal_has_two_clocks() -> None:
+def test_a_simulation_has_two_clocks() -> None:
     shown = picture(2, real=3.5)
     assert plain_line(shown).startswith("[12.0 virtual s in 3.5 s]")
     assert "12.0 virtual s in 3.5 s" in drawing(shown, 80, 24).plain
@@ -210,3 +211,17 @@ def test_the_seconds_of_a_tie_are_those_of_the_runs() -> None:
     made = table(row("allreduce", 4.0), row("localsgd", 3.95))
     said = ties.recommended([*made.rows], made.goal, made.unit)
     assert said.endswith("They reached accuracy ≥ 0.9 after 4 and 3.95 s (one seed).")
+
+
+def test_a_strategy_with_stale_gradients_is_advised_what_its_comparison_can_do() -> None:
+    made = table(row("allreduce", 2.0, 2.0), row("ps(consistency=asp)", None, 2.0, stale=3.0))
+    for changed, advice in (
+        ({}, "Give a smaller --lr."),
+        ({"tuned": True}, "Give smaller rates to tune with: --lrs."),
+        ({"epochs": math.nan, "tuned": True}, "Set a smaller learning rate in the script."),
+    ):
+        words = " ".join(verdict(replace(made, **changed), cores=8))
+        assert (
+            f"gradients were 3.0 updates old on average, for which a smaller learning rate may be needed. {advice}"
+            in (words)
+        )

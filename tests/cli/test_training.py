@@ -11,10 +11,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.cli.conftest import Orchestra
+from tests.waiting import wait_until
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -186,9 +186,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, t
     environment = dict(os.environ) | {"PYTHONPATH": str(SOURCE), "NO_COLOR": "1"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     events = tmp_path / "broken" / "events-0.jsonl"
-    deadline = time.monotonic() + 30
-    while not (events.exists() and events.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: events.exists() and events.stat().st_size)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130

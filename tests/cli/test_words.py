@@ -23,6 +23,7 @@ from orchestra.data.partitions import Dirichlet, LabelSorted
 from orchestra.engine import expression
 from orchestra.errors import ConfigError
 from orchestra.formatting import percents
+from orchestra.live import follower
 from orchestra.runs.budget import Epochs, Seconds, Target
 from orchestra.strategies.catalogue import STRATEGIES
 
@@ -344,3 +345,15 @@ def test_lists_and_partitions() -> None:
 def test_shares_of_time_come_to_a_hundred_percent(shares: list[float], expected: list[int]) -> None:
     assert percents(shares) == expected
     assert sum(percents(shares)) == 100
+
+
+@pytest.mark.parametrize("command", ["watch", "top"])
+def test_ctrl_c_ends_watch_and_top_without_a_message(
+    command: str, orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follower, {"watch": "newest", "top": "Latest"}[command], interrupt)
+    said = orchestra(command)
+    assert (said.code, said.out, said.err) == (130, "", "")

@@ -130,11 +130,11 @@ def test_the_same_mean_everywhere(algorithm: str, group: int | None, p: int, n: 
 def test_real_mailboxes_hold_few_messages_and_give_the_same_bits(algorithm: str, group: int | None, p: int) -> None:
     """What is under way between two processes is bounded; in virtual time it is not."""
     n, add_up = 140_000, algorithm_of(algorithm, group)
-    world, real, rehearsed = Processes(p, numel=n), vectors(p, n), vectors(p, n)
+    world, real, computed = Processes(p, numel=n), vectors(p, n), vectors(p, n)
     world.run(lambda rank, comm: [mean_(comm, real[rank], 1.0, add_up) for _ in range(3)])
     for _ in range(3):
-        carry_out(add_up, rehearsed)
-    assert all(torch.equal(a, b) for a, b in zip(real, rehearsed, strict=True))
+        carry_out(add_up, computed)
+    assert all(torch.equal(a, b) for a, b in zip(real, computed, strict=True))
 
 
 @every
@@ -230,7 +230,7 @@ def test_of_all_groups_racks_are_best_where_the_links_between_them_are_the_limit
 
 
 @pytest.mark.parametrize("p", range(2, 20))
-def test_nobody_is_inside_both_trees(p: int) -> None:
+def test_no_worker_is_an_inner_node_of_both_trees(p: int) -> None:
     a, b = trees(p)
     for tree in (a, b):
         assert sorted(tree) == list(range(p))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.processes import Outcome, together
+from tests.processes import together, values
 from tests.zoo import make_data, sgd, train
 from torch import Tensor, nn
 
@@ -67,12 +67,6 @@ GIVEN: dict[str, Any] = {
     "model": normed, "data": data, "optimizer": sgd, "batch": BATCH, "evaluate": statistics,
     "evaluation_data": data,
 }  # fmt: skip
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -105,7 +105,7 @@ def test_the_same_call_can_be_made_again(tmp_path: Path) -> None:
         train(AllReduce(), out, workers=2, budget=Steps(2))
 
 
-def test_the_same_call_can_be_made_again_where_nobody_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_can_be_repeated_after_a_failed_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ_of(0, 2, free_port()).items():
         monkeypatch.setenv(name, value)
     for _ in range(2):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.attached.test_runs import far_off
+from tests.cases import few
 from tests.prepare.loops import loop
 from tests.processes import Outcome, together
 from tests.zoo import INPUTS, Jittery, Trap, make_model, paced, train, trapped
@@ -32,11 +33,7 @@ from orchestra.runs import files
 
 STRATEGIES: list[Strategy[Any]] = [AllReduce(), LocalSGD(tau=2), ParameterServer(servers=2)]
 each = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: type(s).__name__)
-often = pytest.mark.parametrize(
-    "strategy",
-    [s if s == STRATEGIES[-1] else pytest.param(s, marks=pytest.mark.nightly) for s in STRATEGIES],
-    ids=lambda s: type(s).__name__,
-)
+mostly_nightly = pytest.mark.parametrize("strategy", few(STRATEGIES, STRATEGIES[-1:]), ids=lambda s: type(s).__name__)
 tiny = partial(torch.optim.SGD, lr=1e-6, momentum=0.5)
 BUDGET: dict[str, Any] = {"budget": Steps(20), "checkpoint_every": Steps(4), "optimizer": tiny}
 
@@ -55,7 +52,7 @@ def hurried() -> nn.Module:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A small disk of its own."""
-    monkeypatch.setattr(files, "PAUSES", files.PAUSES)
+    monkeypatch.setattr(files, "PAUSES", files.PAUSES)  # restores it after `hurried`
     folder = tmp_path / "disk"
     folder.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder]).returncode:
@@ -108,7 +105,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@often
+@mostly_nightly
 def test_the_model_is_written_elsewhere_and_the_run_can_be_concluded(
     strategy: Strategy[Any], disk: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cases import few
 from tests.processes import Outcome, Processes, together
 from tests.zoo import Trap, ended, make_data, make_model, momentum, paced, train, trapped
 
@@ -33,15 +34,6 @@ from orchestra.worlds.shared_memory.hangs import HangWatch, Limits, Seen
 from orchestra.worlds.shared_memory.layout import NOT_WAITING, SLEEPING, WAITING
 
 STRATEGIES = ["allreduce", "ps(consistency=asp)", "hogwild", "localsgd(tau=2)", "easgd(tau=2)", "slowmo(tau=2)"]
-
-
-def few(cases: list[Any], chosen: list[Any]) -> list[Any]:
-    """These take seconds each: some for every change, the others in `make nightly`."""
-    assert all(case in cases for case in chosen)
-    marks: list[Any] = [() if case in chosen else pytest.mark.nightly for case in cases]
-    values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    names = ["-".join(getattr(part, "__name__", str(part)) for part in value) for value in values]
-    return [pytest.param(*v, marks=mark, id=name) for v, mark, name in zip(values, marks, names, strict=True)]
 
 
 def stop() -> None:
@@ -216,9 +208,9 @@ def test_a_process_that_works_is_left_alone(tmp_path: Path, way: str, action: Ca
     assert [ended(tmp_path, node).step for node in range(2)] == [5, 5]
 
 
-@pytest.mark.parametrize("way", few(["messages", "torch"], ["messages"]))
+@pytest.mark.parametrize("way", ["messages", "torch"])
 @pytest.mark.nightly
-def test_local_steps_that_nobody_waits_for_are_no_hang(tmp_path: Path, way: str) -> None:
+def test_local_steps_of_a_worker_that_waits_for_no_other_are_no_hang(tmp_path: Path, way: str) -> None:
     """Nor if they use no processor time."""
     everywhere(way, tmp_path, strategy=LOCAL_STEPS, model=paced(1.0, 1.0), budget=Steps(6))
     assert ended(tmp_path, 1).step == 6

@@ -24,7 +24,7 @@ HERE = "version of the working directory"
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _git_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     fingerprint._commit.cache_clear()

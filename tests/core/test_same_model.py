@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cases import few
 from tests.processes import together
 from tests.zoo import INPUTS, assert_close, assert_same, flat, make_data, momentum, plain, train
 from torch import Tensor, nn
@@ -179,7 +180,7 @@ def test_validation_data_that_differ_are_refused(tmp_path: Path) -> None:
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that nobody can compare: a generator that no seed reaches."""
+    """Samples that cannot be compared: a generator that no seed reaches."""
 
     def __init__(self) -> None:
         self.x, self.y = make_data()
@@ -274,11 +275,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "later",
-    [
-        pytest.param([], id="as started", marks=pytest.mark.nightly),
-        pytest.param(["PYTHONHASHSEED=8"], id="changed since"),
-    ],
+    "later", few([[], ["PYTHONHASHSEED=8"]], [["PYTHONHASHSEED=8"]]), ids=["as started", "changed since"]
 )
 def test_the_callers_hash_seed_reaches_the_processes(tmp_path: Path, later: list[str]) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -178,15 +177,9 @@ def test_a_run_resumed_near_its_end_reports_its_last_score(tmp_path: Path) -> No
     given: dict[str, Any] = {
         "workers": 2, "budget": Target("error", 0.0) | Steps(6), "evaluate_every": Steps(2), **SCORED,
     }  # fmt: skip
-    scored = threading.Event()
-
-    def watch(_: Any) -> None:
-        if len(scores_of(out)) == 3:
-            scored.set()
-
     press = Trap.at(0, 4, partial(_press_when_scored, out), size=2)
     with pytest.raises(Interrupted):
-        train(AllReduce(), out, model=trapped(press), progress=watch, **given)
+        train(AllReduce(), out, model=trapped(press), **given)
     resumed = train(AllReduce(), out, model=trapped(), resume=True, **given)
     scores = scores_of(out)
     assert [s.step for s in scores] == [0, 2, 4, 6, 6]
@@ -203,7 +196,7 @@ def test_what_came_after_the_checkpoint_is_not_scored(strategy: Strategy[Any], t
     """The first attempt gets to step 5 or so; the second goes on from step 3 and ends at step 4."""
     given: dict[str, Any] = {"workers": 2, "evaluate_every": Steps(1), "checkpoint_every": Steps(3), **SCORED}
     death = Trap.at(0, 6, partial(die_after, tmp_path / "checkpoints" / "step-00000003"), size=2)
-    # Where nobody waits for anybody the others may not run ahead.
+    # Without a barrier the faster worker must not run ahead.
     slow = [Trap.at(rank, step, partial(time.sleep, 0.03), size=2) for rank in (0, 1) for step in range(7)]
     with pytest.raises(WorkerLost):
         train(strategy, tmp_path, model=trapped(*slow, death), budget=either(target, 8), **given)

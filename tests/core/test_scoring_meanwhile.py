@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.core.test_scoring import SCORED, error
-from tests.processes import together
+from tests.processes import is_running, together
 from tests.zoo import Dicey, Trap, assert_same, flat, make_data, make_model, paced, train, trapped
 from torch import nn
 
@@ -154,14 +154,10 @@ def test_where_the_caller_trains_another_process_scores(strategy: str, tmp_path:
     assert home["pid"] == outcomes[0].value
     assert aside_["pid"] not in {outcome.value for outcome in outcomes}
     assert (aside_["nice"], aside_["threads"]) == (19, 1)
-    assert not _alive(int(aside_["pid"]))
+    assert not is_running(int(aside_["pid"]))
     train(strategy, tmp_path / "here", workers=2, model=trapped(), budget=Steps(10), evaluate_every=Steps(1),
           evaluate=about_the_process, evaluation_data=make_data, score_afterwards=True)  # fmt: skip
     assert [s.metrics["sum"] for s in scores] == [s.metrics["sum"] for s in scores_of(tmp_path / "here")]
-
-
-def _alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
 
 
 class Noting(Dicey):
@@ -292,7 +288,7 @@ def test_a_process_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPa
     assert process.ask("ab", lambda: True) == "abab"
     assert process.ask("hang", lambda: False) is None
     process.close()
-    assert not _alive(process.pid)
+    assert not is_running(process.pid)
     broken = background.BackgroundProcess(lambda asked: str(1 // 0))
     with pytest.raises(background.BackgroundFailed, match="ZeroDivisionError"):
         broken.ask("x", lambda: True)

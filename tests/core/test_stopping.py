@@ -117,7 +117,7 @@ def test_ctrl_c_after_a_target_was_reached_changes_nothing(tmp_path: Path) -> No
     assert result.summary.stopped_by in ("target", "budget")
 
 
-# Nobody waits for anybody.
+# Strategies in which no worker waits for another.
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -249,7 +249,7 @@ def test_a_larger_budget_goes_on_from_the_end(strategy: Strategy[Any], end: Budg
 
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(tau=4), ParameterServer(servers=2)], ids=repr)
 def test_ctrl_c_in_the_last_step_of_a_run_that_saves(strategy: Strategy[Any], tmp_path: Path) -> None:
-    """Too late to stop it: whoever would save now would be taken to have been broken off."""
+    """Too late to stop it: a checkpoint now would mark the run as interrupted."""
     pressed = Trap.at(0, 3, partial(press_ctrl_c, os.getpid()), size=2)
     slow = Trap.at(1, 3, partial(time.sleep, 0.3), size=2)
     given: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(3)}

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from tests.attached.test_control_messages import receiver_for
 from tests.attached.test_runs import far_off
+from tests.cases import few
 from tests.core.test_scoring import slowly
 from tests.prepare.loops import loop
 from tests.processes import together
@@ -348,7 +349,10 @@ class Mortal(nn.Module):
 
 @pytest.mark.parametrize(
     "strategy",
-    [AllReduce(), pytest.param(ParameterServer(), marks=pytest.mark.nightly), ParameterServer(consistency=ASP())],
+    few(
+        [AllReduce(), ParameterServer(), ParameterServer(consistency=ASP())],
+        [AllReduce(), ParameterServer(consistency=ASP())],
+    ),
     ids=str,
 )
 def test_a_resumed_run_counts_everything_once(strategy: Strategy[Any], tmp_path: Path) -> None:

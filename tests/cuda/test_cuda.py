@@ -87,7 +87,7 @@ def make_dense() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 3))
 
 
-def rehearse(strategy: str, out: Path, **cluster: Any) -> orchestra.Result:
+def simulate(strategy: str, out: Path, **cluster: Any) -> orchestra.Result:
     return orchestra.train(
         model=make_dense,
         data=make_data,
@@ -102,12 +102,12 @@ def rehearse(strategy: str, out: Path, **cluster: Any) -> orchestra.Result:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "slowmo(tau=4)", "ps(consistency=asp(), servers=2)"])
-def test_rehearsals_on_a_gpu_follow_those_on_the_processor(strategy: str, tmp_path: Path) -> None:
+def test_simulations_on_a_gpu_agree_with_those_on_the_processor(strategy: str, tmp_path: Path) -> None:
     """In the same virtual time, one gradient at a time or many in one call."""
-    processor = rehearse(strategy, tmp_path / "cpu", numerics="real")
+    processor = simulate(strategy, tmp_path / "cpu", numerics="real")
     x = torch.cat([p.flatten() for p in processor.model.parameters()])
     for numerics in ("real", "batched", "auto"):
-        gpu = rehearse(strategy, tmp_path / numerics, device="cuda", numerics=numerics)
+        gpu = simulate(strategy, tmp_path / numerics, device="cuda", numerics=numerics)
         assert gpu.summary.seconds == processor.summary.seconds
         assert torch.allclose(torch.cat([p.flatten() for p in gpu.model.parameters()]), x, atol=1e-3)
     chosen = json.loads((tmp_path / "auto" / "config.json").read_text())["cluster"]["numerics"]

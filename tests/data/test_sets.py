@@ -41,7 +41,7 @@ BUNDLED = [entry for entry in data.CATALOGUE.values() if entry.bundled]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test touches the cache of whoever runs it."""
+    """No test touches the user's cache."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("ORCHESTRA_DATA", str(folder))
     return folder
@@ -195,7 +195,7 @@ def test_fetched_files_become_images(
     assert sorted(path.name for path in (cache / "mnist").iterdir()) == sorted([".lock", *files])
 
 
-def test_a_tampered_cached_file_is_refused_by_name_and_fetching_mends_it(
+def test_a_tampered_cached_file_is_refused_by_name_and_fetching_replaces_it(
     files: dict[str, bytes], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = tiny(files, LocalFolder(lay(tmp_path / "source", files)))

@@ -59,7 +59,7 @@ def test_every_sample_once_an_epoch(count: int, size: int, batch: int, seed: int
         assert len(epochs[0]) == feeds[0].steps_per_epoch
         assert Counter(i for steps in epochs for step in steps for i in step) == Counter(range(count))
         assert all(len(step) <= batch for steps in epochs for step in steps)
-        # No step in which nobody has anything: it would be a step without a gradient.
+        # No step in which no worker has a sample: it would be a step without a gradient.
         assert all(any(steps[i] for steps in epochs) for i in range(len(epochs[0])))
 
 
@@ -256,13 +256,13 @@ def test_a_stream_is_not_read_further_than_one_group_ahead() -> None:
 
 
 @given(count=st.integers(0, 60), size=st.integers(1, 8), batch=st.integers(1, 9))
-def test_dealing_leaves_nobody_alone_with_one_sample(count: int, size: int, batch: int) -> None:
+def test_no_worker_is_dealt_a_single_sample(count: int, size: int, batch: int) -> None:
     count = min(count, size * batch)
     sizes = [s.stop - s.start for s in (hand(count, size, batch, rank) for rank in range(size))]
     assert sum(sizes) == count
     assert len(sizes) == size
     assert max(sizes) <= batch
-    if batch > 2 and count > 1:  # three samples among batches of two: somebody has to
+    if batch > 2 and count > 1:  # three samples in batches of two: one worker has a single sample
         assert 1 not in sizes
 
 

@@ -204,7 +204,7 @@ def test_a_stream_that_shuffles_itself_gives_every_sample_once(stream: Any, tmp_
         within = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
         orders.append([i for steps in by_worker for taken in steps[within] for i in taken])
         assert sorted(orders[-1]) == list(range(COUNT))
-    assert orders[0] != orders[1]  # shuffled anew
+    assert orders[0] != orders[1]  # shuffled again
     assert orders[0] != sorted(orders[0])
 
 

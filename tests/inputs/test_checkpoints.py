@@ -363,7 +363,7 @@ def test_a_complete_run_that_is_damaged_is_told_as_that(
         assert "what it left is damaged" in capfd.readouterr().err
 
 
-def test_a_complete_run_whose_model_is_gone_is_concluded_anew(run: Path) -> None:
+def test_a_complete_run_whose_model_is_gone_writes_it_again(run: Path) -> None:
     before = (run.parent / "again").with_suffix(".safetensors")
     train(AllReduce(), run.parent / "six", workers=2, budget=Steps(6))
     shutil.copy(run.parent / "six" / "model.safetensors", before)

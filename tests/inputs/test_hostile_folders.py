@@ -192,7 +192,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("how", EVIL)
 def test_a_complete_run_with_a_model_that_is_none_is_damaged(how: str, complete: Path, tmp_path: Path) -> None:
-    """A link to itself is as good as no file: the run is concluded anew."""
+    """A link to itself counts as no file: the run writes its model again."""
     run = Path(shutil.copytree(complete, tmp_path / "run"))
     replace(run / "model.safetensors", how)
     again = within(lambda: train(AllReduce(), run, workers=2, budget=Steps(2), resume=True))

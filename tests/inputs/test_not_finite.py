@@ -109,7 +109,7 @@ def test_the_others_go_on_as_if_it_had_no_samples(tmp_path: Path) -> None:
     torch.testing.assert_close([*got.parameters()], [*expected.parameters()])
 
 
-def test_a_step_in_which_nobody_is_healthy_changes_nothing(tmp_path: Path) -> None:
+def test_a_step_without_any_finite_gradient_changes_nothing(tmp_path: Path) -> None:
     traps = [sickness(rank, 2, size=2) for rank in range(2)]
     sick = train(AllReduce(), tmp_path / "sick", workers=2, model=lambda: Sick(float("nan"), *traps), budget=Steps(3))
     short = train(AllReduce(), tmp_path / "short", workers=2, model=lambda: Sick(float("nan")), budget=Steps(2))

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.prepare.loops import loop
-from tests.prepare.test_torch import values
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import INPUTS, SEED, assert_same, make_data, sgd, train
 from torch import Tensor, nn
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous strategies: hosts of a lab, processes that share memory and a rehearsal go the same way, bit for bit."""
+"""Synchronous strategies: hosts of a lab, processes that share memory and a simulation agree, bit for bit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def live(folder: str) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_lab_local_and_rehearsal_go_the_same_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lab_local_and_simulation_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "token"
     secret.touch(mode=0o600)
     secret.write_text(auth.new(), encoding="ascii")

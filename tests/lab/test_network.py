@@ -130,7 +130,7 @@ def test_between_hosts_that_differ_a_latency_is_the_mean_of_both(name: str) -> N
 def test_a_link_that_is_down_is_no_matter_to_the_others(name: str) -> None:
     with Lab(hosts=3, latency="1ms", name=name) as lab:
         subprocess.run(["ip", "-n", switch_of(name), "link", "set", "t2", "down"], check=True)
-        assert all(0.001 <= way <= 0.004 for way in ways(lab))  # whoever asks for an address asks everybody
+        assert all(0.001 <= way <= 0.004 for way in ways(lab))  # a request for an address goes to all hosts
         assert not lab.look().broken
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two slow hosts in a lab: the server is put on a fast one, and everybody gains."""
+"""Two slow hosts in a lab: the server is put on a fast one, and every worker gains."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_what_belongs_to_a_lab_is_known_by_its_name(lab: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["orchestra", "router-host-1", "orchestra-host-x", "myorchestra-host-1", "host-1"])
-def test_what_belongs_to_nobody_is_left_alone(name: str) -> None:
+def test_a_foreign_name_belongs_to_no_lab(name: str) -> None:
     assert owner_of(name) is None
 
 
@@ -146,7 +146,7 @@ def test_words_are_read_as_they_are_written(rate: float, seconds: float) -> None
     assert read_time(time_words(seconds)) == pytest.approx(seconds, rel=1e-12)
 
 
-def test_a_lab_is_the_network_that_is_rehearsed() -> None:
+def test_a_lab_has_the_links_of_the_simulated_network() -> None:
     machine = make_plan(hosts=1, rate="100mbit", latency="1ms").machines[0]
     host = parse("100mbit,1ms").host(0)
     assert (machine.up, machine.down, machine.latency / 2) == (host.up, host.down, host.latency)

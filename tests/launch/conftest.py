@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.waiting import wait_until
 
 SOURCES = str(Path(__file__).parents[2] / "src")
 
@@ -50,7 +51,7 @@ if what == "show":
     sys.exit(0)
 if what == "fail" and rank == 1:
     time.sleep(0.3)
-    print("something to mend", file=sys.stderr)
+    print("something to fix", file=sys.stderr)
     sys.exit(9)
 if what == "late" and rank == 0:
     time.sleep(0.1)
@@ -69,13 +70,6 @@ print("grumbling", file=sys.stderr, flush=True)
 (here / f"pid-{rank}").write_text(str(os.getpid()))
 time.sleep(600)
 """
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
 
 
 def command_lines() -> dict[int, str]:
@@ -127,7 +121,7 @@ class Ground:
         return [parent_of(pid) for pid in nodes]
 
     def await_players(self, count: int) -> None:
-        wait_for(lambda: len([p for p in self.folder.glob("pid-*") if p.read_text()]) == count)
+        wait_until(lambda: len([p for p in self.folder.glob("pid-*") if p.read_text()]) == count)
 
 
 def parent_of(pid: int) -> int:
@@ -206,7 +200,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 pytest.skip("sshd does not start here")
             time.sleep(0.05)
         else:
-            pytest.skip("sshd lets nobody in here")
+            pytest.skip("sshd accepts no login here")
         yield command
     finally:
         server.kill()

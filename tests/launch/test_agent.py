@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The far end alone: what it does when nobody speaks to it any more, and whom it starts."""
+"""The agent on a far host alone: what it does when its launcher is gone, and which processes it starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.conftest import wait_for
+from tests.processes import is_running
+from tests.waiting import wait_until
 
 from orchestra.launchers.agent import check_machine
 
@@ -86,7 +87,7 @@ def test_who_does_not_stop_is_killed_after_the_grace() -> None:
     assert far.end()[0] == 137
 
 
-def test_the_agent_can_be_interrupted_whoever_started_it() -> None:
+def test_an_agent_started_with_blocked_signals_can_be_interrupted() -> None:
     """Ray blocks SIGINT in all that it starts, and a shell's background jobs ignore it."""
 
     def deaf() -> None:
@@ -99,7 +100,7 @@ def test_the_agent_can_be_interrupted_whoever_started_it() -> None:
     assert far.end()[0] == 130
 
 
-def test_a_process_goes_on_saving_when_nobody_reads_what_it_says(tmp_path: Path) -> None:
+def test_a_process_goes_on_saving_when_its_output_is_not_read(tmp_path: Path) -> None:
     text = (
         "import os, signal, sys, time\n"
         "def save(*_):\n"
@@ -117,18 +118,18 @@ def test_a_process_goes_on_saving_when_nobody_reads_what_it_says(tmp_path: Path)
 
 
 def test_what_a_process_leaves_is_ended_with_it() -> None:
-    child = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    child = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
     far = FarEnd(script(child))
     code, out, _ = far.end()
     assert code == 0
-    wait_for(lambda: not Path(f"/proc/{int(out)}").exists())
+    wait_until(lambda: not is_running(int(out)))
 
 
 def test_a_far_end_that_is_killed_takes_the_process_with_it() -> None:
     far = FarEnd(script("import os, time; print(os.getpid(), flush=True); time.sleep(60)"))
     pid = int(far.stdout.readline())
     far.process.kill()
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 5.0)
+    wait_until(lambda: not is_running(pid), 5.0)
     assert far.end()[0] == -9
 
 
@@ -146,7 +147,7 @@ def test_the_agent_without_orders_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "no.such.host.invalid"])
-def test_a_name_that_nobody_knows_is_told(master: str) -> None:
+def test_an_unknown_name_of_the_master_is_reported(master: str) -> None:
     answer = check_machine({"cwd": "/", "master": master, "port": 1, "any_port": False, "first": False})
     assert bool(answer["problems"]) == (master != "127.0.0.1")
     assert all("--master" in problem for problem in answer["problems"])

@@ -76,7 +76,7 @@ def test_a_signal_is_passed_on_once(number: int, word: str, code: int, capfd: py
     first, second = Deaf(0, news, at=word, status=code), Deaf(1, news, at=word, status=code)
     assert run(first, second, at=0.1, then=lambda: os.kill(os.getpid(), number)) == code
     assert [w for w in second.told if w] == [word]
-    told = "asked all to stop, and waits for those that save first"  # whether a script does, nobody knows
+    told = "asked all to stop, and waits for those that save first"  # whether a script saves is not known
     assert capfd.readouterr().err.count(told) == 1
 
 
@@ -106,7 +106,7 @@ def test_signals_are_as_before_when_it_is_over() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_whoever_ends_because_we_asked_is_not_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_was_asked_to_stop_is_not_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
     news = News()
     links = Deaf(0, news), Deaf(1, news, at="SIGTERM", status=143)
     news.put((0, ("end", 6)))
@@ -114,7 +114,7 @@ def test_whoever_ends_because_we_asked_is_not_the_cause(capfd: pytest.CaptureFix
     assert "rank 0 on a failed first: exit status 6" in capfd.readouterr().err
 
 
-def test_lines_are_whole_and_nobody_is_cut_short(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_all_processes_are_whole(capfd: pytest.CaptureFixture[str]) -> None:
     news = News()
     for rank, kind, said in ((1, "out", b"hal"), (0, "out", b"\xff0"), (1, "err", b"x\ny"), (1, "out", b"f\nrest")):
         news.put((rank, (kind, said)))  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_lines_of_rank_0_are_whole_as_well(capfd: pytest.CaptureFixture[str]) ->
         ([(0, 10), (1, 4), (2, 10)], 1),
         ([(0, 6), (1, 4), (2, 137)], 2),
         ([(1, 10), (0, 6), (2, 10)], 0),
-        ([(2, 10), (1, 10), (0, 10)], 2),  # nobody says more
+        ([(2, 10), (1, 10), (0, 10)], 2),  # all alike: the first that ended
     ],
 )
 def test_who_was_stopped_by_another_is_not_the_cause(

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import Orchestra
 from tests.cli.conftest import orchestra as orchestra  # the fixture
-from tests.launch.conftest import NODE, SOURCES, command_lines, wait_for
+from tests.launch.conftest import NODE, SOURCES, command_lines
+from tests.waiting import wait_until
 
 from orchestra.cli.on_ray import nodes_of
 from orchestra.cli.options import Options
@@ -89,7 +90,7 @@ def test_every_node_finds_its_place(tmp_path: Path) -> None:
 @real
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_however_it_ends_it_saves_and_leaves_nobody(number: signal.Signals, tmp_path: Path) -> None:
+def test_however_a_driver_ends_its_processes_save_and_end(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "node.py").write_text(NODE)
     driver = subprocess.Popen(
         [sys.executable, "-c", START.replace(TOKEN, "x" * 32), str(tmp_path / "node.py"), "family"],
@@ -98,11 +99,11 @@ def test_however_it_ends_it_saves_and_leaves_nobody(number: signal.Signals, tmp_
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2, 60)
+    wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
     assert not [line for pid, line in command_lines().items() if "x" * 32 in line and pid != driver.pid]
     driver.send_signal(number)
     assert driver.wait(60) == (130 if number == signal.SIGINT else -9)
-    wait_for(lambda: not [line for line in command_lines().values() if str(tmp_path) in line], 60)
+    wait_until(lambda: not [line for line in command_lines().values() if str(tmp_path) in line])
     saved = "SIGINT" if number == signal.SIGINT else "SIGTERM"
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == [saved] * 2
 

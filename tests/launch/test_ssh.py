@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on hosts behind ssh, for real: who is told what, who hears whom, and that nobody is left however it ends."""
+"""Real runs on hosts behind ssh: what each process is told and prints, and that none of them outlives the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.launch.conftest import Ground, command_lines, wait_for
+from tests.launch.conftest import Ground, command_lines
+from tests.waiting import wait_until
 
 TOKEN = "0123456789abcdef" * 4
 
@@ -105,7 +106,7 @@ def test_the_first_cause_is_told(ground: Ground) -> None:
     assert code == 9
     last = err.splitlines()[-3:]
     assert last[0] == f"orchestra: rank 1 on {ground.hosts[1]} failed first: exit status 9"
-    assert last[2] == "  something to mend"
+    assert last[2] == "  something to fix"
     assert (ground.folder / "saved-0").read_text() == "SIGTERM"
     assert not ground.left()
 
@@ -118,15 +119,15 @@ def test_who_only_misses_another_is_not_the_cause(near: Ground) -> None:
 
 
 @pytest.mark.parametrize("what", ["play", "family"])
-def test_a_launcher_that_is_killed_leaves_nobody(ground: Ground, what: str) -> None:
+def test_no_process_outlives_a_killed_launcher(ground: Ground, what: str) -> None:
     launcher = ground.start(what=what, per_host=2)
     ground.await_players(4)
     launcher.kill()
-    wait_for(lambda: not ground.left())
+    wait_until(lambda: not ground.left())
     assert [(ground.folder / f"saved-{rank}").read_text() for rank in range(4)] == ["SIGTERM"] * 4  # and it saves
 
 
-def test_a_far_end_that_is_killed_leaves_nobody(ground: Ground) -> None:
+def test_no_process_outlives_a_killed_agent(ground: Ground) -> None:
     launcher = ground.start(what="family")
     ground.await_players(2)
     os.kill(ground.far_ends()[0], signal.SIGKILL)

@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 import pytest
-from tests.launch.conftest import SOURCES, Ground, wait_for
+from tests.launch.conftest import SOURCES, Ground
+from tests.waiting import wait_until
 
 
 def start(ground: Ground, line: str) -> subprocess.Popen[str]:
@@ -35,7 +36,7 @@ def launching(ground: Ground) -> str:
 
 @pytest.mark.nightly
 def test_a_run_over_a_real_ssh(far: Ground) -> None:
-    """From one end to the other: two hosts, one model, and nobody left."""
+    """From start to end: two hosts, one model, and no process left."""
     launcher = start(far, f"{launching(far)} run digits --strategy allreduce --steps 5 --out run --quiet")
     out, err = launcher.communicate(timeout=90)
     assert launcher.returncode == 0, err
@@ -48,7 +49,7 @@ def test_a_run_over_a_real_ssh(far: Ground) -> None:
 def test_what_an_interrupted_run_says_to_do_goes_on_with_it(ground: Ground) -> None:
     run, line = ground.folder / "run", launching(ground)
     launcher = start(ground, f"{line} run digits --epochs 100 --out run --quiet")
-    wait_for(lambda: (run / "events-1.jsonl").exists() and (run / "events-1.jsonl").stat().st_size > 0, 60)
+    wait_until(lambda: (run / "events-1.jsonl").exists() and (run / "events-1.jsonl").stat().st_size > 0)
     os.killpg(launcher.pid, signal.SIGINT)
     _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 130, err

@@ -102,7 +102,7 @@ def test_dry_run_shows_what_would_be_run_where(orchestra: Orchestra) -> None:
 )
 def test_bad_input_is_refused_with_a_hint(arguments: tuple[str, ...], hint: str, orchestra: Orchestra) -> None:
     Path("hosts").write_text("one\n")
-    Path("empty").write_text("# nobody\n")
+    Path("empty").write_text("# no host\n")
     Path("loop").write_text("localhost\ntwo\n")
     Path("open").write_text("0" * 64)
     Path("open").chmod(0o644)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from tests.cases import few
 from tests.zoo import BATCH, SEED, make_data
 
 from orchestra import (
@@ -128,9 +129,7 @@ def each_of(examples: Sequence[Strategy[Any]]) -> pytest.MarkDecorator:
 
 def in_processes(examples: Sequence[Strategy[Any]], of: Callable[[Strategy[Any]], Any] = kind) -> pytest.MarkDecorator:
     """One test for one example of each kind; the others take part in `make nightly`."""
-    chosen = one_of_each(examples, of)
-    marked = [s if s in chosen else pytest.param(s, marks=pytest.mark.nightly) for s in examples]
-    return pytest.mark.parametrize("strategy", marked, ids=[show(s) for s in examples])
+    return pytest.mark.parametrize("strategy", few(examples, one_of_each(examples, of)), ids=[*map(show, examples)])
 
 
 def each_with(name: str, values: Mapping[str, Any], examples: Sequence[Strategy[Any]]) -> pytest.MarkDecorator:

@@ -192,7 +192,7 @@ def test_same_seed_same_model_whatever_the_timing(strategy: S, tmp_path: Path) -
     torch.testing.assert_close([*first.model.parameters()], [*late.model.parameters()], rtol=0, atol=0)
 
 
-def test_a_gradient_that_is_not_finite_reaches_nobody(tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_is_left_out_of_the_mean(tmp_path: Path) -> None:
     """Worker 1's loss is infinite in its second step: that step is worker 0's alone."""
     bad = make_data()[1][Trap.at(1, 1, time.time, size=2).sample]
 
@@ -246,7 +246,7 @@ def test_stopped_by_ctrl_c_and_resumed_is_never_stopped(strategy: S, tmp_path: P
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_shared_x_comes_back_for_everybody(workers: int, tmp_path: Path) -> None:
+def test_a_shared_x_is_restored_for_every_worker(workers: int, tmp_path: Path) -> None:
     """From a checkpoint that only worker 0 keeps x in; with Adam, whose state lies in ranges."""
     given: dict[str, Any] = {"workers": workers, "optimizer": OPTIMIZERS["adam"], "checkpoint_every": Steps(3)}
     out = tmp_path / "run"

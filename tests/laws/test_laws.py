@@ -138,7 +138,7 @@ ORDERS = [pytest.param(5, id="5 orders"), pytest.param(1000, id="1000 orders", m
 
 @pytest.mark.parametrize("orders", ORDERS)
 @every
-def test_nobody_gets_stuck_in_any_order(strategy: S, orders: int, tmp_path: Path) -> None:
+def test_every_order_of_messages_runs_to_the_end(strategy: S, orders: int, tmp_path: Path) -> None:
     for ties in range(orders):
         out = tmp_path / str(ties)
         # On a crowded network what two servers are sent at once reaches them in different orders.

@@ -164,7 +164,7 @@ def test_stopped_by_a_death_and_resumed_is_never_stopped(strategy: S, tmp_path: 
     # At its own pace, only the one who asks for a checkpoint surely has not gone on before it is written.
     rank = workers - 1 if strategy.layout.updates.synchronous else 0
     death = Trap.at(rank, 4, partial(die_after, out / "checkpoints" / "step-00000003"), size=workers)
-    if getattr(strategy, "promote", False):  # samples are shared anew by then
+    if getattr(strategy, "promote", False):  # by then the samples have been shared out again
         death = dataclasses.replace(death, first=None)
     with pytest.raises(WorkerLost):
         train(strategy, out, model=trapped(death, model=Dicey), **given)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from tests.laws.choosy import NEVER, Lacking, choosy, doubles, wide
 from tests.laws.examples import EXAMPLES, WORKERS, alone, each_with, first_phase, in_processes, workers_for
-from tests.processes import Outcome, together
+from tests.processes import together, values
 from tests.zoo import BATCH, INPUTS, SEED, assert_close, assert_same, make_data, plain, train
 from torch import Tensor, nn
 
@@ -145,12 +145,6 @@ def test_what_is_never_used_stays_as_it_was_in_processes(strategy: Strategy[Any]
     slowly = partial(sgd, lr=0.002)
     made = run(strategy, tmp_path / "run", optimizer=slowly, workers=workers_for(strategy), budget=Steps(40))
     assert_never_moved(made.state_dict(), start_of())
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps", "localsgd(tau=2)"])

@@ -57,7 +57,7 @@ def test_only_new_whole_lines_are_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["shorter", "another"])
-def test_a_file_that_shrank_or_was_replaced_is_read_anew(how: str, tmp_path: Path) -> None:
+def test_a_file_that_shrank_or_was_replaced_is_read_from_its_beginning(how: str, tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("one\ntwo\n")
     file = TailedFile(path)

@@ -143,7 +143,7 @@ def test_a_strategy_that_comes_later_has_its_marks(browser: Browser, tmp_path: P
     assert browser.complaints == []
 
 
-def test_the_page_says_that_nobody_answers_and_keeps_its_content(browser: Browser, tmp_path: Path) -> None:
+def test_a_page_without_its_server_says_so_and_keeps_its_content(browser: Browser, tmp_path: Path) -> None:
     with serving(begun(tmp_path / "run")) as url:
         page = browser.open(url)
         ready(page)

@@ -13,15 +13,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from tests.live.made import ENVIRON, whole
+from tests.waiting import wait_until
 
 from orchestra.cli import invoke
 from orchestra.live.page_feed import PageFeed, PageWriter
@@ -130,8 +130,8 @@ def test_no_path_is_a_file(path: str, server: Server) -> None:
 
 
 @pytest.mark.parametrize("others", ["a b=1", "a,b=[1]", 'theme={"dark":true}', "=", "a=b=c", "name", "é=ü"])
-def test_cookies_of_others_keep_nobody_out(others: str, server: Server) -> None:
-    """Whatever else is served on this machine shares them: browsers do not tell ports apart."""
+def test_foreign_cookies_do_not_block_access(others: str, server: Server) -> None:
+    """Other servers on this machine share the cookies: browsers do not tell ports apart."""
     cookie = enter(server)
     for all_of_them in (f"{others}; {cookie}", f"{cookie}; {others}", f"{others};{cookie};{others}"):
         assert Answer(server, "/since", Cookie=all_of_them).status == 200
@@ -150,7 +150,7 @@ time.sleep(60)
 """
 
 
-def test_a_browser_that_stays_keeps_nobody_waiting_and_is_told_no_secret_aloud(tmp_path: Path) -> None:
+def test_a_browser_that_stays_open_does_not_block_watch_and_gets_no_token_as_an_argument(tmp_path: Path) -> None:
     """One of the terminal's ends when it is closed; and what a process was told to do, all users of a machine see."""
     whole(tmp_path / "run")
     (tmp_path / "browser.py").write_text(BROWSER)
@@ -161,28 +161,20 @@ def test_a_browser_that_stays_keeps_nobody_waiting_and_is_told_no_secret_aloud(t
         url = process.stdout.readline().strip()
         seen: dict[str, Any] = {}
         try:
-            until((tmp_path / "seen").exists)
+            wait_until((tmp_path / "seen").exists)
             seen |= json.loads((tmp_path / "seen").read_text())
             assert url.partition("token=")[2] not in " ".join(seen["words"])
             assert url in seen["text"]
             assert seen["mode"] == 0o600
             with urllib.request.urlopen(url, timeout=20) as answer:
                 assert answer.status == 200
-            until(lambda: not Path(seen["file"]).exists())
+            wait_until(lambda: not Path(seen["file"]).exists())
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 0
         finally:
             process.kill()
             if seen:
                 os.kill(seen["pid"], signal.SIGKILL)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    for _ in range(300):
-        if holds():
-            return
-        time.sleep(0.1)
-    pytest.fail("it never came to hold")
 
 
 def test_pages_of_others_get_nothing(server: Server) -> None:
@@ -276,13 +268,6 @@ def held(server: Server) -> int:
     return len(server._held)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
-
-
 def ends(connection: socket.socket) -> bool:
     try:
         return connection.recv(1) == b""
@@ -298,28 +283,28 @@ def test_200_connections_are_held_and_one_more_is_answered(server: Server, monke
     def answering() -> int:
         return sum(thread not in before for thread in threading.enumerate())
 
-    wait_for(lambda: not answering())
+    wait_until(lambda: not answering())
     waiting = [idle(server) for _ in range(200)]
     try:
-        wait_for(lambda: answering() == 200)
+        wait_until(lambda: answering() == 200)
         for _ in range(3):
             assert Answer(server, "/since", Cookie=cookie).status == 200
         assert all(map(ends, waiting[:1]))
         assert not select.select(waiting[3:], [], [], 0)[0]  # the others are still there
         waiting += [idle(server) for _ in range(100)]
-        wait_for(lambda: answering() == 200)
+        wait_until(lambda: answering() == 200)
         assert all(map(ends, waiting[:100]))
         assert Answer(server, "/since", Cookie=cookie).status == 200
     finally:
         for connection in waiting:
             connection.close()
-    wait_for(lambda: not answering())
+    wait_until(lambda: not answering())
 
 
 def test_when_all_are_being_answered_one_more_is_told_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that it should come again; and then it is answered."""
     cookie, go_on, really = enter(server), threading.Event(), server.feed.since
-    wait_for(lambda: held(server) == 0)
+    wait_until(lambda: held(server) == 0)
     monkeypatch.setattr("orchestra.live.server.MOST", 3)
     monkeypatch.setattr(server.feed, "since", lambda: go_on.wait(60) and really())
     found: list[int] = []
@@ -328,7 +313,7 @@ def test_when_all_are_being_answered_one_more_is_told_so(server: Server, monkeyp
     ]
     for thread in busy:
         thread.start()
-    wait_for(lambda: list(server._held.values()) == ["asked"] * 3)
+    wait_until(lambda: list(server._held.values()) == ["asked"] * 3)
     answer = Answer(server, "/since", Cookie=cookie)
     assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
     assert b"Try again" in answer.body

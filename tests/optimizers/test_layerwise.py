@@ -262,7 +262,7 @@ def test_local_sgd_is_the_mean_of_optimizers_apart(optimizer: Factory, tmp_path:
 
 @both
 @pytest.mark.parametrize("strategy", WORLDS, ids=str)
-def test_a_rehearsal_is_the_run(strategy: Strategy[Any], optimizer: Factory, tmp_path: Path) -> None:
+def test_a_simulation_equals_the_real_run(strategy: Strategy[Any], optimizer: Factory, tmp_path: Path) -> None:
     given: dict[str, Any] = {"optimizer": optimizer, "budget": Steps(8)}
     real = train(strategy, tmp_path / "real", workers=3, **given)
     virtual = train(strategy, tmp_path / "virtual", cluster=Simulated(workers=3), **given)
@@ -282,7 +282,7 @@ def test_gradients_taken_together_reach_the_layers(optimizer: Factory, tmp_path:
 
 
 @both
-def test_layers_take_the_gradient_that_is_given_whoever_filled_it(optimizer: Factory) -> None:
+def test_layers_take_the_gradient_that_is_passed_to_step(optimizer: Factory) -> None:
     params, alone = parameters(), parameters()
     inner, other = FlatOptimizer(optimizer, torch.empty(0), layers=params), optimizer(alone)
     for step in range(3):

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import loop
-from tests.prepare.test_torch import values
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import ended, make_data, make_model, sgd
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 

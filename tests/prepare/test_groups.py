@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import equal
-from tests.prepare.test_torch import values
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import SEED, make_data, make_model
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
@@ -208,7 +207,7 @@ def test_pieces_of_layers_go_as_the_layers_do(kind: Callable[..., torch.optim.Op
 
 
 class Peculiar:
-    """Looks like an optimizer of torch, and nobody else can make one."""
+    """Looks like an optimizer of torch, and cannot be made without its secret."""
 
     def __init__(self, params: Any, secret: float) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": [p], "lr": secret} for p in params]
@@ -224,7 +223,7 @@ class Peculiar:
             group["params"][0].sub_(group["params"][0].grad, alpha=group["lr"])
 
 
-def test_without_servers_nobody_makes_another_optimizer() -> None:
+def test_without_servers_no_second_optimizer_is_made() -> None:
     peculiar: Any = lambda model: Peculiar(model.parameters(), secret=0.02)  # noqa: E731
     found = script("localsgd", optimizer=peculiar)
     expected = script(None, optimizer=peculiar)

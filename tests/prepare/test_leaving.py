@@ -90,7 +90,7 @@ def test_a_forgotten_finish_is_the_same_for_every_strategy(strategy: str) -> Non
     assert found[2:] == [(0, "")] * servers
 
 
-def test_a_forgotten_finish_harms_nobody_else() -> None:
+def test_a_forgotten_finish_does_not_fail_the_others() -> None:
     assert scripts(1, at_the_end="pass") == [(0, forgotten("worker 0"))]
     assert scripts(1) == [(0, "")]
     assert scripts(2, at_the_end="rank == 0 or optimizer.finish()") == [(0, forgotten("worker 0")), (0, "")]
@@ -165,7 +165,7 @@ def test_an_error_is_told_with_the_line_of_the_script_alone(where: str) -> None:
     assert not any("File" in text for text in more)
 
 
-def test_whoever_has_a_hook_already_keeps_it() -> None:
+def test_an_exception_hook_of_the_script_is_kept() -> None:
     mine = "sys.excepthook = lambda kind, error, trace: print('mine:', kind.__name__, file=sys.stderr)"
     assert scripts(1, before=mine, at_a_step="given.step()") == [(1, "mine: OrchestraError\n")]
     assert scripts(1, before=mine, at_a_step="1 / 0") == [(1, "mine: ZeroDivisionError\n")]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import COUNT, equal, loop, make_loader
-from tests.processes import Outcome, together
+from tests.processes import together, values
 from tests.zoo import SEED, Dicey, adam, make_data, make_model, momentum, plain, sgd, train
 from torch import nn
 
@@ -26,15 +26,9 @@ from orchestra.model.flat_optimizer import Factory
 from orchestra.user_loop.loader import WorkerShare
 
 
-def values(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
-
-
 @pytest.mark.parametrize("optimizer", [sgd, momentum, adam])
 @pytest.mark.parametrize("strategy", ["allreduce", "localsgd(tau=3)", "solo"])
-def test_prepare_with_one_worker_equals_the_script_without_it(strategy: str, optimizer: Factory) -> None:
+def test_prepare_with_one_worker_equals_plain_torch_for_every_strategy(strategy: str, optimizer: Factory) -> None:
     """Bit for bit, dropout, BatchNorm, uneven batches and reshuffling included."""
     uneven = partial(make_loader, 101)
     expected = loop(None, model=Dicey, optimizer=optimizer, loader=uneven)
@@ -56,8 +50,8 @@ STRATEGIES = {
 STEPS = 15
 
 
-def rehearsed(strategy: str, out: Path, *, workers: int, **given: Any) -> orchestra.Result:
-    """What `train` makes of it; without processes, which give the same bits."""
+def simulated(strategy: str, out: Path, *, workers: int, **given: Any) -> orchestra.Result:
+    """Train in a simulation, which gives the same bits as processes."""
     data = partial(make_data, COUNT)
     return train(strategy, out, data=data, cluster=orchestra.Simulated(workers=workers), **given)
 
@@ -79,7 +73,7 @@ def test_prepare_with_several_workers_equals_train(size: int, tmp_path: Path) ->
     for i, strategy in enumerate(STRATEGIES[size]):
         servers = expression.parse(strategy).layout.servers
         assert [outcome[i] for outcome in outcomes[size - servers :]] == [0] * servers
-        here = rehearsed(strategy, tmp_path / str(i), workers=size - servers, budget=Steps(STEPS))
+        here = simulated(strategy, tmp_path / str(i), workers=size - servers, budget=Steps(STEPS))
         for outcome in outcomes[: size - servers]:
             losses, state = outcome[i]
             assert len(losses) == STEPS
@@ -141,7 +135,7 @@ def test_batch_statistics_are_averaged(tmp_path: Path) -> None:
     def normed() -> nn.Module:
         return nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
 
-    here = rehearsed("localsgd(tau=3)", tmp_path / "run", workers=2, model=normed, budget=Epochs(2))
+    here = simulated("localsgd(tau=3)", tmp_path / "run", workers=2, model=normed, budget=Epochs(2))
     for _, state in values(together(2, partial(loop, "localsgd(tau=3)", model=normed))):
         for name, tensor in here.model.state_dict().items():  # sums over a batch depend on the number of threads
             torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
@@ -165,7 +159,7 @@ def test_all_begin_with_the_model_of_worker_0() -> None:
 
 def test_a_plateau_is_told_by_the_losses(tmp_path: Path) -> None:
     strategy = "switch(first=allreduce, then=localsgd(tau=2), when=plateau(window=2, threshold=0.3))"
-    here = rehearsed(strategy, tmp_path / "run", workers=2, budget=Epochs(5))
+    here = simulated(strategy, tmp_path / "run", workers=2, budget=Epochs(5))
     call = partial(loop, strategy, epochs=5, told=True, out=tmp_path / "mine")
     for _, state in values(together(2, call)):
         assert equal(state, here.model.state_dict())

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import equal
-from tests.prepare.test_torch import values
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import INPUTS, SEED, make_data, make_model, momentum, sgd
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, ReduceLROnPlateau, SequentialLR
@@ -115,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plateau": {"after": lambda o: ReduceLROnPlateau(o, patience=0, threshold=1.0)},
     "compiled before": {"model": lambda: compiled(make_model())},
     "compiled after": {"afterwards": compiled},
-    "begun anew": {"afterwards": with_ones},
+    "begun again": {"afterwards": with_ones},
 }
 HALF: dict[str, dict[str, Any]] = {
     str(dtype): {"model": lambda dtype=dtype: make_model().to(dtype), "dtype": dtype}
@@ -124,7 +123,7 @@ HALF: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES | HALF)
-def test_prepare_with_one_worker_equals_the_script_without_it(case: str) -> None:
+def test_prepare_with_one_worker_equals_plain_torch_for_every_model(case: str) -> None:
     given = (CASES | HALF)[case]
     expected, found = script(None, **given), script("allreduce", **given)
     assert expected is not None

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import equal
-from tests.prepare.test_torch import values
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import make_data, make_model, sgd
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

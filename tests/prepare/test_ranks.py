@@ -16,8 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.prepare.test_torch import values
-from tests.processes import Processes, together
+from tests.processes import Processes, together, values
 from tests.zoo import make_data, make_model, sgd, train
 from torch.nn.utils import parameters_to_vector
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.prepare.loops import equal, loop
-from tests.prepare.test_loops import values
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import adam, make_model, momentum, sgd
 
 import orchestra

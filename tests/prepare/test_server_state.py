@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import equal, make_loader
-from tests.processes import Outcome, together
+from tests.processes import together, values
 from tests.zoo import SEED, adam, make_model, momentum, sgd
 from torch import nn
 
@@ -24,12 +24,6 @@ from orchestra.errors import CheckpointError
 from orchestra.model.flat_optimizer import Factory
 
 Each = Callable[[nn.Module, Any], None]
-
-
-def values(outcomes: list[Outcome]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 def grouped(make: Factory, model: nn.Module) -> torch.optim.Optimizer:

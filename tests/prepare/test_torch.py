@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.prepare.loops import equal, loop, make_loader
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import SEED, adam, make_data, make_model, momentum, sgd
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
@@ -27,12 +27,6 @@ import orchestra
 from orchestra import ConfigError
 from orchestra.data.random_state import get_states, seed_everything, set_states
 from orchestra.errors import CheckpointError, Diverged, OrchestraError
-
-
-def values(outcomes: list[Any]) -> list[Any]:
-    for outcome in outcomes:
-        assert not outcome.kind, outcome.error
-    return [outcome.value for outcome in outcomes]
 
 
 def one_step(model: nn.Module, optimizer: Any) -> None:
@@ -125,7 +119,7 @@ WAYS: dict[str, Callable[[nn.Module, Any, Any], None]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_prepare_with_one_worker_equals_the_script_without_it(way: str) -> None:
+def test_prepare_with_one_worker_equals_plain_torch_for_every_way_of_stepping(way: str) -> None:
     assert equal(script("allreduce", WAYS[way]), script(None, WAYS[way]))
 
 

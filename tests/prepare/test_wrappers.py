@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.prepare.test_torch import values
-from tests.processes import together
+from tests.processes import together, values
 from tests.zoo import make_model, sgd, train
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -196,7 +196,7 @@ def test_an_unused_parameter_is_marked_in_that_step_only() -> None:
 
 @pytest.mark.usefixtures("early")
 def test_a_gradient_of_negative_zeros_is_there() -> None:
-    """Also for whoever has a range of a parameter only."""
+    """Also in a range that is a part of a parameter."""
     module = Sums()
     x = flatten(module)
     replica = Replica(module, x, torch.zeros_like(x), loss=lambda y, target: -0.0 * y, cuts=[0, 3])

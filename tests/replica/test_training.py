@@ -214,7 +214,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.usefixtures("no_process")
 def test_several_groups_with_several_dtypes(tmp_path: Path) -> None:
-    """Layers of another dtype than x are copies of it, which an optimizer of layers would move in vain."""
+    """Layers of another dtype than x are copies of it, so what an optimizer of layers does to them would be lost."""
     with pytest.raises(ConfigError, match=r"one dtype, not with torch\.bfloat16, torch\.float32"):
         train(AllReduce(), tmp_path, workers=2, model=Mixed, optimizer=two_groups, budget=Steps(8))
 

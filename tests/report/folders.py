@@ -12,6 +12,7 @@ from orchestra.runs.events import Event, Logged, NodeEnded, NodeStarted, Scored,
 
 PARAMETERS = 100
 SIZE = 4 * PARAMETERS  # bytes of the model
+HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
 
 def make_run(

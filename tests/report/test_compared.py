@@ -65,7 +65,7 @@ def test_what_failed_after_the_target_failed_and_is_no_longer_going_on(tmp_path:
     assert told["verdict"]["doubts"] == [MISSED]
     (run,) = [run for run in told["runs"] if run["failed"]]
     assert (run["failed"], run["reached"]) == ("it burst", None)
-    # Whoever resumes it to its end has a run like any other.
+    # Once it is resumed to its end it is a run like any other.
     ending.write_text(json.dumps({"stopped_by": "budget"}), encoding="utf-8")
     assert model.build([race])["verdict"]["doubts"] == []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: every op is there, every message has two ends, and nothing changes because somebody looks."""
+"""Traces: every op is there, every message has two ends, and tracing a run changes nothing in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from orchestra.engine.cluster import Cluster
 from orchestra.report import perfetto, traces
 from orchestra.runs.events import Logged, NodeEnded, Stepped, encode, read
 
-WORLDS = {"processes": Local(workers=2, threads=1), "rehearsal": Simulated(workers=2)}
+WORLDS = {"processes": Local(workers=2, threads=1), "simulation": Simulated(workers=2)}
 
 
 def run(strategy: str, out: Path, cluster: Cluster, **more: Any) -> Any:

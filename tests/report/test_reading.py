@@ -36,10 +36,10 @@ def test_a_run_cut_short_tells_what_it_has(tmp_path: Path) -> None:
     assert 2 <= len(steps) < 20
     told = model.build([run])["runs"][0]
     assert [node["steps"] for node in told["nodes"]] == [20, len(steps)]
-    assert told["formula"] is None, "how many steps it would have been nobody knows"
+    assert told["formula"] is None, "the number of steps that it would have taken is not known"
 
 
-def test_connections_made_anew_are_told_once_for_both_ends(tmp_path: Path) -> None:
+def test_a_replaced_connection_is_reported_once_for_both_ends(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", workers=3)
     with (run / "events-0.jsonl").open("a", encoding="utf-8") as file:
         for node, peer, seconds in ((0, 2, 1.0), (2, 0, 1.5), (0, 2, 4.04), (2, 1, 0.5)):

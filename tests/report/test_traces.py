@@ -95,7 +95,7 @@ def test_bytes_by_peer_are_taken_where_they_were_counted(tmp_path: Path) -> None
         ("allreduce", 0, {(i, j): 0.5 for i in range(3) for j in range(3) if i != j}),
         ("localsgd", 0, {(i, j): 0.5 for i in range(3) for j in range(3) if i != j}),
         ("ps(servers=2)", 2, None),
-        ("somebodys", 0, None),
+        ("unknown", 0, None),
     ],
 )
 def test_what_follows_from_totals(

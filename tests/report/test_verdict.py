@@ -142,7 +142,7 @@ def test_conditions_are_no_seeds() -> None:
     assert "slowmo" in found.doubts[0]
 
 
-def test_a_tie_is_nobodys_lead() -> None:
+def test_a_tie_is_no_lead() -> None:
     marks = [mark(name, 0, 5.0, condition=c) for name in ("allreduce", "ps") for c in ("near", "far")]
     assert judge(marks, TARGET, "accuracy").sentence.startswith("No strategy alone reached accuracy ≥ 0.9 first")
     marks += [mark("allreduce", 0, 5.0, condition="slow"), mark("ps", 0, 4.0, condition="slow")]
@@ -223,7 +223,7 @@ def test_a_score_that_is_no_number_is_not_the_best() -> None:
 
 
 def test_without_a_target_the_best_is_compared_with_the_next() -> None:
-    """Not with whoever was named first."""
+    """Not with the strategy that was named first."""
     finals = {"allreduce": 0.9, "ps": 0.5, "slowmo": 0.8}
     marks = [RunResult(name, "", i, None, 0.0, None, f + i / 100) for name, f in finals.items() for i in range(3)]
     assert "+0.1 beside slowmo" in judge(marks, None, "accuracy").sentence

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cases import few
 from tests.processes import together
 from tests.zoo import BATCH, COUNT, assert_same, events, make_data, plain, train
 from torch import Tensor
@@ -82,11 +83,7 @@ LOCKSTEP = [
 ]
 
 
-OFTEN = [LOCKSTEP[0], LOCKSTEP[1], LOCKSTEP[7]]  # the others in `make nightly`
-MARKED = [s if s in OFTEN else pytest.param(s, marks=pytest.mark.nightly) for s in LOCKSTEP]
-
-
-@pytest.mark.parametrize("strategy", MARKED, ids=show)
+@pytest.mark.parametrize("strategy", few(LOCKSTEP, [LOCKSTEP[0], LOCKSTEP[1], LOCKSTEP[7]]), ids=show)
 def test_a_skipped_gradient_leaves_servers_and_all_reduce_equal(strategy: Strategy[Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "schedule": FALLING, "budget": Epochs(2), "data": with_a_bad_sample, "loss": loss, "workers": WORKERS,

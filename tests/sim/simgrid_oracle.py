@@ -11,7 +11,7 @@ try:
 except ImportError:
     if __name__ == "__main__":
         sys.exit(77)
-    raise  # to whoever only looks for doctests
+    raise  # to tools that only look for doctests
 
 HOSTS, RATE = 10, 1e6
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rehearsal is the run: the same parameters bit for bit, the same bytes; and timing changes nothing it should not."""
+"""A simulation equals the real run in parameters and bytes, bit for bit; timing changes only what it should."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from orchestra.worlds.simulated.networks import Host, Network
 S = Strategy[Any]
 
 
-def rehearse(strategy: S, out: Path, *, steps: int = 7, model: Any = None, **cluster: Any) -> Any:
+def simulated(strategy: S, out: Path, *, steps: int = 7, model: Any = None, **cluster: Any) -> Any:
     given = {} if model is None else {"model": model}
     world = Simulated(workers=workers_for(strategy), **cluster)
     return train(strategy, out, cluster=world, budget=Steps(steps), **given)
@@ -97,14 +97,14 @@ class Masked(torch.nn.Module):
 
 
 def test_buffers_that_stay_the_same_do_no_harm(tmp_path: Path) -> None:
-    both = [rehearse(AllReduce(), tmp_path / n, model=Masked, numerics=n).model for n in ("real", "batched")]
+    both = [simulated(AllReduce(), tmp_path / n, model=Masked, numerics=n).model for n in ("real", "batched")]
     assert_close(*both, tolerance=2e-5)
 
 
 def test_models_with_dice_or_buffers_are_not_taken_together(tmp_path: Path) -> None:
     for model in (Dicey, lambda: torch.nn.Sequential(torch.nn.Dropout(), make_model())):
         with pytest.raises(ConfigError, match='use "real"'):
-            rehearse(AllReduce(), tmp_path / "run", model=model, numerics="batched")
+            simulated(AllReduce(), tmp_path / "run", model=model, numerics="batched")
 
 
 def test_asynchronous_staleness_is_what_timing_makes_it(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ class Lending(Strategy[None]):
             node.gradient()
             node.log("read", float(message.x.mean()))
             node.log("free", node.now())
-            node.comm.recv(0)  # from here on the first message is nobody's
+            node.comm.recv(0)  # from here on nothing refers to the first message
             node.comm.send(0, torch.zeros(1))
 
 
@@ -201,7 +201,7 @@ class Odd(Strategy[Any]):
 def test_a_strategy_may_do_odd_things(tmp_path: Path) -> None:
     real = train(Odd(), tmp_path / "real", workers=3, budget=Steps(5))
     for numerics in ("real", "batched"):
-        virtual = rehearse(Odd(), tmp_path / f"{numerics} numbers", steps=5, numerics=numerics)
+        virtual = simulated(Odd(), tmp_path / f"{numerics} numbers", steps=5, numerics=numerics)
         assert_close(real.model, virtual.model, tolerance=1e-6 if numerics == "batched" else 0.0)
     assert torch.is_grad_enabled()
 
@@ -225,7 +225,7 @@ class Pushing(Strategy[None]):
 
 def test_farewells_come_last_in_any_order(tmp_path: Path) -> None:
     for ties in range(20):
-        rehearse(Pushing(), tmp_path / str(ties), steps=2, ties=ties)
+        simulated(Pushing(), tmp_path / str(ties), steps=2, ties=ties)
         assert [e.value for e in events(tmp_path / str(ties), 3) if isinstance(e, Logged)] == [6]
 
 
@@ -252,7 +252,7 @@ class Interrupting(Pushing):
 def test_other_traffic_slows_a_mean_down(tmp_path: Path) -> None:
     given: dict[str, Any] = {"network": "10kbit,1ms", "compute_time": "constant:0.001", "numerics": "off", "steps": 2}
     times = [
-        rehearse(Interrupting(), tmp_path / how, fidelity=how, **given).summary.seconds for how in ("auto", "flows")
+        simulated(Interrupting(), tmp_path / how, fidelity=how, **given).summary.seconds for how in ("auto", "flows")
     ]
     assert times[0] == times[1]
 
@@ -290,7 +290,7 @@ def test_a_target_ends_it_at_the_snapshot_that_reached_it(tmp_path: Path) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Silent(Strategy[None]):
-    """Waits for a message that nobody sends."""
+    """Waits for a message that no worker sends."""
 
     def init(self, node: Node) -> None:
         return None
@@ -307,7 +307,7 @@ def test_a_deadlock_names_the_line_of_the_strategy(tmp_path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost(Strategy[None]):
-    """Sends to somebody who is not there."""
+    """Sends to a node that does not exist, or to itself."""
 
     to: int = 99
 
@@ -319,7 +319,7 @@ class Lost(Strategy[None]):
 
 
 @pytest.mark.parametrize("to", [99, -1, 0])
-def test_messages_to_nobody_are_refused(to: int, tmp_path: Path) -> None:
+def test_messages_to_no_other_node_are_refused(to: int, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=f"cannot exchange messages with node {to}"):
         train(Lost(to=to), tmp_path, cluster=Simulated(workers=2), budget=Steps(1))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines with a GPU often have torch and little else: a rehearsal needs no more than torch, NumPy and safetensors."""
+"""Machines with a GPU often have torch and little else: a simulation needs only torch, NumPy and safetensors."""
 
 from __future__ import annotations
 

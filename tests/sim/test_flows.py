@@ -81,7 +81,7 @@ def ends_of(
 
 
 def assert_fair(live: list[Flow]) -> None:
-    """No link is overloaded, and every flow has a full link on its way where nobody is faster."""
+    """No link is overloaded, and every flow has a full link on its way where no other flow is faster."""
     live = [flow for flow in live if flow in flow.links[0].flows]  # others end at this very moment
     for link in {link for flow in live for link in flow.links}:
         assert sum(flow.rate for flow in link.flows) <= link.capacity * (1 + 1e-9)
@@ -121,7 +121,7 @@ def test_the_first_flow_into_a_slow_link_is_held_back() -> None:
 
 
 def test_the_short_way_and_the_long_way_agree() -> None:
-    """A core that is never full makes every change concern everybody, and changes nothing."""
+    """A core that is never full makes every change concern all flows, and changes nothing."""
     for seed in range(20):
         wishes = wishes_of(seed, 6, 60)
         short = ends_of(wishes, [1e6] * 6, [1e6] * 6)

@@ -41,11 +41,11 @@ def slope(y: Tensor, target: Tensor) -> Tensor:
 def walk(
     strategy: Strategy[Any], out: Path, loss: Callable[[Tensor, Tensor], Tensor], *, lr: float, steps: int, **more: Any
 ) -> Result:
-    """Let workers walk; rehearsed, with equal steps, unless a cluster is given."""
+    """Let workers walk: simulated with equal step times, unless a cluster is given."""
     asked: dict[str, Any] = {
         "cluster": Simulated(workers=more.pop("workers", 3), network="1000gbit,0s", compute_time="constant:1"),
         "model": Point,
-        "data": partial(make_data, 144),  # so many that nobody has to go without for want of samples
+        "data": partial(make_data, 144),  # enough samples for every worker in every step
         "batch": 4,
         "loss": loss,
         "optimizer": partial(torch.optim.SGD, lr=lr),

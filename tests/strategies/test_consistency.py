@@ -48,7 +48,7 @@ JITTER = "lognormal:0.05,0.5"
 
 
 def served(consistency: Consistency, out: Path, *, workers: int = WORKERS, servers: int = 1, **more: Any) -> Any:
-    """A rehearsal with one consistency."""
+    """A simulated run with one consistency."""
     world: dict[str, Any] = {k: more.pop(k) for k in ("network", "compute_time", "numerics", "ties") if k in more}
     cluster = Simulated(workers=workers, **dict[str, Any]({"network": "100mbit,1ms", "compute_time": JITTER} | world))
     corrected: dict[str, Any] = {k: more.pop(k) for k in ("correction",) if k in more}
@@ -67,7 +67,7 @@ BULK = [BoundedDelay(tau=0), BackupWorkers(b=0), KSync(k=WORKERS), KAsync(k=WORK
 
 @pytest.mark.parametrize("optimizer", [momentum, adam], ids=["momentum", "adam"])
 @pytest.mark.parametrize("consistency", BULK, ids=repr)
-def test_who_waits_for_everybody_is_bulk_synchronous(
+def test_waiting_for_all_workers_is_bulk_synchronous(
     consistency: Consistency, optimizer: Factory, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = {"workers": WORKERS, "optimizer": optimizer, "budget": Steps(12)}
@@ -97,7 +97,7 @@ def test_no_staleness_allowed_is_bulk_synchronous_for_plain_sgd(tmp_path: Path) 
     ],
     ids=lambda part: repr(part)[:40],
 )
-def test_who_waits_for_nobody_is_asynchronous(
+def test_waiting_for_no_worker_is_asynchronous(
     consistency: Consistency, correction: dict[str, Any], servers: int, tmp_path: Path
 ) -> None:
     optimizer: Factory = momentum

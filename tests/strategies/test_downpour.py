@@ -49,7 +49,7 @@ def test_one_worker_with_plain_sgd_is_sgd(n_push: int, n_fetch: int, tmp_path: P
 
 
 @pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (3, 2), (2, 3), (4, 4), (3, 100), (100, 3)])
-@pytest.mark.parametrize("world", ["real", "rehearsed"])
+@pytest.mark.parametrize("world", ["real", "simulated"])
 def test_every_gradient_reaches_the_servers_once(n_push: int, n_fetch: int, world: str, tmp_path: Path) -> None:
     workers, steps = 3, 7
     cluster = (

@@ -53,8 +53,8 @@ def test_a_gradient_is_as_old_as_the_others_make_it(numerics: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("slow", [0, 2])
-def test_nobodys_last_updates_are_missing(slow: int, tmp_path: Path) -> None:
-    """Also of those who are done long after the others."""
+def test_the_last_updates_of_every_worker_are_in_the_model(slow: int, tmp_path: Path) -> None:
+    """Also those of a worker that ends long after the others."""
     p, steps = 3, 5
     world = Simulated(
         workers=p, compute_time=RecordedTimes(tuple((9.0 if i == slow else 1.0,) * steps for i in range(p)))

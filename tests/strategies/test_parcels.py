@@ -33,7 +33,7 @@ in_worlds = partial(
 
 
 class Doubling(TransportWrapper):
-    """Sends every push twice, as after a failure of which nobody knows what came before it."""
+    """Sends every push twice, as after a failure where it is not known whether the first one arrived."""
 
     def start(self, op: Op[T]) -> Handle[T]:
         handle = self.inner.start(op)

@@ -106,13 +106,13 @@ def test_groups_on_servers_are_resumed(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"workers": 2, "checkpoint_every": Steps(2), "optimizer": optimizer}
     train(strategy, tmp_path, budget=Steps(4), **asked)
     parts = train(strategy, tmp_path, budget=Steps(7), resume=True, **asked).model
-    rehearsed: dict[str, Any] = {"cluster": Simulated(workers=2), "optimizer": optimizer, "budget": Steps(7)}
-    whole = train(strategy, tmp_path / "whole", **rehearsed).model
+    given: dict[str, Any] = {"cluster": Simulated(workers=2), "optimizer": optimizer, "budget": Steps(7)}
+    whole = train(strategy, tmp_path / "whole", **given).model
     assert_same(parts, whole)
 
 
 class Own(torch.optim.SGD):
-    """Nobody else knows how to make it."""
+    """An optimizer that cannot be made without an argument of its own."""
 
     def __init__(self, params: Any, *, secret: float) -> None:
         super().__init__(params, lr=secret)

@@ -173,7 +173,7 @@ def test_a_round_without_learning_rate_ends_in_the_mean(tmp_path: Path) -> None:
 
 
 def test_around_all_reduce_the_mean_changes_nothing(tmp_path: Path) -> None:
-    """Wrapped around all-reduce with one worker's view, the slow step sees what everybody has."""
+    """Wrapped around all-reduce with one worker's view, the slow step sees what all workers have."""
     strategy = SlowMo(tau=3, alpha=1.0, beta=0.0, buffers="maintain", base=AllReduce())
     wrapped = simulate(strategy, tmp_path / "wrapped", budget=Steps(9))
     assert_close(wrapped.model, simulate(AllReduce(), tmp_path / "bare", budget=Steps(9)).model, tolerance=1e-5)

@@ -55,7 +55,7 @@ def test_process_0_is_never_a_server() -> None:
 
 
 @given(st.integers(2, 24))
-def test_everybody_meets_everybody_once(size: int) -> None:
+def test_every_pair_meets_once(size: int) -> None:
     met = [pair for pairs in rounds(size) for pair in pairs]
     assert sorted(met) == list(itertools.combinations(range(size), 2))
     for pairs in rounds(size):

@@ -136,7 +136,7 @@ def test_anything_in_any_order_agrees_with_numpy() -> None:
                 found = comm.gather(x)
                 kept += [(g, pattern[:n] * float(s)) for g, s in zip(found, scales[i], strict=True)]
                 assert torch.equal(x, before)
-        assert all(torch.equal(got, expected) for got, expected in kept)  # copies: nobody wrote into them since
+        assert all(torch.equal(got, expected) for got, expected in kept)  # copies: nothing has written into them since
 
     world.run(life)
 

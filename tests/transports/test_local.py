@@ -285,7 +285,7 @@ def test_a_lent_vector_is_waited_for_and_a_sent_one_is_not(numel: int) -> None:
     assert world.comms[1].recv(0).x.eq(3.0).all()
 
 
-def test_a_server_hears_everybody_until_all_have_left() -> None:
+def test_a_server_receives_from_all_workers_until_all_have_left() -> None:
     workers = 4
     world = World(workers, servers=2)
 
@@ -371,7 +371,7 @@ def test_a_wait_past_its_deadline_names_who_is_missing() -> None:
 
 
 @pytest.mark.timed
-def test_giving_up_wakes_everybody() -> None:
+def test_an_abort_wakes_all_that_wait() -> None:
     world = World(3, patience=60)
 
     def life(rank: int, comm: Comm) -> float:

@@ -32,7 +32,7 @@ def test_work_counts_from_the_beginning_of_the_run_and_waits_do_not(monkeypatch:
         assert [longest(2, 100), longest(1, 0), longest(3, 5)] == [2, 2, 3]
 
 
-def test_patience_counts_from_the_end_of_the_longest_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_counts_since_another_process_last_worked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 0 works for 60 s, then waits as well: what it has sent may not be here yet."""
     clock = SimpleNamespace(now=0.0, monotonic=time.monotonic)
     clock.perf_counter = lambda: clock.now

@@ -81,9 +81,9 @@ def recv(node: Messenger, source: int | None, group: Group, **more: Any) -> Mess
 def test_what_is_sent_arrives(trusted: bool, dtype: torch.dtype, numel: int) -> None:
     with nodes(2, trusted=trusted) as (a, b):
         x = torch.arange(numel).to(dtype)
-        everybody = Group((0, 1))
+        both = Group((0, 1))
         sent = Send(1, x, version=-5, weight=0.25, tag=9, progress=2 / 3)
-        _, came = at_once(lambda: a.send(sent).wait(), lambda: recv(b, 0, everybody))
+        _, came = at_once(lambda: a.send(sent).wait(), lambda: recv(b, 0, both))
         assert torch.equal(came.x, x)
         assert came.x.dtype == dtype
         assert (came.source, came.version, came.weight, came.tag, came.progress) == (0, -5, 0.25, 9, 2 / 3)
@@ -94,13 +94,13 @@ def test_what_is_sent_arrives(trusted: bool, dtype: torch.dtype, numel: int) -> 
 def test_two_nodes_that_send_much_at_once_both_make_progress(trusted: bool) -> None:
     """The data exceeds the kernels' buffers: a node that waits to send must read."""
     x = torch.randn(4_000_000)
-    everybody = Group((0, 1, 2))
+    three = Group((0, 1, 2))
     with nodes(3, trusted=trusted, patience=15.0) as made:
 
         def body(node: Messenger, rank: int) -> float:
             others = [other for other in range(3) if other != rank]
             handles = [node.send(Send(other, x, version=rank, lend=True)) for other in others]
-            total = sum(float(recv(node, other, everybody).x.sum()) for other in others)
+            total = sum(float(recv(node, other, three).x.sum()) for other in others)
             for handle in handles:
                 handle.wait()
             return total

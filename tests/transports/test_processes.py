@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tests.waiting import wait_until
 from tests.zoo import INPUTS, Trap, assert_close, make_data, make_model, plain, sgd, train, trapped
 
 from orchestra import AllReduce, Attached, Local, ParameterServer, SlowMo, Steps, Strategy
@@ -89,11 +90,12 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 40
-    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
+
+    def has_saved() -> bool:
         assert program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+    wait_until(has_saved)
     return program
 
 
@@ -124,7 +126,7 @@ def test_two_signals_stop_at_once(tmp_path: Path) -> None:
     program = start(tmp_path)
     others = descendants(program)
     for worker in others[1:]:
-        worker.suspend()  # nobody can come to the end of a step
+        worker.suspend()  # no worker can end its step
     program.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert program.poll() is None
@@ -211,7 +213,7 @@ def test_between_machines_threads_are_as_the_user_says_not_torchrun(monkeypatch:
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 2))
     assert Attached().resources(4).threads == cores + 2
     assert Attached(threads=3).resources(4).threads == 3
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # which says 1 to everybody
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun sets one thread for every process
     assert Attached().resources(4).threads == cores
 
 

@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
+from tests.processes import own_address
+from tests.waiting import wait_until
 
 from orchestra.errors import ClusterError
 from orchestra.worlds.sockets import addresses, link_probe, rendezvous
@@ -23,16 +25,6 @@ from orchestra.worlds.sockets.rendezvous import Rendezvous
 SECRET = "0123456789abcdef0123456789abcdef"
 ABOUT = {"seed": 3}
 both_ways = pytest.mark.parametrize("trusted", [False, True], ids=["encrypted", "trusted network"])
-
-
-def own_address() -> str:
-    """Return this machine's address in its network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("198.51.100.1", 9))
-        except OSError:
-            pytest.skip("this machine has no network")
-        return str(probe.getsockname()[0])
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
@@ -265,9 +257,7 @@ def test_a_connected_node_reports_that_it_waits_for_others(trusted: bool, monkey
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(node0.host_all, 3, patience=20)
         other = pool.submit(second.join, node0.address, patience=20)
-        deadline = time.monotonic() + 15
-        while not said and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: said, 15)
         found = first, other, pool.submit(third.join, node0.address, patience=20)
         close_all(*(each.result() for each in found))
     port = node0.address[1]

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import signal
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 from tests.processes import Outcome, Processes
 from tests.transports.hosts import HOST, Hosts, Machine, Trained, hosts, trained
+from tests.waiting import wait_until
 from tests.zoo import INPUTS, adam, make_large, make_model
 from torch import Tensor, nn
 
@@ -70,7 +70,7 @@ def test_a_mean_is_the_mean_by_hand(machines: Hosts, numel: int, dtype: torch.dt
         torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("host", [HOST, "198.51.100.7"], ids=["nobody else comes", "not our address"])
+@pytest.mark.parametrize("host", [HOST, "198.51.100.7"], ids=["the other does not come", "not our address"])
 def test_workers_that_do_not_come_together_are_told_what_to_do(host: str, tmp_path: Path) -> None:
     store = torch_collectives.file_store(tmp_path / "store", 2)
     with pytest.raises(Stalled, match=r"could not connect to the other 1 .*All ports must be open"):
@@ -230,7 +230,7 @@ def test_parameters_of_all_kinds_are_equal_with_torch_collectives(machines: Host
     both(machines, tmp_path, Parts, accumulate=2)
 
 
-def test_a_gradient_that_is_not_finite_reaches_nobody(machines: Hosts, tmp_path: Path) -> None:
+def test_a_gradient_that_is_not_finite_is_left_out_of_the_mean(machines: Hosts, tmp_path: Path) -> None:
     by_torch, _ = both(machines, tmp_path, Poisoned, budget=Steps(5))
     assert sorted(one.skipped for one in by_torch) == [0, 0, 1]
     assert all(one.x.isfinite().all() for one in by_torch)
@@ -264,10 +264,7 @@ def test_who_waits_for_one_that_never_comes_hears_signals(number: signal.Signals
         means.mean(torch.zeros(3), 1.0)
 
     with Processes([wait_for_ever] * 2) as processes:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "waiting").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until((tmp_path / "waiting").exists)
         os.kill(processes.pid(0), number)
         assert wait([processes.ends[0]], timeout=30)
         outcome: Outcome = pickle.loads(processes.ends[0].recv_bytes())
@@ -281,7 +278,7 @@ def mean_or_die(machine: Machine, who: int) -> None:
     machine.means.mean(torch.zeros(100_000), 1.0)
 
 
-def test_whoever_waits_for_the_dead_is_told() -> None:
+def test_a_mean_with_a_dead_process_raises() -> None:
     with hosts(2) as machines:
         survivor, dead = machines.answers(mean_or_die, 1)
     assert isinstance(survivor, Stalled)
