@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 ABREAST := -n 3 --dist worksteal  # three on two cores: many tests mostly wait
-PAIRED := -n 2 --dist worksteal  # tests that measure time: one for each core
+PAIRED := -n 2 --dist worksteal  # timed tests: one for each core
 PART ?= laws paths docs launch libraries lab browser soak
 
 unexport PYTHONDONTWRITEBYTECODE  # else every process of every test would compile the package again

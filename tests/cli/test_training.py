@@ -182,7 +182,7 @@ def test_compare_shows_what_missed_the_target_and_who_ran_alone(orchestra: Orche
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "orchestra", "run", "digits", "--epochs", "100", "--out", "broken", "--quiet"]
+    command = [sys.executable, "-m", "orchestra", "run", "digits", "--epochs", "100000", "--out", "broken", "--quiet"]
     environment = dict(os.environ) | {"PYTHONPATH": str(SOURCE), "NO_COLOR": "1"}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
     events = tmp_path / "broken" / "events-0.jsonl"
@@ -193,7 +193,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_resume_completes(orchestra: Orchestra, t
     assert "orchestra resume" in err
     assert "Traceback" not in err
     saved = int((tmp_path / "broken" / "checkpoints" / "latest").read_text().removeprefix("step-"))
-    assert 0 < saved < 4500
+    assert saved > 0
     said = orchestra("resume", "broken", "--steps", str(saved + 50), "--json")
     assert said.code == 0
     assert said.json["steps"] == saved + 50
