@@ -222,6 +222,23 @@ def test_the_last_rung_goes_on_after_the_target(largest: float, tmp_path: Path) 
     assert chosen.rate == max(rate for rate in ranked if rate <= largest or rate < min(ranked[-4:]))
 
 
+def test_where_the_best_tries_collapse_or_fail_another_one_is_chosen(tmp_path: Path) -> None:
+    tuned, last = made(best_at(0.1), ("allreduce",), tmp_path), list[Setting]()
+
+    def one(setting: Setting, epochs: float, seed: int, *, whole: bool = False) -> TuningResult:
+        if whole:
+            last.append(setting)
+            return (
+                TuningResult(failed="Diverged") if len(last) == 1 else TuningResult(1.0, ((1.0, 0.9),), collapsed=True)
+            )
+        return best_at(0.1)(setting)
+
+    tuned._one = one  # type: ignore[method-assign]
+    chosen = tuned.run().settings["allreduce"]
+    assert len(last) == tuned.plan.kept > 2
+    assert chosen not in last
+
+
 COSTS = Costs(run=0.1, score=0.0, epoch=0.1, real=0.1)
 
 

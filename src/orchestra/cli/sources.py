@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from orchestra import recipes
+from orchestra.cli.tracebacks import from_users_code
 from orchestra.engine import overrides, script_names
 from orchestra.engine.overrides import Change
 from orchestra.errors import ConfigError, Problem, nearest
@@ -160,16 +161,9 @@ def _run(path: Path, use: overrides.ActiveOverrides) -> None:
         if not use.loops:
             raise
         # A process of a loop has a hook, which reports the error to the other processes.
-        trace = _within(path, error.__traceback__)
+        trace = from_users_code(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
-
-
-def _within(path: Path, trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from where the script starts."""
-    while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
-        trace = trace.tb_next
-    return trace
 
 
 # Read, not run: running a script means training.

@@ -29,6 +29,7 @@ from orchestra.cli.candidates import Setting
 from orchestra.cli.loop_runs import OWN_RATE, Loop
 from orchestra.cli.tuning_plan import SNAPSHOTS, TuningPlan
 from orchestra.cli.tuning_results import TuningResult, rank, result_of
+from orchestra.engine import warnings
 from orchestra.errors import ConfigError, Interrupted, Problem
 from orchestra.formatting import plural, rough_duration
 from orchestra.runs.budget import lower_is_better
@@ -131,7 +132,8 @@ class Tuning:
             return self._untuned(_ENDLESS)
         plan = self.plan
         if not plan.fits:
-            longer = f"{plan.seconds / plan.race_seconds:.2g} times as long as the race"
+            times = plan.seconds / plan.race_seconds
+            longer = f"{times:.{0 if times >= 10 else 1}f} times as long as the race"
             return self._untuned(f"the shortest tries would take {longer}: more --seeds allow for it")
         if not self.quiet:
             summary.say(self._estimate())
@@ -150,7 +152,7 @@ class Tuning:
             self._try(best, last, 3 * plan.first, race.seeds + 1, whole=True)
             untested = {setting: found for setting, found in tried[name].items() if setting not in last}
             lasting = {setting: found for setting, found in last.items() if not found.collapsed}
-            final[name] = self._rank(lasting or untested or last) or best
+            final[name] = self._rank(lasting) or self._rank(untested) or self._rank(last) or best
         return self._conclude(tried, final)
 
     def _run_loop(self) -> Race:
@@ -266,7 +268,8 @@ class Tuning:
         if key not in self._kept:
             length = "" if math.isnan(epochs) else f", {epochs:.3g} epochs"
             self._show(f"tuning {setting.strategy}: {setting}{length}")
-            outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
+            with warnings.silent():
+                outcome = race.run_one(setting.strategy, seed, "", quiet=True, first=False)
             self._kept[key] = dataclasses.asdict(result_of(outcome, race.target.metric, self._sign))
             shutil.rmtree(outcome.run, ignore_errors=True)
             tuning_cache.write(self.race.out, self._record())
@@ -279,7 +282,7 @@ class Tuning:
         terminal, now = sys.stderr.isatty(), time.monotonic()
         if not self.quiet and not terminal and text and now - self._told >= _MINUTE:
             self._told = now
-            summary.say(f"{text} ({len(self._kept)} tries done)")
+            summary.say(f"{text} (try {len(self._kept) + 1})")
         elif not self.quiet and terminal:
             sys.stderr.write(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}" if text else "\r\033[K")
             sys.stderr.flush()
